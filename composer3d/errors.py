@@ -1,0 +1,165 @@
+"""The errors that users meet: one tree, each carrying its data, each saying where, what and how to mend it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+__all__ = [
+    "BatchError",
+    "CheckpointError",
+    "ComposerError",
+    "DataError",
+    "ForkError",
+    "InitialisationError",
+    "LossError",
+    "ManifestError",
+    "MeshError",
+    "OrderError",
+    "PatternError",
+    "PluginError",
+    "Problem",
+    "QueryError",
+    "RankError",
+    "ReferenceFailure",
+    "StepError",
+    "TransformError",
+    "did_you_mean",
+]
+
+
+class ComposerError(Exception):
+    """Base of every error that composer3d raises on purpose; its text is meant for the user, without a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One mistake in a manifest or on the command line.
+
+    Args:
+        message: What is wrong, one sentence without its place and without a final stop.
+        severity: `error` refuses the manifest, `warning` does so only under `--strict`.
+        file: The manifest as the user named it, or `--set KEY=VALUE`; None where no file is involved.
+        line: 1-based; None for `--set`.
+        column: 1-based; None for `--set`.
+        table: Dotted table, for example `sharding.fsdp2`; the empty string is the top of the file.
+        key: The key inside the table, if one is at fault.
+        hint: How to mend it.
+    """
+
+    message: str
+    severity: Literal["error", "warning"] = "error"
+    file: str | None = None
+    line: int | None = None
+    column: int | None = None
+    table: str | None = None
+    key: str | None = None
+    hint: str | None = None
+
+    def __str__(self) -> str:
+        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
+        table = f"[{self.table}] " if self.table else ""
+        warning = "warning: " if self.severity == "warning" else ""
+        return (
+            (f"{place}: " if place else "") + warning + table + self.message + (f"; {self.hint}" if self.hint else "")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the problem as `check --json` prints it."""
+        return asdict(self)
+
+
+class ManifestError(ComposerError):
+    """The manifest cannot be run; `problems` holds every mistake found, in the order of the file."""
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(sorted(problems, key=lambda p: (p.file or "", p.line or 0, p.column or 0)))
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class MeshError(ComposerError):
+    """Degrees and world do not fit, or an axis is declared twice."""
+
+
+class OrderError(ComposerError):
+    """Transforms or step actions cannot be put in an order, or exclude each other."""
+
+
+class PatternError(ComposerError):
+    """A pattern matches nothing in the model."""
+
+    def __init__(self, pattern: str, hint: str) -> None:
+        self.pattern, self.hint = pattern, hint
+        super().__init__(f'the pattern "{pattern}" matches nothing in the model; {hint}')
+
+
+class PluginError(ComposerError):
+    """A plugin cannot be found, imported or registered, or contests an axis."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        self.message, self.hint = message, hint
+        super().__init__(message + (f"; {hint}" if hint else ""))
+
+
+class QueryError(ComposerError):
+    """Two plugins answered one query, or disagreed about one parameter."""
+
+
+class TransformError(ComposerError):
+    """A transform matched nothing, renamed parameters, or did not touch what it had selected."""
+
+
+class InitialisationError(ComposerError):
+    """A factory cannot be recorded, or ranks start from different weights."""
+
+
+class LossError(ComposerError):
+    """A loss does not say how it is to be normalised."""
+
+
+class BatchError(ComposerError):
+    """A batch cannot be cut as the manifest asks."""
+
+
+class DataError(ComposerError):
+    """A data source is missing, empty, too short, or cannot do what its order needs."""
+
+
+class ReferenceFailure(ComposerError):
+    """A `module:name` of a manifest leads to no object."""
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        self.message, self.hint = message, hint
+        super().__init__(message + (f"; {hint}" if hint else ""))
+
+
+class StepError(ComposerError):
+    """The step protocol was broken: a call outside a step, or ranks that do not run the same step."""
+
+
+class CheckpointError(ComposerError):
+    """A checkpoint is missing, half written, unsafe, or of another model."""
+
+
+class ForkError(ComposerError):
+    """Ranks cannot be started by fork from this process, or there is no room for so many at once."""
+
+
+class RankError(ComposerError):
+    """A rank failed; the text holds its number and traceback."""
+
+
+def did_you_mean(word: str, choices: Sequence[str]) -> str | None:
+    """Return the hint for a misspelt word: the nearest choice, else the list of them, else None.
+
+    >>> did_you_mean("zeero", ["zero", "units"])
+    'did you mean "zero"?'
+    >>> did_you_mean("x", ["zero", "units"])
+    'one of: units, zero'
+    """
+    near = get_close_matches(word, choices, n=1, cutoff=0.6)
+    if near:
+        return f'did you mean "{near[0]}"?'
+    return "one of: " + ", ".join(sorted(choices)) if choices else None

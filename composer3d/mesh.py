@@ -1,0 +1,204 @@
+"""Axes and degrees: from the manifest's `[mesh]` to coordinates, and later to torch's DeviceMesh.
+
+Everything but `build` is a pure function of the manifest and a rank, there before any process group.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from composer3d.errors import MeshError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AXES", "Axis", "GroupOptions", "Layout", "Role", "arrange", "build", "crossings", "resolve"]
+
+
+class Role(enum.Enum):
+    """What ranks along an axis have in common, which decides counts, losses, norms and random streams."""
+
+    BATCH = "batch"  # other samples, the same parameters
+    SEQUENCE = "sequence"  # other positions of the same samples
+    TENSOR = "tensor"  # the same samples, other slices of the parameters
+    STAGE = "stage"  # the same samples, other layers
+    EXPERT = "expert"  # carved out of the batch and sequence axes, does not multiply the world
+    INDEPENDENT = "independent"  # models of their own (local SGD): outside the numerical contract and the norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Axis:
+    """A mesh axis.
+
+    Args:
+        name: As it stands in `[mesh]`.
+        role: What its ranks share.
+        inside: The axis that it stands directly inside of, for axes that plugins declare; None is outermost.
+    """
+
+    name: str
+    role: Role
+    inside: str | None = None
+
+
+AXES = (
+    Axis(name="pp", role=Role.STAGE),
+    Axis(name="dp_replicate", role=Role.BATCH),
+    Axis(name="dp_shard", role=Role.BATCH),
+    Axis(name="cp", role=Role.SEQUENCE),
+    Axis(name="tp", role=Role.TENSOR),
+    Axis(name="ep", role=Role.EXPERT),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupOptions:
+    """How the process group of one axis is made.
+
+    Args:
+        backend: For example `nccl` or `gloo`; None keeps the default group's.
+        timeout_s: After which a collective of this group fails, in seconds; None keeps the default.
+    """
+
+    backend: str | None = None
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Axes with their degrees, outermost first: ranks are numbered as in a C array of this shape."""
+
+    axes: tuple[Axis, ...]
+    degrees: Mapping[str, int]
+
+    @property
+    def dense_axes(self) -> tuple[Axis, ...]:
+        """The axes that multiply to the world: all but experts."""
+        return tuple(axis for axis in self.axes if axis.role is not Role.EXPERT)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.degrees[axis.name] for axis in self.dense_axes)
+
+    def names(self, *roles: Role) -> tuple[str, ...]:
+        """Return the names of the axes with one of these roles, outermost first."""
+        return tuple(axis.name for axis in self.axes if axis.role in roles)
+
+    def degree(self, *roles: Role) -> int:
+        """Return the product of the degrees of the axes with one of these roles."""
+        return math.prod(self.degrees[name] for name in self.names(*roles))
+
+    def coordinates(self, rank: int) -> Mapping[str, int]:
+        """Return the rank's index along every axis, `ep` included."""
+        if not 0 <= rank < self.world_size:
+            raise MeshError(f"rank {rank} is not in a world of {self.world_size} ranks")
+        result: dict[str, int] = {}
+        rest = rank
+        for axis in reversed(self.dense_axes):
+            rest, result[axis.name] = divmod(rest, self.degrees[axis.name])
+        for name in self.names(Role.EXPERT):
+            result[name] = (result["dp_shard"] * self.degrees["cp"] + result["cp"]) % self.degrees[name]
+        return MappingProxyType({axis.name: result[axis.name] for axis in self.axes})
+
+    def index(self, rank: int, *roles: Role) -> int:
+        """Return the rank's flat index over the axes with one of these roles; for example its data-parallel rank."""
+        coordinates, result = self.coordinates(rank), 0
+        for name in self.names(*roles):
+            result = result * self.degrees[name] + coordinates[name]
+        return result
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis.name}={self.degrees[axis.name]}" for axis in self.dense_axes)
+
+
+def arrange(extra: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Insert the axes that plugins declare into the standard ones.
+
+    Raises:
+        MeshError: A name is taken, or `inside` names no axis.
+    """
+    axes = list(AXES)
+    for axis in sorted(extra, key=lambda axis: axis.name):
+        if any(axis.name == other.name for other in axes):
+            raise MeshError(f'the axis "{axis.name}" is declared twice')
+        places = [index for index, other in enumerate(axes) if other.name == axis.inside]
+        if axis.inside is not None and not places:
+            raise MeshError(f'the axis "{axis.name}" is to stand inside "{axis.inside}", which is no axis')
+        axes.insert(places[0] + 1 if places else 0, axis)
+    return tuple(axes)
+
+
+def resolve(
+    stated: Mapping[str, int | None], *, axes: Sequence[Axis], world_size: int | None, default: str | None
+) -> Layout:
+    """Fill in unnamed degrees and the one that is -1.
+
+    Args:
+        stated: The degrees of `[mesh]`; None where the manifest names none.
+        axes: From `arrange`.
+        world_size: The number of ranks; None takes the product of what is stated, with 1 for what is open.
+        default: The axis that takes the ranks which are left, where none is -1: the data-parallel plugin's.
+
+    Raises:
+        MeshError: With the product and the world, or the axes that are both -1.
+    """
+    degrees = {axis.name: stated.get(axis.name) for axis in axes}
+    open_axes = [name for name, degree in degrees.items() if degree == -1]
+    if len(open_axes) > 1:
+        raise MeshError(f"only one axis may be -1, not {' and '.join(open_axes)}")
+    dense = [axis.name for axis in axes if axis.role is not Role.EXPERT]
+    if not open_axes and default is not None and degrees[default] is None:
+        open_axes = [default]
+    filled = {name: 1 if degree is None or degree == -1 else degree for name, degree in degrees.items()}
+    known = math.prod(filled[name] for name in dense)
+    if world_size is not None and open_axes and world_size % known == 0:
+        filled[open_axes[0]] = world_size // known
+    layout = Layout(axes=tuple(axes), degrees=MappingProxyType(filled))
+    if world_size is not None and layout.world_size != world_size:
+        shown = " x ".join(f"{name}={filled[name]}" for name in dense if filled[name] > 1 or stated.get(name)) or "1"
+        raise MeshError(f"{shown} = {layout.world_size}, but the world has {world_size} ranks")
+    carved = filled["dp_shard"] * filled["cp"]
+    if carved % filled["ep"]:
+        raise MeshError(f"ep={filled['ep']} does not divide dp_shard x cp = {carved}, which it is carved out of")
+    return layout
+
+
+def crossings(layout: Layout, gpus_per_node: int) -> tuple[str, ...]:
+    """Return which of tp and cp reach over the edge of a node: their groups would talk over the slow network."""
+    inner, result = 1, []
+    for axis in reversed(layout.dense_axes):
+        inner *= layout.degrees[axis.name]
+        crosses = inner > gpus_per_node or gpus_per_node % inner
+        if axis.role in (Role.TENSOR, Role.SEQUENCE) and layout.degrees[axis.name] > 1 and crosses:
+            result.append(axis.name)
+    return tuple(result)
+
+
+def build(layout: Layout, *, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
+    """Make the DeviceMesh of all dense axes; needs a process group of the layout's size.
+
+    Collectives: what torch needs to make one process group an axis; nothing at all for axes of degree 1.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from composer3d import torch_compat
+
+    names = tuple(axis.name for axis in layout.dense_axes)
+    override = {name: option.backend for name, option in options.items() if option.backend is not None}
+    mesh = init_device_mesh(
+        device_type,
+        tuple(layout.degrees[name] for name in names),
+        mesh_dim_names=names,
+        backend_override=override or None,  # type: ignore[arg-type]
+    )
+    for name, option in options.items():
+        if option.timeout_s is not None:
+            torch_compat.set_group_timeout(mesh[name].get_group(), timedelta(seconds=option.timeout_s))
+    return mesh

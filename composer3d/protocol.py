@@ -1,0 +1,187 @@
+"""The values that hooks are given and give: parts, batches, losses, dtypes, recorders, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "Batch",
+    "Dtypes",
+    "GradScaler",
+    "Loss",
+    "Metric",
+    "ParameterMesh",
+    "Part",
+    "Recorder",
+    "Schedule",
+    "Split",
+    "Stateful",
+]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Part:
+    """A stage of the model on this rank; without a pipeline the only one, the whole model.
+
+    Args:
+        module: Keeps the FQNs of the whole model.
+        index: The stage's position, 0 to num_stages - 1.
+        num_stages: Stages of the whole pipeline, over all ranks.
+    """
+
+    module: nn.Module
+    index: int = 0
+    num_stages: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes the model's inputs."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives the model's outputs."""
+        return self.index == self.num_stages - 1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Split:
+    """The answer to `composer3d_split`.
+
+    Args:
+        parts: This rank's stages.
+        keep_unsharded: The schedule needs parameters unsharded from the first forward to the last backward of a step
+            (zero-bubble schedules read them between), so data-parallel plugins must not reshard after the forward.
+    """
+
+    parts: tuple[Part, ...]
+    keep_unsharded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Batch:
+    """What one call of `forward_backward` was given, on this data-parallel rank.
+
+    Args:
+        args: Positional arguments of the model; tensors are cut into micro-batches along dim 0.
+        kwargs: Keyword arguments of the model, cut likewise.
+        target: Second argument of the loss; a tensor, or a nested container of tensors.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Loss:
+    """What a `loss_fn` may return to say how it is to be normalised.
+
+    Args:
+        sum: Scalar, summed over the valid tokens (or samples) of this micro-batch.
+        count: The number of valid tokens (or samples) in `sum`.
+        auxiliary: Scalar that joins the objective as its mean over all micro-batches of the global batch, for example
+            a router's balance loss, weighted by `count`; it is not part of the loss that is returned.
+    """
+
+    sum: Tensor
+    count: Tensor | int | float
+    auxiliary: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dtypes:
+    """Dtypes of one module's unit; None keeps what is there.
+
+    Args:
+        param: Of parameters in forward and backward.
+        reduce: Of gradients on the wire.
+        output: Of the unit's floating-point outputs.
+    """
+
+    param: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    output: torch.dtype | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ParameterMesh:
+    """Where a parameter lives that is not on the data-parallel mesh.
+
+    Args:
+        mesh: Its own mesh.
+        gradient_divisor: What its summed gradient is divided by.
+        shard_dim: The tensor dim along which it is sharded.
+    """
+
+    mesh: DeviceMesh
+    gradient_divisor: float
+    shard_dim: int = 0
+
+
+class Recorder(Protocol):
+    """Spans, opened by the core and by plugins; called from several threads, in microseconds."""
+
+    def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
+        """Open a span and return a token for it."""
+
+    def end(self, token: Any) -> None:
+        """Close the span."""
+
+
+class Schedule(Protocol):
+    """Who runs which micro-batch when; the answer to `composer3d_schedule`."""
+
+    def train(self, microbatches: Sequence[Batch]) -> None:
+        """Run forward and backward of every micro-batch; gradients accumulate in the parameters."""
+
+    def evaluate(self, microbatches: Sequence[Batch]) -> None:
+        """Run the forward of every micro-batch without gradients, and the loss where the last stage is."""
+
+
+class GradScaler(Protocol):
+    """Loss scaling for narrow exponents; the decision of all ranks is agreed by the core."""
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply a loss before its backward."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Divide this rank's gradients; tell whether one of them was not finite."""
+
+    def update(self, skipped: bool) -> None:
+        """Adapt the scale after a step that was, or was not, skipped on all ranks."""
+
+
+class Stateful(Protocol):
+    """Something that is saved and loaded with the checkpoint: tensors, and values that JSON holds."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return the state."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take the state back."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metric:
+    """A number that `composer3d_measure` gives.
+
+    Args:
+        name: The same on every rank.
+        value: This rank's.
+        reduction: How the ranks' values become one; `rank0` takes the first rank's.
+    """
+
+    name: str
+    value: float
+    reduction: Literal["sum", "max", "mean", "rank0"] = "mean"
+
+
+LossFunction = Callable[[Any, Any], Any]
