@@ -1,0 +1,162 @@
+"""composer3d: compose parallelism onto any module from a TOML manifest, and prove the composition first.
+
+The public API. Names are imported when they are first used, so that `composer3d --help` does not import torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from composer3d import torch_compat as torch_compat
+    from composer3d.composition import Composition, Evaluation, compose
+    from composer3d.context import RunContext
+    from composer3d.errors import (
+        BatchError,
+        CheckpointError,
+        ComposerError,
+        DataError,
+        InitialisationError,
+        LossError,
+        ManifestError,
+        MeshError,
+        OrderError,
+        PatternError,
+        PluginError,
+        Problem,
+        QueryError,
+        RankError,
+        StepError,
+        TransformError,
+    )
+    from composer3d.manifest import Manifest, load_manifest
+    from composer3d.mesh import Axis, GroupOptions, Layout, Role
+    from composer3d.patterns import select as select_fqns
+    from composer3d.preparation import PlanRow
+    from composer3d.protocol import (
+        Batch,
+        Dtypes,
+        GradScaler,
+        Loss,
+        Metric,
+        ParameterMesh,
+        Part,
+        Recorder,
+        Schedule,
+        Split,
+        Stateful,
+    )
+    from composer3d.registry import hookimpl, plugin
+    from composer3d.sampling import Sampler
+    from composer3d.step import StepState
+    from composer3d.transform import Phase, StepAction, StepPoint, Transform
+
+_MODULES = {
+    "composition": ("Composition", "Evaluation", "compose"),
+    "context": ("RunContext",),
+    "errors": (
+        "BatchError",
+        "CheckpointError",
+        "ComposerError",
+        "DataError",
+        "InitialisationError",
+        "LossError",
+        "ManifestError",
+        "MeshError",
+        "OrderError",
+        "PatternError",
+        "PluginError",
+        "Problem",
+        "QueryError",
+        "RankError",
+        "StepError",
+        "TransformError",
+    ),
+    "manifest": ("Manifest", "load_manifest"),
+    "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
+    "preparation": ("PlanRow",),
+    "protocol": (
+        "Batch",
+        "Dtypes",
+        "GradScaler",
+        "Loss",
+        "Metric",
+        "ParameterMesh",
+        "Part",
+        "Recorder",
+        "Schedule",
+        "Split",
+        "Stateful",
+    ),
+    "registry": ("hookimpl", "plugin"),
+    "sampling": ("Sampler",),
+    "step": ("StepState",),
+    "transform": ("Phase", "StepAction", "StepPoint", "Transform"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Axis",
+    "Batch",
+    "BatchError",
+    "CheckpointError",
+    "ComposerError",
+    "Composition",
+    "DataError",
+    "Dtypes",
+    "Evaluation",
+    "GradScaler",
+    "GroupOptions",
+    "InitialisationError",
+    "Layout",
+    "Loss",
+    "LossError",
+    "Manifest",
+    "ManifestError",
+    "MeshError",
+    "Metric",
+    "OrderError",
+    "ParameterMesh",
+    "Part",
+    "PatternError",
+    "Phase",
+    "PlanRow",
+    "PluginError",
+    "Problem",
+    "QueryError",
+    "RankError",
+    "Recorder",
+    "Role",
+    "RunContext",
+    "Sampler",
+    "Schedule",
+    "Split",
+    "Stateful",
+    "StepAction",
+    "StepError",
+    "StepPoint",
+    "StepState",
+    "Transform",
+    "TransformError",
+    "compose",
+    "hookimpl",
+    "load_manifest",
+    "plugin",
+    "select_fqns",
+    "torch_compat",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "select_fqns":
+        return import_module("composer3d.patterns").select
+    if name == "torch_compat":
+        return import_module("composer3d.torch_compat")
+    if name not in _HOME:
+        raise AttributeError(f"module 'composer3d' has no attribute '{name}'")
+    return getattr(import_module(f"composer3d.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

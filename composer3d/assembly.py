@@ -1,0 +1,253 @@
+"""From a preparation to something that runs: group, mesh, parts, transforms, weights, and the frozen step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import guard, initialisation, mesh
+from composer3d.accumulation import Accumulation
+from composer3d.context import Purpose, RunContext
+from composer3d.errors import InitialisationError, ManifestError, TransformError
+from composer3d.guard import Guard
+from composer3d.ledger import Ledger
+from composer3d.manifest import Manifest, load_manifest
+from composer3d.mesh import Role
+from composer3d.preparation import PlanRow, Preparation, prepare
+from composer3d.protocol import LossFunction, Part, Schedule, Stateful
+from composer3d.registry import Hooks
+from composer3d.step import StepEngine
+from composer3d.streams import Streams
+from composer3d.transform import Phase, StepAction, Transform, order
+from composer3d.world import default_device, join_world
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from composer3d.loss import Reduction
+
+__all__ = ["Assembled", "assemble"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Assembled:
+    """The pieces of a composition."""
+
+    context: RunContext
+    hooks: Hooks
+    plan: tuple[PlanRow, ...]
+    engine: StepEngine
+    schedule: Schedule
+    has_schedule: bool
+    group: Any
+    control_device: torch.device
+    place_batch: tuple[Callable[..., Any], ...]
+    measures: tuple[Callable[..., Any], ...]
+    metric_sinks: tuple[Callable[..., Any], ...]
+    states: Mapping[str, Mapping[str, Stateful]]
+    release: Callable[[], None]
+
+
+def assemble(
+    model: nn.Module | Callable[[], nn.Module],
+    manifest: str | Path | Manifest,
+    *,
+    loss_fn: LossFunction | None,
+    loss_reduction: Reduction | None,
+    count_fn: Callable[[Any], int] | None,
+    weights: Literal["check", "rank0"],
+    tables: Mapping[str, type] | None,
+    device: str | torch.device | None,
+    purpose: Purpose,
+) -> Assembled:
+    """Do what `compose` promises; its arguments are explained there."""
+    import torch
+    import torch.distributed as dist
+
+    where = default_device() if device is None else torch.device(device)
+    if not isinstance(manifest, Manifest):
+        manifest = load_manifest(manifest, tables=tables)
+    release = join_world(where)
+    try:
+        preparation = prepare(
+            model, manifest, world_size=dist.get_world_size(), rank=dist.get_rank(), device=where, purpose=purpose
+        )
+        errors = [problem for problem in preparation.problems if problem.severity == "error"]
+        if errors:
+            raise ManifestError(errors)
+        context = preparation.context
+        if preparation.recipe is None:
+            _agree_on_weights(preparation.model, context, broadcast=weights == "rank0")
+        build_mesh(preparation)
+        apply_transforms(preparation)
+        materialise(preparation)
+        return _freeze(preparation, loss_fn or _own_loss, loss_reduction, count_fn, release)
+    except BaseException:
+        release()
+        raise
+
+
+def _own_loss(output: Any, target: Any) -> Any:
+    """Take the loss that the model computed itself."""
+    return output.loss if hasattr(output, "loss") else output
+
+
+def build_mesh(preparation: Preparation) -> None:
+    """Make the mesh, with the options plugins give for each axis."""
+    context = preparation.context
+    options = {}
+    for axis in context.layout.dense_axes:
+        answer = preparation.hooks.query("composer3d_group_options", context=context, axis=axis.name)
+        if answer is not None:
+            options[axis.name] = answer
+    context.set_mesh(mesh.build(context.layout, device_type=context.device.type, options=options))
+
+
+def apply_transforms(preparation: Preparation) -> None:
+    """Split the model and apply every transform up to COMMUNICATE, checking that each did what it declared."""
+    context, model = preparation.context, preparation.model
+    context.split = preparation.hooks.query("composer3d_split", context=context, model=model)
+    context.parts = context.split.parts if context.split is not None else (Part(module=model),)
+    for transform, fqns in preparation.selected:
+        if transform.phase is not Phase.MATERIALISE:
+            _apply(transform, fqns, context)
+    unheard = [
+        str(registered)
+        for registered, _ in preparation.hooks.freeze("composer3d_dtypes")
+        if not context.was_asked("composer3d_dtypes")
+    ]
+    if unheard:
+        raise TransformError(f"{unheard[0]} gives dtypes, but no plugin of this manifest applies them")
+
+
+def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> None:
+    for part in context.parts:
+        before = _names(part.module)
+        have = before | {fqn for fqn, _ in part.module.named_modules()}
+        present = [fqn for fqn in fqns if fqn in have]
+        touched = transform.apply(part.module, present, context)
+        if set(touched) != set(present):
+            missing = sorted(set(present) ^ set(touched))
+            raise TransformError(f'{transform.name} selected {len(present)} modules and did not touch "{missing[0]}"')
+        initialisation.restore_ties(part.module, context.ties)
+        now = _names(part.module)
+        if before - now or (now - before and transform.phase is not Phase.CONVERT):
+            raise TransformError(f'{transform.name} renamed or dropped "{sorted(before ^ now)[0]}"; FQNs must stay')
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {fqn for fqn, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def materialise(preparation: Preparation) -> None:
+    """Give every part its weights, then run the transforms that need them."""
+    context, recipe = preparation.context, preparation.recipe
+
+    def load(fqn: str, tensor: Tensor) -> Tensor:
+        changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
+        return tensor if changed is None else changed
+
+    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
+    for part in context.parts:
+        if recipe is not None:
+            initialisation.materialise(
+                part.module,
+                recipe,
+                seed=context.manifest.train.seed,
+                device=context.device,
+                load=load if has_loader else None,
+            )
+        elif context.device.type != "cpu":
+            part.module.to(context.device)
+    for transform, fqns in preparation.selected:
+        if transform.phase is Phase.MATERIALISE:
+            _apply(transform, fqns, context)
+
+
+def _agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:
+    """Refuse ranks that start from different weights, or give all of them the first's."""
+    import torch.distributed as dist
+
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    on_meta = next((fqn for fqn, tensor in tensors.items() if tensor.is_meta), None)
+    if on_meta is not None:
+        raise InitialisationError(f'"{on_meta}" is on meta and has no values; hand compose the factory, not its result')
+    if context.world_size == 1:
+        return
+    if broadcast:
+        control = guard.control_device(context.device)
+        for tensor in tensors.values():
+            full = tensor.data.to(control)
+            dist.broadcast(full, src=0)
+            tensor.data.copy_(full)
+        return
+    own = initialisation.fingerprints(model)
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, own)
+    difference = initialisation.first_difference(everyone)
+    if difference is not None:
+        fqn, ranks = difference
+        shown = " and ".join(f"rank {rank}" for rank in ranks[:4])
+        raise InitialisationError(
+            f'ranks start from different weights: "{fqn}" on {shown} is not what rank 0 has; '
+            'seed all ranks alike, hand compose a factory, or pass weights="rank0"'
+        )
+
+
+def _freeze(
+    preparation: Preparation,
+    loss_fn: LossFunction,
+    reduction: Reduction | None,
+    count_fn: Callable[[Any], int] | None,
+    release: Callable[[], None],
+) -> Assembled:
+    """Collect everything that runs in steps, so that no step looks anything up."""
+    context, hooks = preparation.context, preparation.hooks
+    layout = context.layout
+    group = guard.contract_group(layout, context.mesh)
+    device = guard.control_device(context.device)
+    averages = 1
+    for transform, _ in preparation.selected:
+        for axis in transform.averages:
+            averages *= context.degrees[axis]
+    # Ranks along tp compute the same loss: only the first of them adds it up. Along pp only the last stage has one.
+    contributes = all(context.coordinates[name] == 0 for name in layout.names(Role.TENSOR))
+    actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
+    engine = StepEngine(
+        context=context,
+        actions=order(actions),
+        guard=Guard(layout=layout, rank=context.rank, group=group, device=device),
+        ledger=Ledger(averages=averages, contributes=contributes, group=group, device=device),
+        streams=Streams(seed=context.manifest.train.seed, layout=layout, rank=context.rank, device=context.device),
+        loss_fn=loss_fn,
+        count_fn=count_fn,
+        reduction=reduction,
+    )
+    engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
+    context.freeze(
+        recorders=tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
+        microbatch=(engine.begin_microbatch, engine.end_microbatch),
+    )
+    scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
+
+    def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
+        return tuple(function for _, function in hooks.freeze(hook))
+
+    return Assembled(
+        context=context,
+        hooks=hooks,
+        plan=preparation.plan,
+        engine=engine,
+        schedule=scheduled or Accumulation(context=context, loss_fn=engine.loss),
+        has_schedule=scheduled is not None,
+        group=group,
+        control_device=device,
+        place_batch=frozen("composer3d_place_batch"),
+        measures=frozen("composer3d_measure"),
+        metric_sinks=frozen("composer3d_metrics"),
+        states={plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)},
+        release=release,
+    )

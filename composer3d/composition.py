@@ -1,0 +1,453 @@
+"""`compose()`: a manifest applied to a model; and the composition that a training loop talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import gradients
+from composer3d.assembly import Assembled, assemble
+from composer3d.batch import map_tensors
+from composer3d.errors import PatternError, StepError
+from composer3d.measurement import measure
+from composer3d.persistence import Persistence
+from composer3d.preparation import PlanRow
+from composer3d.protocol import Batch, LossFunction, Part, Stateful
+from composer3d.sampling import Sampler
+from composer3d.step import StepState
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from composer3d.context import Purpose, RunContext
+    from composer3d.loss import Reduction
+    from composer3d.manifest import Manifest
+
+__all__ = ["Composition", "Evaluation", "compose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The loss of a batch without gradients, over all ranks.
+
+    Args:
+        loss: The mean over valid tokens.
+        count: Their number.
+    """
+
+    loss: Tensor
+    count: float
+
+
+def compose(
+    model: nn.Module | Callable[[], nn.Module],
+    manifest: str | Path | Manifest,
+    *,
+    loss_fn: LossFunction | None = None,
+    loss_reduction: Reduction | None = None,
+    count_fn: Callable[[Any], int] | None = None,
+    weights: Literal["check", "rank0"] = "check",
+    tables: Mapping[str, type] | None = None,
+    device: str | torch.device | None = None,
+    purpose: Purpose = "run",
+) -> Composition:
+    """Apply a manifest to a model.
+
+    The process group is initialised if there is none (from torchrun's environment, else a world of one), and destroyed
+    by `close` in that case.
+
+    Args:
+        model: A factory, which is run once on meta so that no rank ever holds the whole model and every layout starts
+            from the same weights; or a module that exists.
+        manifest: A path, the name of a shipped manifest, or a manifest that was read before.
+        loss_fn: `(output, target)` to a `Loss`, `(sum, count)`, a scalar sum, or a scalar mean (which is refused where
+            micro-batches have different counts). None takes the output's `loss`, as Hugging Face models give it.
+        loss_reduction: What a scalar loss is, where its last operation does not tell.
+        count_fn: The number of valid tokens of a target; default: targets that are not -100.
+        weights: For a module that exists: `check` refuses ranks whose weights differ, `rank0` broadcasts the first's.
+        tables: Further tables the manifest may have, for example `composer3d.runner.TABLES`; they are checked and not
+            used. Without it a table that embedding does not use is refused.
+        device: Default: the accelerator if there is one, else the CPU.
+        purpose: Why it is composed.
+
+    Returns:
+        The composition; it starts nothing by itself.
+
+    Raises:
+        ManifestError: With every mistake of the manifest.
+        TransformError: A transform did not do what it had declared.
+        InitialisationError: Ranks start from different weights.
+    """
+    assembled = assemble(
+        model,
+        manifest,
+        loss_fn=loss_fn,
+        loss_reduction=loss_reduction,
+        count_fn=count_fn,
+        weights=weights,
+        tables=tables,
+        device=device,
+        purpose=purpose,
+    )
+    return Composition(assembled)
+
+
+class Composition:
+    """A composed model. Everything here is collective: all ranks call the same methods in the same order."""
+
+    def __init__(self, assembled: Assembled) -> None:
+        self._assembled = assembled
+        self._engine = assembled.engine
+        self._closed = False
+        self._evaluations = 0
+        self._persistence = Persistence(assembled)
+        self._optimizer: torch.optim.Optimizer | None = None
+        if not assembled.has_schedule:
+            module = self.parts[0].module
+            module.register_forward_pre_hook(lambda *_: self._engine.enter_own_forward())
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    @property
+    def context(self) -> RunContext:
+        """What plugins see."""
+        return self._assembled.context
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """This rank's stages; without a pipeline one, the whole model."""
+        return self.context.parts
+
+    @property
+    def plan(self) -> tuple[PlanRow, ...]:
+        """What was done to the model, in order."""
+        return self._assembled.plan
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all axes."""
+        return self.context.mesh
+
+    @property
+    def coordinates(self) -> Mapping[str, int]:
+        """This rank's index along every axis."""
+        return self.context.coordinates
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, for a loop that keeps its own forward.
+
+        Raises:
+            StepError: A schedule runs the forward itself.
+        """
+        if self._assembled.has_schedule:
+            raise StepError("the manifest has a pipeline, which runs the forward itself; use run.forward_backward(...)")
+        return self.parts[0].module
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under the FQNs of the whole model, each tensor once."""
+        seen: set[int] = set()
+        for part in self.parts:
+            for fqn, parameter in part.module.named_parameters():
+                if id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield fqn, parameter
+
+    def describe(self) -> str:
+        """Return the layout and the ordered plan as text; the same for any order of the manifest's tables."""
+        rows = [f"{self.context.layout} on {self.context.device.type}", *(str(row) for row in self.plan)]
+        return "\n".join(row.rstrip() for row in rows)
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, number: int, *, target: Any = None) -> Iterator[StepState]:
+        """Open an optimizer step.
+
+        Args:
+            number: Decides the random streams, so it must be the same on all ranks and go on after a resume.
+            target: For a loop that keeps its own forward: this rank's targets of the whole step, whose valid tokens
+                normalise the loss. Without it every `backward` weighs the same.
+
+        Raises:
+            StepError: Steps nest, or ranks do not run the same step.
+        """
+        with self._engine.step(number, target) as state:
+            yield state
+
+    def steps(self, loader: Iterable[Any], *, start: int = 0) -> Iterator[Any]:
+        """Yield the loader's batches, each inside a step of its own, numbered from `start`."""
+        for number, batch in enumerate(loader, start):
+            with self.step(number):
+                yield batch
+
+    def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
+        """Run forward and backward of one batch: micro-batches, pipeline, scaling.
+
+        Gradient of any layout: that of the loss summed over all valid tokens of the global batch, divided by their
+        number. Several calls in one step make one global batch.
+        Collectives: one all-reduce before (counts, and proof that ranks run the same step), one after (the loss), and
+        those of the plugins.
+
+        Args:
+            args: The model's, for this data-parallel rank; ranks that differ only in tp or pp pass the same.
+            target: Passed to the loss.
+            kwargs: The model's.
+
+        Returns:
+            The mean loss of the global batch, the same on every rank.
+
+        Raises:
+            StepError: Outside a step, or ranks differ.
+            BatchError: The batch does not divide into micro-batches.
+            LossError: The loss does not say how it is normalised.
+        """
+        batch = self._place(args, kwargs, target)
+        return self._engine.forward_backward(
+            batch, size=self.context.manifest.train.microbatch, train=self._assembled.schedule.train
+        )
+
+    def backward(self, loss: Any, *, last: bool = True) -> Tensor | None:
+        """Run backward of a loss that the loop computed with `run.model`.
+
+        Args:
+            loss: A scalar mean or sum, `(sum, count)`, or a `Loss`.
+            last: Whether it is the last one of this step.
+
+        Returns:
+            The mean loss of the global batch after the last one, else None.
+
+        Raises:
+            StepError: Outside a step, or with a pipeline.
+        """
+        if self._assembled.has_schedule:
+            raise StepError(
+                "the manifest has a pipeline, which runs the backward itself; use run.forward_backward(...)"
+            )
+        return self._engine.backward(loss, last=last)
+
+    def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
+        """Run the forward of one batch without gradients, in evaluation mode; inside or outside a step.
+
+        Args:
+            args: The model's.
+            target: Passed to the loss.
+            kwargs: The model's.
+        """
+        import torch
+
+        batch = self._place(args, kwargs, target)
+        modules = [module for part in self.parts for module in part.module.modules()]
+        training = [module.training for module in modules]
+        self._evaluations += 1
+        try:
+            for part in self.parts:
+                part.module.eval()
+            with torch.no_grad():
+                loss, count = self._engine.evaluate(
+                    batch,
+                    size=self.context.manifest.train.microbatch,
+                    number=self._evaluations,
+                    evaluate=self._assembled.schedule.evaluate,
+                )
+        finally:
+            for module, mode in zip(modules, training, strict=True):
+                module.training = mode
+        return Evaluation(loss=loss, count=count)
+
+    def _place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
+        device = self.context.device
+
+        def move(value: Any) -> Any:
+            return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+
+        batch = Batch(args=args, kwargs=kwargs, target=target)
+        for function in self._assembled.place_batch:
+            batch = function(context=self.context, batch=batch) or batch
+        if device.type == "cpu":
+            return batch
+        return Batch(args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
+
+    def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients down so that the norm of the full model's gradient is at most `max_norm`.
+
+        Collectives: one all-reduce of one number, whatever the meshes.
+
+        Args:
+            max_norm: Infinity only measures.
+            norm_type: 2, or infinity.
+
+        Returns:
+            The norm before, the same on every rank.
+        """
+        import torch
+
+        parameters = self._engine.gradients_ready("clip_grad_norm_")
+        norm = gradients.total_norm(
+            parameters,
+            layout=self.context.layout,
+            norm_type=norm_type,
+            group=self._assembled.group,
+            device=self._assembled.control_device,
+        )
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        gradients.scale_(parameters, factor.to(self.context.device))
+        return norm
+
+    # ---- around steps ------------------------------------------------------------------------------------------------
+
+    def optimizer(
+        self,
+        cls: type[torch.optim.Optimizer],
+        groups: Sequence[Mapping[str, Any]] | None = None,
+        **defaults: Any,
+    ) -> torch.optim.Optimizer:
+        """Make the optimizer over all parts.
+
+        Args:
+            cls: Any torch optimizer class.
+            groups: Each with `match`, a regular expression searched in FQNs, and the hyperparameters of what matches;
+                the first match wins, and what matches none takes the defaults.
+            defaults: Hyperparameters.
+
+        Returns:
+            An instance of a subclass of `cls`: learning-rate schedulers accept it. Its `step` runs the step's actions
+            and leaves the weights alone where a rank vetoed.
+
+        Raises:
+            StepError: There is one already.
+            PatternError: A group matches nothing in the whole model.
+        """
+        if self._optimizer is not None:
+            raise StepError("run.optimizer(...) was called twice; a composition has one optimizer, with groups")
+        described = [{**defaults, **group} for group in self._groups(groups or ())]
+        made = self._assembled.hooks.query("composer3d_optimizer", context=self.context, cls=cls, groups=described)
+        optimizer = made if made is not None else cls(described, **defaults)
+        self._optimizer = self._engine.optimizer = _compose_step(optimizer, self._engine.optimizer_step)
+        return self._optimizer
+
+    def _groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        names = self.context.parameter_fqns
+        members: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
+        expressions = [re.compile(group.pop("match")) for group in members[:-1]]
+        for expression in expressions:
+            if not any(expression.search(name) for name in names):
+                raise PatternError(expression.pattern, "the group would be empty; `match` is a regular expression")
+        for fqn, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                places = [index for index, expression in enumerate(expressions) if expression.search(fqn)]
+                members[places[0] if places else -1]["params"].append(parameter)
+        return [group for group in members if group["params"]]
+
+    def sampler(self, dataset: Any) -> Sampler:
+        """Return a batch sampler for a map-style dataset: sample i of step s is a function of the seed and s.
+
+        Args:
+            dataset: Anything with a length; or the length.
+        """
+        train = self.context.manifest.train
+        degree = self.context.data_parallel_degree
+        return Sampler(
+            dataset,
+            seed=train.seed,
+            global_batch=train.global_batch or (train.microbatch or 1) * degree,
+            rank=self.context.data_parallel_rank,
+            degree=degree,
+        )
+
+    def attach(self, name: str, stateful: Stateful) -> None:
+        """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.
+
+        Args:
+            name: In the checkpoint.
+            stateful: Its state holds tensors, and values that JSON holds.
+        """
+        self._persistence.attach(name, stateful)
+
+    def save(self, path: str | Path, *, asynchronous: bool = False) -> None:
+        """Save parameters, buffers, the optimizer, plugins and what was attached, atomically.
+
+        Args:
+            path: The folder of this checkpoint; it appears whole or not at all.
+            asynchronous: Copy to host memory now and write in a thread; the next save, and `close`, wait for it.
+
+        Raises:
+            CheckpointError: On all ranks, if any of them could not write.
+        """
+        self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous)
+
+    def load(self, path: str | Path) -> None:
+        """Load what `save` wrote, in this layout, whatever the layout was that wrote it.
+
+        Raises:
+            CheckpointError: It is missing, half written, unsafe, or of another model.
+        """
+        with self._engine.bypassed():
+            self._persistence.load(Path(path), self._optimizer)
+        self._engine.parameters_loaded()
+
+    def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Add what plugins measure to a step's metrics and hand them to every plugin that takes metrics.
+
+        Collectives: one all-gather, if a plugin measures.
+
+        Args:
+            step: Its number.
+            metrics: Equal on all ranks.
+
+        Returns:
+            All metrics, reduced.
+        """
+        measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device)
+        result = {**metrics, **measured}
+        for function in self._assembled.metric_sinks:
+            function(context=self.context, step=step, metrics=result)
+        return result
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait for checkpoints, close the plugins, and destroy the process group if `compose` made it.
+
+        Args:
+            error: What ended the run, for the plugins.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._persistence.close()
+        finally:
+            for _, function in self._assembled.hooks.freeze("composer3d_close"):
+                function(context=self.context, error=error)
+            self._assembled.release()
+
+    def __enter__(self) -> Composition:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self.close(error)
+
+
+def _compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> torch.optim.Optimizer:
+    """Give an optimizer a subclass whose `step` runs inside the composition's step.
+
+    A subclass, because learning-rate schedulers want a real Optimizer with a bound `step`, and pickling or isinstance
+    checks want the class that was asked for.
+    """
+    cls = type(optimizer)
+    inner = cls.step
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            raise StepError("optimizers that call a closure again (LBFGS) cannot run in a composed step")
+        return run(lambda: inner(self))
+
+    # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
+    step.hooked = True  # type: ignore[attr-defined]
+    optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
+    return optimizer

@@ -1,0 +1,173 @@
+"""What a plugin sees of the run: degrees and coordinates at once, the mesh, parts and step later."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import patterns
+from composer3d.errors import PatternError, StepError
+from composer3d.mesh import Layout, Role
+from composer3d.protocol import Dtypes, ParameterMesh, Part, Recorder, Split
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from composer3d.manifest import Manifest
+    from composer3d.registry import Hooks, Registered
+
+__all__ = ["Purpose", "RunContext"]
+
+Purpose = Literal["run", "check", "plan", "verify"]
+
+
+class RunContext:
+    """The run, as hooks see it.
+
+    Attributes:
+        purpose: `run`, `check`, `plan` or `verify`; outside `run` no plugin opens a file, port or socket.
+        manifest: Typed tables; a plugin reads its own from its fields.
+        device: Where parameters live.
+        rank: This process in the world.
+        world_size: The number of ranks.
+        layout: Axes, degrees and coordinates of any rank.
+        owners: The plugin that owns an axis, by axis.
+        fqns: Names of all modules of the whole model, before any split.
+        parameter_fqns: Names of all parameters of the whole model, tied ones under each of their names.
+        ties: Groups of FQNs that are one tensor in the whole model.
+        state: What plugins remember, keyed by the plugin instance.
+        parts: This rank's stages, once the model is split.
+        split: The answer to `composer3d_split`, if a plugin gave one.
+    """
+
+    def __init__(
+        self,
+        *,
+        purpose: Purpose,
+        manifest: Manifest,
+        device: torch.device,
+        rank: int,
+        layout: Layout,
+        owners: Mapping[str, Registered],
+        hooks: Hooks,
+        blocks: str | None,
+    ) -> None:
+        self.purpose = purpose
+        self.manifest = manifest
+        self.device = device
+        self.rank = rank
+        self.world_size = layout.world_size
+        self.layout = layout
+        self.owners = owners
+        self.fqns: tuple[str, ...] = ()
+        self.parameter_fqns: tuple[str, ...] = ()
+        self.ties: tuple[tuple[str, ...], ...] = ()
+        self.state: dict[Any, Any] = {}
+        self.parts: tuple[Part, ...] = ()
+        self.split: Split | None = None
+        self.coordinates = layout.coordinates(rank)
+        self._hooks = hooks
+        self._blocks = blocks
+        self._mesh: DeviceMesh | None = None
+        self._recorders: tuple[Recorder, ...] = ()
+        self._asked: set[str] = set()
+        self._microbatch: tuple[Callable[[int, bool], None], Callable[[], None]] | None = None
+
+    @property
+    def degrees(self) -> Mapping[str, int]:
+        """The degree of every axis."""
+        return self.layout.degrees
+
+    @property
+    def data_parallel_degree(self) -> int:
+        """How many ranks read different samples."""
+        return self.layout.degree(Role.BATCH)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This rank among those that read different samples."""
+        return self.layout.index(self.rank, Role.BATCH)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of all dense axes, those of degree 1 included."""
+        if self._mesh is None:
+            raise StepError("the mesh exists only inside a transform's apply and later; use context.degrees before")
+        return self._mesh
+
+    def set_mesh(self, mesh: DeviceMesh) -> None:
+        """Take the mesh; the composition calls it once."""
+        self._mesh = mesh
+
+    def freeze(
+        self, *, recorders: tuple[Recorder, ...], microbatch: tuple[Callable[[int, bool], None], Callable[[], None]]
+    ) -> None:
+        """Take what steps need; the composition calls it once."""
+        self._recorders, self._microbatch = recorders, microbatch
+
+    def was_asked(self, query: str) -> bool:
+        """Tell whether any transform asked a query of the context."""
+        return query in self._asked
+
+    @property
+    def blocks(self) -> str:
+        """The pattern of the repeated blocks."""
+        if self._blocks is None:
+            raise PatternError("blocks", 'name the repeated blocks, for example [model] blocks = "layers.*"')
+        return self._blocks
+
+    def select(self, model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+        """Return the modules of `model` that match.
+
+        Raises:
+            PatternError: Nothing in the *whole* model matches; a stage that holds none is not an error.
+        """
+        names = {fqn for fqn, _ in model.named_modules()}
+        found = patterns.select(pattern, self.fqns)
+        return [(fqn, model.get_submodule(fqn)) for fqn in found if fqn in names]
+
+    def dtypes(self, fqn: str) -> Dtypes:
+        """Ask for the dtypes of the unit with this name."""
+        self._asked.add("composer3d_dtypes")
+        return self._hooks.query("composer3d_dtypes", context=self, fqn=fqn) or Dtypes()
+
+    def offload_policy(self, fqn: str) -> Any | None:
+        """Ask for torch's `OffloadPolicy` of the unit with this name."""
+        self._asked.add("composer3d_offload_policy")
+        return self._hooks.query("composer3d_offload_policy", context=self, fqn=fqn)
+
+    def parameter_mesh(self, fqn: str) -> ParameterMesh | None:
+        """Ask where a parameter lives that is not on the data-parallel mesh."""
+        self._asked.add("composer3d_parameter_mesh")
+        return self._hooks.query("composer3d_parameter_mesh", context=self, fqn=fqn)
+
+    def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
+        """Open a span on every recorder."""
+        return _spans(self._recorders, name, attributes) if self._recorders else _NO_SPAN
+
+    def begin_microbatch(self, index: int, is_last: bool) -> None:
+        """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves."""
+        assert self._microbatch is not None, "the composition sets it"
+        self._microbatch[0](index, is_last)
+
+    def end_microbatch(self) -> None:
+        """Run the actions at AFTER_MICROBATCH."""
+        assert self._microbatch is not None, "the composition sets it"
+        self._microbatch[1]()
+
+
+@contextlib.contextmanager
+def _spans(recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
+    tokens = [recorder.begin(name, attributes) for recorder in recorders]
+    try:
+        yield
+    finally:
+        for recorder, token in zip(reversed(recorders), reversed(tokens), strict=True):
+            recorder.end(token)
+
+
+# nullcontext holds nothing and may be entered any number of times at once.
+_NO_SPAN = contextlib.nullcontext()

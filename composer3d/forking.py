@@ -1,0 +1,183 @@
+"""What every fork of ranks needs: modules imported beforehand, a parent that is safe to fork, and room on the machine.
+
+On CPU ranks are forked: a spawned rank pays seconds for its imports, a forked one none. The price is that the parent
+may only have imported. OpenMP keeps a pool of threads per process; a fork copies the pool's bookkeeping but not its
+threads, and the child waits for them for ever at its first operator that uses more than one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from composer3d.errors import ForkError
+from composer3d.torch_compat import lazy_modules
+
+__all__ = ["fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
+
+_PROBE_LIMIT_S = 10.0
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def prewarm(modules: Iterable[str] | None = None) -> None:
+    """Import what a first distributed step imports, so that forked ranks do not.
+
+    About 2 s once; without it every rank pays 1 s, and more when they compete for few cores. Runs no tensor operator
+    and starts no thread.
+
+    Args:
+        modules: Dotted names; by default those that FSDP2, DTensor, pipelines and checkpoints import lazily.
+
+    Raises:
+        ImportError: A module does not exist.
+    """
+    for module in lazy_modules() if modules is None else modules:
+        importlib.import_module(module)
+
+
+def refuse_unsafe_fork() -> None:
+    """Refuse to fork if this process ran a tensor operator on several threads, since forked ranks would hang.
+
+    A process without native threads of its own is safe, and that is all that is looked at in the usual case. Native
+    threads may be harmless (numpy's BLAS starts some at import, and knows about forks), so if there are any, a probe
+    is forked that runs one operator on two threads: it ends within 0.1 s, or it is seen to hang and is killed.
+
+    Raises:
+        ForkError: A forked child would hang at its first operator on several threads.
+    """
+    if "torch" not in sys.modules or not _native_threads() or _probe():
+        return
+    raise ForkError(
+        "ranks cannot be forked from this process: it has run a tensor operator on several threads, and a forked rank "
+        "would wait for ever for those threads at its first operator. Fork from a process that has only imported "
+        "(move models, data and tensors into the ranks, or into a child of their own), set OMP_NUM_THREADS=1 before "
+        'torch is imported, or start the ranks with the start method "spawn"'
+    )
+
+
+def fork() -> int:
+    """Fork this process; return 0 in the child, which is killed when its parent dies, and the child's pid otherwise.
+
+    The caller asks `refuse_unsafe_fork` first and leaves the child by `os._exit`.
+    """
+    # What is still buffered would be written once by each process.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    with warnings.catch_warnings():
+        # Python 3.12 warns of any fork with threads; refuse_unsafe_fork knows which of them matter.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+    if pid == 0 and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+    return pid
+
+
+@contextmanager
+def limit_ranks(num_ranks: int, *, limit: int = 8, folder: Path | None = None) -> Iterator[None]:
+    """Hold room for `num_ranks` ranks; wait while others on this machine hold too much of it.
+
+    A counting semaphore over processes: one file a place, held by `flock`, so that the kernel gives a place back
+    whatever happens to its holder and the ranks forked from it. Whoever waits does so alone, behind one more lock:
+    two processes that each hold half of what they need cannot arise.
+
+    Args:
+        num_ranks: Places to take.
+        limit: Places there are; the same for all that share a folder.
+        folder: Where the lock files lie; by default one of this user in the temporary folder.
+
+    Raises:
+        ForkError: `num_ranks` is above the limit, so it would wait for ever.
+    """
+    if not 1 <= num_ranks <= limit:
+        raise ForkError(
+            f"{num_ranks} ranks at once were asked for, and 1 to {limit} are allowed; "
+            "composer3d.testing.fake_world stands in for larger worlds in one process"
+        )
+    folder = folder or Path(tempfile.gettempdir()) / f"composer3d-ranks-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    with ExitStack() as places:
+        with (folder / "queue").open("w") as queue:
+            fcntl.flock(queue, fcntl.LOCK_EX)
+            _take(folder, num_ranks, limit, places)
+        yield
+
+
+def _take(folder: Path, num_ranks: int, limit: int, places: ExitStack) -> None:
+    left = set(range(limit))
+    while True:
+        for place in sorted(left):
+            file = (folder / f"place-{place}").open("w")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.close()
+                continue
+            places.callback(file.close)
+            # Unlocked, and not merely closed: a child that outlives its rank may still hold the file open.
+            places.callback(fcntl.flock, file, fcntl.LOCK_UN)
+            left.discard(place)
+            if limit - len(left) == num_ranks:
+                return
+        time.sleep(0.01)
+
+
+def _native_threads() -> bool:
+    """Tell whether there are threads that Python did not start; assume so where /proc does not say."""
+    tasks = Path("/proc/self/task")
+    if not tasks.is_dir():
+        return True
+    return bool({int(task.name) for task in tasks.iterdir()} - {t.native_id for t in threading.enumerate()})
+
+
+def _probe() -> bool:
+    """Tell whether a forked child gets through an operator on two threads."""
+    pid = fork()
+    if pid == 0:
+        _run_threaded()
+    deadline, asleep = time.monotonic() + _PROBE_LIMIT_S, 0
+    while time.monotonic() < deadline and asleep < 10:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            return status == 0
+        # The probe only computes. With all its threads asleep, it waits for one that is not there.
+        asleep = asleep + 1 if _sleeps(pid) else 0
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return False
+
+
+def _run_threaded() -> None:
+    """Run the probe's operator and leave; never returns."""
+    status = 1
+    try:
+        import torch
+
+        torch.set_num_threads(2)
+        torch.ones(1 << 17).add_(1)  # four times the size below which torch keeps to one thread
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _sleeps(pid: int) -> bool:
+    """Tell whether every thread of a process sleeps."""
+    try:
+        stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:
+        return False
+    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)

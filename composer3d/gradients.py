@@ -1,0 +1,98 @@
+"""Gradients of a model whose parameters live on different meshes: scaling, the norm of the whole, and clipping."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d.mesh import Layout, Role
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["local", "scale_", "settle_partial", "total_norm"]
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's plain tensor."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
+    """Reduce gradients that are still partial sums (norm weights under sequence parallelism).
+
+    Collectives: one all-reduce or reduce-scatter for each such gradient.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for parameter in parameters:
+        grad = parameter.grad
+        if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
+            assert isinstance(parameter, DTensor)
+            parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
+    """Multiply all gradients in place."""
+    import torch
+
+    for grads in _alike(parameters).values():
+        torch._foreach_mul_(grads, factor)
+
+
+def total_norm(
+    parameters: Sequence[nn.Parameter], *, layout: Layout, norm_type: float, group: Any, device: torch.device
+) -> Tensor:
+    """Return the norm of the gradient of the full model, equal on all ranks.
+
+    Each rank adds up its local tensors, every one weighted by one over the number of ranks that hold the same copy; so
+    parameters that are sharded, replicated, or of another stage need no meshes of their own.
+    Collectives: one all-reduce of one number.
+
+    Args:
+        parameters: Of all this rank's parts, each tensor once.
+        layout: For the number of copies.
+        norm_type: 2, or infinity.
+        group: The ranks of one global batch.
+        device: For the reduced number.
+    """
+    import torch
+    import torch.distributed as dist
+
+    infinite = math.isinf(norm_type)
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for (weight, *_), grads in _alike(parameters, layout).items():
+        norms = torch.stack(torch._foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)
+        total = torch.maximum(total, norms.max()) if infinite else total + norms.square().sum() * weight
+    dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
+    return total if infinite else total.sqrt()
+
+
+def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> dict[tuple[Any, ...], list[Tensor]]:
+    """Group local gradients by weight, device and dtype, as foreach kernels want them."""
+    result: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        tensor = local(grad)
+        # Ranks whose shard is empty have nothing to add, and an infinity norm of nothing is an error in torch.
+        if tensor.numel():
+            result[(_weight(grad, layout) if layout else 1.0, tensor.device, tensor.dtype)].append(tensor)
+    return result
+
+
+def _weight(grad: Tensor, layout: Layout) -> float:
+    """One over the number of ranks that hold the same values."""
+    from torch.distributed.tensor import DTensor
+
+    pieces = layout.degree(Role.STAGE)
+    if isinstance(grad, DTensor):
+        mesh = grad.device_mesh
+        pieces *= math.prod(mesh.size(dim) for dim, p in enumerate(grad.placements) if not p.is_replicate())
+    return pieces * layout.degree(Role.INDEPENDENT) / layout.world_size

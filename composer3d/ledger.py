@@ -1,0 +1,92 @@
+"""What a step knows of its losses: sums, counts, and the divisor that every micro-batch had."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from composer3d import gradients
+from composer3d.protocol import Loss
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Ledger"]
+
+
+class Ledger:
+    """Loss sums and counts of one step.
+
+    Losses are divided by the valid tokens of the step's first batch before backward, because low precision rounds
+    differently afterwards (FP8: 5 % between the two). If the step then sees more batches, or losses report other counts
+    than their targets, `correction` is what the gradients still lack.
+
+    Args:
+        averages: The product of the degrees over which data-parallel plugins take the mean of gradients.
+        contributes: Whether this rank's losses count; ranks along tp compute the same loss.
+        group: The ranks of one global batch.
+        device: For the reduced numbers.
+    """
+
+    def __init__(self, *, averages: int, contributes: bool, group: Any, device: torch.device) -> None:
+        self._averages, self._contributes = averages, contributes
+        self._group, self._device = group, device
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the last step."""
+        self.divisor: int | None = None
+        self.auxiliary = 0.0
+        self._count = 0.0
+        self._entries: list[tuple[Tensor, Tensor | int | float, Tensor | None]] = []
+
+    def announce(self, count: int) -> None:
+        """Take the global batch's count; the step's first batch sets the divisor."""
+        if self.divisor is None:
+            self.divisor = max(count, 1)
+
+    def scaled(self, loss: Loss) -> Tensor:
+        """Record a micro-batch's loss and return what its backward starts from."""
+        assert self.divisor is not None, "announce comes first"
+        return self.record(loss) * (self._averages / self.divisor)
+
+    def record(self, loss: Loss) -> Tensor:
+        """Record a micro-batch's loss and return its objective, not divided by anything."""
+        auxiliary = None if loss.auxiliary is None else loss.auxiliary * loss.count
+        self._entries.append((loss.sum.detach(), loss.count, None if auxiliary is None else auxiliary.detach()))
+        return loss.sum if auxiliary is None else loss.sum + auxiliary
+
+    @property
+    def pending(self) -> int:
+        """Losses recorded since the last `settle`."""
+        return len(self._entries)
+
+    def settle(self, num_microbatches: int) -> tuple[Tensor, float]:
+        """Return the global mean of the losses since the last call, and their count, on every rank.
+
+        The first pipeline step calls the loss once more than there are micro-batches, to infer shapes; that call comes
+        first, so only the last `num_microbatches` entries count.
+        Collectives: one all-reduce of three numbers.
+        """
+        import torch
+        import torch.distributed as dist
+
+        entries, self._entries = self._entries[-num_microbatches:], []
+        total = torch.zeros(3, dtype=torch.float64, device=self._device)
+        dtype = torch.float32
+        for loss, count, auxiliary in entries if self._contributes else ():
+            dtype = torch.promote_types(dtype, loss.dtype)
+            total[0] += gradients.local(loss).to(self._device)
+            total[1] += count.to(self._device) if isinstance(count, torch.Tensor) else count
+            if auxiliary is not None:
+                total[2] += gradients.local(auxiliary).to(self._device)
+        dist.all_reduce(total, group=self._group)
+        count = float(total[1])
+        self._count += count
+        self.auxiliary = float(total[2]) / count if count else 0.0
+        return (total[0] / total[1]).to(dtype), count
+
+    @property
+    def correction(self) -> float:
+        """What all gradients have to be multiplied with."""
+        return 1.0 if not self._count or self.divisor is None else self.divisor / self._count

@@ -1,0 +1,160 @@
+"""What of a composition goes into a checkpoint, and under which keys.
+
+`model/<fqn>` parameters and persistent buffers, `optimizer/<fqn>/<name>`, `plugin/<plugin>/<name>/...`,
+`attached/<name>/...`; whatever is no tensor goes into the checkpoint's JSON.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d import checkpoint
+from composer3d.errors import CheckpointError, StepError
+from composer3d.protocol import Stateful
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from composer3d.assembly import Assembled
+
+__all__ = ["Persistence"]
+
+FORMAT = 1
+
+
+class Persistence:
+    """Saves and loads one composition."""
+
+    def __init__(self, assembled: Assembled) -> None:
+        self._assembled = assembled
+        self._attached: dict[str, Stateful] = {}
+        self._saver: checkpoint.AsyncSaver | None = None
+
+    def attach(self, name: str, stateful: Stateful) -> None:
+        """Add something to what is saved; see `Composition.attach`."""
+        if name in self._attached:
+            raise StepError(f'"{name}" is attached already')
+        self._attached[name] = stateful
+
+    def save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
+        """Save everything; see `Composition.save`."""
+        tensors: dict[str, Tensor] = self._model_tensors()
+        state: dict[str, Any] = {"format": FORMAT, "states": {}}
+        if optimizer is not None:
+            more, state["optimizer"] = checkpoint.optimizer_tensors(optimizer, self._parameters())
+            tensors |= more
+        for prefix, stateful in self._stateful().items():
+            state["states"][prefix] = _take_out(stateful.state_dict(), prefix, tensors)
+        with self._assembled.context.span("checkpoint"):
+            if asynchronous:
+                self._saver = self._saver or checkpoint.AsyncSaver()
+                self._saver.save(path, tensors=tensors, state=state)
+            else:
+                self.wait()
+                checkpoint.save(path, tensors=tensors, state=state)
+
+    def load(self, path: Path, optimizer: torch.optim.Optimizer | None) -> None:
+        """Load everything; see `Composition.load`."""
+        self.wait()
+        state = checkpoint.read_state(path)
+        tensors: dict[str, Tensor] = self._model_tensors()
+        saved = state.get("optimizer")
+        if optimizer is not None and saved is None:
+            raise CheckpointError(f"{path}: holds no optimizer state, and this run has an optimizer")
+        if optimizer is not None:
+            checkpoint.match_optimizer_state(optimizer, self._parameters(), saved)
+            tensors |= checkpoint.optimizer_tensors(optimizer, self._parameters())[0]
+        stateful = self._stateful()
+        self._refuse_other_states(path, set(stateful), set(state["states"]))
+        filled = {prefix: _blank(value, prefix, path, tensors) for prefix, value in state["states"].items()}
+        checkpoint.load(path, tensors=tensors, allow_extra=() if optimizer is not None else ("optimizer/",))
+        if optimizer is not None:
+            checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
+        for prefix, thing in stateful.items():
+            thing.load_state_dict(filled[prefix])
+
+    def wait(self) -> None:
+        """Return when no save is in flight."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Wait, and let go of the thread that saves."""
+        if self._saver is not None:
+            self._saver.close()
+
+    def _parts(self) -> list[nn.Module]:
+        return [part.module for part in self._assembled.context.parts]
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return every parameter once, under its first name."""
+        return {fqn: p for module in self._parts() for fqn, p in module.named_parameters()}
+
+    def _model_tensors(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers, tied ones under the first name that the whole model has for them.
+
+        A stage may hold only a later name of a tie; the checkpoint knows the tensor by its first.
+        """
+        first = {fqn: group[0] for group in self._assembled.context.ties for fqn in group}
+        result: dict[str, Tensor] = {}
+        for module in self._parts():
+            parameters = dict(module.named_parameters())
+            persistent = module.state_dict(keep_vars=True).keys()
+            buffers = {fqn: b for fqn, b in module.named_buffers() if fqn in persistent}
+            result |= {
+                f"model/{first.get(fqn, fqn)}": tensor.detach() for fqn, tensor in {**parameters, **buffers}.items()
+            }
+        return result
+
+    def _stateful(self) -> dict[str, Stateful]:
+        plugins = {
+            f"plugin/{plugin}/{name}": stateful
+            for plugin, states in self._assembled.states.items()
+            for name, stateful in states.items()
+        }
+        return plugins | {f"attached/{name}": stateful for name, stateful in self._attached.items()}
+
+    def _refuse_other_states(self, path: Path, have: set[str], saved: set[str]) -> None:
+        lacking, extra = sorted(have - saved), sorted(saved - have)
+        if lacking:
+            raise CheckpointError(f'{path}: holds no state "{lacking[0]}", which this run has')
+        if extra:
+            raise CheckpointError(f'{path}: holds the state "{extra[0]}", which nothing in this run takes')
+
+
+TENSOR = "__tensor__"
+
+
+def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
+    """Move tensors from nested state into `tensors`, leaving their shape and dtype behind."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        tensors[key] = value.detach()
+        return {TENSOR: [list(value.shape), str(value.dtype).removeprefix("torch.")]}
+    if isinstance(value, Mapping):
+        return {name: _take_out(item, f"{key}/{name}", tensors) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_take_out(item, f"{key}/{index}", tensors) for index, item in enumerate(value)]
+    return value
+
+
+def _blank(value: Any, key: str, path: Path, tensors: dict[str, Tensor]) -> Any:
+    """Put empty tensors, to be filled by the load, where `_take_out` took them from."""
+    import torch
+
+    if isinstance(value, Mapping) and value.keys() == {TENSOR}:
+        shape, dtype = value[TENSOR]
+        found = getattr(torch, str(dtype), None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f'{path}: "{key}" has the dtype {dtype}, which torch does not know')
+        tensors[key] = torch.empty(shape, dtype=found)
+        return tensors[key]
+    if isinstance(value, Mapping):
+        return {name: _blank(item, f"{key}/{name}", path, tensors) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_blank(item, f"{key}/{index}", path, tensors) for index, item in enumerate(value)]
+    return value

@@ -1,0 +1,261 @@
+"""Everything about a composition that is known before a process group, a mesh or a weight exists.
+
+`check` stops here; `compose` goes on from here. Mistakes are collected, not raised one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d import initialisation, mesh, patterns
+from composer3d.context import Purpose, RunContext
+from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem, TransformError
+from composer3d.mesh import Layout, Role
+from composer3d.registry import Hooks, Registered
+from composer3d.transform import Transform, resolve
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from composer3d.initialisation import Recipe
+    from composer3d.manifest import Manifest
+
+__all__ = ["PlanRow", "Preparation", "prepare"]
+
+TRANSFORM_HOOKS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """One line of the plan: what is done to which modules, in which phase."""
+
+    phase: str
+    name: str
+    fqns: tuple[str, ...]
+
+    def __str__(self) -> str:
+        shown = ", ".join(fqn or "(root)" for fqn in self.fqns[:3])
+        more = f", ... {len(self.fqns)} in all" if len(self.fqns) > 3 else ""
+        return f"{self.phase:<12} {self.name:<24} {shown}{more}"
+
+
+@dataclass(kw_only=True, eq=False)
+class Preparation:
+    """A manifest joined with a model.
+
+    Attributes:
+        context: What plugins see.
+        hooks: The plugins.
+        model: On meta where it was made by a factory.
+        recipe: How its weights are made; None where the model came with weights.
+        selected: The ordered transforms with the FQNs each selected on the whole model.
+        problems: Every mistake found.
+    """
+
+    context: RunContext
+    hooks: Hooks
+    model: nn.Module
+    recipe: Recipe | None
+    selected: list[tuple[Transform, tuple[str, ...]]] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    @property
+    def plan(self) -> tuple[PlanRow, ...]:
+        """The ordered plan."""
+        return tuple(
+            PlanRow(phase=transform.phase.name, name=transform.name, fqns=fqns) for transform, fqns in self.selected
+        )
+
+
+def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> Layout:
+    """Resolve the manifest's degrees.
+
+    Raises:
+        ManifestError: At the line of `[mesh]`, for degrees that do not fit the world and axes that nobody owns.
+    """
+    document = manifest.document
+    infos = [registered.info for registered in hooks.plugins]
+    try:
+        owners = hooks.owners()
+        axes = mesh.arrange([axis for info in infos for axis in info.axes])
+        batch = [axis.name for axis in axes if axis.role is Role.BATCH]
+        default = next((info.owns[0] for info in infos if info.owns and info.owns[0] in batch), None)
+        layout = mesh.resolve(manifest.degrees, axes=axes, world_size=world_size, default=default)
+    except ComposerError as error:
+        raise ManifestError([document.problem(("mesh",), str(error))]) from error
+    ownerless = [name for name, degree in layout.degrees.items() if degree > 1 and name not in owners]
+    if ownerless:
+        raise ManifestError(
+            [
+                document.problem(
+                    ("mesh", name),
+                    f'{name} = {layout.degrees[name]}, but no plugin of this manifest owns the axis "{name}"',
+                    hint="composer3d plugins shows which plugin owns which axis",
+                )
+                for name in ownerless
+            ]
+        )
+    return layout
+
+
+def prepare(
+    model: nn.Module | Callable[[], nn.Module],
+    manifest: Manifest,
+    *,
+    world_size: int | None,
+    rank: int,
+    device: torch.device,
+    purpose: Purpose,
+) -> Preparation:
+    """Join a manifest with a model, without a process group and without weights.
+
+    Args:
+        model: A module, or a factory that is run once on meta.
+        manifest: Read and typed.
+        world_size: None takes what the manifest's degrees multiply to.
+        rank: Whose view is prepared.
+        device: Where the run would put parameters.
+        purpose: Why.
+
+    Raises:
+        ManifestError: The mesh does not fit, or the factory fails; everything else is in `problems`.
+    """
+    from torch import nn
+
+    hooks = Hooks(manifest.plugins)
+    layout = layout_of(manifest, hooks, world_size=world_size)
+    recipe = None
+    if not isinstance(model, nn.Module):
+        try:
+            model, recipe = initialisation.record(model)
+        except ComposerError as error:
+            raise ManifestError([manifest.document.problem(("model", "use"), str(error))]) from error
+    context = RunContext(
+        purpose=purpose,
+        manifest=manifest,
+        device=device,
+        rank=rank,
+        layout=layout,
+        owners=hooks.owners(),
+        hooks=hooks,
+        blocks=manifest.model.blocks or patterns.find_blocks(model),
+    )
+    context.fqns = tuple(fqn for fqn, _ in model.named_modules())
+    context.parameter_fqns = tuple(fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
+    context.ties = initialisation.ties(model)
+    preparation = Preparation(context=context, hooks=hooks, model=model, recipe=recipe)
+    _find_problems(preparation)
+    return preparation
+
+
+def _find_problems(preparation: Preparation) -> None:
+    context, problems = preparation.context, preparation.problems
+    document = context.manifest.document
+    if context.manifest.model.blocks:
+        with _located(problems, lambda error: document.problem(("model", "blocks"), str(error))):
+            patterns.select(context.manifest.model.blocks, context.fqns)
+    for registered in preparation.hooks.plugins:
+        problems += _device_problems(registered, context)
+    with _located(problems, lambda error: document.problem(("mesh",), str(error))):
+        for registered, function in preparation.hooks.freeze("composer3d_configure"):
+            with _located(problems, lambda error, r=registered: _at_plugin(r, error, context)):
+                function(context=context)
+    if not problems:
+        _select(preparation)
+    per_node = context.manifest.mesh.gpus_per_node
+    for name in mesh.crossings(context.layout, per_node) if per_node else ():
+        message = f"{name} = {context.degrees[name]} reaches over the edge of a node of {per_node} GPUs"
+        problems.append(document.problem(("mesh", name), message, severity="warning"))
+
+
+def _device_problems(registered: Registered, context: RunContext) -> list[Problem]:
+    devices = registered.info.devices
+    if devices is None or context.device.type in devices:
+        return []
+    message = f"{registered.name} works on {' and '.join(devices)}, and this run is on {context.device.type}"
+    return [context.manifest.document.problem((registered.info.family, registered.name), message)]
+
+
+def _select(preparation: Preparation) -> None:
+    """Let every transform choose its modules on the whole model."""
+    context, problems = preparation.context, preparation.problems
+    collected: list[tuple[Registered, Transform]] = []
+    for hook in TRANSFORM_HOOKS:
+        for registered, function in preparation.hooks.freeze(hook):
+            with _located(problems, lambda error, r=registered: _at_plugin(r, error, context)):
+                answer = function(context=context)
+                for transform in answer if isinstance(answer, Sequence) else (answer,):
+                    if transform is not None:
+                        collected.append((registered, transform))
+    by_name = {transform.name: registered for registered, transform in collected}
+    try:
+        ordered = resolve(transform for _, transform in collected)
+    except ComposerError as error:
+        problems.append(_at_plugin(collected[0][0], error, context, everywhere=True))
+        return
+    for transform in ordered:
+        registered = by_name[transform.name]
+        with _located(problems, lambda error, r=registered: _at_plugin(r, error, context)):
+            fqns = tuple(transform.select(preparation.model, context))
+            _check_selection(transform, fqns, context)
+            preparation.selected.append((transform, fqns))
+
+
+def _check_selection(transform: Transform, fqns: tuple[str, ...], context: RunContext) -> None:
+    if not fqns:
+        raise TransformError(f"{transform.name} selects no module, so it would do nothing")
+    known = {*context.fqns, *context.parameter_fqns}
+    foreign = [fqn for fqn in fqns if fqn not in known]
+    if foreign:
+        raise TransformError(f'{transform.name} selects "{foreign[0]}", which the model does not have')
+
+
+@contextmanager
+def _located(problems: list[Problem], locate: Callable[[ComposerError], Problem]) -> Iterator[None]:
+    try:
+        yield
+    except ManifestError as error:
+        problems += error.problems
+    except ComposerError as error:
+        problems.append(locate(error))
+
+
+def _at_plugin(
+    registered: Registered, error: ComposerError, context: RunContext, *, everywhere: bool = False
+) -> Problem:
+    """Place an error at its plugin's table, or at the key that holds the offending pattern."""
+    document = context.manifest.document
+    if everywhere:
+        named = [p for p in registered_in(str(error), context) if p is not None]
+        registered = named[0] if named else registered
+    path: tuple[Any, ...] = (registered.info.family, registered.name)
+    if isinstance(error, PatternError):
+        path = _path_of_value(document.get(path), error.pattern, path) or path
+    if isinstance(error, PluginError):
+        return document.problem(path, error.message, hint=error.hint)
+    return document.problem(path, str(error))
+
+
+def registered_in(text: str, context: RunContext) -> Iterator[Registered]:
+    """Yield the plugins whose names a message quotes, in the order of the message."""
+    plugins = context.manifest.plugins
+    found = [(text.index(f'"{p.name}"'), p) for p in plugins if f'"{p.name}"' in text]
+    yield from (plugin for _, plugin in sorted(found, key=lambda pair: pair[0]))
+
+
+def _path_of_value(value: Any, wanted: str, path: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Find where in a table a string stands, as a value or as a key."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if key == wanted or item == wanted:
+                return (*path, key)
+            inner = _path_of_value(item, wanted, (*path, key))
+            if inner is not None:
+                return inner
+    if isinstance(value, list) and wanted in value:
+        return path
+    return None

@@ -1,0 +1,359 @@
+"""An optimizer step: micro-batches, normalisation, agreement, and the points at which plugins act."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d import gradients
+from composer3d.batch import cut, digest, tensors
+from composer3d.errors import LossError, StepError
+from composer3d.guard import Guard
+from composer3d.ledger import Ledger
+from composer3d.loss import Reduction, as_loss, count_valid, reduction_of
+from composer3d.protocol import Batch, GradScaler, Loss, LossFunction, Part
+from composer3d.transform import StepAction, StepPoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from composer3d.context import RunContext
+    from composer3d.streams import Streams
+
+__all__ = ["OwnForward", "StepEngine", "StepState"]
+
+
+@dataclass(kw_only=True, eq=False)
+class StepState:
+    """What step actions see.
+
+    Attributes:
+        step: The number that the loop gave.
+        context: The run.
+        parts: This rank's stages.
+        index: The micro-batch, counted within one batch; set from BEFORE_MICROBATCH on.
+        is_last: Whether it is the last one before the gradients are used, as far as is known.
+        forward_done: The loop runs its own forward, which has already happened when BEFORE_MICROBATCH runs.
+        optimizer: Once there is one.
+        metrics: Numbers to report with this step; actions may add some.
+        vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
+    """
+
+    step: int
+    context: RunContext
+    parts: tuple[Part, ...]
+    index: int = 0
+    is_last: bool = True
+    forward_done: bool = False
+    optimizer: torch.optim.Optimizer | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    vetoes: tuple[str, ...] = ()
+
+
+class StepEngine:
+    """Runs steps; everything it calls was frozen when the run was composed."""
+
+    def __init__(
+        self,
+        *,
+        context: RunContext,
+        actions: Sequence[StepAction],
+        guard: Guard,
+        ledger: Ledger,
+        streams: Streams,
+        loss_fn: LossFunction,
+        count_fn: Callable[[Any], int] | None,
+        reduction: Reduction | None,
+    ) -> None:
+        self._context, self._guard, self._ledger, self._streams = context, guard, ledger, streams
+        self._loss_fn, self._count_fn, self._reduction = loss_fn, count_fn, reduction
+        self._actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
+            point: tuple(action for action in actions if action.point is point) for point in StepPoint
+        }
+        self.scaler: GradScaler | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+        self.state: StepState | None = None
+        self._counts: dict[int, int] = {}
+        self._scheduled = self._evaluating = self._bypassed = False
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, number: int, target: Any) -> Iterator[StepState]:
+        """Open step `number`; see `Composition.step`."""
+        if self.state is not None:
+            raise StepError(f"step {number} begins inside step {self.state.step}; steps do not nest")
+        context = self._context
+        self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
+        self._ledger.clear()
+        self._call, self._used, self._own = 0, False, None
+        try:
+            with context.span("step", step=number):
+                self._at(StepPoint.BEGIN)
+                if target is not None:
+                    self._announce_own(Batch(args=(), target=target))
+                yield self.state
+                self._at(StepPoint.END)
+        finally:
+            self._streams.leave()
+            self.state = None
+
+    def current(self, call: str) -> StepState:
+        """Return the open step, or say that `call` needs one."""
+        if self.state is None:
+            raise StepError(f"{call} was called outside a step; write: with run.step(n): ...")
+        return self.state
+
+    def _at(self, point: StepPoint) -> None:
+        for action in self._actions[point]:
+            action.run(self.state)
+
+    def begin_microbatch(self, index: int, is_last: bool) -> None:
+        """Start a micro-batch: its random stream, then the actions."""
+        if self._evaluating:
+            return
+        state = self.current("begin_microbatch")
+        state.index, state.is_last = index, is_last
+        if not state.forward_done:
+            self._streams.enter(state.step, (self._call << 16) + index)
+        self._at(StepPoint.BEFORE_MICROBATCH)
+
+    def end_microbatch(self) -> None:
+        """End a micro-batch."""
+        if not self._evaluating:
+            self._at(StepPoint.AFTER_MICROBATCH)
+
+    # ---- forward and backward ----------------------------------------------------------------------------------------
+
+    def forward_backward(self, batch: Batch, *, size: int | None, train: Callable[[Sequence[Batch]], None]) -> Tensor:
+        """Run one batch of an open step; see `Composition.forward_backward`."""
+        state = self.current("forward_backward")
+        self._refuse_used("forward_backward")
+        microbatches = cut(batch, size)
+        self._agree(batch, self._count_all(microbatches))
+        self._scheduled = True
+        try:
+            with self._context.span("forward_backward", microbatches=len(microbatches)):
+                train(microbatches)
+        finally:
+            self._scheduled = False
+            self._streams.leave()
+        return self._settle(state, len(microbatches))
+
+    def evaluate(
+        self, batch: Batch, *, size: int | None, number: int, evaluate: Callable[[Sequence[Batch]], None]
+    ) -> tuple[Tensor, float]:
+        """Run one batch without gradients; see `Composition.evaluate`."""
+        if self._ledger.pending:
+            raise StepError("evaluate was called between a backward and its last one; finish the batch first")
+        microbatches = cut(batch, size)
+        counts = self._count_all(microbatches)
+        totals = self._guard.agree(step=number, call=0, counts=counts, digest=self._digest(batch))
+        self._equal, self._evaluating = totals.equal, True
+        try:
+            with self._context.span("evaluate"):
+                evaluate(microbatches)
+        finally:
+            self._evaluating = False
+        return self._ledger.settle(len(microbatches))
+
+    def loss(self, output: Any, target: Any) -> Tensor:
+        """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
+        count = self._counts.get(id(target))
+        count = self._count(target) if count is None else count
+        if self._evaluating:
+            value = self._loss_of_evaluation(output, target)
+            return self._ledger.record(as_loss(value, count=count, equal=self._equal, reduction=self._reduction))
+        value = self._loss_fn(output, target)
+        self._learn_reduction(value)
+        loss = as_loss(value, count=count, equal=self._equal, reduction=self._reduction)
+        return self._scale(self._ledger.scaled(loss))
+
+    def _loss_of_evaluation(self, output: Any, target: Any) -> Any:
+        """Evaluate the loss; its graph is needed once, to tell a sum from a mean, if no step has told before."""
+        import torch
+
+        if self._reduction is not None or not isinstance(output, torch.Tensor):
+            return self._loss_fn(output, target)
+        with torch.enable_grad():
+            value = self._loss_fn(output.detach().requires_grad_(), target)
+        self._learn_reduction(value)
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    def _learn_reduction(self, value: Any) -> None:
+        import torch
+
+        if self._reduction is None and isinstance(value, torch.Tensor) and value.numel() == 1:
+            self._reduction = reduction_of(value)
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss) if self.scaler is not None else loss
+
+    def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
+        loss, _ = self._ledger.settle(num_microbatches)
+        if self._ledger.auxiliary:
+            state.metrics["auxiliary_loss"] = self._ledger.auxiliary
+        return loss
+
+    # ---- a loop's own forward ----------------------------------------------------------------------------------------
+
+    def enter_own_forward(self) -> None:
+        """Start the random stream of a forward that the loop runs itself inside a step."""
+        if self.state is not None and not self._scheduled and not self._evaluating:
+            self._streams.enter(self.state.step, self._own.calls if self._own else 0)
+
+    def backward(self, value: Any, *, last: bool) -> Tensor | None:
+        """Run the backward of a loss that the loop computed; see `Composition.backward`."""
+        state = self.current("backward")
+        self._refuse_used("backward")
+        if self._own is None:
+            self._announce_own(None)
+        assert self._own is not None, "announced above"
+        loss = self._own.loss(value, last=last, equal=self._equal, reduction=self._reduction)
+        state.forward_done = True
+        self.begin_microbatch(self._own.calls - 1, last)
+        with self._context.span("backward"):
+            self._scale(self._ledger.scaled(loss)).backward()
+        self.end_microbatch()
+        state.forward_done = False
+        self._streams.leave()
+        return self._settle(state, self._ledger.pending) if last else None
+
+    def _announce_own(self, batch: Batch | None) -> None:
+        self._own = OwnForward() if batch is None else OwnForward(target=batch.target, count=self._count(batch.target))
+        self._agree(batch or Batch(args=()), [self._own.count])
+
+    # ---- counts ------------------------------------------------------------------------------------------------------
+
+    def _agree(self, batch: Batch, counts: Sequence[int]) -> None:
+        assert self.state is not None, "inside a step"
+        totals = self._guard.agree(step=self.state.step, call=self._call, counts=counts, digest=self._digest(batch))
+        self._call += 1
+        self._equal = totals.equal
+        self._ledger.announce(totals.count)
+
+    def _digest(self, batch: Batch) -> int:
+        return digest(batch) if self._guard.compares_batches else 0
+
+    def _count_all(self, microbatches: Sequence[Batch]) -> list[int]:
+        counts = [self._count(microbatch.target) for microbatch in microbatches]
+        # Schedules hand targets back to the loss; found again by identity, nothing is counted twice.
+        self._counts = {id(m.target): n for m, n in zip(microbatches, counts, strict=True) if m.target is not None}
+        return counts
+
+    def _count(self, target: Any) -> int:
+        if target is None:
+            return 1
+        return int(self._count_fn(target)) if self._count_fn is not None else count_valid(target)
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------------
+
+    def gradients_ready(self, call: str) -> list[nn.Parameter]:
+        """Bring the gradients of the open step to their final values, once, and return this rank's parameters."""
+        state = self.current(call)
+        parameters = list({id(p): p for part in state.parts for p in part.module.parameters()}.values())
+        if self._used:
+            return parameters
+        self._used = True
+        if self._ledger.pending:
+            self._settle(state, self._ledger.pending)
+        self._at(StepPoint.GRADIENTS_LOCAL)
+        gradients.settle_partial(parameters)
+        if self._ledger.correction != 1.0:
+            gradients.scale_(parameters, self._ledger.correction)
+        self._at(StepPoint.GRADIENTS_REDUCED)
+        self._overflow = self.scaler is not None and self._unscale()
+        self._at(StepPoint.UNSCALED)
+        return parameters
+
+    def _unscale(self) -> bool:
+        assert self.scaler is not None, "asked only with a scaler"
+        if self.optimizer is None:
+            raise StepError("a loss scaler needs run.optimizer(...) before the first step")
+        return self.scaler.unscale_(self.optimizer)
+
+    def optimizer_step(self, inner: Callable[[], Any]) -> Any:
+        """Run an optimizer step, unless some rank vetoes it."""
+        if self._bypassed:
+            return inner()
+        state = self.current("optimizer.step")
+        self.gradients_ready("optimizer.step")
+        state.vetoes = self._decide(state)
+        if not state.vetoes:
+            self._at(StepPoint.BEFORE_OPTIMIZER)
+            with self._context.span("optimizer"):
+                result = inner()
+            for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
+                self._at(point)
+        if self.scaler is not None:
+            self.scaler.update(bool(state.vetoes))
+        return None if state.vetoes else result
+
+    def _decide(self, state: StepState) -> tuple[str, ...]:
+        """Ask every DECIDE action; one veto counts for all ranks. Collectives: one all-reduce, if any can veto."""
+        actions = self._actions[StepPoint.DECIDE]
+        names = [action.name for action in actions] + (["grad_scaler"] if self.scaler is not None else [])
+        if not names:
+            return ()
+        votes = [action.run(state) is not None for action in actions] + ([self._overflow] if self.scaler else [])
+        agreed = self._guard.any(votes)
+        return tuple(name for name, veto in zip(names, agreed, strict=True) if veto)
+
+    def parameters_loaded(self) -> None:
+        """Run the actions that depend on final parameters, after a load."""
+        self.state = StepState(step=-1, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
+        try:
+            self._at(StepPoint.PARAMETERS_FINAL)
+        finally:
+            self.state = None
+
+    @contextlib.contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Let the optimizer step outside steps, for checkpoints that need its state to exist."""
+        self._bypassed = True
+        try:
+            yield
+        finally:
+            self._bypassed = False
+
+    def _refuse_used(self, call: str) -> None:
+        if self._used:
+            raise StepError(
+                f"{call} was called after the gradients of this step had been clipped or used; "
+                "run all batches of a step first, and open a new step for the next optimizer step"
+            )
+
+
+class OwnForward:
+    """The losses of a loop that keeps its own forward.
+
+    Without a target every backward weighs the same. With one, a mean stands for the target's valid tokens.
+    """
+
+    def __init__(self, *, target: Any = None, count: int = 1) -> None:
+        self.count = count
+        self.calls = 0
+        self._told = target is not None
+        self._padded = self._told and any(count != t.numel() for t in tensors(target))
+
+    def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None) -> Loss:
+        """Give the loss of the next backward its count."""
+        import torch
+
+        self.calls += 1
+        if not isinstance(value, torch.Tensor):
+            return as_loss(value, count=self.count, equal=equal, reduction=reduction)
+        if not self._told:
+            return as_loss(value, count=1, equal=True, reduction="mean")
+        if (reduction or reduction_of(value)) == "sum":
+            # The target's count belongs to all backwards together.
+            return Loss(sum=value, count=self.count if self.calls == 1 else 0)
+        if self._padded and (self.calls > 1 or not last):
+            raise LossError(
+                "several means over parts of a padded target cannot be put together; "
+                "give backward (sum, count) of each part"
+            )
+        return as_loss(value, count=self.count, equal=equal, reduction="mean")

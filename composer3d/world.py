@@ -1,0 +1,53 @@
+"""The process group and the device, where the loop has not made them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["default_device", "join_world"]
+
+
+def default_device() -> torch.device:
+    """Return this process's accelerator if the machine has one, else the CPU."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def join_world(device: torch.device) -> Callable[[], None]:
+    """Initialise the default process group if there is none.
+
+    Under torchrun, or any launcher that sets RANK and WORLD_SIZE, it is theirs; otherwise a world of one. A GPU's group
+    gets gloo beside NCCL, so that counts and agreements never wait for the GPU.
+
+    Returns:
+        A function that destroys the group, if this made it.
+    """
+    import torch
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return lambda: None
+    if device.type == "cpu":
+        backend = "gloo"
+    else:
+        torch.accelerator.set_device_index(device.index or 0)
+        backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    def release() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    return release
