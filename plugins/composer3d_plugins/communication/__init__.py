@@ -1,0 +1,1 @@
+"""Built-in communication plugins, a file each."""

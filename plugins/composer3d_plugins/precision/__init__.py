@@ -1,0 +1,1 @@
+"""Built-in precision plugins, a file each."""

@@ -1,0 +1,1 @@
+"""Built-in profiling plugins, a file each."""

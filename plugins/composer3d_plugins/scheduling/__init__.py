@@ -1,0 +1,1 @@
+"""Built-in scheduling plugins, a file each."""

@@ -1,0 +1,1 @@
+"""Built-in sharding plugins, a file each."""

@@ -1,0 +1,142 @@
+"""Data parallelism with whole copies of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from composer3d import (
+    PatternError,
+    Phase,
+    PluginError,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    Transform,
+    hookimpl,
+    plugin,
+    select_fqns,
+    torch_compat,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+BUCKET_OPTIONS = (
+    "static_graph",
+    "gradient_as_bucket_view",
+    "find_unused_parameters",
+    "bucket_mib",
+    "broadcast_buffers",
+)
+
+
+@plugin(family="sharding", owns=("dp_replicate",))
+class DDP:
+    """Keep the whole model on every rank of dp_replicate and average gradients.
+
+    reducer = "unit": torch's replicate over FSDP2's machinery: DTensor parameters and the same hooks as FSDP2.
+        Collectives: one all-reduce a unit (the root is one), after the last micro-batch.
+    reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
+        Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
+        parameters and buffers; with broadcast_buffers one broadcast of the buffers a forward.
+    Memory: parameters, gradients and optimizer state in full; "bucketed" holds gradients a second time in its buckets,
+        unless gradient_as_bucket_view.
+
+    Source: Li et al., PyTorch Distributed: Experiences on Accelerating Data Parallel Training, arXiv:2006.15704.
+
+    Args:
+        reducer: Which of torch's two reducers.
+        units: Patterns of the modules whose gradients are reduced together; default: the model's blocks. Only "unit".
+        static_graph: The graph is the same in every step. Only "bucketed", as all that follow.
+        gradient_as_bucket_view: Gradients are views of the buckets.
+        find_unused_parameters: Some parameters get no gradient in some steps.
+        bucket_mib: Size of a bucket, MiB.
+        broadcast_buffers: Take rank 0's buffers before every forward.
+    """
+
+    reducer: Literal["unit", "bucketed"] = "unit"
+    units: tuple[str, ...] | None = None
+    static_graph: bool | None = None
+    gradient_as_bucket_view: bool | None = None
+    find_unused_parameters: bool | None = None
+    bucket_mib: float | None = Field(default=None, gt=0)
+    broadcast_buffers: bool | None = None
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse options of the other reducer: they would do nothing."""
+        foreign = BUCKET_OPTIONS if self.reducer == "unit" else ("units",)
+        for name in foreign:
+            if getattr(self, name) is not None:
+                raise PluginError(
+                    f'{name} has no effect with reducer = "{self.reducer}"',
+                    hint='write reducer = "bucketed"' if self.reducer == "unit" else 'write reducer = "unit"',
+                )
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform:
+        """Attach the reducer."""
+        return Transform(
+            name="ddp",
+            phase=Phase.DATA,
+            select=lambda model, context: self._unit_fqns(context),
+            apply=self._apply_units if self.reducer == "unit" else self._apply_buckets,
+            uses=("dp_replicate",),
+            averages=("dp_replicate",),
+        )
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> StepAction:
+        """Reduce after the last micro-batch only."""
+        return StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)
+
+    def _unit_fqns(self, context: RunContext) -> list[str]:
+        if self.reducer == "bucketed":
+            return [""]
+        try:
+            patterns = (context.blocks,) if self.units is None else self.units
+        except PatternError:
+            patterns = ()  # a model without repeated blocks is one unit
+        return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)] + [""]
+
+    def _apply_units(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+
+        for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
+            dtypes = context.dtypes(fqn)
+            torch_compat.replicate_units(
+                model.get_submodule(fqn),
+                mesh=context.mesh["dp_replicate"],
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
+                ),
+                offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
+            )
+        return list(fqns)
+
+    def _apply_buckets(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        names = {"bucket_mib": "bucket_cap_mb"}
+        options: dict[str, Any] = {
+            names.get(name, name): getattr(self, name) for name in BUCKET_OPTIONS if getattr(self, name) is not None
+        }
+        dtypes = context.dtypes("")
+        if dtypes.param is not None or dtypes.reduce is not None or dtypes.output is not None:
+            options["mixed_precision"] = torch_compat.bucket_precision(
+                param_dtype=dtypes.param, reduce_dtype=dtypes.reduce
+            )
+        torch_compat.replicate_buckets(model, device_mesh=context.mesh["dp_replicate"], **options)
+        return list(fqns)
+
+    def _before_microbatch(self, state: StepState) -> None:
+        for part in state.parts:
+            module: Any = part.module
+            if self.reducer == "unit":
+                module.set_is_last_backward(state.is_last)
+                module.set_requires_gradient_sync(state.is_last)
+            elif not state.forward_done:
+                # The reducer is armed in the forward; in a loop with its own forward every backward reduces.
+                module.set_requires_gradient_sync(state.is_last)

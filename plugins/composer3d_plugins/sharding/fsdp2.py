@@ -1,0 +1,189 @@
+"""Fully sharded data parallelism, torch's FSDP2, at any of the three ZeRO stages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from composer3d import (
+    PatternError,
+    Phase,
+    PluginError,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    Transform,
+    hookimpl,
+    plugin,
+    select_fqns,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+
+AXES = ("dp_replicate", "dp_shard")
+
+
+@plugin(family="sharding", owns=("dp_shard", "dp_replicate"))
+class FSDP2:
+    """Shard parameters, gradients and optimizer state over dp_shard; with dp_replicate > 1, hybrid sharding (HSDP).
+
+    Parameters of a unit are gathered before it runs. What happens between its forward and its backward, and between
+    micro-batches, is the ZeRO stage. With U units (the root is one of them) and M micro-batches a step:
+
+    zero = 3: parameters are freed after every forward and gradients reduced after every backward.
+        Memory: parameters, gradients and optimizer state / dp_shard, and one or two units unsharded.
+        Collectives: 2 U M - M all-gathers (the root is kept from forward to backward), U M reduce-scatters.
+    zero = 2: parameters are kept until the backward is over, gradients reduced after the last micro-batch.
+        Memory: as above, and parameters and gradients unsharded while micro-batches run.
+        Collectives: U M all-gathers, U reduce-scatters.
+    zero = 1: parameters are kept until the last micro-batch is over.
+        Memory: as zero = 2; optimizer state / dp_shard.
+        Collectives: U all-gathers, U reduce-scatters.
+    dp_replicate > 1 adds an all-reduce of the shard to every reduce-scatter.
+
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054;
+    Zhao et al., PyTorch FSDP, arXiv:2304.11277.
+
+    Args:
+        zero: The ZeRO stage.
+        units: Patterns of the modules that are gathered as one; default: the model's blocks. The root is always a unit.
+        reshard_after_forward: Instead of the stage's choice: true, false, or the number of ranks among which
+            parameters are kept after the forward (it divides dp_shard): less memory than keeping them whole, and a
+            backward all-gather inside that smaller group. Only with zero = 3.
+        reshard_root: Free the root's parameters after the forward too: M all-gathers more.
+        forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch.
+        backward_prefetch: The same in the backward.
+        ignored: Patterns of parameters that stay whole on every rank; their gradients are averaged in one all-reduce.
+    """
+
+    zero: Literal[1, 2, 3] = 3
+    units: tuple[str, ...] | None = None
+    reshard_after_forward: bool | int | None = None
+    reshard_root: bool = False
+    forward_prefetch: int = Field(default=0, ge=0)
+    backward_prefetch: int = Field(default=0, ge=0)
+    ignored: tuple[str, ...] = ()
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse settings that cannot be."""
+        chosen = self.reshard_after_forward
+        if chosen is not None and self.zero != 3:
+            raise PluginError(
+                f"reshard_after_forward is zero = 3's choice, and zero is {self.zero}", hint="leave one of them out"
+            )
+        shards = context.degrees["dp_shard"]
+        if isinstance(chosen, int) and not isinstance(chosen, bool) and (chosen < 2 or shards % chosen):
+            raise PluginError(
+                f"reshard_after_forward = {chosen} does not divide dp_shard = {shards} into groups of at least 2"
+            )
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform:
+        """Shard the units, then the root."""
+        return Transform(
+            name="fsdp2",
+            phase=Phase.DATA,
+            select=lambda model, context: self._unit_fqns(context),
+            apply=self._apply,
+            uses=AXES,
+            averages=AXES,
+        )
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
+        """Decide before every micro-batch what is reduced and freed after it."""
+        actions = [StepAction(name="fsdp2", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
+        if self.ignored:
+            actions.append(StepAction(name="fsdp2.ignored", point=StepPoint.GRADIENTS_LOCAL, run=self._average_ignored))
+        return actions
+
+    def _unit_fqns(self, context: RunContext) -> list[str]:
+        if self.units is None:
+            try:
+                patterns: tuple[str, ...] = (context.blocks,)
+            except PatternError:
+                patterns = ()  # a model without repeated blocks is one unit
+        else:
+            patterns = self.units
+        return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)] + [""]
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        from torch.distributed.fsdp import OffloadPolicy, fully_shard
+
+        mesh = context.mesh["dp_shard"] if context.degrees["dp_replicate"] == 1 else context.mesh[AXES]
+        ignored = self._ignored_parameters(model, context)
+        # Inner units first: fully_shard takes the parameters that no unit inside has taken.
+        for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
+            fully_shard(
+                model.get_submodule(fqn),
+                mesh=mesh,
+                reshard_after_forward=self._reshard(context, is_root=not fqn),
+                mp_policy=_policy(context, fqn),
+                offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
+                ignored_params=set(ignored.values()),
+            )
+        units = [model.get_submodule(fqn) for fqn in fqns if fqn]
+        for index, unit in enumerate(units):
+            if self.forward_prefetch:
+                unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + self.forward_prefetch])
+            if self.backward_prefetch:
+                unit.set_modules_to_backward_prefetch(units[max(0, index - self.backward_prefetch) : index][::-1])
+        return list(fqns)
+
+    def _reshard(self, context: RunContext, *, is_root: bool) -> bool | int:
+        if self.zero < 3 or (context.split is not None and context.split.keep_unsharded):
+            return False
+        if is_root:
+            return self.reshard_root
+        return True if self.reshard_after_forward is None else self.reshard_after_forward
+
+    def _before_microbatch(self, state: StepState) -> None:
+        for part in state.parts:
+            root: FSDPModule = part.module  # type: ignore[assignment]
+            root.set_is_last_backward(state.is_last)
+            if self.zero < 3:
+                root.set_requires_gradient_sync(state.is_last)
+            if self.zero == 1:
+                root.set_reshard_after_backward(state.is_last)
+
+    def _ignored_parameters(self, model: nn.Module, context: RunContext) -> dict[str, nn.Parameter]:
+        names = {fqn for pattern in self.ignored for fqn in select_fqns(pattern, context.parameter_fqns)}
+        return {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in names}
+
+    def _average_ignored(self, state: StepState) -> None:
+        """Average what FSDP2 leaves alone: without it, ranks would train different copies and nobody would be told."""
+        import torch
+        import torch.distributed as dist
+
+        context = state.context
+        for part in state.parts:
+            parameters = self._ignored_parameters(part.module, context).values()
+            grads = [p.grad for p in {id(p): p for p in parameters}.values() if p.grad is not None]
+            if grads:
+                flat = torch.cat(
+                    [grad.reshape(-1).float() if grad.dtype.itemsize < 4 else grad.reshape(-1) for grad in grads]
+                )
+                for axis in AXES:
+                    dist.all_reduce(flat, group=context.mesh[axis].get_group())
+                flat /= context.data_parallel_degree
+                _scatter_back(flat, grads)
+
+
+def _scatter_back(flat: Tensor, grads: Sequence[Tensor]) -> None:
+    for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
+        grad.copy_(piece.view_as(grad))
+
+
+def _policy(context: RunContext, fqn: str) -> MixedPrecisionPolicy:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtypes = context.dtypes(fqn)
+    return MixedPrecisionPolicy(
+        param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output, cast_forward_inputs=True
+    )
