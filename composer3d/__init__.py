@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d import torch_compat as torch_compat
-    from composer3d.composition import Composition, Evaluation, compose
+    from composer3d.composition import Composition, compose
     from composer3d.context import RunContext
     from composer3d.errors import (
         BatchError,
         CheckpointError,
         ComposerError,
         DataError,
+        ForkError,
         InitialisationError,
         LossError,
         ManifestError,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
         StepError,
         TransformError,
     )
+    from composer3d.evaluation import Evaluation
     from composer3d.manifest import Manifest, load_manifest
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
     from composer3d.patterns import select as select_fqns
@@ -53,13 +55,14 @@ if TYPE_CHECKING:
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 _MODULES = {
-    "composition": ("Composition", "Evaluation", "compose"),
+    "composition": ("Composition", "compose"),
     "context": ("RunContext",),
     "errors": (
         "BatchError",
         "CheckpointError",
         "ComposerError",
         "DataError",
+        "ForkError",
         "InitialisationError",
         "LossError",
         "ManifestError",
@@ -73,6 +76,7 @@ _MODULES = {
         "StepError",
         "TransformError",
     ),
+    "evaluation": ("Evaluation",),
     "manifest": ("Manifest", "load_manifest"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "preparation": ("PlanRow",),
@@ -106,6 +110,7 @@ __all__ = [
     "DataError",
     "Dtypes",
     "Evaluation",
+    "ForkError",
     "GradScaler",
     "GroupOptions",
     "InitialisationError",

@@ -9,9 +9,10 @@ from composer3d.errors import BatchError
 from composer3d.protocol import Batch
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["cut", "digest", "map_tensors", "tensors"]
+__all__ = ["cut", "digest", "map_tensors", "tensors", "to_device"]
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -65,6 +66,17 @@ def cut(batch: Batch, size: int | None) -> list[Batch]:
 
 def _slice(value: Any, start: int, size: int, length: int) -> Any:
     return map_tensors(lambda t: t[start : start + size] if t.dim() and t.shape[0] == length else t, value)
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Move every tensor of a batch; copies from pinned memory do not wait."""
+    if device.type == "cpu":
+        return batch
+
+    def move(value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
+
+    return Batch(args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
 
 
 def digest(batch: Batch) -> int:

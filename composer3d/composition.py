@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import gradients
 from composer3d.assembly import Assembled, assemble
-from composer3d.batch import map_tensors
-from composer3d.errors import PatternError, StepError
+from composer3d.batch import to_device
+from composer3d.errors import StepError
+from composer3d.evaluation import Evaluation, evaluating
 from composer3d.measurement import measure
+from composer3d.optimizer import compose_step, group_parameters
 from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
 from composer3d.protocol import Batch, LossFunction, Part, Stateful
@@ -29,20 +29,7 @@ if TYPE_CHECKING:
     from composer3d.loss import Reduction
     from composer3d.manifest import Manifest
 
-__all__ = ["Composition", "Evaluation", "compose"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """The loss of a batch without gradients, over all ranks.
-
-    Args:
-        loss: The mean over valid tokens.
-        count: Their number.
-    """
-
-    loss: Tensor
-    count: float
+__all__ = ["Composition", "compose"]
 
 
 def compose(
@@ -150,6 +137,11 @@ class Composition:
             raise StepError("the manifest has a pipeline, which runs the forward itself; use run.forward_backward(...)")
         return self.parts[0].module
 
+    @property
+    def has_grad_scaler(self) -> bool:
+        """Whether a plugin scales the loss; gradients that are not finite are then its to find, and to skip."""
+        return self._engine.scaler is not None
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under the FQNs of the whole model, each tensor once."""
         seen: set[int] = set()
@@ -240,39 +232,22 @@ class Composition:
             target: Passed to the loss.
             kwargs: The model's.
         """
-        import torch
-
         batch = self._place(args, kwargs, target)
-        modules = [module for part in self.parts for module in part.module.modules()]
-        training = [module.training for module in modules]
         self._evaluations += 1
-        try:
-            for part in self.parts:
-                part.module.eval()
-            with torch.no_grad():
-                loss, count = self._engine.evaluate(
-                    batch,
-                    size=self.context.manifest.train.microbatch,
-                    number=self._evaluations,
-                    evaluate=self._assembled.schedule.evaluate,
-                )
-        finally:
-            for module, mode in zip(modules, training, strict=True):
-                module.training = mode
+        with evaluating(self.parts):
+            loss, count = self._engine.evaluate(
+                batch,
+                size=self.context.manifest.train.microbatch,
+                number=self._evaluations,
+                evaluate=self._assembled.schedule.evaluate,
+            )
         return Evaluation(loss=loss, count=count)
 
     def _place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
-        device = self.context.device
-
-        def move(value: Any) -> Any:
-            return map_tensors(lambda tensor: tensor.to(device, non_blocking=True), value)
-
         batch = Batch(args=args, kwargs=kwargs, target=target)
         for function in self._assembled.place_batch:
             batch = function(context=self.context, batch=batch) or batch
-        if device.type == "cpu":
-            return batch
-        return Batch(args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
+        return to_device(batch, self.context.device)
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients down so that the norm of the full model's gradient is at most `max_norm`.
@@ -286,19 +261,14 @@ class Composition:
         Returns:
             The norm before, the same on every rank.
         """
-        import torch
-
-        parameters = self._engine.gradients_ready("clip_grad_norm_")
-        norm = gradients.total_norm(
-            parameters,
+        return gradients.clip_norm_(
+            self._engine.gradients_ready("clip_grad_norm_"),
+            max_norm,
             layout=self.context.layout,
             norm_type=norm_type,
             group=self._assembled.group,
             device=self._assembled.control_device,
         )
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        gradients.scale_(parameters, factor.to(self.context.device))
-        return norm
 
     # ---- around steps ------------------------------------------------------------------------------------------------
 
@@ -326,24 +296,12 @@ class Composition:
         """
         if self._optimizer is not None:
             raise StepError("run.optimizer(...) was called twice; a composition has one optimizer, with groups")
-        described = [{**defaults, **group} for group in self._groups(groups or ())]
+        described = group_parameters(self.named_parameters(), groups or (), known=self.context.parameter_fqns)
+        described = [{**defaults, **group} for group in described]
         made = self._assembled.hooks.query("composer3d_optimizer", context=self.context, cls=cls, groups=described)
         optimizer = made if made is not None else cls(described, **defaults)
-        self._optimizer = self._engine.optimizer = _compose_step(optimizer, self._engine.optimizer_step)
+        self._optimizer = self._engine.optimizer = compose_step(optimizer, self._engine.optimizer_step)
         return self._optimizer
-
-    def _groups(self, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        names = self.context.parameter_fqns
-        members: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
-        expressions = [re.compile(group.pop("match")) for group in members[:-1]]
-        for expression in expressions:
-            if not any(expression.search(name) for name in names):
-                raise PatternError(expression.pattern, "the group would be empty; `match` is a regular expression")
-        for fqn, parameter in self.named_parameters():
-            if parameter.requires_grad:
-                places = [index for index, expression in enumerate(expressions) if expression.search(fqn)]
-                members[places[0] if places else -1]["params"].append(parameter)
-        return [group for group in members if group["params"]]
 
     def sampler(self, dataset: Any) -> Sampler:
         """Return a batch sampler for a map-style dataset: sample i of step s is a function of the seed and s.
@@ -433,21 +391,11 @@ class Composition:
         self.close(error)
 
 
-def _compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> torch.optim.Optimizer:
-    """Give an optimizer a subclass whose `step` runs inside the composition's step.
+def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a group into plain tensors and DTensors: fused and foreach kernels refuse to take both at once."""
+    from torch.distributed.tensor import DTensor
 
-    A subclass, because learning-rate schedulers want a real Optimizer with a bound `step`, and pickling or isinstance
-    checks want the class that was asked for.
-    """
-    cls = type(optimizer)
-    inner = cls.step
-
-    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-        if closure is not None:
-            raise StepError("optimizers that call a closure again (LBFGS) cannot run in a composed step")
-        return run(lambda: inner(self))
-
-    # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
-    step.hooked = True  # type: ignore[attr-defined]
-    optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
-    return optimizer
+    kinds: dict[bool, list[Any]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{**group, "params": parameters} for parameters in kinds.values()]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import patterns
-from composer3d.errors import PatternError, StepError
+from composer3d.errors import StepError, TransformError
 from composer3d.mesh import Layout, Role
+from composer3d.patterns import select as select_fqns
 from composer3d.protocol import Dtypes, ParameterMesh, Part, Recorder, Split
 
 if TYPE_CHECKING:
@@ -116,8 +116,25 @@ class RunContext:
     def blocks(self) -> str:
         """The pattern of the repeated blocks."""
         if self._blocks is None:
-            raise PatternError("blocks", 'name the repeated blocks, for example [model] blocks = "layers.*"')
+            raise TransformError(
+                "the model has no single list of equal blocks; name the repeated blocks, "
+                'for example [model] blocks = "layers.*"'
+            )
         return self._blocks
+
+    def units(self, patterns: Sequence[str] | None) -> list[str]:
+        """Return the FQNs of the modules that data parallelism handles as one, the root ("") last.
+
+        Args:
+            patterns: Of the units inside the root; None takes the blocks, or the root alone where there are none.
+
+        Raises:
+            PatternError: A pattern matches nothing.
+        """
+        if patterns is None:
+            patterns = () if self._blocks is None else (self._blocks,)
+        found = [fqn for pattern in patterns for fqn in select_fqns(pattern, self.fqns)]
+        return [*dict.fromkeys(found), ""]
 
     def select(self, model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
         """Return the modules of `model` that match.
@@ -126,7 +143,7 @@ class RunContext:
             PatternError: Nothing in the *whole* model matches; a stage that holds none is not an error.
         """
         names = {fqn for fqn, _ in model.named_modules()}
-        found = patterns.select(pattern, self.fqns)
+        found = select_fqns(pattern, self.fqns)
         return [(fqn, model.get_submodule(fqn)) for fqn in found if fqn in names]
 
     def dtypes(self, fqn: str) -> Dtypes:

@@ -178,6 +178,6 @@ def _sleeps(pid: int) -> bool:
     """Tell whether every thread of a process sleeps."""
     try:
         stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # a thread ended while it was being looked at
         return False
-    return all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)
+    return bool(stats) and all(stat.rpartition(")")[2].split()[0] == "S" for stat in stats)

@@ -7,13 +7,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d.mesh import Layout, Role
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["local", "scale_", "settle_partial", "total_norm"]
+__all__ = ["clip_norm_", "local", "scale_", "settle_partial", "total_norm"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -39,10 +40,8 @@ def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
 
 def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply all gradients in place."""
-    import torch
-
     for grads in _alike(parameters).values():
-        torch._foreach_mul_(grads, factor)
+        torch_compat.foreach_mul_(grads, factor)
 
 
 def total_norm(
@@ -67,10 +66,30 @@ def total_norm(
     infinite = math.isinf(norm_type)
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (weight, *_), grads in _alike(parameters, layout).items():
-        norms = torch.stack(torch._foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)
+        norms = torch.stack(torch_compat.foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)
         total = torch.maximum(total, norms.max()) if infinite else total + norms.square().sum() * weight
     dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     return total if infinite else total.sqrt()
+
+
+def clip_norm_(
+    parameters: Sequence[nn.Parameter],
+    max_norm: float,
+    *,
+    layout: Layout,
+    norm_type: float,
+    group: Any,
+    device: torch.device,
+) -> Tensor:
+    """Scale gradients down to a norm of at most `max_norm`; arguments, and what is returned, as `total_norm`."""
+    import torch
+
+    norm = total_norm(parameters, layout=layout, norm_type=norm_type, group=group, device=device)
+    # The same formula as torch.nn.utils.clip_grad_norm_, so that runs can be compared.
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if parameters:
+        scale_(parameters, factor.to(parameters[0].device))
+    return norm
 
 
 def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> dict[tuple[Any, ...], list[Tensor]]:

@@ -61,8 +61,8 @@ class Persistence:
         self.wait()
         state = checkpoint.read_state(path)
         tensors: dict[str, Tensor] = self._model_tensors()
-        saved = state.get("optimizer")
-        if optimizer is not None and saved is None:
+        saved: Mapping[str, Any] = state.get("optimizer", {})
+        if optimizer is not None and not saved:
             raise CheckpointError(f"{path}: holds no optimizer state, and this run has an optimizer")
         if optimizer is not None:
             checkpoint.match_optimizer_state(optimizer, self._parameters(), saved)

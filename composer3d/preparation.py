@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation, mesh, patterns
@@ -86,7 +87,7 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> La
         default = next((info.owns[0] for info in infos if info.owns and info.owns[0] in batch), None)
         layout = mesh.resolve(manifest.degrees, axes=axes, world_size=world_size, default=default)
     except ComposerError as error:
-        raise ManifestError([document.problem(("mesh",), str(error))]) from error
+        raise ManifestError([document.problem(("mesh",), str(error), whole_table=True)]) from error
     ownerless = [name for name, degree in layout.degrees.items() if degree > 1 and name not in owners]
     if ownerless:
         raise ManifestError(
@@ -160,9 +161,9 @@ def _find_problems(preparation: Preparation) -> None:
             patterns.select(context.manifest.model.blocks, context.fqns)
     for registered in preparation.hooks.plugins:
         problems += _device_problems(registered, context)
-    with _located(problems, lambda error: document.problem(("mesh",), str(error))):
+    with _located(problems, lambda error: document.problem(("mesh",), str(error), whole_table=True)):
         for registered, function in preparation.hooks.freeze("composer3d_configure"):
-            with _located(problems, lambda error, r=registered: _at_plugin(r, error, context)):
+            with _located(problems, partial(_at_plugin, registered, context)):
                 function(context=context)
     if not problems:
         _select(preparation)
@@ -177,7 +178,8 @@ def _device_problems(registered: Registered, context: RunContext) -> list[Proble
     if devices is None or context.device.type in devices:
         return []
     message = f"{registered.name} works on {' and '.join(devices)}, and this run is on {context.device.type}"
-    return [context.manifest.document.problem((registered.info.family, registered.name), message)]
+    path = (registered.info.family, registered.name)
+    return [context.manifest.document.problem(path, message, whole_table=True)]
 
 
 def _select(preparation: Preparation) -> None:
@@ -186,7 +188,7 @@ def _select(preparation: Preparation) -> None:
     collected: list[tuple[Registered, Transform]] = []
     for hook in TRANSFORM_HOOKS:
         for registered, function in preparation.hooks.freeze(hook):
-            with _located(problems, lambda error, r=registered: _at_plugin(r, error, context)):
+            with _located(problems, partial(_at_plugin, registered, context)):
                 answer = function(context=context)
                 for transform in answer if isinstance(answer, Sequence) else (answer,):
                     if transform is not None:
@@ -195,11 +197,11 @@ def _select(preparation: Preparation) -> None:
     try:
         ordered = resolve(transform for _, transform in collected)
     except ComposerError as error:
-        problems.append(_at_plugin(collected[0][0], error, context, everywhere=True))
+        problems.append(_at_plugin(_named_in(str(error), collected), context, error))
         return
     for transform in ordered:
         registered = by_name[transform.name]
-        with _located(problems, lambda error, r=registered: _at_plugin(r, error, context)):
+        with _located(problems, partial(_at_plugin, registered, context)):
             fqns = tuple(transform.select(preparation.model, context))
             _check_selection(transform, fqns, context)
             preparation.selected.append((transform, fqns))
@@ -224,27 +226,22 @@ def _located(problems: list[Problem], locate: Callable[[ComposerError], Problem]
         problems.append(locate(error))
 
 
-def _at_plugin(
-    registered: Registered, error: ComposerError, context: RunContext, *, everywhere: bool = False
-) -> Problem:
+def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:
     """Place an error at its plugin's table, or at the key that holds the offending pattern."""
     document = context.manifest.document
-    if everywhere:
-        named = [p for p in registered_in(str(error), context) if p is not None]
-        registered = named[0] if named else registered
     path: tuple[Any, ...] = (registered.info.family, registered.name)
     if isinstance(error, PatternError):
         path = _path_of_value(document.get(path), error.pattern, path) or path
+    whole = len(path) == 2
     if isinstance(error, PluginError):
-        return document.problem(path, error.message, hint=error.hint)
-    return document.problem(path, str(error))
+        return document.problem(path, error.message, hint=error.hint, whole_table=whole)
+    return document.problem(path, str(error), whole_table=whole)
 
 
-def registered_in(text: str, context: RunContext) -> Iterator[Registered]:
-    """Yield the plugins whose names a message quotes, in the order of the message."""
-    plugins = context.manifest.plugins
-    found = [(text.index(f'"{p.name}"'), p) for p in plugins if f'"{p.name}"' in text]
-    yield from (plugin for _, plugin in sorted(found, key=lambda pair: pair[0]))
+def _named_in(text: str, collected: Sequence[tuple[Registered, Transform]]) -> Registered:
+    """Return the plugin whose transform a message quotes first."""
+    places = {text.find(f'"{transform.name}"'): registered for registered, transform in collected}
+    return min(((place, registered) for place, registered in places.items() if place >= 0), key=lambda pair: pair[0])[1]
 
 
 def _path_of_value(value: Any, wanted: str, path: tuple[Any, ...]) -> tuple[Any, ...] | None:

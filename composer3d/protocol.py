@@ -165,7 +165,7 @@ class Stateful(Protocol):
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state."""
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
         """Take the state back."""
 
 

@@ -77,6 +77,7 @@ class StepEngine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: StepState | None = None
         self._counts: dict[int, int] = {}
+        self._own: OwnForward | None = None
         self._scheduled = self._evaluating = self._bypassed = False
 
     # ---- the step ----------------------------------------------------------------------------------------------------

@@ -6,10 +6,10 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 
 def set_group_timeout(group: Any, timeout: timedelta) -> None:
@@ -55,15 +55,22 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def dispatch_mode(handler: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+def dispatch_mode(
+    handler: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any], *, compiles: bool = True
+) -> AbstractContextManager[Any]:
     """Return a context in which every dispatched operator goes to `handler(operator, types, args, kwargs)`.
 
     TorchDispatchMode is how operators are seen below autograd; torch documents it under a private module only
     (torch 2.11-2.15). `handler` may return NotImplemented, so that a tensor subclass takes the operator apart first.
+    `compiles=False` promises that nothing inside is compiled; else the first operator imports torch._dynamo, for 1 s.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Mode(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return compiles
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return handler(func, types, args, kwargs or {})
 
@@ -84,11 +91,12 @@ def process_group(argument: Any) -> Any:
     private (torch 2.11-2.15).
     """
     from torch.distributed import ProcessGroup
-    from torch.distributed.distributed_c10d import _resolve_process_group
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 
     if isinstance(argument, ProcessGroup):
         return argument
-    return _resolve_process_group(argument) if isinstance(argument, str) else ProcessGroup.unbox(argument)
+    resolve: Any = _resolve_process_group
+    return resolve(argument) if isinstance(argument, str) else ProcessGroup.unbox(argument)
 
 
 CHECKPOINT_METADATA_GLOBALS = frozenset(
@@ -118,7 +126,7 @@ def replicate_units(module: Any, **options: Any) -> Any:
 
 def replicate_buckets(module: Any, **options: Any) -> Any:
     """Attach a true DistributedDataParallel to a module without wrapping it (torch 2.11-2.15, not public)."""
-    from torch.distributed._composable import replicate
+    from torch.distributed._composable.replicate import replicate
 
     return replicate(module, **options)
 
@@ -135,8 +143,8 @@ def local_agent(
     start_method: str,
     *,
     started: Callable[[dict[int, int]], None],
-    look: Callable[[], dict[int, int]],
-    failed: Callable[[dict[int, int]], dict[int, int]],
+    look: Callable[[], None],
+    failed: Callable[[dict[int, int]], None],
 ) -> Any:
     """Return torch's local elastic agent with an eye on its ranks.
 
@@ -146,14 +154,12 @@ def local_agent(
     Args:
         spec: The agent's WorkerSpec.
         start_method: `fork` or `spawn`.
-        started: Told the process of each rank after every start.
-        look: Asked before each look of the agent's; exit codes make it restart the ranks.
-        failed: Told the exit codes of ranks that the agent saw fail; returns those that it is to restart for.
+        started: Told the process of each rank.
+        look: Called before each look of the agent's; what it raises ends `agent.run()`.
+        failed: Told the exit codes of ranks that the agent saw fail before `look` did; it raises as well.
     """
-    from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
     class Agent(LocalElasticAgent):
         def _start_workers(self, worker_group: Any) -> dict[int, Any]:
@@ -161,18 +167,139 @@ def local_agent(
             started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
             return pids
 
-        def _monitor_workers(self, worker_group: Any) -> RunResult:
-            codes = look()
-            if not codes:
-                result = super()._monitor_workers(worker_group)
-                if result.state is not WorkerState.FAILED:
-                    return result
-                codes = failed({rank: failure.exitcode for rank, failure in result.failures.items()})
-            failures = {
-                worker.global_rank: ProcessFailure(worker.local_rank, worker.id, codes[worker.global_rank], os.devnull)
-                for worker in worker_group.workers
-                if worker.global_rank in codes
-            }
-            return RunResult(state=WorkerState.FAILED, failures=failures)
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            look()
+            result = super()._monitor_workers(worker_group)
+            if result.failures:
+                failed({rank: failure.exitcode for rank, failure in result.failures.items()})
+            return result
 
     return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
+
+
+def storage_key(tensor: Any) -> int:
+    """Return what identifies a tensor's memory while it lives, on meta too, where every data pointer is 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to, as its schema says; schemas have no public home."""
+    written: list[Any] = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if leaf is not None]
+    return written
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to the leaves of nested tuples, lists and dicts; torch's pytree has no public home."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(function, tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dicts; torch's pytree has no public home."""
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(tree)
+
+
+def neg_view(tensor: Any) -> Any:
+    """Return a tensor that is read negated; torch makes such views for imaginary parts, and names it privately."""
+    import torch
+
+    return torch._neg_view(tensor)
+
+
+class ShardOf(NamedTuple):
+    """How a placement cuts a tensor: along which dim, and into how many pieces that dim was cut before."""
+
+    dim: int
+    split_factor: int
+
+
+def shard_of(placement: Any) -> ShardOf | None:
+    """Return how a DTensor placement shards, None for replicas and partial sums.
+
+    FSDP2 places a tensor that tensor parallelism has cut before with `_StridedShard`, which is private and, depending
+    on the version, a subclass of Shard or not (torch 2.11-2.15).
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    if isinstance(placement, _StridedShard):
+        return ShardOf(int(placement.dim), int(placement.split_factor))
+    return ShardOf(placement.dim, 1) if isinstance(placement, Shard) else None
+
+
+def allocate(module: Any, device: Any) -> None:
+    """Give a module's tensors on meta memory on a device, and move the others there with their values.
+
+    `Module.to_empty` would empty those too, and `Module._apply`, which FSDP2 overrides to follow, is not public.
+    """
+    import torch
+
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def has_argument(operator: Any, name: str) -> bool:
+    """Tell whether an operator has an argument of a name, as its schema says; schemas have no public home."""
+    return any(argument.name == name for argument in operator._schema.arguments)
+
+
+def broadcast_buffers_option() -> str:
+    """Return the name of DistributedDataParallel's option for buffers: renamed in torch 2.13."""
+    import inspect
+
+    from torch.nn.parallel import DistributedDataParallel
+
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+
+
+def foreach_mul_(tensors: Any, factor: Any) -> None:
+    """Multiply a list of tensors in place in one kernel; foreach functions have no public names (torch 2.11-2.15)."""
+    import torch
+
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_norm(tensors: Any, norm_type: float) -> Any:
+    """Return the norm of every tensor of a list in one kernel; see `foreach_mul_`."""
+    import torch
+
+    return torch._foreach_norm(tensors, norm_type)
+
+
+@contextmanager
+def undisturbed_meta() -> Iterator[None]:
+    """Run operators on meta inside without importing torch._dynamo, which takes 0.9 s of a process that only checks.
+
+    Many operators on meta are Python functions under torch._refs, wrapped so that dynamo never traces into them; the
+    wrapper imports dynamo at the first call to make itself a disabled function, and keeps that in an attribute. Here
+    the attribute is the plain function meanwhile, and gone afterwards (torch 2.11-2.15). Where dynamo is imported
+    already, nothing is done.
+    """
+    import sys
+
+    from torch import _meta_registrations, _refs
+
+    wrapped: list[Any] = []
+    if "torch._dynamo" not in sys.modules:
+        modules = (_refs, _refs.special, _refs.nn.functional, _refs.fft, _refs.linalg, _meta_registrations)
+        for function in {id(value): value for module in modules for value in vars(module).values()}.values():
+            while function is not None:
+                inside = getattr(function, "__wrapped__", None)
+                is_wrapper = getattr(getattr(function, "__code__", None), "co_filename", "").endswith(
+                    "torch/_compile.py"
+                )
+                if is_wrapper and not hasattr(inside, "__dynamo_disable"):
+                    inside.__dynamo_disable = inside
+                    wrapped.append(inside)
+                function = inside
+    try:
+        yield
+    finally:
+        for function in wrapped:
+            del function.__dynamo_disable

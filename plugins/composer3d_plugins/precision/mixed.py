@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from composer3d import Dtypes, PatternError, Phase, Role, RunContext, Transform, hookimpl, plugin, select_fqns
+from composer3d import Dtypes, Phase, Role, RunContext, Transform, hookimpl, plugin
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +52,7 @@ class Mixed:
         return Transform(
             name="mixed",
             phase=Phase.DATA,
-            select=lambda model, context: _unit_fqns(context),
+            select=lambda model, context: context.units(None),
             apply=self._apply,
         )
 
@@ -76,10 +76,3 @@ def _dtype(name: Name) -> torch.dtype:
     import torch
 
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
-
-
-def _unit_fqns(context: RunContext) -> list[str]:
-    try:
-        return [*select_fqns(context.blocks, context.fqns), ""]
-    except PatternError:
-        return [""]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -77,14 +77,12 @@ class ActivationCheckpoint:
         return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)[:: self.every]]
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        from torch.utils.checkpoint import checkpoint
-
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
         if self.mode == "selective":
             options["context_fn"] = self._selection()
         for fqn in fqns:
             block: Any = model.get_submodule(fqn)
-            block.forward = functools.partial(checkpoint, block.forward, **options)
+            block.forward = _recomputed(block.forward, options)
         return list(fqns)
 
     def _selection(self) -> Any:
@@ -94,6 +92,17 @@ class ActivationCheckpoint:
         return functools.partial(
             create_selective_checkpoint_contexts, [overload for name in names for overload in _overloads(name)]
         )
+
+
+def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """Wrap a forward; a function rather than a partial, because torch.compile traces into functions only."""
+    from torch.utils.checkpoint import checkpoint
+
+    @functools.wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, **kwargs)
+
+    return recomputed
 
 
 def _overloads(name: str) -> list[Any]:

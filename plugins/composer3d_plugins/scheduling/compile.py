@@ -52,7 +52,7 @@ class Compile:
         return Transform(name="compile", phase=Phase.COMPILE, select=self._select, apply=self._apply)
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        import torch._dynamo
+        import torch
 
         known = torch.compiler.list_backends(exclude_tags=())
         if self.backend not in known:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
-    PatternError,
     Phase,
     PluginError,
     RunContext,
@@ -18,7 +17,6 @@ from composer3d import (
     Transform,
     hookimpl,
     plugin,
-    select_fqns,
     torch_compat,
 )
 
@@ -83,7 +81,7 @@ class DDP:
         return Transform(
             name="ddp",
             phase=Phase.DATA,
-            select=lambda model, context: self._unit_fqns(context),
+            select=lambda model, context: context.units(self.units if self.reducer == "unit" else ()),
             apply=self._apply_units if self.reducer == "unit" else self._apply_buckets,
             uses=("dp_replicate",),
             averages=("dp_replicate",),
@@ -93,15 +91,6 @@ class DDP:
     def composer3d_step_actions(self, context: RunContext) -> StepAction:
         """Reduce after the last micro-batch only."""
         return StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)
-
-    def _unit_fqns(self, context: RunContext) -> list[str]:
-        if self.reducer == "bucketed":
-            return [""]
-        try:
-            patterns = (context.blocks,) if self.units is None else self.units
-        except PatternError:
-            patterns = ()  # a model without repeated blocks is one unit
-        return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)] + [""]
 
     def _apply_units(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -119,7 +108,7 @@ class DDP:
         return list(fqns)
 
     def _apply_buckets(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        names = {"bucket_mib": "bucket_cap_mb"}
+        names = {"bucket_mib": "bucket_cap_mb", "broadcast_buffers": torch_compat.broadcast_buffers_option()}
         options: dict[str, Any] = {
             names.get(name, name): getattr(self, name) for name in BUCKET_OPTIONS if getattr(self, name) is not None
         }
@@ -139,4 +128,7 @@ class DDP:
                 module.set_requires_gradient_sync(state.is_last)
             elif not state.forward_done:
                 # The reducer is armed in the forward; in a loop with its own forward every backward reduces.
-                module.set_requires_gradient_sync(state.is_last)
+                # It learns a static graph in the first backward, which must therefore reduce; reducing a
+                # micro-batch early changes nothing but the traffic.
+                first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
+                module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
-    PatternError,
     Phase,
     PluginError,
     RunContext,
@@ -89,7 +88,7 @@ class FSDP2:
         return Transform(
             name="fsdp2",
             phase=Phase.DATA,
-            select=lambda model, context: self._unit_fqns(context),
+            select=self._select,
             apply=self._apply,
             uses=AXES,
             averages=AXES,
@@ -103,15 +102,10 @@ class FSDP2:
             actions.append(StepAction(name="fsdp2.ignored", point=StepPoint.GRADIENTS_LOCAL, run=self._average_ignored))
         return actions
 
-    def _unit_fqns(self, context: RunContext) -> list[str]:
-        if self.units is None:
-            try:
-                patterns: tuple[str, ...] = (context.blocks,)
-            except PatternError:
-                patterns = ()  # a model without repeated blocks is one unit
-        else:
-            patterns = self.units
-        return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)] + [""]
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        for pattern in self.ignored:
+            select_fqns(pattern, context.parameter_fqns)
+        return context.units(self.units)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
@@ -128,7 +122,7 @@ class FSDP2:
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
                 ignored_params=set(ignored.values()),
             )
-        units = [model.get_submodule(fqn) for fqn in fqns if fqn]
+        units: list[Any] = [model.get_submodule(fqn) for fqn in fqns if fqn]
         for index, unit in enumerate(units):
             if self.forward_prefetch:
                 unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + self.forward_prefetch])

@@ -1,0 +1,33 @@
+"""Atomic, sharded, asynchronous, resharding checkpoints over torch.distributed.checkpoint, read without executing."""
+
+from __future__ import annotations
+
+from composer3d.checkpoint.folder import complete, latest, prune
+from composer3d.checkpoint.loader import load
+from composer3d.checkpoint.optimizer_state import (
+    initialise_optimizer_state,
+    load_optimizer_json,
+    match_optimizer_state,
+    optimizer_tensors,
+)
+from composer3d.checkpoint.reader import TensorInfo, contents, read_tensor, read_tensors
+from composer3d.checkpoint.state_file import read_state
+from composer3d.checkpoint.writer import AsyncSaver, save
+
+__all__ = [
+    "AsyncSaver",
+    "TensorInfo",
+    "complete",
+    "contents",
+    "initialise_optimizer_state",
+    "latest",
+    "load",
+    "load_optimizer_json",
+    "match_optimizer_state",
+    "optimizer_tensors",
+    "prune",
+    "read_state",
+    "read_tensor",
+    "read_tensors",
+    "save",
+]

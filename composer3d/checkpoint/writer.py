@@ -1,0 +1,220 @@
+"""Saving a checkpoint over all ranks, at once or in the background; a kill at any moment leaves the last good one."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Mapping
+from concurrent import futures
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from composer3d.checkpoint.agreement import rank_of, together
+from composer3d.checkpoint.folder import prepare, publish
+from composer3d.checkpoint.state_file import encode_state, write_state
+from composer3d.errors import CheckpointError
+
+__all__ = ["AsyncSaver", "save"]
+
+log = logging.getLogger(__name__)
+
+
+def save(path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+    """Write a checkpoint, sharded over all ranks, and point the folder's marker at it.
+
+    Everything goes into `<path>.tmp` and is synced to disk; rank 0 then renames it and moves the marker. The folder
+    must be one that all ranks see. A key that several ranks hold as a plain tensor is written once; tensors that
+    differ between ranks need different keys. An existing checkpoint of this name is replaced.
+
+    Args:
+        path: The final folder, for example `runs/a/checkpoints/step-100`.
+        tensors: This rank's plain tensors and DTensors by key; the union over ranks is saved.
+        state: JSON values in nested dicts; rank 0's is written.
+
+    Raises:
+        CheckpointError: On all ranks alike, if any rank fails; earlier checkpoints are intact.
+
+    Memory: one tensor's copy on the host at a time. Collectives: those of torch's `save` (a gather and a scatter of
+    plans, a gather of results), and three all-gathers of small objects.
+    """
+    _write(_request(path, tensors, state), None)
+
+
+class AsyncSaver:
+    """Saves in a thread while training goes on.
+
+    `save` returns once the tensors are copied to host memory; the thread writes them over its own gloo group, so its
+    collectives cannot meet those of training. The rename and the marker come when all ranks are done. One save is in
+    flight at a time. Every method is called by all ranks.
+
+    Memory: one copy of this rank's tensors on the host while a save is in flight.
+    """
+
+    def __init__(self) -> None:
+        self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer3d-checkpoint")
+        self._pending: futures.Future[None] | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def save(self, path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Copy tensors and state, and have them written; arguments as `composer3d.checkpoint.save`.
+
+        Waits for the save before it, and raises that one's error instead of beginning.
+
+        Raises:
+            CheckpointError: Of the save before.
+
+        Collectives: the first call makes a process group; the rest happen in the thread.
+        """
+        self.wait()
+        if self._group is None and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+        request = _stage(_request(path, tensors, state))
+        self._pending = self._pool.submit(_write, request, self._group)
+
+    def wait(self) -> None:
+        """Return when nothing is in flight; raise the error of the last save if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def close(self) -> None:
+        """Wait, then give back the thread and the process group; raise the error of the last save if it failed."""
+        try:
+            self.wait()
+        finally:
+            self._pool.shutdown()
+            if self._group is not None and dist.is_initialized():
+                dist.destroy_process_group(self._group)
+            self._group = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What is to be written; `refusal` is what this rank found wrong with it, told to all ranks when they meet."""
+
+    path: Path
+    tensors: dict[str, Tensor]
+    text: str
+    refusal: CheckpointError | None
+
+
+def _request(path: Path, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> _Request:
+    text, refusal = "", None
+    try:
+        if rank_of(None) == 0:
+            text = encode_state(state)
+        for key, tensor in tensors.items():
+            _refuse(key, tensor)
+    except CheckpointError as error:
+        refusal = error
+    return _Request(path=path, tensors=dict(tensors), text=text, refusal=refusal)
+
+
+def _refuse(key: str, tensor: object) -> None:
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{key} is a {type(tensor).__name__}, not a tensor; it belongs into the state")
+    local: Tensor = tensor.detach()
+    if isinstance(local, DTensor):
+        if any(placement.is_partial() for placement in local.placements):
+            raise CheckpointError(f"{key} is a DTensor with unreduced placements {local.placements}; reduce it first")
+        local = local.to_local()
+    if type(local) is not Tensor:
+        # Such a tensor would be pickled whole, and what is pickled cannot be read back safely.
+        raise CheckpointError(f"{key} is a {type(local).__name__}; save the plain tensors of which it consists")
+    if local.is_meta:
+        raise CheckpointError(f"{key} is on the meta device and has no values to save")
+
+
+def _stage(request: _Request) -> _Request:
+    """Return the request with every tensor copied to host memory, DTensors with their placements."""
+    if request.refusal is not None:
+        return request
+    with torch.no_grad():
+        copies = {key: tensor.detach().to("cpu", copy=True) for key, tensor in request.tensors.items()}
+    return _Request(path=request.path, tensors=copies, text=request.text, refusal=None)
+
+
+def _write(request: _Request, group: dist.ProcessGroup | None) -> None:
+    path, is_first = request.path, rank_of(group) == 0
+    beside = path.with_name(path.name + ".tmp")
+
+    def begin() -> None:
+        if request.refusal is not None:
+            raise request.refusal
+        if is_first:
+            prepare(path)
+
+    def fill() -> None:
+        if not beside.is_dir():
+            raise CheckpointError("this rank does not see the folder that rank 0 made; all ranks must share it")
+        if is_first:
+            write_state(beside, request.text)
+        _write_tensors(beside, request.tensors, group)
+
+    def finish() -> None:
+        if is_first:
+            publish(path)
+
+    together(group, path, begin)
+    try:
+        together(group, path, fill)
+        together(group, path, finish)
+    except CheckpointError:
+        if is_first:
+            with suppress(OSError):  # gives a full disk its space back; the next save clears it otherwise
+                shutil.rmtree(beside)
+        raise
+    log.info("saved %s", path)
+
+
+def _write_tensors(folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
+    from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+    from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
+    from torch.distributed.checkpoint.storage import WriteResult
+    from torch.futures import Future
+
+    class Writer(FileSystemWriter):
+        def storage_meta(self) -> StorageMeta:
+            # Without the path: the folder gets its name later, and may be moved.
+            return StorageMeta(save_id=self.save_id)
+
+        def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+            try:
+                return super().write_data(plan, planner)
+            except Exception as error:
+                # torch.save reports a full disk as an "unexpected pos"; what happened is in the chain behind it.
+                raise _cause(error) from error
+
+    writer = Writer(folder)
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    if dist.is_initialized():
+        save_sharded(tensors, storage_writer=writer, planner=planner, process_group=group)
+        return
+    # The steps of torch's save for one process. It warns there that one process is one process, and a warnings filter
+    # set in a thread would change those of the whole program.
+    planner.set_up_planner(tensors, writer.storage_meta(), is_coordinator=True)
+    writer.set_up_storage_writer(True)
+    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
+    plan = planner.finish_plan(writer.prepare_global_plan(plans)[0])
+    results = writer.write_data(plan, planner)
+    results.wait()
+    writer.finish(metadata, [results.value()])
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the operating system's error behind an error, else the error itself."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return found or error

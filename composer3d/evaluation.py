@@ -1,0 +1,44 @@
+"""Evaluating: modules in evaluation mode, and what comes out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from composer3d.protocol import Part
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Evaluation", "evaluating"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """The loss of a batch without gradients, over all ranks.
+
+    Args:
+        loss: The mean over valid tokens.
+        count: Their number.
+    """
+
+    loss: Tensor
+    count: float
+
+
+@contextlib.contextmanager
+def evaluating(parts: Sequence[Part]) -> Iterator[None]:
+    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards."""
+    import torch
+
+    modes = [(module, module.training) for part in parts for module in part.module.modules()]
+    try:
+        for part in parts:
+            part.module.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

@@ -1,0 +1,27 @@
+"""The same model in every layout: weights as a function of the seed and of FQNs, never of ranks.
+
+A factory runs once on meta under a recorder. Each parameter and buffer is then replayed alone, in full, from its own
+history, cut to its placement and freed. So `__init__`, `reset_parameters` and `apply` may all initialise weights, and no
+rank ever holds more than its shards and one full tensor.
+"""
+
+from __future__ import annotations
+
+from composer3d.initialisation.identity import fingerprints, first_difference, seed_of
+from composer3d.initialisation.placement import materialise, place
+from composer3d.initialisation.recipe import Recipe, TensorSpec
+from composer3d.initialisation.recording import record
+from composer3d.initialisation.ties import restore_ties, ties
+
+__all__ = [
+    "Recipe",
+    "TensorSpec",
+    "fingerprints",
+    "first_difference",
+    "materialise",
+    "place",
+    "record",
+    "restore_ties",
+    "seed_of",
+    "ties",
+]

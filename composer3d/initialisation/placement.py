@@ -1,0 +1,123 @@
+"""From full tensors to what a rank holds of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from composer3d.errors import InitialisationError
+from composer3d.initialisation.ties import named_tensors, restore_ties
+from composer3d.torch_compat import allocate, shard_of
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.tensor import DTensor
+
+    from composer3d.initialisation.recipe import Recipe
+
+__all__ = ["materialise", "place"]
+
+
+def place(target: Tensor, full: Tensor) -> None:
+    """Write a full tensor into a parameter or buffer, plain or a DTensor of any placements.
+
+    Each rank cuts its own piece out of `full`; the values are those that `target.full_tensor()` gathers. Memory: none
+    but the copy of the piece where device or dtype differ. Collectives: none.
+
+    Args:
+        target: Sharded evenly or not, over any number of mesh axes; FSDP2's strided shards included.
+        full: The same on all ranks; another dtype is converted.
+
+    Raises:
+        InitialisationError: The shapes do not fit, or a placement is neither a shard nor a replica.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if target.shape != full.shape:
+        raise InitialisationError(
+            f"a tensor of shape {tuple(full.shape)} cannot be placed into one of shape {tuple(target.shape)}"
+        )
+    with torch.no_grad():
+        if not isinstance(target, DTensor):
+            target.copy_(full)
+            return
+        piece = _piece(target, full)
+        if piece is not None:
+            target.to_local().copy_(piece)
+
+
+def _piece(target: DTensor, full: Tensor) -> Tensor | None:
+    """Return this rank's part of `full`, None on a rank outside the mesh."""
+    coordinate = target.device_mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    cuts: list[tuple[int, int, int]] = []
+    for axis, placement in enumerate(target.placements):
+        shard = shard_of(placement)
+        if shard is not None:
+            cuts.append((shard.split_factor, axis, shard.dim))
+        elif not placement.is_replicate():
+            raise InitialisationError(f"a full tensor cannot be placed as {placement}")
+    # Tensors are cut over the mesh axes from left to right, except that a strided shard was cut when there were already
+    # `split_factor` pieces: after those to its right.
+    for _, axis, dim in sorted(cuts):
+        pieces = full.chunk(target.device_mesh.size(axis), dim)
+        # chunk makes fewer pieces where the dim is short: the last ranks hold nothing.
+        index = coordinate[axis]
+        full = pieces[index] if index < len(pieces) else full.narrow(dim, 0, 0)
+    return full
+
+
+def materialise(
+    module: nn.Module,
+    recipe: Recipe,
+    *,
+    seed: int,
+    device: torch.device | str,
+    fqns_of: Callable[[str], str] | None = None,
+    load: Callable[[str, Tensor], Tensor] | None = None,
+) -> tuple[str, ...]:
+    """Give a module on meta its weights, one full tensor at a time.
+
+    Ties are restored first, and a tied tensor is made once. What is on meta gets memory on `device`; what has values
+    already is moved there and keeps them, unless the recipe makes it. Memory: the module's own tensors, and for one
+    tensor at a time its full value and history on the CPU. Collectives: none.
+
+    Args:
+        module: The model, or a part of it, in its final placement.
+        recipe: From recording the model's factory.
+        seed: Of the run.
+        device: Where the tensors go.
+        fqns_of: Gives the FQN in the whole model for a name in `module`; by default they are the same.
+        load: Called with every FQN and full tensor before it is cut; what it returns is placed.
+
+    Returns:
+        Names of tensors on meta that the recipe does not make (a transform added them): their floating-point values
+        are NaN, and whoever added them has to fill them.
+    """
+    import torch
+
+    fqn_of = fqns_of or (lambda name: name)
+    names = {name: fqn_of(name) for name, _ in named_tensors(module)}
+    unmade = {name for name, tensor in named_tensors(module) if tensor.is_meta and names[name] not in recipe}
+    allocate(module, device)
+    restore_ties(module, [[name for name in names if names[name] in group] for group in recipe.ties])
+
+    def full(fqn: str) -> Tensor:
+        tensor = recipe.full(fqn, seed=seed)
+        return tensor if load is None else load(fqn, tensor)
+
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if names[name] in recipe:
+            place(tensor, full(names[name]))
+        elif name in unmade:
+            with torch.no_grad():
+                tensor.fill_(float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0)
+    for prefix, owner in module.named_modules():
+        for name, value in list(vars(owner).items()):
+            path = fqn_of(f"{prefix}.{name}" if prefix else name)
+            if isinstance(value, torch.Tensor) and value.is_meta and path in recipe.attributes:
+                setattr(owner, name, full(path).to(device))
+    return tuple(sorted(unmade))

@@ -1,0 +1,47 @@
+"""Which line of the user's code is at fault."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from types import FrameType
+
+__all__ = ["is_torch", "place_of_error", "user_place"]
+
+_OWN = (str(Path(__file__).parent) + "/", str(Path(__file__).parent.parent / "torch_compat.py"))
+
+
+def is_torch(filename: str) -> bool:
+    """Tell whether a source file belongs to torch itself."""
+    import torch
+
+    return filename.startswith(str(Path(torch.__file__).parent) + "/")
+
+
+def user_place(frame: FrameType | None) -> str:
+    """Return `file:line: ` of the innermost frame that is neither torch's nor the recorder's.
+
+    Below the recorder only torch may have run, if the factory is a class of torch: then its outermost frame counts.
+    """
+    place = ""
+    while frame is not None:
+        filename = frame.f_code.co_filename
+        if filename.startswith(_OWN):
+            if frame.f_code.co_name == "record":
+                break
+        else:
+            place = f"{filename}:{frame.f_lineno}: "
+            if not is_torch(filename):
+                break
+        frame = frame.f_back
+    return place
+
+
+def place_of_error(error: BaseException) -> str:
+    """Return `file:line: ` of the innermost frame of a traceback that is neither torch's nor the recorder's."""
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        filename = frame.f_code.co_filename
+        if not filename.startswith(_OWN) and not is_torch(filename):
+            place = f"{filename}:{line}: "
+    return place

@@ -1,0 +1,131 @@
+"""One manifest is layers of TOML: bases, the file itself, and the command line; merging keeps each value's place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tomli
+
+from composer3d.errors import Problem
+from composer3d.manifest.positions import KeyPath, locate, split_key
+
+__all__ = ["SUGAR_TABLES", "Layer", "Place", "merge", "override", "parse"]
+
+# `name = "value"` at the top of a manifest is short for `[name] use = "value"`.
+SUGAR_TABLES = ("data", "lr_schedule", "model", "optimizer")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something of a manifest was written.
+
+    Args:
+        file: The manifest as the user named it, or `--set KEY=VALUE`.
+        line: 1-based; None for `--set`.
+        column: 1-based; None for `--set`.
+    """
+
+    file: str
+    line: int | None = None
+    column: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Nested tables, and the place of every key path in them."""
+
+    tables: Mapping[str, Any]
+    places: Mapping[KeyPath, Place]
+
+
+def parse(text: str, *, file: str) -> Layer | Problem:
+    """Read one TOML text, or return what tomli has against it with the line it stumbled over."""
+    try:
+        tables = tomli.loads(text)
+    except tomli.TOMLDecodeError as error:
+        # tomli prints key paths as Python tuples.
+        said = re.sub(r"\('(.*?)',?\)", lambda match: match[1].replace("', '", "."), error.msg)
+        written = error.doc.split("\n")[error.lineno - 1].strip()[:80]
+        return Problem(
+            message=f"not valid TOML: {said[:1].lower()}{said[1:]}",
+            file=file,
+            line=error.lineno,
+            column=error.colno,
+            hint=f"the line reads: {written}" if written else "the line is empty",
+        )
+    except RecursionError:
+        return Problem(message="not valid TOML: nested too deeply", file=file, line=1, column=1)
+    places = {path: Place(file, line, column) for path, (line, column) in locate(text).items()}
+    return _expand(Layer(tables=tables, places=places))
+
+
+def merge(base: Layer, top: Layer) -> Layer:
+    """Lay one layer over another: tables merge, keys override, `table = false` removes an inherited table."""
+    places = dict(base.places)
+    tables = _merge(base.tables, top.tables, (), places)
+    return Layer(tables=tables, places=places | dict(top.places))
+
+
+def override(layer: Layer, text: str) -> Layer | Problem:
+    """Lay `key=value` from the command line over a layer.
+
+    Args:
+        layer: What the files say.
+        text: A dotted TOML key, `=`, and a TOML value; what is no TOML value is a string.
+    """
+    file = f"--set {text}"
+    found = split_key(text)
+    if found is None:
+        return Problem(message="does not start with a key", file=file, hint="write --set table.key=value")
+    path, end = found
+    value = text[end + 1 :].strip()
+    if text[end : end + 1] != "=" or not value:
+        return Problem(message="has no value", file=file, hint="write --set table.key=value")
+    if path[0] in ("composer3d", "extends"):
+        return Problem(message=f"{path[0]} cannot be set here", file=file, hint="write it in the manifest")
+    tables: dict[str, Any] = {path[-1]: _value(value)}
+    for name in reversed(path[:-1]):
+        tables = {name: tables}
+    merged = merge(layer, _expand(Layer(tables=tables, places={path: Place(file)})))
+    ancestors = {path[:length]: Place(file) for length in range(1, len(path))}
+    return Layer(tables=merged.tables, places=ancestors | dict(merged.places))
+
+
+def _value(text: str) -> Any:
+    try:
+        values = tomli.loads(f"value = {text}")
+    except (tomli.TOMLDecodeError, RecursionError):
+        return text
+    # More than one key: the text had a line break and went on as a document.
+    return values["value"] if len(values) == 1 else text
+
+
+def _expand(layer: Layer) -> Layer:
+    tables, places = dict(layer.tables), dict(layer.places)
+    for name in SUGAR_TABLES:
+        if isinstance(tables.get(name), str):
+            tables[name] = {"use": tables[name]}
+            places[(name, "use")] = places[(name,)]
+    return Layer(tables=tables, places=places)
+
+
+def _merge(
+    base: Mapping[str, Any], top: Mapping[str, Any], path: KeyPath, places: dict[KeyPath, Place]
+) -> dict[str, Any]:
+    result = dict(base)
+    for key, value in top.items():
+        here = (*path, key)
+        inherited = base.get(key)
+        if isinstance(inherited, Mapping) and isinstance(value, Mapping):
+            result[key] = _merge(inherited, value, here, places)
+            continue
+        for known in [known for known in places if known[: len(here)] == here]:
+            del places[known]
+        if isinstance(inherited, Mapping) and value is False:
+            del result[key]
+        else:
+            result[key] = value
+    return result

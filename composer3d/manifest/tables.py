@@ -1,0 +1,121 @@
+"""What a table of a manifest is: a frozen, strict dataclass. The core's own tables are here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar, cast, dataclass_transform
+
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from composer3d.errors import MeshError
+from composer3d.manifest.validation import validate
+from composer3d.settings import TABLE_CONFIG
+
+__all__ = [
+    "CORE_TABLES",
+    "TABLE_CONFIG",
+    "Degree",
+    "MeshTable",
+    "ModelTable",
+    "TrainTable",
+    "mesh_table",
+    "table",
+    "validate",
+]
+
+T = TypeVar("T")
+Degree: TypeAlias = Annotated[int, Field(ge=1)] | Literal[-1]
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
+def table(cls: type[T]) -> type[T]:
+    """Make a class a table: frozen, keyword-only, no unknown keys, nothing converted.
+
+    A key's description, for the schema and for the message that it is missing, is its `Field(description=...)` or its
+    entry under `Args:` in the docstring of the class. Tables in a table must be tables themselves: the fields of a
+    plain dataclass would accept unknown keys.
+
+    >>> @table
+    ... class Evaluation:
+    ...     every: int = 100
+    >>> Evaluation(every=10)
+    Evaluation(every=10)
+    """
+    result: Any = dataclass(frozen=True, kw_only=True, config=TABLE_CONFIG)(cls)
+    return cast(type[T], result)
+
+
+@table
+class MeshTable:
+    """The mesh: degrees of the axes, outermost first.
+
+    Args:
+        pp: Number of pipeline stages' ranks.
+        dp_replicate: Ranks that hold replicas of the parameters and other samples.
+        dp_shard: Ranks that hold shards of the parameters and other samples; -1 takes the ranks that are left.
+        cp: Ranks that share a sequence.
+        tp: Ranks that share a tensor, innermost: neighbours on one node.
+        ep: Ranks that share the experts, carved out of dp_shard x cp.
+        gpus_per_node: Lets `check` warn when tp or cp crosses a node.
+    """
+
+    pp: Degree | None = None
+    dp_replicate: Degree | None = None
+    dp_shard: Degree | None = None
+    cp: Degree | None = None
+    tp: Degree | None = None
+    ep: Degree | None = None
+    gpus_per_node: int | None = Field(default=None, ge=1)
+
+
+@table
+class ModelTable:
+    """The model, as far as the core must know it.
+
+    Args:
+        blocks: FQN pattern of the repeated blocks, for every plugin that works per block; found by itself if the model
+            has one list of equal blocks.
+    """
+
+    blocks: str | None = None
+
+
+@table
+class TrainTable:
+    """The step, as far as the core must know it.
+
+    Args:
+        microbatch: Sequences per forward and data-parallel rank; default: in a run 1, embedded the whole batch that
+            the loop hands over.
+        global_batch: Sequences per optimizer step over the whole world; default microbatch x data-parallel degree.
+        seed: Of weights, data order and dropout.
+    """
+
+    microbatch: int | None = Field(default=None, ge=1)
+    global_batch: int | None = Field(default=None, ge=1)
+    seed: int = Field(default=0, ge=0)
+
+
+CORE_TABLES: Mapping[str, type] = MappingProxyType({"mesh": MeshTable, "model": ModelTable, "train": TrainTable})
+
+
+def mesh_table(extra_axes: Sequence[str]) -> type:
+    """Return the class of `[mesh]` with the axes that plugins declare.
+
+    Raises:
+        MeshError: An axis is no bare key, or is there already.
+    """
+    taken = set(MeshTable.__annotations__)
+    for axis in extra_axes:
+        if not axis.isidentifier() or axis.startswith("_"):
+            raise MeshError(f'the axis "{axis}" cannot be a key of [mesh]; use letters, digits and underscores')
+        if axis in taken:
+            raise MeshError(f'the axis "{axis}" is declared twice')
+        taken.add(axis)
+    if not extra_axes:
+        return MeshTable
+    body: dict[str, Any] = dict.fromkeys(extra_axes)
+    body["__annotations__"] = dict.fromkeys(extra_axes, Degree | None)
+    return table(type("MeshTable", (MeshTable,), {"__doc__": MeshTable.__doc__, "__module__": __name__, **body}))

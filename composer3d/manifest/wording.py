@@ -1,0 +1,120 @@
+"""What types and values are called in sentences for users, who know TOML and not Python."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from composer3d.manifest.descriptions import fields
+from composer3d.manifest.writer import inline
+
+__all__ = ["alternatives", "bare", "choices", "count", "describe", "expected"]
+
+_NOUNS = {
+    bool: ("true or false", "booleans"),
+    int: ("an integer", "integers"),
+    float: ("a number", "numbers"),
+    str: ("a string", "strings"),
+    Path: ("a path", "paths"),
+    re.Pattern: ("a regular expression", "regular expressions"),
+}
+_BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "of at most", "lt": "less than"}
+_LISTS = (Sequence, Set, Iterable)
+
+
+def bare(annotation: Any) -> Any:
+    """Return an annotation without `Annotated`."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def alternatives(annotation: Any) -> list[Any]:
+    """Return the members of a union, each as it is annotated; None is left out, for TOML cannot say it."""
+    plain = bare(annotation)
+    if get_origin(plain) in (Union, UnionType):
+        return [leaf for member in get_args(plain) for leaf in alternatives(member) if leaf is not NoneType]
+    return [annotation]
+
+
+def choices(annotation: Any) -> list[Any]:
+    """Return the values that literals and enums of an annotation allow."""
+    found: list[Any] = []
+    for member in map(bare, alternatives(annotation)):
+        if get_origin(member) is Literal:
+            found += get_args(member)
+        elif isinstance(member, type) and issubclass(member, enum.Enum):
+            found += [value.value for value in member]
+    return found
+
+
+def expected(annotation: Any) -> str:
+    """Return what a key wants, for example `"auto" or an integer of at least 1`.
+
+    Bounds are said only where there is a choice: a single kind that is out of bounds has a sentence of its own.
+    """
+    members = alternatives(annotation)
+    if len(members) == 1:
+        members = [bare(members[0])]
+    # Bounded kinds last, or the bound would seem to go on: "an integer of at least 1 or -1".
+    members.sort(key=lambda member: bool(_bounds(member)))
+    phrases = list(dict.fromkeys(phrase for member in members for phrase in _phrases(member)))
+    if "a number" in phrases and "an integer" in phrases:
+        phrases.remove("an integer")
+    return " or ".join([", ".join(phrases[:-1]), phrases[-1]] if len(phrases) > 1 else phrases)
+
+
+def describe(value: Any) -> str:
+    """Return what a key got, for example `the string "x"`; long strings are cut."""
+    if isinstance(value, bool):
+        return inline(value)
+    if isinstance(value, str):
+        return f"the string {inline(value if len(value) <= 60 else value[:57] + '...')}"
+    if isinstance(value, int):
+        return f"the integer {value}"
+    if isinstance(value, float):
+        return f"the number {inline(value)}"
+    if isinstance(value, Mapping):
+        return "a table"
+    return "a list" if isinstance(value, Sequence) else f"the date or time {inline(value)}"
+
+
+def count(number: int, noun: str) -> str:
+    """Return `1 item` or `2 items`."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+def _phrases(member: Any) -> list[str]:
+    if values := choices(member):
+        return [inline(value) for value in values]
+    plain = bare(member)
+    origin = get_origin(plain) or plain
+    if origin in _NOUNS:
+        return [" ".join([_NOUNS[origin][0], *_bounds(member)])]
+    if fields(origin) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return ["a table"]
+    if isinstance(origin, type) and issubclass(origin, _LISTS):
+        return [_list_phrase(origin, get_args(plain))]
+    return ["another kind of value"]
+
+
+def _list_phrase(origin: type, items: tuple[Any, ...]) -> str:
+    fixed = origin is tuple and Ellipsis not in items and bool(items)
+    kinds = {bare(item) for item in items if item is not Ellipsis}
+    plural = _NOUNS[kinds.pop()][1] if len(kinds) == 1 and kinds <= _NOUNS.keys() else "items"
+    if fixed:
+        return f"a list of {len(items)} {plural}"
+    return f"a list of {plural}" if plural != "items" else "a list"
+
+
+def _bounds(member: Any) -> list[str]:
+    if get_origin(member) is not Annotated:
+        return []
+    # A pydantic Field holds its constraints in a list of its own.
+    constraints = [inner for item in get_args(member)[1:] for inner in getattr(item, "metadata", [item])]
+    found = [(words, getattr(item, name, None)) for item in constraints for name, words in _BOUNDS.items()]
+    return [f"{words} {inline(bound)}" for words, bound in found if bound is not None]

@@ -1,0 +1,8 @@
+"""Reference models in plain torch: no line of them knows about parallelism."""
+
+from __future__ import annotations
+
+from composer3d.models.flops import num_flops_per_token
+from composer3d.models.llama import Llama, llama
+
+__all__ = ["Llama", "llama", "num_flops_per_token"]

@@ -1,0 +1,67 @@
+"""The optimizer of a composition: parameters grouped by name, and a `step` that runs inside the composition's step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import PatternError, StepError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["compose_step", "group_parameters"]
+
+
+def group_parameters(
+    parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Mapping[str, Any]], *, known: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Sort trainable parameters into groups; the first match wins, and what matches none comes last.
+
+    Args:
+        parameters: This rank's, by FQN.
+        groups: Each with `match`, a regular expression that is searched in FQNs, and hyperparameters.
+        known: All FQNs of the whole model; a stage may hold none of a group's parameters.
+
+    Returns:
+        Groups with `params`; those that are empty on this rank are left out.
+
+    Raises:
+        PatternError: A group matches nothing in the whole model.
+    """
+    members: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
+    expressions = [re.compile(group.pop("match")) for group in members[:-1]]
+    for expression in expressions:
+        if not any(expression.search(name) for name in known):
+            raise PatternError(expression.pattern, "the group would be empty; `match` is a regular expression")
+    for fqn, parameter in parameters:
+        if parameter.requires_grad:
+            places = [index for index, expression in enumerate(expressions) if expression.search(fqn)]
+            members[places[0] if places else -1]["params"].append(parameter)
+    return [group for group in members if group["params"]]
+
+
+def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> torch.optim.Optimizer:
+    """Give an optimizer a subclass whose `step` is run by the composition.
+
+    A subclass, because learning-rate schedulers want a real Optimizer with a bound `step`, and isinstance checks want
+    the class that was asked for.
+
+    Args:
+        optimizer: Made, not yet stepped.
+        run: Called with the optimizer's own step; decides whether and when it runs.
+    """
+    cls = type(optimizer)
+    inner = cls.step
+
+    def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+        if closure is not None:
+            raise StepError("an optimizer that calls a closure again, as LBFGS does, cannot run in a composed step")
+        return run(lambda: inner(self))
+
+    # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
+    step.hooked = True  # type: ignore[attr-defined]
+    optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
+    return optimizer

@@ -1,0 +1,202 @@
+"""Every collective that a block of code issues, counted below autograd: by FSDP2, by DTensor, in backward, by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from composer3d.torch_compat import dispatch_mode, is_wrapper_subclass, process_group
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Collective", "Collectives", "count_collectives"]
+
+_NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
+_NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+
+# Operator -> collective, and the position of the tensors that are its payload: the result of a gather, else the input.
+_OPERATORS: Mapping[str, tuple[str, int]] = {
+    "_allgather_base_": ("all_gather", 0),
+    "_reduce_scatter_base_": ("reduce_scatter", 1),
+    "all_gather_into_tensor": ("all_gather", 0),
+    "all_gather_into_tensor_coalesced": ("all_gather", 0),
+    "all_gather_into_tensor_out": ("all_gather", 0),
+    "all_reduce": ("all_reduce", 0),
+    "all_reduce_": ("all_reduce", 0),
+    "all_reduce_coalesced": ("all_reduce", 0),
+    "all_reduce_coalesced_": ("all_reduce", 0),
+    "all_to_all_single": ("all_to_all", 0),
+    "allgather_": ("all_gather", 0),
+    "allgather_coalesced_": ("all_gather", 0),
+    "allgather_into_tensor_coalesced_": ("all_gather", 0),
+    "allreduce_": ("all_reduce", 0),
+    "allreduce_coalesced_": ("all_reduce", 0),
+    "alltoall_": ("all_to_all", 1),
+    "alltoall_base_": ("all_to_all", 1),
+    "broadcast": ("broadcast", 0),
+    "broadcast_": ("broadcast", 0),
+    "gather_": ("gather", 1),
+    "irecv": ("recv", 0),
+    "isend": ("send", 0),
+    "recv_": ("recv", 0),
+    "recv_any_source_": ("recv", 0),
+    "reduce_": ("reduce", 0),
+    "reduce_scatter_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 0),
+    "reduce_scatter_tensor_coalesced_": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_out": ("reduce_scatter", 0),
+    "scatter_": ("scatter", 0),
+    "send": ("send", 0),
+    "shard_dim_alltoall": ("all_to_all", 0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective, as this rank issued it.
+
+    Args:
+        op: all_gather, reduce_scatter, all_reduce, all_to_all, broadcast, reduce, gather, scatter, send, recv, barrier;
+            another operator of torch's collective namespaces keeps its own name.
+        axis: The mesh axis whose ranks it ran over; `world` for all ranks; axes joined by `+` for several; else the
+            ranks themselves, as in `ranks(0,3)`.
+        ranks: The ranks of its process group, in the group's order.
+        bytes: Payload: the full result of an all_gather, what goes into any other. A ring moves (n-1)/n of that per
+            rank, and twice that for an all_reduce.
+        dtype: Of the payload; None for a barrier.
+    """
+
+    op: str
+    axis: str
+    ranks: tuple[int, ...]
+    bytes: int
+    dtype: torch.dtype | None
+
+
+class Collectives:
+    """The collectives seen so far, in the order in which they were issued."""
+
+    def __init__(self, axes: Mapping[frozenset[int], str]) -> None:
+        self._axes = axes
+        self._rows: list[Collective] = []
+
+    @property
+    def rows(self) -> tuple[Collective, ...]:
+        """Every collective, one row each."""
+        return tuple(self._rows)
+
+    def count(self, op: str | None = None, axis: str | None = None) -> int:
+        """Return how many there were, of one kind and over one axis if these are given."""
+        return sum(op in (None, row.op) and axis in (None, row.axis) for row in self._rows)
+
+    def summary(self) -> dict[tuple[str, str], tuple[int, int]]:
+        """Return (count, bytes) by (op, axis), sorted."""
+        count: Counter[tuple[str, str]] = Counter()
+        size: Counter[tuple[str, str]] = Counter()
+        for row in self._rows:
+            count[row.op, row.axis] += 1
+            size[row.op, row.axis] += row.bytes
+        return {key: (count[key], size[key]) for key in sorted(count)}
+
+    def _add(self, op: str, payload: list[torch.Tensor], group: Any, factor: int = 1) -> None:
+        ranks = tuple(dist.get_process_group_ranks(process_group(group)))
+        self._rows.append(
+            Collective(
+                op=op,
+                axis=self._axes.get(frozenset(ranks)) or f"ranks({','.join(map(str, ranks))})",
+                ranks=ranks,
+                bytes=factor * sum(tensor.numel() * tensor.element_size() for tensor in payload),
+                dtype=payload[0].dtype if payload else None,
+            )
+        )
+
+
+@contextmanager
+def count_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
+    """Count the collectives of the block, those issued in backward and inside DTensor's operators included.
+
+    A dispatch mode sees the operators of torch.distributed and of its functional form alike. It lets DTensor and other
+    wrappers take an operator apart before it looks, or the collectives inside would be missed. Coalesced operations are
+    one row. What a compiled graph does inside one kernel (asynchronous tensor parallelism's fused ops) is not seen.
+
+    Args:
+        mesh: Gives the names for `Collective.axis`.
+
+    Memory: a row a collective. Collectives: none.
+
+    >>> from composer3d.testing import fake_world
+    >>> with fake_world(4), count_collectives() as collectives:
+    ...     dist.all_reduce(torch.ones(6))
+    >>> collectives.summary()
+    {('all_reduce', 'world'): (1, 24)}
+    """
+    collectives = Collectives(_axes(mesh))
+
+    def handle(operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(is_wrapper_subclass(cls) for cls in types):
+            return NotImplemented
+        result = operator(*args, **kwargs)
+        namespace, name = operator.name().split(".")[0].split("::")
+        if namespace in _NAMESPACES and name not in _NOT_COLLECTIVE:
+            _record(collectives, name, args)
+        return result
+
+    with dispatch_mode(handle):
+        yield collectives
+
+
+def _record(collectives: Collectives, name: str, args: tuple[Any, ...]) -> None:
+    if name == "batch_p2p_ops":
+        operations, _, _, tensors, group = args
+        for operation, tensor in zip(operations, tensors, strict=True):
+            collectives._add(operation.removeprefix("i"), [tensor], group)
+        return
+    # A c10d operator carries its group boxed, before anything else that is boxed; a functional one carries it last.
+    group = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), args[-1])
+    if name in ("barrier", "monitored_barrier_"):
+        collectives._add("barrier", [], group)
+        return
+    op, position = _OPERATORS.get(name, (name, 0))
+    # The functional all-gathers return their result and carry only their input; its size is known all the same.
+    factor = args[1] if name.startswith("all_gather_into_tensor") else 1
+    collectives._add(op, list(_tensors(args[position])), group, factor)
+
+
+def _tensors(argument: Any) -> Iterator[torch.Tensor]:
+    if isinstance(argument, torch.Tensor):
+        yield argument
+    elif isinstance(argument, Iterable):
+        for item in argument:
+            yield from _tensors(item)
+
+
+def _axes(mesh: DeviceMesh | None) -> dict[frozenset[int], str]:
+    """Name the sets of ranks that this rank shares a group with: one axis before the world, the world before several.
+
+    Axes of degree 1 have no part in a name, since every group would then have two.
+    """
+    names: dict[frozenset[int], str] = {}
+    world = frozenset(range(dist.get_world_size())) if dist.is_initialized() else frozenset()
+    if mesh is not None:
+        layout = mesh.mesh
+        here = mesh.get_coordinate()
+        dims = [dim for dim, degree in enumerate(layout.shape) if degree > 1]
+        labels = mesh.mesh_dim_names or tuple(str(dim) for dim in range(layout.ndim))
+        for size in range(len(dims), 0, -1):
+            for chosen in combinations(dims, size):
+                index = tuple(
+                    slice(None) if d in chosen else (here or [0] * layout.ndim)[d] for d in range(layout.ndim)
+                )
+                ranks = frozenset(layout[index].flatten().tolist())
+                names[ranks] = "world" if size > 1 and ranks == world else "+".join(labels[dim] for dim in chosen)
+    names.setdefault(world, "world")
+    return names

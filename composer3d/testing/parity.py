@@ -1,0 +1,103 @@
+"""Full tensors out of sharded ones, and the one measure by which gradients are compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["assert_gradients_equal", "full", "gather_full"]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """Return the full value of a tensor, detached: a DTensor's shards gathered and its partial sums summed.
+
+    Memory: the full tensor. Collectives: one or more for each sharded or partial axis of a DTensor, so every rank of
+    its mesh calls this; none for a plain tensor.
+    """
+    from torch.distributed.tensor import DTensor
+
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def gather_full(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """Return the full value of every named tensor of the model, on every rank, sorted by name.
+
+    Ranks may hold different names, as the stages of a pipeline do: what a rank lacks comes from the lowest rank that
+    has it. Every rank of the world calls this.
+
+    Args:
+        named_tensors: FQN and tensor, for example `model.named_parameters()`.
+
+    Memory: copies of all full tensors. Collectives: those of `full`, one gather of names, and one broadcast for each
+    name that not every rank has.
+    """
+    items = named_tensors.items() if isinstance(named_tensors, Mapping) else named_tensors
+    own = {fqn: full(tensor).clone() for fqn, tensor in items}
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return dict(sorted(own.items()))
+    held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(held, {fqn: (tensor.shape, tensor.dtype, tensor.device) for fqn, tensor in own.items()})
+    for fqn in sorted({fqn for names in held for fqn in names}):
+        owners = [rank for rank, names in enumerate(held) if fqn in names]
+        if len(owners) == len(held):
+            continue
+        shape, dtype, device = held[owners[0]][fqn]
+        tensor = own[fqn] if fqn in own else torch.empty(shape, dtype=dtype, device=torch.device(device.type))
+        # A rank that has the tensor keeps its own: a difference between owners stays visible.
+        received = tensor.clone(memory_format=torch.contiguous_format)
+        dist.broadcast(received, src=owners[0])
+        own.setdefault(fqn, received)
+    return dict(sorted(own.items()))
+
+
+def assert_gradients_equal(
+    actual: Mapping[str, Tensor | None], reference: Mapping[str, Tensor | None], *, tolerance: float
+) -> None:
+    """Assert that the gradients of one model are those of another, parameter by parameter.
+
+    The measure is max|actual - reference| / max|reference| of each parameter, computed in float64; a reference of
+    zeros asks for zeros. In float64 correct layouts stay below 1e-12; float32 (2e-7 to 8e-7) cannot tell small errors.
+
+    Args:
+        actual: FQN to gradient; DTensors are gathered, so that every rank of their mesh calls this.
+        reference: FQN to gradient of one device.
+        tolerance: The largest measure allowed, inclusive.
+
+    Raises:
+        AssertionError: Names the FQNs that only one side has, or the five worst with their measures.
+    """
+    missing, unexpected = sorted(reference.keys() - actual.keys()), sorted(actual.keys() - reference.keys())
+    if missing or unexpected:
+        raise AssertionError(f"FQNs differ: missing {missing}, unexpected {unexpected}")
+    measures = {fqn: _difference(fqn, actual[fqn], reference[fqn]) for fqn in sorted(reference)}
+    # Not "measure > tolerance": that is false for NaN.
+    bad = {fqn: measure for fqn, measure in measures.items() if not measure <= tolerance}
+    if bad:
+        worst = sorted(bad.items(), key=lambda item: -math.inf if math.isnan(item[1]) else -item[1])[:5]
+        lines = "".join(f"\n  {fqn}: {measure:.3g}" for fqn, measure in worst)
+        raise AssertionError(
+            f"{len(bad)} of {len(measures)} gradients differ by more than {tolerance:g} of their largest value:{lines}"
+        )
+
+
+def _difference(fqn: str, actual: Tensor | None, reference: Tensor | None) -> float:
+    if actual is None or reference is None:
+        if actual is not reference:
+            side = "actual" if actual is None else "reference"
+            raise AssertionError(f"{fqn}: the {side} gradient is None and the other is not")
+        return 0.0
+    one, other = full(actual).to("cpu", torch.float64), full(reference).to("cpu", torch.float64)
+    if one.shape != other.shape:
+        raise AssertionError(f"{fqn}: shape {tuple(one.shape)} is not the reference's {tuple(other.shape)}")
+    if one.numel() == 0:
+        return 0.0
+    difference, scale = (one - other).abs().max().item(), other.abs().max().item()
+    if difference == 0.0:
+        return 0.0
+    return difference / scale if scale else math.inf

@@ -1,0 +1,48 @@
+"""Worlds of any size in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from composer3d.errors import RankError
+from composer3d.torch_compat import fake_store
+
+__all__ = ["fake_world"]
+
+
+@contextmanager
+def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
+    """Be one rank of a world whose other ranks do not exist; 16384 ranks cost no more than one.
+
+    Collectives of torch's `fake` backend return at once and leave whatever lay in their results: shapes, placements
+    and counts are those of the real world, values are not.
+
+    Args:
+        world_size: Ranks of the world.
+        rank: The one to be.
+
+    Raises:
+        RankError: There is a process group already, or the world does not have that rank.
+
+    Memory: the rank's own shards. Collectives: none.
+
+    >>> with fake_world(512, rank=3):
+    ...     dist.get_world_size(), dist.get_rank()
+    (512, 3)
+    """
+    if not 0 <= rank < world_size:
+        raise RankError(f"a world of {world_size} ranks has no rank {rank}; its ranks are 0 to {world_size - 1}")
+    if dist.is_initialized():
+        raise RankError(
+            f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already; "
+            "call torch.distributed.destroy_process_group() before fake_world"
+        )
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

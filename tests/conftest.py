@@ -1,0 +1,24 @@
+"""One thread a process, torch's lazy modules imported once, and a reason where a GPU test is skipped."""
+
+from __future__ import annotations
+
+import os
+
+# OpenMP reads it when torch is loaded; ranks are forked from this process, which must not start threads.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from composer3d.forking import prewarm  # noqa: E402
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _prewarmed() -> None:
+    torch.set_num_threads(1)
+    prewarm()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False on this machine")

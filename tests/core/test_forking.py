@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import _thread
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import numpy
+import pytest
+import torch
+
+from composer3d.errors import ForkError
+from composer3d.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.testing import run_ranks
+
+NUM_MANY = 1 << 20  # elements: above the size from which torch divides an operator among threads
+
+
+def answer_of(body):
+    """Ask a process of its own, which did `body`, whether it may fork; return what it is told."""
+    read, write = os.pipe()
+    pid = fork()
+    if pid == 0:
+        text = "body failed"
+        try:
+            body()
+            refuse_unsafe_fork()
+            text = "may fork"
+        except ForkError as error:
+            text = str(error)
+        finally:
+            os.write(write, text.encode())
+            os._exit(0)
+    os.close(write)
+    os.waitpid(pid, 0)
+    with os.fdopen(read) as answer:
+        return answer.read()
+
+
+def threaded_operator():
+    torch.set_num_threads(2)
+    torch.ones(NUM_MANY).add_(1)
+
+
+def threaded_operator_and_back():
+    threaded_operator()
+    torch.set_num_threads(1)
+
+
+def threaded_matmul():
+    torch.set_num_threads(2)
+    torch.ones(512, 512) @ torch.ones(512, 512)
+
+
+def threaded_backward():
+    torch.set_num_threads(2)
+    torch.ones(NUM_MANY, requires_grad=True).sum().backward()
+
+
+@pytest.mark.parametrize("body", [threaded_operator, threaded_operator_and_back, threaded_matmul, threaded_backward])
+def test_a_fork_after_a_threaded_operator_is_refused(body):
+    assert answer_of(body) == (
+        "ranks cannot be forked from this process: it has run a tensor operator on several threads, and a forked rank "
+        "would wait for ever for those threads at its first operator. Fork from a process that has only imported "
+        "(move models, data and tensors into the ranks, or into a child of their own), set OMP_NUM_THREADS=1 before "
+        'torch is imported, or start the ranks with the start method "spawn"'
+    )
+
+
+def nothing():
+    pass
+
+
+def operator_and_backward_on_one_thread():
+    torch.set_num_threads(1)
+    torch.ones(NUM_MANY, requires_grad=True).sum().backward()
+
+
+def small_operator():
+    torch.set_num_threads(2)
+    torch.ones(8).add_(1)
+
+
+def numpy_on_its_own_threads():
+    numpy.ones((900, 900)) @ numpy.ones((900, 900))
+
+
+@pytest.mark.parametrize(
+    "body", [nothing, prewarm, operator_and_backward_on_one_thread, small_operator, numpy_on_its_own_threads]
+)
+def test_a_parent_without_a_pool_may_fork(body):
+    assert answer_of(body) == "may fork"
+
+
+def test_native_threads_that_do_no_harm_are_told_from_a_pool_by_trying():
+    def body():
+        # A thread that `threading` does not know, as those of a BLAS are.
+        lock = _thread.allocate_lock()
+        lock.acquire()
+        _thread.start_new_thread(lock.acquire, ())
+        assert len(os.listdir("/proc/self/task")) > threading.active_count()
+
+    assert answer_of(body) == "may fork"
+
+
+def test_ranks_run_where_a_fork_is_safe_even_if_they_use_threads():
+    def body():
+        torch.set_num_threads(2)
+        run_ranks(threaded_operator, 2, init=False)
+
+    assert answer_of(body) == "may fork"
+
+
+def test_a_process_that_only_imported_may_fork_and_its_ranks_import_no_more():
+    code = (
+        "import os, sys; from composer3d.forking import prewarm, refuse_unsafe_fork; prewarm(); refuse_unsafe_fork();"
+        "threads = len(os.listdir('/proc/self/task')); import torch; before = set(sys.modules);"
+        "layer = torch.nn.Linear(4, 4); optimizer = torch.optim.AdamW(layer.parameters());"
+        "layer(torch.ones(2, 4)).sum().backward(); optimizer.step();"
+        "print(threads, [name for name in set(sys.modules) - before if name.startswith('torch._dynamo')])"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert answer.stdout == "1 []\n"
+
+
+def test_prewarm_names_a_module_that_does_not_exist():
+    with pytest.raises(ImportError, match="no_such_module"):
+        prewarm(["no_such_module"])
+
+
+def test_this_process_may_fork():
+    refuse_unsafe_fork()
+
+
+def test_a_child_dies_with_its_parent():
+    read, write = os.pipe()
+    middle = fork()
+    if middle == 0:
+        os.close(read)
+        if fork() == 0:
+            signal.pause()
+        os._exit(0)
+    os.close(write)
+    os.waitpid(middle, 0)
+    # The grandchild holds the other end: the pipe ends when it does.
+    started = time.monotonic()
+    assert os.read(read, 1) == b""
+    assert time.monotonic() - started < 10
+    os.close(read)
+
+
+def test_ranks_wait_for_room(tmp_path):
+    waits = threading.Event()
+    order = []
+
+    def second():
+        waits.set()
+        with limit_ranks(2, limit=3, folder=tmp_path):
+            order.append("second")
+
+    with limit_ranks(2, limit=3, folder=tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waits.wait(10)
+        thread.join(0.1)
+        order.append("first")
+    thread.join(10)
+    assert order == ["first", "second"]
+
+
+def test_ranks_that_fit_do_not_wait(tmp_path):
+    with limit_ranks(1, limit=3, folder=tmp_path), limit_ranks(2, limit=3, folder=tmp_path):
+        assert sorted(file.name for file in tmp_path.iterdir()) == ["place-0", "place-1", "place-2", "queue"]
+
+
+def test_room_is_given_back_by_a_process_that_is_killed(tmp_path):
+    read, write = os.pipe()
+    pid = fork()
+    if pid == 0:
+        with limit_ranks(3, limit=3, folder=tmp_path):
+            os.write(write, b"x")
+            signal.pause()
+        os._exit(0)
+    assert os.read(read, 1) == b"x"
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    with limit_ranks(3, limit=3, folder=tmp_path):
+        assert (tmp_path / "place-2").exists()
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 9])
+def test_more_ranks_than_there_is_room_for_are_refused(num_ranks):
+    with pytest.raises(ForkError) as caught, limit_ranks(num_ranks):
+        pass
+    assert str(caught.value) == (
+        f"{num_ranks} ranks at once were asked for, and 1 to 8 are allowed; "
+        "composer3d.testing.fake_world stands in for larger worlds in one process"
+    )

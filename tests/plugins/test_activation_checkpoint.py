@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import Net, composed, mine, one_step, padded, seeded
+
+from composer3d import ManifestError
+from composer3d.testing import run_ranks
+
+TIGHT = 1e-12
+AC = "[scheduling.activation_checkpoint]\n"
+FSDP = "[sharding.fsdp2]\n"
+MODES = ["", "every = 2\n", 'mode = "selective"\n', 'mode = "selective"\nsave = ["aten.tanh"]\n']
+
+
+def step_with(text, microbatch=None, options=None):
+    return one_step(text, microbatch=microbatch, options=options)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("world_size", "sharding"), [(1, ""), (2, FSDP), (2, "[sharding.ddp]\n")])
+def test_gradients_equal_one_device(world_size, sharding, mode):
+    for loss, norm, gradients, _ in run_ranks(step_with, world_size, sharding + AC + mode, 2):
+        assert loss < TIGHT
+        assert norm < TIGHT
+        assert gradients < TIGHT
+
+
+def operations(mode):
+    """Count matrix products and tanhs of one forward and backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    counts = {"addmm": 0, "tanh": 0}
+
+    class Count(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            name = function.overloadpacket.__name__
+            counts[name] = counts.get(name, 0) + 1
+            return function(*args, **(kwargs or {}))
+
+    run = composed(mode)
+    tokens, targets = padded()
+    with Count(), run.step(0):
+        run.forward_backward(tokens, target=targets)
+    run.close()
+    return counts["addmm"], counts["tanh"]
+
+
+@pytest.mark.parametrize(
+    ("mode", "products", "tanhs"),
+    [
+        # Three blocks with two products and a tanh each, and the output's product.
+        ("", 7, 3),
+        # The last product of a block is not recomputed: nothing needs its result.
+        (AC, 7 + 3, 3 + 3),
+        (AC + "every = 2", 7 + 2, 3 + 2),
+        (AC + 'mode = "selective"', 7, 3 + 3),
+        (AC + 'mode = "selective"\nsave = ["aten.tanh"]', 7 + 3, 3),
+    ],
+)
+def test_what_is_recomputed(mode, products, tanhs):
+    assert run_ranks(operations, 1, mode)[0] == (products, tanhs)
+
+
+def test_collectives_of_fsdp2_are_not_repeated():
+    plain = run_ranks(step_with, 2, FSDP, 3)[0][3]
+    assert run_ranks(step_with, 2, FSDP + AC, 3)[0][3] == plain
+
+
+def names():
+    run = composed(AC + FSDP)
+    found = [name for name, _ in run.parts[0].module.named_parameters()], run.describe()
+    run.close()
+    return found
+
+
+def test_state():
+    found, plan = run_ranks(names, 1)[0]
+    assert found == [name for name, _ in Net().named_parameters()]
+    assert plan.splitlines()[1:] == [
+        "RECOMPUTE    activation_checkpoint    layers.0, layers.1, layers.2",
+        "DATA         fsdp2                    layers.0, layers.1, layers.2, ... 4 in all",
+    ]
+
+
+def dropout(mode):
+    run = composed("[train]\nseed = 5\n" + mode, seeded(dropout=0.5))
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(3):
+        run.forward_backward(tokens, target=targets)
+    grads = {name: p.grad for name, p in run.named_parameters()}
+    run.close()
+    return grads
+
+
+def test_recomputation_draws_the_same_dropout():
+    plain, recomputed = run_ranks(dropout, 1, "")[0], run_ranks(dropout, 1, AC)[0]
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text)
+    return str(caught.value).partition("run.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'save = ["aten.mm"]',
+            ':2:13: [scheduling.activation_checkpoint] save has no effect with mode = "full"; write mode = "selective"',
+        ),
+        (
+            'mode = "selective"\nsave = ["aten.mmm"]',
+            ':2:13: [scheduling.activation_checkpoint] save names the operator "aten.mmm", which torch does not have',
+        ),
+        (
+            'units = ["blocks.*"]',
+            ':3:1: [scheduling.activation_checkpoint] the pattern "blocks.*" matches nothing in the model; '
+            "the model has tok, layers, layers.0, layers.0.up, layers.0.down, layers.0.dropout, layers.1, layers.1.up",
+        ),
+    ],
+)
+def test_refusals(text, message):
+    assert run_ranks(refusal, 1, AC + text)[0] == message

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import Net, composed, gradient_error, mine, padded, reference_gradients, seeded
+
+from composer3d import ManifestError
+from composer3d.testing import run_ranks
+
+# Dynamo looks at the .grad of everything that it traces.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+TIGHT = 1e-12
+EAGER = '[scheduling.compile]\nbackend = "aot_eager"\n'
+FSDP = "[sharding.fsdp2]\n"
+AC = "[scheduling.activation_checkpoint]\n"
+
+
+def step(text):
+    """One step in float64 beside one device; dynamo refuses to work under the mode that counts collectives."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    loss, gradients = reference_gradients(seeded(), tokens, targets)
+    run = composed(text + "[train]\nmicrobatch = 3\n")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, run.step(0):
+        composed_loss = run.forward_backward(mine(run, tokens), target=mine(run, targets))
+        run.clip_grad_norm_(float("inf"))
+    counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}
+    error = gradient_error(run, gradients)
+    run.close()
+    return float((composed_loss - loss).abs()), error, counts
+
+
+@pytest.mark.parametrize(("world_size", "text"), [(1, EAGER), (2, EAGER + FSDP), (2, EAGER + FSDP + AC)])
+def test_gradients_equal_one_device(world_size, text):
+    for loss, gradients, _ in run_ranks(step, world_size, text):
+        assert loss < TIGHT
+        assert gradients < TIGHT
+
+
+@pytest.mark.slow
+def test_inductor():
+    text = "[scheduling.compile]\n" + FSDP
+    for loss, gradients, _ in run_ranks(step, 2, text, timeout_s=300):
+        assert loss < TIGHT
+        assert gradients < TIGHT
+
+
+def compiled_blocks():
+    run = composed(EAGER)
+    names = [name for name, _ in run.parts[0].module.named_parameters()]
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    tokens, targets = padded()
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    frames = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    run.close()
+    return names, frames
+
+
+def test_state_and_that_blocks_are_compiled():
+    names, graphs = run_ranks(compiled_blocks, 1)[0]
+    assert names == [name for name, _ in Net().named_parameters()]
+    assert graphs == 1  # equal blocks share one graph
+
+
+def test_collectives_stay_as_they_are():
+    plain = run_ranks(step, 2, FSDP)[0][2]
+    assert sum(plain.values()) > 3
+    assert run_ranks(step, 2, FSDP + EAGER)[0][2] == plain
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text)
+    return str(caught.value).partition("run.toml")[2]
+
+
+def test_refuses_an_unknown_backend():
+    message = run_ranks(refusal, 1, '[scheduling.compile]\nbackend = "inductr"')[0]
+    assert message.startswith(':2:13: [scheduling.compile] "inductr" is not a torch.compile backend; one of: ')
+
+
+def test_refuses_inductor_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert run_ranks(refusal, 1, "[scheduling.compile]")[0] == (
+        ':2:13: [scheduling.compile] backend = "inductor" needs a C++ compiler on CPU, and "no-such-compiler" is not '
+        'found; install g++, or write backend = "aot_eager"'
+    )

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import Net, composed, mine, one_step, padded, seeded
+from torch.distributed.tensor import Replicate
+
+from composer3d import ManifestError
+from composer3d.testing import full, run_ranks
+
+TIGHT = 1e-12
+UNITS = 4
+
+MODES = [
+    pytest.param("[sharding.ddp]", id="unit"),
+    pytest.param('[sharding.ddp]\nreducer = "bucketed"', id="bucketed"),
+    pytest.param(
+        '[sharding.ddp]\nreducer = "bucketed"\ngradient_as_bucket_view = true\nbucket_mib = 0.0002', id="view"
+    ),
+    pytest.param('[sharding.ddp]\nreducer = "bucketed"\nstatic_graph = true', id="static"),
+    pytest.param(
+        '[sharding.ddp]\nreducer = "bucketed"\nfind_unused_parameters = true\nbroadcast_buffers = false', id="unused"
+    ),
+]
+
+
+def step_with(text, microbatch=None, options=None, calls=1):
+    return one_step(text, microbatch=microbatch, options=options, calls=calls)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("text", MODES)
+@pytest.mark.parametrize("microbatch", [None, 1])
+def test_gradients_equal_one_device(world_size, text, microbatch):
+    for loss, norm, gradients, _ in run_ranks(step_with, world_size, text, microbatch):
+        assert loss < TIGHT
+        assert norm < TIGHT
+        assert gradients < TIGHT
+
+
+@pytest.mark.parametrize("text", MODES[:2])
+def test_tied_weights(text):
+    for _, norm, gradients, _ in run_ranks(step_with, 2, text, 2, {"tied": True}):
+        assert norm < TIGHT
+        assert gradients < TIGHT
+
+
+@pytest.mark.parametrize("microbatch", [6, 2])
+def test_collectives_of_units(microbatch):
+    for *_, counted in run_ranks(step_with, 2, "[sharding.ddp]", microbatch):
+        assert counted == {("all_reduce", "dp_replicate"): UNITS + 3}
+
+
+@pytest.mark.parametrize("microbatch", [6, 2])
+def test_collectives_of_buckets(microbatch):
+    """One bucket holds the whole small model; the rest is torch's first forward: shapes compared, weights sent."""
+    for *_, counted in run_ranks(step_with, 2, '[sharding.ddp]\nreducer = "bucketed"', microbatch):
+        assert counted[("all_reduce", "dp_replicate")] == 1 + 3
+        assert counted.keys() <= {(op, "dp_replicate") for op in ("all_reduce", "broadcast", "all_gather")}
+
+
+def state(text):
+    run = composed(text)
+    names = [name for name, _ in run.parts[0].module.named_parameters()]
+    kinds = {type(p).__name__ for _, p in run.named_parameters()}
+    placements = {tuple(p.placements) for _, p in run.named_parameters() if hasattr(p, "placements")}
+    children = [type(m).__name__ for m in run.parts[0].module.children()]
+    run.close()
+    return names, kinds, placements, children
+
+
+def test_state():
+    expected = [name for name, _ in Net().named_parameters()]
+    children = [type(m).__name__ for m in Net().children()]
+    names, kinds, placements, _ = run_ranks(state, 2, "[sharding.ddp]")[0]
+    assert (names, kinds, placements) == (expected, {"DTensor"}, {(Replicate(),)})
+    names, kinds, placements, seen = run_ranks(state, 2, '[sharding.ddp]\nreducer = "bucketed"')[0]
+    assert (names, kinds, placements, seen) == (expected, {"Parameter"}, set(), children)
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text)
+    return str(caught.value).partition("run.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "[sharding.ddp]\nstatic_graph = true",
+            ':2:11: [sharding.ddp] static_graph has no effect with reducer = "unit"; write reducer = "bucketed"',
+        ),
+        (
+            '[sharding.ddp]\nreducer = "bucketed"\nunits = ["layers.*"]',
+            ':2:11: [sharding.ddp] units has no effect with reducer = "bucketed"; write reducer = "unit"',
+        ),
+    ],
+)
+def test_refusals(text, message):
+    assert run_ranks(refusal, 1, text)[0] == message
+
+
+def own_loop(text):
+    """Two micro-batches with the loop's own forward and backward, against one device."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    reference = seeded()
+    loss = torch.nn.functional.cross_entropy(reference(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    mine_tokens, mine_targets = mine(run, tokens), mine(run, targets)
+    errors = []
+    for number in range(2):
+        with run.step(number, target=mine_targets):
+            for half in range(2):
+                part = slice(half * 3, half * 3 + 3)
+                logits = run.model(mine_tokens[part])
+                total = torch.nn.functional.cross_entropy(
+                    logits.flatten(0, 1), mine_targets[part].flatten(), reduction="sum"
+                )
+                result = run.backward((total, (mine_targets[part] != -100).sum()), last=half == 1)
+            run.clip_grad_norm_(float("inf"))
+            gradients = {name: full(p.grad) for name, p in run.named_parameters()}
+            errors.append(
+                max(
+                    float((gradients[n] - p.grad).abs().max() / p.grad.abs().max())
+                    for n, p in reference.named_parameters()
+                )
+            )
+            errors.append(float((result - loss.detach()).abs()))
+            optimizer.zero_grad()
+    run.close()
+    return max(errors)
+
+
+@pytest.mark.parametrize("text", MODES[:2])
+def test_a_loop_that_keeps_its_own_forward(text):
+    assert max(run_ranks(own_loop, 2, text)) < TIGHT

@@ -1,0 +1,263 @@
+"""The rules that hold for every source file, read from the sources themselves."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import composer3d
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE, PLUGINS = ROOT / "composer3d", ROOT / "plugins" / "composer3d_plugins"
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
+
+# Imports run from later layers to earlier ones. A module that is not listed has no layer of its own, and what it
+# imports counts as imported by those that import it. "composer3d" is the public names, on which users' code stands.
+LAYERS = (
+    ("errors", "forking", "torch_compat"),
+    ("transform", "mesh", "initialisation", "checkpoint", "sampling"),
+    ("hookspecs",),
+    ("registry", "step"),
+    ("manifest",),
+    ("composition",),
+    ("composer3d",),
+    ("runner", "planning", "proof", "testing"),
+    ("cli",),
+)
+LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `from module import name`, or `import module` with no name."""
+
+    module: str
+    name: str | None
+    line: int
+    relative: bool
+
+
+def sources(*folders: Path) -> list[Path]:
+    return sorted(path for folder in folders for path in folder.rglob("*.py"))
+
+
+@cache
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def place(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(tree: ast.AST) -> Iterator[Import]:
+    """Walk everything that runs, functions included; what only type checkers read does not run."""
+    nodes = [tree]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, None, node.lineno, False)
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield Import(node.module or "", alias.name, node.lineno, node.level > 0)
+        children = node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)
+        nodes.extend(children)
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(CORE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported_modules(path: Path, modules: set[str]) -> set[str]:
+    """Return the composer3d modules that a file imports; `from package import name` may name a module or a value."""
+    found = set()
+    for item in imports(parse(path)):
+        full = f"{item.module}.{item.name}"
+        found.add(full if full in modules else item.module)
+    return {module for module in found if module.split(".")[0] == "composer3d"} - {module_of(path)}
+
+
+def module_graph() -> dict[str, set[str]]:
+    files = {module_of(path): path for path in sources(CORE)}
+    return {module: imported_modules(path, set(files)) for module, path in files.items()}
+
+
+def top(module: str) -> str:
+    """Return the module's name in LAYERS: the first below composer3d."""
+    return (module.split(".") + ["composer3d"])[1] if "." in module else "composer3d"
+
+
+def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+    """Return the layered names that a name imports, through names without a layer."""
+    seen: set[str] = set()
+    left = list(graph[start])
+    while left:
+        name = left.pop()
+        if name not in seen:
+            seen.add(name)
+            if name not in LAYER:
+                left.extend(graph.get(name, ()))
+    return seen & LAYER.keys()
+
+
+def test_imports_run_one_way():
+    graph: dict[str, set[str]] = {}
+    for module, imported in module_graph().items():
+        graph.setdefault(top(module), set()).update({top(other) for other in imported} - {top(module)})
+    upward = [
+        f"{name} imports {other}"
+        for name in sorted(graph.keys() & LAYER.keys())
+        for other in sorted(reachable(graph, name))
+        if LAYER[other] > LAYER[name]
+    ]
+    assert upward == []
+
+
+def test_imports_have_no_cycles():
+    try:
+        TopologicalSorter(module_graph()).prepare()
+    except CycleError as error:
+        pytest.fail("cycle of imports: " + " <- ".join(error.args[1]))
+
+
+def test_every_import_of_the_project_is_absolute_and_exists():
+    modules = {module_of(path) for path in sources(CORE)}
+    wrong = [
+        f"{place(path, item.line)}: {item.module}"
+        for path in sources(CORE, PLUGINS)
+        for item in imports(parse(path))
+        if item.relative or (item.module.split(".")[0] == "composer3d" and item.module not in modules)
+    ]
+    assert wrong == []
+
+
+def test_the_core_does_not_know_the_plugins():
+    naming = [
+        place(path, number)
+        for path in sources(CORE)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if "composer3d_plugins" in line
+    ]
+    assert naming == []
+
+
+def plugin_of(path: Path) -> str:
+    """Return the plugin's module: `composer3d_plugins.family.name`, be it a file or a package."""
+    return ".".join(path.relative_to(PLUGINS.parent).with_suffix("").parts[:3])
+
+
+def allowed_in_plugin(item: Import, plugin: str) -> bool:
+    if item.module == "composer3d":
+        return item.name in composer3d.__all__ or item.name == "torch_compat"
+    if item.module.startswith("composer3d."):
+        return item.module == "composer3d.torch_compat"
+    if item.module.split(".")[0] == "composer3d_plugins":
+        return f"{item.module}.{item.name}.".startswith(f"{plugin}.")
+    return True
+
+
+def test_plugins_import_only_public_names_and_no_other_plugin():
+    wrong = [
+        f"{place(path, item.line)}: {item.module} {item.name or ''}".rstrip()
+        for path in sources(PLUGINS)
+        for item in imports(parse(path))
+        if not allowed_in_plugin(item, plugin_of(path))
+    ]
+    assert wrong == []
+
+
+def test_type_checking_imports_of_plugins_are_public_too():
+    wrong = [
+        place(path, node.lineno)
+        for path in sources(PLUGINS)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if not allowed_in_plugin(Import(node.module or "", alias.name, node.lineno, False), plugin_of(path))
+    ]
+    assert wrong == []
+
+
+def test_files_are_short():
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(CORE, PLUGINS)}
+    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
+
+
+def test_functions_are_short():
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    lengths = {
+        f"{place(path, node.lineno)} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in sources(CORE, PLUGINS)
+        for node in ast.walk(parse(path))
+        if isinstance(node, functions)
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+def is_private(dotted: str) -> bool:
+    return re.match(r"torch(\.\w+)*\._(?!_)", dotted) is not None
+
+
+def private_torch_names(path: Path) -> Iterator[str]:
+    """Find private names that are imported, reached by attributes, or given to an importer as text."""
+    tree = parse(path)
+    torch_names = {"torch": "torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            torch_names |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            torch_names |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    torch_names = {name: full for name, full in torch_names.items() if full.split(".")[0] == "torch"}
+    for node in ast.walk(tree):
+        dotted = []
+        if isinstance(node, ast.Import):
+            dotted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            dotted = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Attribute):
+            first, _, rest = ast.unparse(node).partition(".")
+            dotted = [f"{torch_names[first]}.{rest}"] if first in torch_names else []
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
+            dotted = [node.value]
+        for name in filter(is_private, dotted):
+            yield f"{place(path, node.lineno)} {name}"
+
+
+def test_private_torch_names_are_in_one_file():
+    files = [path for path in sources(CORE, PLUGINS, ROOT / "benchmarks") if path != CORE / "torch_compat.py"]
+    assert sorted({name for path in files for name in private_torch_names(path)}) == []
+
+
+def test_private_names_are_recognised(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    file = tmp_path / "example.py"
+    file.write_text(
+        "import torch\nimport torch.distributed as dist\nfrom torch import _C, nn\nfrom torch.distributed import fsdp\n"
+        "import torch._dynamo\ntorch._foreach_norm\ndist._coalescing_manager()\nnn.Linear.__init__\n"
+        "load('torch.testing._internal.x')\ntorch.nn.Module\nx._private\n'text about torch._x in prose'\n"
+    )
+    assert sorted(private_torch_names(file)) == [
+        "example.py:3 torch._C",
+        "example.py:5 torch._dynamo",
+        "example.py:6 torch._foreach_norm",
+        "example.py:7 torch.distributed._coalescing_manager",
+        "example.py:9 torch.testing._internal.x",
+    ]
+
+
+def test_sources_are_ascii():
+    files = sources(CORE, PLUGINS, ROOT / "tests", ROOT / "benchmarks")
+    assert [str(path.relative_to(ROOT)) for path in files if not path.read_bytes().isascii()] == []

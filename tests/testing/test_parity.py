@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from composer3d.testing import assert_gradients_equal, full, gather_full, run_ranks
+
+
+def named(**values):
+    return {fqn: torch.tensor(value, dtype=torch.float64) for fqn, value in values.items()}
+
+
+def test_the_measure_is_relative_to_the_largest_reference_of_each_parameter():
+    reference = named(a=[1000.0, 1.0], b=[1.0])
+    assert_gradients_equal(named(a=[1000.0, 1.5], b=[1.0]), reference, tolerance=5e-4)
+    with pytest.raises(AssertionError) as caught:
+        assert_gradients_equal(named(a=[1000.0, 1.5], b=[1.5]), reference, tolerance=4.9e-4)
+    assert str(caught.value) == (
+        "2 of 2 gradients differ by more than 0.00049 of their largest value:\n  b: 0.5\n  a: 0.0005"
+    )
+
+
+def test_the_five_worst_are_shown_and_nan_is_the_worst():
+    reference = {f"layers.{index}": torch.ones(1) for index in range(8)}
+    actual = {fqn: tensor + index / 10 for index, (fqn, tensor) in enumerate(reference.items())}
+    actual["layers.0"] = torch.tensor([float("nan")])
+    with pytest.raises(AssertionError) as caught:
+        assert_gradients_equal(actual, reference, tolerance=0.15)
+    assert re.findall(r"\n  (layers\.\d): (\S+)", str(caught.value)) == [
+        ("layers.0", "nan"),
+        ("layers.7", "0.7"),
+        ("layers.6", "0.6"),
+        ("layers.5", "0.5"),
+        ("layers.4", "0.4"),
+    ]
+
+
+@pytest.mark.parametrize("value", [1e-300, float("inf"), float("nan")])
+def test_a_reference_of_zeros_asks_for_zeros(value):
+    assert_gradients_equal(named(a=[0.0]), named(a=[0.0]), tolerance=0.0)
+    with pytest.raises(AssertionError, match="1 of 1 gradients differ"):
+        assert_gradients_equal(named(a=[value]), named(a=[0.0]), tolerance=1e9)
+
+
+def test_low_precision_is_compared_in_float64():
+    reference = {"a": torch.tensor([1.0, 3e-8], dtype=torch.float64)}
+    with pytest.raises(AssertionError, match="a: 3e-08"):
+        assert_gradients_equal({"a": torch.tensor([1.0, 0.0], dtype=torch.bfloat16)}, reference, tolerance=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("actual", "message"),
+    [
+        ({}, r"FQNs differ: missing \['a'\], unexpected \[\]"),
+        (named(a=[1.0], b=[1.0]), r"FQNs differ: missing \[\], unexpected \['b'\]"),
+        (named(a=[1.0, 1.0]), r"a: shape \(2,\) is not the reference's \(1,\)"),
+        ({"a": None}, "a: the actual gradient is None and the other is not"),
+    ],
+)
+def test_what_cannot_be_compared_is_named(actual, message):
+    with pytest.raises(AssertionError, match=f"^{message}$"):
+        assert_gradients_equal(actual, named(a=[1.0]), tolerance=1.0)
+
+
+def test_absent_and_empty_gradients_are_equal():
+    both = {"frozen": None, "empty": torch.empty(0, 3)}
+    assert_gradients_equal(both, dict(both), tolerance=0.0)
+
+
+def sharded_and_partial():
+    from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+    value = torch.arange(15.0).reshape(5, 3)
+    shards = distribute_tensor(value, mesh, [Shard(0), Shard(1)])
+    partial = DTensor.from_local(torch.ones(2), mesh["tp"], [Partial()])
+    plain = torch.ones(1, requires_grad=True)
+    gathered = gather_full({"shards": shards, "partial": partial, "plain": plain})
+    assert_gradients_equal({"w": shards}, {"w": value}, tolerance=0.0)
+    return gathered, full(shards.requires_grad_()).requires_grad
+
+
+def test_full_tensors_of_sharded_and_partial_ones():
+    for gathered, requires_grad in run_ranks(sharded_and_partial, 4):
+        assert list(gathered) == ["partial", "plain", "shards"]
+        assert torch.equal(gathered["shards"], torch.arange(15.0).reshape(5, 3))
+        assert torch.equal(gathered["partial"], torch.full((2,), 2.0))
+        assert not gathered["plain"].requires_grad
+        assert not requires_grad
+
+
+def stages():
+    """Hold what two stages of a pipeline hold: their own layer, and a tied weight that only the ends have."""
+    rank = dist.get_rank()
+    own = [(f"layers.{rank}", torch.full((3, 2), float(rank)).t())]
+    if rank != 1:
+        own.append(("tied", torch.tensor([rank, 7], dtype=torch.int32)))
+    return gather_full(own)
+
+
+def test_every_rank_gets_what_only_some_have():
+    for rank, gathered in enumerate(run_ranks(stages, 3)):
+        assert list(gathered) == ["layers.0", "layers.1", "layers.2", "tied"]
+        for index in range(3):
+            assert torch.equal(gathered[f"layers.{index}"], torch.full((2, 3), float(index)))
+        # Rank 1 has it from the lowest owner; owners keep their own, so that a difference shows.
+        assert gathered["tied"].tolist() == [2 if rank == 2 else 0, 7]
+
+
+def test_without_a_world_the_tensors_are_copied():
+    weight = torch.nn.Parameter(torch.zeros(2))
+    gathered = gather_full({"weight": weight})
+    gathered["weight"].add_(1)
+    assert weight.tolist() == [0.0, 0.0]
+    assert not gathered["weight"].requires_grad
