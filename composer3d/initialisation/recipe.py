@@ -103,11 +103,13 @@ class Recipe:
 
     def fingerprint(self) -> int:
         """Return a 64-bit digest of everything recorded, by which ranks can compare their factories."""
+        import torch
+
         digest = hashlib.blake2b(digest_size=8)
         for entry in self._log.entries:
             digest.update(repr((entry.name, entry.args, sorted(entry.kwargs.items()), entry.dtype)).encode())
         for number, constant in self._log.constants.items():
-            digest.update(str(number).encode() + constant.numpy().tobytes())
+            digest.update(str(number).encode() + constant.reshape(-1).view(torch.uint8).numpy().tobytes())
         digest.update(repr((self._specs, self.ties)).encode())
         return int.from_bytes(digest.digest(), "big")
 

@@ -192,7 +192,8 @@ class _Recorder:
         recorded, options = tree_map(self._spec, (args, kwargs))
         written = frozenset(self._log.spec(tensor).storage for tensor in written_tensors(func, args, kwargs))
         try:
-            result = func(*args, **kwargs)
+            # torch's kernels on meta for random numbers import dynamo and sympy, 0.9 s, only to return their argument.
+            result = args[0] if _draws_in_place(func) else func(*args, **kwargs)
         except NotImplementedError as error:
             # What has no shape without values (nonzero, masked_select) has no kernel on meta.
             raise self._reads(self._calling or str(func)) from error
@@ -247,7 +248,7 @@ class _Recorder:
         if isinstance(value, torch.Generator):
             raise self._refusal("the factory draws from a torch.Generator of its own, which cannot be recorded")
         if isinstance(value, torch.UntypedStorage) and value.device.type != "meta":
-            raise self._refusal("the factory loads data from a file, and there is no memory for it while it is recorded")
+            raise self._refusal("the factory loads data, and there is no memory for it while it is recorded")
         if not isinstance(value, torch.Tensor):
             return value
         if value.device.type != "meta":
@@ -314,6 +315,12 @@ def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if func == torch.Tensor.to:
         args = tuple("meta" if isinstance(value, str | torch.device) else value for value in args)
     return func, args, kwargs
+
+
+def _draws_in_place(func: Any) -> bool:
+    import torch
+
+    return torch.Tag.nondeterministic_seeded in func.tags and func.name().partition(".")[0].endswith("_")
 
 
 def _tensors(tree: Any) -> list[Tensor]:

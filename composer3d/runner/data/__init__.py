@@ -1,0 +1,14 @@
+"""The data of a run: sources, their order, and the batches of one data-parallel rank."""
+
+from __future__ import annotations
+
+from composer3d.runner.data.collate import Batch
+from composer3d.runner.data.loader import Loader
+from composer3d.runner.data.opening import open_source
+from composer3d.runner.data.paths import locate
+from composer3d.runner.data.prepare import prepare_once
+from composer3d.runner.data.source import Source
+from composer3d.runner.data.stream import STREAM_LOSES
+from composer3d.runner.data.table import DataTable
+
+__all__ = ["STREAM_LOSES", "Batch", "DataTable", "Loader", "Source", "locate", "open_source", "prepare_once"]

@@ -1,0 +1,116 @@
+"""Batches of a numbered source: read this rank's samples, pad them as the global batch needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+
+from composer3d.errors import DataError
+from composer3d.runner.data.collate import Batch, collate, padded_width
+from composer3d.runner.data.order import Order
+from composer3d.runner.data.source import IGNORED, Sample, Source
+from composer3d.runner.data.table import DataTable
+from composer3d.runner.data.user import seeded
+from composer3d.sampling import local_slice
+
+__all__ = ["MapBatches", "num_batches"]
+
+
+def num_batches(num_samples: int, batch_size: int) -> int:
+    """Return the batches that hold every sample once, the last one perhaps not full."""
+    return -(-num_samples // batch_size)
+
+
+class MapBatches:
+    """Makes the batch of any step; holds no place, so it may be asked from several processes.
+
+    Padding to the longest sample is to that of the *global* batch, so that rows are equal in every layout. Lengths come
+    from the source's `lengths`; without them, samples are read for their length alone: the other ranks' samples of
+    the step, and with `bucket` all samples of the window, on every rank.
+
+    Args:
+        source: Numbered samples.
+        table: The manifest's `[data]`.
+        seed: Of the run.
+        rank: Data-parallel rank.
+        degree: Data-parallel degree.
+        batch_size_of: The global batch of a step.
+        position_of: Samples before a step.
+        once: One pass in the order of the source, its last batch filled up: for evaluation.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        table: DataTable,
+        *,
+        seed: int,
+        rank: int,
+        degree: int,
+        batch_size_of: Callable[[int], int],
+        position_of: Callable[[int], int],
+        once: bool = False,
+    ) -> None:
+        self._source, self._table, self._seed = source, table, seed
+        self._rank, self._degree = rank, degree
+        self._batch_size_of, self._position_of, self._once = batch_size_of, position_of, once
+        self._order = Order(
+            len(source),
+            table,
+            seed=seed,
+            batch_size_of=batch_size_of,
+            position_of=position_of,
+            length_of=self._length,
+        )
+
+    def assemble(self, step: int) -> Batch:
+        """Return this rank's batch of a step.
+
+        Raises:
+            BatchError: The global batch does not divide by the degree.
+            DataError: A sample cannot be used.
+        """
+        if self._once:
+            first = self._position_of(step)
+            positions = list(range(first, first + self._batch_size_of(step)))
+            samples = [position if position < len(self._source) else -1 for position in positions]
+        else:
+            places = self._order.positions(step)
+            positions, samples = places.tolist(), self._order.samples(places).tolist()
+        mine = local_slice(range(len(samples)), self._rank, self._degree)
+        read = {place: self._read(positions[place], samples[place]) for place in mine}
+        width = padded_width(self._lengths(positions, samples, read), self._table)
+        indices = [samples[place] for place in mine]
+        return collate(list(read.values()), step=step, indices=indices, width=width, table=self._table)
+
+    def _lengths(self, positions: Sequence[int], samples: Sequence[int], read: dict[int, Sample]) -> list[int]:
+        if self._table.padding not in ("longest", "multiple"):
+            return []
+        return [
+            len(read[place][0])
+            if self._source.lengths is None and place in read and read[place][0].dim()
+            else self._length(position, sample)
+            for place, (position, sample) in enumerate(zip(positions, samples, strict=True))
+        ]
+
+    def _length(self, position: int, sample: int) -> int:
+        lengths = self._source.lengths
+        if lengths is not None:
+            return int(lengths[max(sample, 0)])
+        tokens, _ = self._read(position, sample)
+        return len(tokens) if tokens.dim() else 1
+
+    def _read(self, position: int, sample: int) -> Sample:
+        with seeded(self._seed, position) if self._source.draws else nullcontext():
+            tokens, targets = self._source[max(sample, 0)]
+        if sample >= 0:
+            return tokens, targets
+        if targets.is_floating_point():
+            raise DataError(
+                f"[data] {len(self._source)} samples held out do not fill batches of {self._batch_size_of(0)}, and "
+                f"{targets.dtype} targets cannot be marked as without loss; evaluate on fewer batches, or change "
+                "evaluation_fraction"
+            )
+        return tokens, torch.full_like(targets, IGNORED)

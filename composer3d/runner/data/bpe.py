@@ -1,0 +1,122 @@
+"""A byte-level BPE trained on the run's own text: the same text and size give the same tokens on every machine."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from composer3d.errors import DataError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+__all__ = ["bpe_key", "read_meta", "write_bpe"]
+
+_PIECE_CHARACTERS = 1 << 20
+
+
+def bpe_key(text_sha256: str, vocab_size: int) -> str:
+    """Return the cache's name for a tokenizer: the text, the size, and the library that trains it.
+
+    Raises:
+        DataError: The extra `bpe` is not installed.
+    """
+    try:
+        library = version("tokenizers")
+    except PackageNotFoundError:
+        raise DataError(
+            '[data] tokenizer = "bpe" needs the extra "bpe": pip install "composer3d[bpe]"; or set tokenizer = "bytes"'
+        ) from None
+    return hashlib.sha256(f"{text_sha256} {vocab_size} tokenizers {library}".encode()).hexdigest()[:32]
+
+
+def write_bpe(blocks: Callable[[], Iterable[bytes]], *, folder: Path, vocab_size: int) -> None:
+    """Train a BPE, encode the text, and write both.
+
+    Writes tokenizer.json (loadable by `tokenizers` and `transformers`), tokens.bin and, last, meta.json: a folder
+    without it is half written and is written again. One thread; about 1 MB of text per second.
+
+    Args:
+        blocks: Gives the text from its beginning, each time it is called.
+        folder: Where to write.
+        vocab_size: Most tokens to train; a short text gives fewer.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _one_thread():
+        tokenizer = _train(_pieces(blocks()), vocab_size)
+        size = tokenizer.get_vocab_size()
+        dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
+        num_tokens = 0
+        with (folder / "tokens.bin").open("wb") as file:
+            for piece in _pieces(blocks()):
+                tokens = np.array(tokenizer.encode(piece).ids, dtype=dtype)
+                file.write(tokens.tobytes())
+                num_tokens += tokens.size
+    said = tokenizer.to_str(pretty=True)
+    (folder / "tokenizer.json").write_text(said, encoding="utf-8")
+    meta: dict[str, Any] = {"num_tokens": num_tokens, "vocab_size": size, "dtype": dtype.name}
+    meta["tokenizer_sha256"] = hashlib.sha256(said.encode()).hexdigest()
+    beside = folder / "meta.part"
+    beside.write_text(json.dumps(meta))
+    os.replace(beside, folder / "meta.json")
+
+
+def read_meta(folder: Path) -> dict[str, Any] | None:
+    """Return what `write_bpe` left behind, None where it is missing or the tokens are cut off."""
+    if not (folder / "meta.json").exists():
+        return None
+    meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
+    size_bytes = (folder / "tokens.bin").stat().st_size
+    return meta if size_bytes == meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize else None
+
+
+def _train(pieces: Iterator[str], vocab_size: int) -> Tokenizer:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        # All 256 bytes, so that no text is unknown; sorted, because the library gives them in any order.
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(pieces, trainer)
+    return tokenizer
+
+
+def _pieces(blocks: Iterable[bytes]) -> Iterator[str]:
+    """Yield text in pieces that end at line ends: encoding a large document at once would need many times its size."""
+    rest = ""
+    for text in codecs.iterdecode(blocks, "utf-8"):
+        rest += text
+        while len(rest) >= _PIECE_CHARACTERS and (end := rest.rfind("\n", 0, _PIECE_CHARACTERS) + 1):
+            yield rest[:end]
+            rest = rest[end:]
+    if rest:
+        yield rest
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep the library from starting its pool of threads: workers forked later would inherit a dead one."""
+    name = "TOKENIZERS_PARALLELISM"
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,226 @@
+"""The batches of one data-parallel rank, in any order of asking, read here or ahead by workers."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from composer3d.errors import ComposerError, DataError
+from composer3d.runner.data.batches import MapBatches, num_batches
+from composer3d.runner.data.collate import Batch, check_vocabulary
+from composer3d.runner.data.source import Source
+from composer3d.runner.data.stream import StreamBatches, StreamSource
+from composer3d.runner.data.table import DataTable
+
+__all__ = ["Loader"]
+
+_NUM_CHECKED = 16
+_PREFETCH = 2
+
+log = logging.getLogger(__name__)
+
+
+class Loader:
+    """Gives `batch(step)`: a function of seed and step alone, the same for any number of workers and ranks.
+
+    Workers make whole batches, each every workers-th step, ahead of the training; they are started at the first batch
+    and again when another step than the next one is asked for. A stream is read here and gives its steps in order.
+
+    Args:
+        source: From `open_source`.
+        table: The manifest's `[data]`.
+        seed: Of the run.
+        rank: Data-parallel rank; ranks that share it get the same batches.
+        degree: Data-parallel degree.
+        batch_size_of: The global batch of a step, in samples.
+        position_of: Samples before a step: the sum of the batches of all steps before it.
+        vocab_size: Of the model; the first 16 batches are checked against it. None checks nothing.
+
+    Raises:
+        DataError: The tokenizer has more tokens than the model, or pin_memory is asked for without an accelerator.
+
+    Memory: (prefetch x workers + 1) batches. Collectives: none.
+    """
+
+    def __init__(
+        self,
+        source: Source | StreamSource,
+        table: DataTable,
+        *,
+        seed: int,
+        rank: int,
+        degree: int,
+        batch_size_of: Callable[[int], int],
+        position_of: Callable[[int], int],
+        vocab_size: int | None = None,
+    ) -> None:
+        self._source, self._table, self._seed = source, table, seed
+        self._rank, self._degree, self._vocab_size = rank, degree, vocab_size
+        _refuse(source, table, vocab_size)
+        self._batches: MapBatches | StreamBatches
+        if isinstance(source, StreamSource):
+            self._batches = StreamBatches(source, table, rank=rank, degree=degree, batch_size_of=batch_size_of)
+        else:
+            self._batches = MapBatches(
+                source,
+                table,
+                seed=seed,
+                rank=rank,
+                degree=degree,
+                batch_size_of=batch_size_of,
+                position_of=position_of,
+            )
+        self._ahead: Iterator[Any] | None = None
+        self._next_step = 0
+        self._num_unchecked = _NUM_CHECKED
+
+    def batch(self, step: int) -> Batch:
+        """Return this rank's batch of a step.
+
+        Raises:
+            BatchError: The global batch of the step does not divide by the degree.
+            DataError: A sample cannot be used; a stream was asked for another step than its next one.
+        """
+        batch = self._from_workers(step) if self._table.workers else self._batches.assemble(step)
+        if self._vocab_size is not None and self._num_unchecked:
+            check_vocabulary(batch, vocab_size=self._vocab_size)
+            self._num_unchecked -= 1
+        self._next_step = step + 1
+        return batch.pin_memory() if self._table.pin_memory and not self._table.workers else batch
+
+    def evaluation_batches(self, num: int | None = None, *, batch_size: int) -> Iterator[Batch]:
+        """Yield this rank's batches of the samples held out, in their order, the same ones each time.
+
+        The last batch is filled up with rows without loss, so that every sample counts once. They are read here,
+        without workers.
+
+        Args:
+            num: How many global batches; None is all of them.
+            batch_size: Samples of a global batch.
+
+        Raises:
+            DataError: Nothing is held out, or targets that are not integers do not fill the last batch.
+        """
+        evaluation = self._source.evaluation
+        if evaluation is None:
+            raise DataError(_no_evaluation(self._source, self._table))
+        batches = MapBatches(
+            evaluation,
+            self._table,
+            seed=self._seed,
+            rank=self._rank,
+            degree=self._degree,
+            batch_size_of=lambda step: batch_size,
+            position_of=lambda step: step * batch_size,
+            once=True,
+        )
+        total = num_batches(len(evaluation), batch_size)
+        for number in range(total if num is None else min(num, total)):
+            yield batches.assemble(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the step that comes next, what the order depends on, and the place of a stream."""
+        state: dict[str, Any] = {"step": self._next_step, **self._dependencies()}
+        if isinstance(self._batches, StreamBatches):
+            state["stream"] = self._batches.state_dict()
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where the state was taken, in any layout; the log warns if the data are now others.
+
+        Raises:
+            DataError: One of the two is a stream and the other is not.
+        """
+        is_stream = isinstance(self._batches, StreamBatches)
+        if is_stream != ("stream" in state):
+            was, now = ("a numbered data set", "a stream") if is_stream else ("a stream", "a numbered data set")
+            raise DataError(f"[data] the checkpoint was trained on {was}, and this run reads {now}; start a new run")
+        for key, mine in self._dependencies().items():
+            if state.get(key) != mine:
+                log.warning(
+                    "[data] %s was %r when the checkpoint was saved and is %r now: the order of the samples is another",
+                    key,
+                    state.get(key),
+                    mine,
+                )
+        self._next_step, self._ahead = int(state["step"]), None
+        if isinstance(self._batches, StreamBatches):
+            self._batches.load_state_dict(state["stream"], step=self._next_step)
+
+    def close(self) -> None:
+        """End the workers."""
+        self._ahead = None
+
+    def _dependencies(self) -> dict[str, Any]:
+        size = None if isinstance(self._source, StreamSource) else len(self._source)
+        return {"seed": self._seed, "num_samples": size, "order": self._table.order, "bucket": self._table.bucket}
+
+    def _from_workers(self, step: int) -> Batch:
+        if self._ahead is None or step != self._next_step:
+            self._ahead = None
+            self._ahead = self._start_workers(step)
+        batch = next(self._ahead)
+        if isinstance(batch, ComposerError):
+            self._ahead = None
+            raise batch
+        assert isinstance(batch, Batch) and batch.step == step
+        return batch
+
+    def _start_workers(self, step: int) -> Iterator[Any]:
+        loader: DataLoader[Any] = DataLoader(
+            _Steps(self._batches.assemble),
+            batch_size=None,
+            sampler=count(step),
+            num_workers=self._table.workers,
+            prefetch_factor=self._table.prefetch or _PREFETCH,
+            collate_fn=_unchanged,
+            pin_memory=self._table.pin_memory,
+            # Its own generator: torch's loader would draw the workers' seed from the global one.
+            generator=torch.Generator().manual_seed(self._seed),
+            multiprocessing_context="fork",
+        )
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any fork of a process with threads; a worker runs on one thread of its own.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return iter(loader)
+
+
+class _Steps(Dataset[Any]):
+    """The batches as a data set whose items are steps; errors meant for the user come back as values, unchanged."""
+
+    def __init__(self, assemble: Callable[[int], Batch]) -> None:
+        self._assemble = assemble
+
+    def __getitem__(self, step: int) -> Batch | ComposerError:
+        try:
+            return self._assemble(step)
+        except ComposerError as error:
+            return error
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def _refuse(source: Source | StreamSource, table: DataTable, vocab_size: int | None) -> None:
+    if table.pin_memory and not torch.accelerator.is_available():
+        raise DataError("[data] pin_memory = true needs an accelerator, and this machine has none; remove it")
+    if vocab_size is not None and source.vocab_size is not None and source.vocab_size > vocab_size:
+        raise DataError(
+            f'[data] use = "{table.use}" has tokens up to {source.vocab_size - 1}, and the model\'s vocab_size = '
+            f"{vocab_size} allows 0 to {vocab_size - 1}; set the model's vocab_size to at least {source.vocab_size}"
+        )
+
+
+def _no_evaluation(source: Source | StreamSource, table: DataTable) -> str:
+    if isinstance(source, StreamSource):
+        return '[data] order = "stream" holds no samples out, so there is nothing to evaluate on; remove [evaluation]'
+    if not table.evaluation_fraction:
+        return "[data] evaluation_fraction = 0 holds no samples out; raise it, or remove [evaluation]"
+    return f'[data] use = "{table.use}" has 1 sample, so none is held out; give more data, or remove [evaluation]'

@@ -1,0 +1,92 @@
+"""From `[data] use` to files: what is there, what kind it is, and what was probably meant."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Literal
+
+from composer3d.errors import DataError
+from composer3d.runner.data.source import Report
+from composer3d.runner.data.tokens import TOKEN_SUFFIXES
+
+__all__ = ["TEXT_SUFFIXES", "Located", "locate"]
+
+TEXT_SUFFIXES = (
+    *(".c", ".cfg", ".cpp", ".css", ".csv", ".go", ".h", ".hpp", ".html", ".ini", ".java", ".js", ".json"),
+    *(".jsonl", ".lua", ".md", ".py", ".pyi", ".rb", ".rs", ".rst", ".sh", ".sql", ".tex", ".toml", ".ts", ".tsv"),
+    *(".txt", ".xml", ".yaml", ".yml"),
+)
+_CHOICES = '"python_docs", "synthetic", a file or folder, or "module:callable"'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Located:
+    """The files that a path of a manifest stands for.
+
+    Args:
+        kind: Text to be tokenised, or tokens.
+        files: Sorted by path; at least one.
+    """
+
+    kind: Literal["text", "tokens"]
+    files: tuple[Path, ...]
+
+
+def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
+    """Find the files of a path; nothing is read.
+
+    A file named itself is tokens if it ends in .bin or .npy, else text. In a folder, and below it, files are taken by
+    their suffix; hidden ones are not, and other kinds are reported.
+
+    Args:
+        use: A path, relative to the manifest's folder.
+        folder: Of the manifest.
+        report: Takes a message about files that are left out.
+
+    Raises:
+        DataError: There is no such path (with the nearest name), the folder holds nothing to read, or both kinds.
+    """
+    path = folder / use
+    if not path.exists():
+        raise DataError(f'[data] use = "{use}": {_missing(use, folder)}')
+    if not path.is_dir():
+        return Located(kind="tokens" if path.suffix in TOKEN_SUFFIXES else "text", files=(path,))
+    found = sorted(
+        file
+        for file in path.rglob("*")
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    )
+    tokens = tuple(file for file in found if file.suffix in TOKEN_SUFFIXES)
+    text = tuple(file for file in found if file.suffix.lower() in TEXT_SUFFIXES)
+    others = Counter(file.suffix or "no suffix" for file in found if file not in {*tokens, *text})
+    listed = ", ".join(f"{count} {suffix}" for suffix, count in sorted(others.items()))
+    if tokens and text:
+        raise DataError(
+            f'[data] use = "{use}" holds both text ({text[0].name}) and tokens ({tokens[0].name}); move one kind away'
+        )
+    if not tokens and not text:
+        there = f"only files of other kinds ({listed})" if listed else "no files"
+        wanted = f"text ({', '.join(TEXT_SUFFIXES)}) or tokens ({', '.join(TOKEN_SUFFIXES)})"
+        raise DataError(f'[data] use = "{use}" is a folder with {there}; it must hold {wanted}')
+    if others and report is not None:
+        report(f'[data] use = "{use}": files of other kinds are left out: {listed}')
+    return Located(kind="tokens" if tokens else "text", files=tokens or text)
+
+
+def _missing(use: str, folder: Path) -> str:
+    """Say which part of a path is missing, and what is there that resembles it."""
+    there, part = folder, use
+    for part in Path(use).parts:
+        if not (there / part).exists():
+            break
+        there = there / part
+    shown = there.relative_to(folder) if there.is_relative_to(folder) else there
+    names = sorted(entry.name for entry in there.iterdir()) if there.is_dir() else []
+    choices = names + (["python_docs", "synthetic"] if there == folder else [])
+    near = get_close_matches(part, choices, n=1, cutoff=0.6)
+    hint = f'did you mean "{shown / near[0]}"?' if near else f"give {_CHOICES}"
+    where = "beside the manifest" if there == folder else f'in "{shown}"'
+    return f'there is no "{part}" {where}; {hint}'

@@ -1,0 +1,60 @@
+"""What a source of training data is: numbered samples, and a record of what they were."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["IGNORED", "Report", "Sample", "Source", "num_held_out"]
+
+# Targets of this value carry no loss: the default of torch's cross entropy and of composer3d's count of valid tokens.
+IGNORED = -100
+
+Sample: TypeAlias = tuple[Tensor, Tensor]
+Report: TypeAlias = Callable[[str], None]
+
+
+class Source(ABC):
+    """Numbered samples of (tokens, targets); for text the targets are the next tokens.
+
+    Args:
+        vocab_size: Every token is below it; None where nobody knows.
+        evaluation: The samples held out, None where there are none.
+    """
+
+    def __init__(self, *, vocab_size: int | None, evaluation: Source | None = None) -> None:
+        self.vocab_size = vocab_size
+        self.evaluation = evaluation
+
+    @property
+    def lengths(self) -> NDArray[np.int64] | None:
+        """Return the tokens of each sample, None where only reading a sample tells."""
+        return None
+
+    @property
+    def draws(self) -> bool:
+        """Tell whether reading a sample may draw random numbers; they are then seeded by the sample's position."""
+        return False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample:
+        """Return (tokens, targets) of one sample."""
+
+    @abstractmethod
+    def record(self) -> dict[str, Any]:
+        """Return what the run's record keeps: kind, sha256, counts, tokenizer; JSON values."""
+
+
+def num_held_out(num_samples: int, fraction: float) -> int:
+    """Return how many samples, at the end, are for evaluation: the fraction rounded up, but at least one is left."""
+    return min(math.ceil(num_samples * fraction - 1e-9), num_samples - 1)

@@ -1,0 +1,124 @@
+"""Plugins that do, each on request, one thing that composer3d refuses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import nn
+
+from composer3d import Axis, Dtypes, Phase, PluginError, Role, Transform, hookimpl, plugin, select_fqns
+
+
+@plugin(family="sharding")
+class Faulty:
+    """A transform of the blocks that goes wrong where it is told to.
+
+    Args:
+        fault: What goes wrong.
+        phase: Where it stands.
+        name: The transform's.
+        patterns: Of what is selected.
+        styles: By pattern.
+        after: Names.
+        requires: Names.
+        conflicts: Names.
+    """
+
+    fault: (
+        Literal[
+            "selects_nothing",
+            "selects_none",
+            "selects_foreign",
+            "touches_less",
+            "touches_none",
+            "touches_more",
+            "renames",
+            "drops",
+            "adds",
+        ]
+        | None
+    ) = None
+    phase: Literal["CONVERT", "TENSOR", "RECOMPUTE", "MATERIALISE"] = "TENSOR"
+    name: str = "faulty"
+    patterns: tuple[str, ...] = ("layers.*",)
+    styles: dict[str, str] | None = None
+    after: tuple[str, ...] = ()
+    requires: tuple[str, ...] = ()
+    conflicts: tuple[str, ...] = ()
+
+    @hookimpl
+    def composer3d_shard(self, context):
+        return Transform(
+            name=self.name,
+            phase=Phase[self.phase],
+            select=self._select,
+            apply=self._apply,
+            after=self.after,
+            requires=dict.fromkeys(self.requires, "it cannot stand alone"),
+            conflicts=dict.fromkeys(self.conflicts, "they do not go together"),
+        )
+
+    def _select(self, model, context):
+        if self.fault == "selects_none":
+            return None
+        if self.fault == "selects_nothing":
+            return []
+        if self.fault == "selects_foreign":
+            return ["layers.0", "layers.9"]
+        return [fqn for pattern in (*self.patterns, *(self.styles or ())) for fqn in select_fqns(pattern, context.fqns)]
+
+    def _apply(self, model, fqns, context):
+        if self.fault == "touches_none":
+            return None
+        if self.fault == "renames":
+            model.layers[1] = nn.Sequential(model.layers[1])
+        if self.fault == "drops":
+            model.layers[1].up.bias = None
+        if self.fault == "adds":
+            model.layers[1].scale = nn.Parameter(model.layers[1].up.bias.detach().clone())
+        more = ["norm"] if self.fault == "touches_more" else []
+        return [*fqns[1:], *more] if self.fault == "touches_less" else [*fqns, *more]
+
+
+@plugin(family="sharding", owns=("tp",))
+class Tensor:
+    """Owns tp and does nothing."""
+
+
+@plugin(family="sharding", owns=("dp_shard",))
+class Rival:
+    """Owns what fsdp2 owns."""
+
+
+@plugin(family="communication", axes=(Axis(name="site", role=Role.INDEPENDENT),), owns=("site",))
+class Sites:
+    """Brings an axis."""
+
+
+@plugin(family="precision", devices=("cuda", "xpu"))
+class OnlyGpu:
+    """Works on accelerators."""
+
+
+@plugin(family="precision")
+class Unheard:
+    """Gives dtypes, which somebody should ask for."""
+
+    @hookimpl
+    def composer3d_dtypes(self, context, fqn):
+        return Dtypes()
+
+
+@plugin(family="communication")
+class Refuses:
+    """Refuses the run.
+
+    Args:
+        reason: Why.
+    """
+
+    reason: str = "not today"
+
+    @hookimpl
+    def composer3d_configure(self, context):
+        raise PluginError(f"{self.reason} ({context.purpose})", hint="try tomorrow")

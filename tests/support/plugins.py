@@ -1,0 +1,204 @@
+"""Plugins that stand in manifests of tests with `use = "support.plugins:Name"`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from composer3d import (
+    Metric,
+    Phase,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    Transform,
+    hookimpl,
+    plugin,
+)
+
+
+@plugin(family="sharding", owns=("tp",))
+class Lockstep:
+    """Own tp without sharding anything: ranks along it compute the same thing."""
+
+
+@plugin(family="sharding")
+class Stale:
+    """A layout that is wrong on purpose: gradients of one parameter come out scaled.
+
+    Args:
+        factor: Of the gradients.
+        fqn: Prefix of the parameters.
+    """
+
+    factor: float = 1.001
+    fqn: str = "layers.1"
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> StepAction:
+        return StepAction(name="stale", point=StepPoint.GRADIENTS_REDUCED, run=self._scale)
+
+    def _scale(self, state: StepState) -> None:
+        for part in state.parts:
+            for fqn, parameter in part.module.named_parameters():
+                if fqn.startswith(self.fqn) and parameter.grad is not None:
+                    parameter.grad.mul_(self.factor)
+
+
+@plugin(family="profiling")
+class Journal:
+    """Write down the points of a step as they come, in `context.state`; veto steps.
+
+    Args:
+        veto_rank: The rank that vetoes.
+        veto_step: The step that it vetoes.
+    """
+
+    veto_rank: int | None = None
+    veto_step: int | None = None
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        context.state["journal"] = []
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
+        def action(point: StepPoint) -> StepAction:
+            return StepAction(name=f"journal.{point.name}", point=point, run=lambda state: self._note(point, state))
+
+        return [action(point) for point in StepPoint]
+
+    def _note(self, point: StepPoint, state: StepState) -> str | None:
+        state.context.state["journal"].append((point.name, state.step, state.index, state.is_last))
+        vetoes = (state.context.rank, state.step) == (self.veto_rank, self.veto_step)
+        return "the journal is full" if point is StepPoint.DECIDE and vetoes else None
+
+    @hookimpl
+    def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
+        return [
+            Metric(name=f"rank_{how}", value=float(context.rank + step), reduction=how)
+            for how in ("sum", "max", "mean", "rank0")
+        ]
+
+    @hookimpl
+    def composer3d_metrics(self, context: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        context.state["metrics"] = (step, dict(metrics))
+
+    @hookimpl
+    def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
+        context.state["journal"].append(("CLOSE", type(error).__name__))
+
+
+@plugin(family="profiling")
+class Unclosable:
+    """Fails when it is closed."""
+
+    @hookimpl
+    def composer3d_close(self, context: RunContext) -> None:
+        raise OSError("the socket is gone")
+
+
+class Scaler:
+    """Scale by a power of two, so that nothing is rounded; find what is not finite."""
+
+    def __init__(self):
+        self.factor, self.log = 4.0, []
+
+    def scale(self, loss):
+        return loss * self.factor
+
+    def unscale_(self, optimizer):
+        found = False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.div_(self.factor)
+                    found |= not bool(getattr(parameter.grad, "_local_tensor", parameter.grad).isfinite().all())
+        return found
+
+    def update(self, skipped):
+        self.log.append(skipped)
+
+
+@plugin(family="precision")
+class Scaled:
+    """Scale the loss."""
+
+    @hookimpl
+    def composer3d_grad_scaler(self, context: RunContext) -> Scaler:
+        return context.state.setdefault("scaler", Scaler())
+
+
+class Tally:
+    """State of a plugin: a number and a tensor."""
+
+    def __init__(self, value):
+        import torch
+
+        self.steps, self.tensor = 0, torch.full((3,), float(value))
+
+    def state_dict(self):
+        return {"steps": self.steps, "tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.steps, self.tensor = state["steps"], state["tensor"]
+
+
+@plugin(family="profiling")
+class Counting:
+    """Keep a state that belongs into checkpoints, and count parameters that became final."""
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        context.state["tally"], context.state["final"] = Tally(1.5), 0
+
+    @hookimpl
+    def composer3d_state(self, context: RunContext) -> dict[str, Tally]:
+        return {"tally": context.state["tally"]}
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
+        return [
+            StepAction(name="counting", point=StepPoint.END, run=self._count),
+            StepAction(name="counting.final", point=StepPoint.PARAMETERS_FINAL, run=self._final),
+        ]
+
+    def _count(self, state: StepState) -> None:
+        tally = state.context.state["tally"]
+        tally.steps += 1
+        tally.tensor += 1
+
+    def _final(self, state: StepState) -> None:
+        state.context.state["final"] += 1
+
+
+@plugin(family="sharding")
+class Parallelized:
+    """torch's parallelize_module over tp, which cuts ties.
+
+    Args:
+        columns: FQNs of linear modules cut along their outputs, which are gathered.
+        rows: FQNs of embeddings cut along their rows.
+    """
+
+    columns: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ()
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform:
+        return Transform(
+            name="parallelized",
+            phase=Phase.TENSOR,
+            select=lambda model, context: [*self.columns, *self.rows],
+            apply=self._apply,
+            uses=("tp",),
+        )
+
+    def _apply(self, model, fqns, context):
+        from torch.distributed.tensor import Replicate
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        plan = {fqn: ColwiseParallel(output_layouts=Replicate()) for fqn in self.columns}
+        plan |= {fqn: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()) for fqn in self.rows}
+        parallelize_module(model, context.mesh["tp"], plan)
+        return list(fqns)
