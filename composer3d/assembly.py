@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import guard, initialisation, mesh
+from composer3d import gradients, guard, initialisation, mesh
 from composer3d.accumulation import Accumulation
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import InitialisationError, ManifestError, TransformError
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from composer3d.initialisation import Recipe
     from composer3d.loss import Reduction
 
 __all__ = ["Assembled", "assemble"]
@@ -70,7 +72,7 @@ def assemble(
     where = default_device() if device is None else torch.device(device)
     if not isinstance(manifest, Manifest):
         manifest = load_manifest(manifest, tables=tables)
-    release = join_world(where)
+    world = join_world(where)
     try:
         preparation = prepare(
             model, manifest, world_size=dist.get_world_size(), rank=dist.get_rank(), device=where, purpose=purpose
@@ -78,15 +80,21 @@ def assemble(
         errors = [problem for problem in preparation.problems if problem.severity == "error"]
         if errors:
             raise ManifestError(errors)
+        for problem in preparation.problems if dist.get_rank() == 0 else ():
+            logging.getLogger(__name__).warning("%s", problem)
         context = preparation.context
         if preparation.recipe is None:
             _agree_on_weights(preparation.model, context, broadcast=weights == "rank0")
+        else:
+            _agree_on_factory(preparation.recipe, context)
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
-        return _freeze(preparation, loss_fn or _own_loss, loss_reduction, count_fn, release)
+        assembled = _freeze(preparation, loss_fn or _own_loss, loss_reduction, count_fn, world.release)
+        world.settle()
+        return assembled
     except BaseException:
-        release()
+        world.release()
         raise
 
 
@@ -128,14 +136,19 @@ def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> No
         before = _names(part.module)
         have = before | {fqn for fqn, _ in part.module.named_modules()}
         present = [fqn for fqn in fqns if fqn in have]
-        touched = transform.apply(part.module, present, context)
-        if set(touched) != set(present):
-            missing = sorted(set(present) ^ set(touched))
+        touched = set(transform.apply(part.module, present, context) or ())
+        if missing := sorted(set(present) - touched):
             raise TransformError(f'{transform.name} selected {len(present)} modules and did not touch "{missing[0]}"')
+        if foreign := sorted(touched - set(present)):
+            raise TransformError(f'{transform.name} touched "{foreign[0]}", which it had not selected')
         initialisation.restore_ties(part.module, context.ties)
         now = _names(part.module)
-        if before - now or (now - before and transform.phase is not Phase.CONVERT):
-            raise TransformError(f'{transform.name} renamed or dropped "{sorted(before ^ now)[0]}"; FQNs must stay')
+        if lost := sorted(before - now):
+            raise TransformError(f'{transform.name} renamed or dropped "{lost[0]}"; FQNs must stay')
+        if transform.phase is not Phase.CONVERT and (more := sorted(now - before)):
+            raise TransformError(
+                f'{transform.name} added "{more[0]}"; only transforms in phase CONVERT add parameters'
+            )
 
 
 def _names(module: nn.Module) -> set[str]:
@@ -151,24 +164,33 @@ def materialise(preparation: Preparation) -> None:
         return tensor if changed is None else changed
 
     has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
+    unmade: list[Tensor] = []
+    names: list[str] = []
     for part in context.parts:
         if recipe is not None:
-            initialisation.materialise(
+            left = initialisation.materialise(
                 part.module,
                 recipe,
                 seed=context.manifest.train.seed,
                 device=context.device,
                 load=load if has_loader else None,
             )
+            tensors = dict([*part.module.named_parameters(), *part.module.named_buffers()])
+            names += left
+            unmade += [tensors[fqn] for fqn in left]
         elif context.device.type != "cpu":
             part.module.to(context.device)
     for transform, fqns in preparation.selected:
         if transform.phase is Phase.MATERIALISE:
             _apply(transform, fqns, context)
+    for fqn, tensor in zip(names, unmade, strict=True):
+        if bool(gradients.local(tensor).isnan().any()):
+            raise InitialisationError(f'"{fqn}" was added by a plugin, and nothing gave it values')
 
 
 def _agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:
     """Refuse ranks that start from different weights, or give all of them the first's."""
+    import torch
     import torch.distributed as dist
 
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
@@ -180,7 +202,7 @@ def _agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool)
     if broadcast:
         control = guard.control_device(context.device)
         for tensor in tensors.values():
-            full = tensor.data.to(control)
+            full = tensor.data.to(control, memory_format=torch.contiguous_format)
             dist.broadcast(full, src=0)
             tensor.data.copy_(full)
         return
@@ -194,6 +216,21 @@ def _agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool)
         raise InitialisationError(
             f'ranks start from different weights: "{fqn}" on {shown} is not what rank 0 has; '
             'seed all ranks alike, hand compose a factory, or pass weights="rank0"'
+        )
+
+
+def _agree_on_factory(recipe: Recipe, context: RunContext) -> None:
+    """Refuse ranks whose factories did different things: their shards would be of different models."""
+    import torch.distributed as dist
+
+    if context.world_size == 1:
+        return
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, recipe.fingerprint())
+    other = next((rank for rank, digest in enumerate(everyone) if digest != everyone[0]), None)
+    if other is not None:
+        raise InitialisationError(
+            f"the factory makes another model on rank {other} than on rank 0; it must not depend on the rank"
         )
 
 

@@ -377,25 +377,15 @@ class Composition:
         if self._closed:
             return
         self._closed = True
-        try:
-            self._persistence.close()
-        finally:
-            for _, function in self._assembled.hooks.freeze("composer3d_close"):
-                function(context=self.context, error=error)
-            self._assembled.release()
+        # One that fails keeps none of the others from closing; the last one entered runs first.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._assembled.release)
+            for _, function in reversed(self._assembled.hooks.freeze("composer3d_close")):
+                stack.callback(function, context=self.context, error=error)
+            stack.callback(self._persistence.close)
 
     def __enter__(self) -> Composition:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.close(error)
-
-
-def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
-    """Split a group into plain tensors and DTensors: fused and foreach kernels refuse to take both at once."""
-    from torch.distributed.tensor import DTensor
-
-    kinds: dict[bool, list[Any]] = {}
-    for parameter in group["params"]:
-        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    return [{**group, "params": parameters} for parameters in kinds.values()]

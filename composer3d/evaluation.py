@@ -30,7 +30,11 @@ class Evaluation:
 
 @contextlib.contextmanager
 def evaluating(parts: Sequence[Part]) -> Iterator[None]:
-    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards."""
+    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards.
+
+    Parameters that were gathered for a backward, which does not come, are let go: until then a checkpoint would see no
+    shards, and the next step would run on the gathered values, whatever has happened to the shards.
+    """
     import torch
 
     modes = [(module, module.training) for part in parts for module in part.module.modules()]
@@ -42,3 +46,6 @@ def evaluating(parts: Sequence[Part]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+            reshard = getattr(module, "reshard", None)  # of FSDP2's modules
+            if callable(reshard):
+                reshard()

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.errors import StepError
 from composer3d.mesh import Layout, Role
 
 if TYPE_CHECKING:
@@ -59,11 +60,16 @@ def total_norm(
         norm_type: 2, or infinity.
         group: The ranks of one global batch.
         device: For the reduced number.
+
+    Raises:
+        StepError: Another norm_type.
     """
     import torch
     import torch.distributed as dist
 
     infinite = math.isinf(norm_type)
+    if norm_type != 2 and not infinite:
+        raise StepError(f"the gradient norm is not computed for norm_type = {norm_type:g}; use 2 or infinity")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for (weight, *_), grads in _alike(parameters, layout).items():
         norms = torch.stack(torch_compat.foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)

@@ -7,6 +7,7 @@ forward of the wrong step names the ranks that differ.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 __all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
 _MISSING_WAIT_S = 5.0
+# In the place of the batch's number: an evaluation is never taken for a step of the same number.
+_EVALUATION = 0xFFFF
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +78,12 @@ class Guard:
         self._batch_index = [layout.index(other, Role.BATCH, Role.SEQUENCE) for other in self._ranks]
         self.compares_batches = layout.degree(Role.TENSOR, Role.STAGE) > 1
 
-    def agree(self, *, step: int, call: int, counts: Sequence[int], digest: int) -> Totals:
+    def agree(self, *, step: int, call: int | None, counts: Sequence[int], digest: int) -> Totals:
         """Add up counts over all ranks and check that they are at the same place.
 
         Args:
-            step: The number the loop gave this step.
-            call: The how-manieth batch of this step it is.
+            step: The number the loop gave this step, or that of the evaluation.
+            call: The how-manieth batch of this step it is; None for an evaluation.
             counts: Valid tokens of each of this rank's micro-batches.
             digest: Of the batch; compared between ranks that must hold the same one.
 
@@ -95,16 +98,17 @@ class Guard:
         if self._counts:
             vector[:3] = [sum(counts), len(counts), sum(count * count for count in counts)]
         # Slots start at 1, so that a rank which took no part in the sum cannot look like step 0.
-        vector[3 + self._slot] = (step << 16) + call + 1
+        slot = (step << 16) + (_EVALUATION if call is None else call + 1)
+        vector[3 + self._slot] = slot
         vector[3 + size + self._slot] = digest
         tensor = torch.tensor(vector, dtype=torch.int64, device=self._device)
         try:
             dist.all_reduce(tensor, group=self._group)
         except RuntimeError as error:
-            raise StepError(self._missing(step, error)) from error
+            raise StepError(self._missing(slot, error)) from error
         total: list[int] = tensor.tolist()
         self._same_step(total[3 : 3 + size])
-        self._same_batch(total[3 + size :], step)
+        self._same_batch(total[3 + size :], slot)
         count, microbatches, squares = total[:3]
         return Totals(count=count, num_microbatches=microbatches, equal=microbatches * squares == count * count)
 
@@ -128,7 +132,7 @@ class Guard:
             f"{_place(usual)}; a rank skipped or repeated a batch"
         )
 
-    def _same_batch(self, digests: list[int], step: int) -> None:
+    def _same_batch(self, digests: list[int], slot: int) -> None:
         if not self.compares_batches:
             return
         first: dict[int, int] = {}
@@ -136,29 +140,34 @@ class Guard:
             other = first.setdefault(index, position)
             if digests[other] != digests[position]:
                 raise StepError(
-                    f"ranks {self._ranks[other]} and {self._ranks[position]} were given different batches at step "
-                    f"{step}; ranks that differ only in tp or pp must read the same samples"
+                    f"ranks {self._ranks[other]} and {self._ranks[position]} were given different batches at "
+                    f"{_place(slot)}; ranks that differ only in tp or pp must read the same samples"
                 )
 
-    def _missing(self, step: int, error: RuntimeError) -> str:
+    def _missing(self, slot: int, error: RuntimeError) -> str:
         """Find out through the store who did not arrive; only after a failure, so steps pay nothing for it."""
         missing = []
+        deadline = time.monotonic() + _MISSING_WAIT_S
         try:
             store = torch_compat.default_store()
-            store.set(f"composer3d/step/{step}/{self._rank}", "here")
+            store.set(f"composer3d/step/{slot}/{self._rank}", "here")
             for rank in self._ranks:
                 try:
-                    store.wait([f"composer3d/step/{step}/{rank}"], timedelta(seconds=_MISSING_WAIT_S))
+                    # One deadline for all: with many missing, those who are there would be waited for in vain.
+                    left_s = max(deadline - time.monotonic(), _MISSING_WAIT_S / 100)
+                    store.wait([f"composer3d/step/{slot}/{rank}"], timedelta(seconds=left_s))
                 except RuntimeError:
                     missing.append(rank)
         except RuntimeError:
-            return f"rank {self._rank} lost the other ranks at the start of step {step}: {error}"
+            return f"rank {self._rank} lost the other ranks at the start of {_place(slot)}: {error}"
         if not missing:
-            return f"the collective at the start of step {step} failed on rank {self._rank}: {error}"
+            return f"the collective at the start of {_place(slot)} failed on rank {self._rank}: {error}"
         names = " and ".join(f"rank {rank}" for rank in missing[:8])
-        return f"{names} did not reach step {step}, which rank {self._rank} waited for: stalled, ended, or elsewhere"
+        return f"{names} did not reach {_place(slot)}, which rank {self._rank} waited for: stalled, ended, or elsewhere"
 
 
 def _place(slot: int) -> str:
+    if slot & 0xFFFF == _EVALUATION:
+        return f"evaluation {slot >> 16}"
     call = (slot & 0xFFFF) - 1
     return f"step {slot >> 16}" + (f", batch {call + 1}" if call else "")

@@ -61,12 +61,16 @@ class Ledger:
         """Losses recorded since the last `settle`."""
         return len(self._entries)
 
-    def settle(self, num_microbatches: int) -> tuple[Tensor, float]:
+    def settle(self, num_microbatches: int, *, has_gradient: bool = True) -> tuple[Tensor, float]:
         """Return the global mean of the losses since the last call, and their count, on every rank.
 
         The first pipeline step calls the loss once more than there are micro-batches, to infer shapes; that call comes
         first, so only the last `num_microbatches` entries count.
         Collectives: one all-reduce of three numbers.
+
+        Args:
+            num_microbatches: On this rank.
+            has_gradient: Losses of an evaluation have none, so they say nothing about the step's count.
         """
         import torch
         import torch.distributed as dist
@@ -82,8 +86,9 @@ class Ledger:
                 total[2] += gradients.local(auxiliary).to(self._device)
         dist.all_reduce(total, group=self._group)
         count = float(total[1])
-        self._count += count
-        self.auxiliary = float(total[2]) / count if count else 0.0
+        if has_gradient:
+            self._count += count
+            self.auxiliary = float(total[2]) / count if count else 0.0
         return (total[0] / total[1]).to(dtype), count
 
     @property

@@ -58,8 +58,9 @@ def reduction_of(loss: Tensor) -> Reduction:
         return "mean"
     if saved == 2 or name.startswith("SumBackward"):
         return "sum"
+    seen = "it has no graph" if node is None else f"its last operation is {name.removesuffix('0')}"
     raise LossError(
-        f"cannot tell whether the loss is a sum or a mean (its last operation is {name.removesuffix('0')}); "
+        f"cannot tell whether the loss is a sum or a mean ({seen}); "
         'pass compose(loss_reduction="mean") or "sum", or ' + _RETURN_A_SUM
     )
 

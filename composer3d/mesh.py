@@ -153,6 +153,8 @@ def resolve(
     open_axes = [name for name, degree in degrees.items() if degree == -1]
     if len(open_axes) > 1:
         raise MeshError(f"only one axis may be -1, not {' and '.join(open_axes)}")
+    if open_axes == ["ep"]:
+        raise MeshError("ep cannot be -1: it is carved out of dp_shard x cp, and takes no ranks")
     dense = [axis.name for axis in axes if axis.role is not Role.EXPERT]
     if not open_axes and default is not None and degrees[default] is None:
         open_axes = [default]

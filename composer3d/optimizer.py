@@ -26,7 +26,7 @@ def group_parameters(
         known: All FQNs of the whole model; a stage may hold none of a group's parameters.
 
     Returns:
-        Groups with `params`; those that are empty on this rank are left out.
+        Groups with `params`; those that are empty on this rank are left out, unless all are.
 
     Raises:
         PatternError: A group matches nothing in the whole model.
@@ -40,7 +40,17 @@ def group_parameters(
         if parameter.requires_grad:
             places = [index for index, expression in enumerate(expressions) if expression.search(fqn)]
             members[places[0] if places else -1]["params"].append(parameter)
-    return [group for group in members if group["params"]]
+    return [piece for group in members for piece in _by_kind(group)] or members[-1:]
+
+
+def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a group into plain tensors and DTensors: fused and foreach kernels refuse to take both at once."""
+    from torch.distributed.tensor import DTensor
+
+    kinds: dict[bool, list[Any]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{**group, "params": parameters} for parameters in kinds.values()]
 
 
 def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> torch.optim.Optimizer:
@@ -63,5 +73,7 @@ def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], A
 
     # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
     step.hooked = True  # type: ignore[attr-defined]
+    # Checkpoints unwrap `step` down to the bare one: no hook takes the making of state for a step.
+    step.__wrapped__ = inner  # type: ignore[attr-defined]
     optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
     return optimizer

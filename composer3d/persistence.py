@@ -69,7 +69,12 @@ class Persistence:
             tensors |= checkpoint.optimizer_tensors(optimizer, self._parameters())[0]
         stateful = self._stateful()
         self._refuse_other_states(path, set(stateful), set(state["states"]))
-        filled = {prefix: _blank(value, prefix, path, tensors) for prefix, value in state["states"].items()}
+        present: dict[str, Tensor] = {}
+        for prefix, thing in stateful.items():
+            _take_out(thing.state_dict(), prefix, present)
+        filled = {prefix: _blank(value, prefix, path, present) for prefix, value in state["states"].items()}
+        for prefix, value in filled.items():
+            _take_out(value, prefix, tensors)
         checkpoint.load(path, tensors=tensors, allow_extra=() if optimizer is not None else ("optimizer/",))
         if optimizer is not None:
             checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
@@ -142,8 +147,11 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _blank(value: Any, key: str, path: Path, tensors: dict[str, Tensor]) -> Any:
-    """Put empty tensors, to be filled by the load, where `_take_out` took them from."""
+def _blank(value: Any, key: str, path: Path, present: Mapping[str, Tensor]) -> Any:
+    """Put tensors, to be filled by the load, where `_take_out` took them from.
+
+    Where the state has such a tensor now it is that one, so that what is sharded stays sharded; otherwise an empty one.
+    """
     import torch
 
     if isinstance(value, Mapping) and value.keys() == {TENSOR}:
@@ -151,10 +159,11 @@ def _blank(value: Any, key: str, path: Path, tensors: dict[str, Tensor]) -> Any:
         found = getattr(torch, str(dtype), None)
         if not isinstance(found, torch.dtype):
             raise CheckpointError(f'{path}: "{key}" has the dtype {dtype}, which torch does not know')
-        tensors[key] = torch.empty(shape, dtype=found)
-        return tensors[key]
+        own = present.get(key)
+        fits = own is not None and list(own.shape) == shape and own.dtype is found
+        return own if fits else torch.empty(shape, dtype=found)
     if isinstance(value, Mapping):
-        return {name: _blank(item, f"{key}/{name}", path, tensors) for name, item in value.items()}
+        return {name: _blank(item, f"{key}/{name}", path, present) for name, item in value.items()}
     if isinstance(value, list):
-        return [_blank(item, f"{key}/{index}", path, tensors) for index, item in enumerate(value)]
+        return [_blank(item, f"{key}/{index}", path, present) for index, item in enumerate(value)]
     return value

@@ -202,7 +202,7 @@ def _select(preparation: Preparation) -> None:
     for transform in ordered:
         registered = by_name[transform.name]
         with _located(problems, partial(_at_plugin, registered, context)):
-            fqns = tuple(transform.select(preparation.model, context))
+            fqns = tuple(transform.select(preparation.model, context) or ())
             _check_selection(transform, fqns, context)
             preparation.selected.append((transform, fqns))
 
@@ -211,6 +211,10 @@ def _check_selection(transform: Transform, fqns: tuple[str, ...], context: RunCo
     if not fqns:
         raise TransformError(f"{transform.name} selects no module, so it would do nothing")
     known = {*context.fqns, *context.parameter_fqns}
+    axes = {axis.name for axis in context.layout.axes}
+    strange = [axis for axis in (*transform.uses, *transform.averages) if axis not in axes]
+    if strange:
+        raise TransformError(f'{transform.name} uses the axis "{strange[0]}", which is no axis of the mesh')
     foreign = [fqn for fqn in fqns if fqn not in known]
     if foreign:
         raise TransformError(f'{transform.name} selects "{foreign[0]}", which the model does not have')

@@ -133,6 +133,9 @@ class Catalogue:
             raise PluginError(f'the plugin "{name}" cannot be imported: {error}', hint=_install_hint(point)) from error
         except AttributeError as error:
             raise PluginError(f'the plugin "{name}" cannot be imported: {error}') from error
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+            raise PluginError(f'the plugin "{name}" cannot be imported: {said}') from error
         if info_of(cls) is None:
             raise PluginError(f'"{point.value}" is not a plugin', hint="decorate the class with @composer3d.plugin")
         return typing.cast(type, cls)
@@ -177,6 +180,16 @@ class Hooks:
             self._register(registered)
 
     def _register(self, registered: Registered) -> None:
+        other = self._manager.get_plugin(registered.name)
+        if other is not None:
+            first = next(plugin for plugin in self.plugins if plugin.instance is other)
+            raise PluginError(f"{first} and {registered} have the same name; rename one and write its use")
+        for name in dir(registered.instance):
+            if name.startswith("composer3d_") and not self._manager.parse_hookimpl_opts(registered.instance, name):
+                raise PluginError(
+                    f"{registered}: {name} is not marked, so nobody would call it",
+                    hint="decorate it with @composer3d.hookimpl",
+                )
         try:
             self._manager.register(registered.instance, name=registered.name)
             self._manager.check_pending()
@@ -226,7 +239,7 @@ class Hooks:
         """
         answers = self.call(hook, **arguments)
         for other, answer in answers[1:]:
-            if answer != answers[0][1]:
+            if not _agree(answer, answers[0][1]):
                 about = f' for "{arguments["fqn"]}"' if "fqn" in arguments else ""
                 raise QueryError(f"{answers[0][0]} and {other} both answer {hook}{about}; remove one of them")
         return answers[0][1] if answers else None
@@ -253,6 +266,11 @@ class Hooks:
                     raise PluginError(f'{result[axis]} and {registered} both own the axis "{axis}"; remove one of them')
                 result[axis] = registered
         return result
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Tell whether two answers are one; of tensors only the very same are, because comparing them gives a tensor."""
+    return one is other or (type(one) is type(other) and not hasattr(one, "shape") and bool(one == other))
 
 
 def _bind(implementation: Any, specified: tuple[str, ...]) -> Callable[..., Any]:

@@ -78,7 +78,9 @@ class StepEngine:
         self.state: StepState | None = None
         self._counts: dict[int, int] = {}
         self._own: OwnForward | None = None
-        self._scheduled = self._evaluating = self._bypassed = False
+        # What `compose` was told, which also holds for losses of the loop's own; what loss_fn taught does not.
+        self._told_reduction = reduction
+        self._scheduled = self._evaluating = self._bypassed = self._equal = False
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class StepEngine:
         context = self._context
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self._ledger.clear()
-        self._call, self._used, self._own = 0, False, None
+        self._call, self._used, self._own, self._num_forwards = 0, False, None, 0
         try:
             with context.span("step", step=number):
                 self._at(StepPoint.BEGIN)
@@ -152,14 +154,14 @@ class StepEngine:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
         microbatches = cut(batch, size)
         counts = self._count_all(microbatches)
-        totals = self._guard.agree(step=number, call=0, counts=counts, digest=self._digest(batch))
-        self._equal, self._evaluating = totals.equal, True
+        totals = self._guard.agree(step=number, call=None, counts=counts, digest=self._digest(batch))
+        outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
             with self._context.span("evaluate"):
                 evaluate(microbatches)
+            return self._ledger.settle(len(microbatches), has_gradient=False)
         finally:
-            self._evaluating = False
-        return self._ledger.settle(len(microbatches))
+            self._equal, self._evaluating = outer, False
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
@@ -204,7 +206,9 @@ class StepEngine:
     def enter_own_forward(self) -> None:
         """Start the random stream of a forward that the loop runs itself inside a step."""
         if self.state is not None and not self._scheduled and not self._evaluating:
-            self._streams.enter(self.state.step, self._own.calls if self._own else 0)
+            # By forwards, not by backwards: two forwards before one backward draw different numbers.
+            self._streams.enter(self.state.step, self._num_forwards)
+            self._num_forwards += 1
 
     def backward(self, value: Any, *, last: bool) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
@@ -213,7 +217,7 @@ class StepEngine:
         if self._own is None:
             self._announce_own(None)
         assert self._own is not None, "announced above"
-        loss = self._own.loss(value, last=last, equal=self._equal, reduction=self._reduction)
+        loss = self._own.loss(value, last=last, equal=self._equal, reduction=self._told_reduction)
         state.forward_done = True
         self.begin_microbatch(self._own.calls - 1, last)
         with self._context.span("backward"):
@@ -258,9 +262,12 @@ class StepEngine:
         parameters = list({id(p): p for part in state.parts for p in part.module.parameters()}.values())
         if self._used:
             return parameters
-        self._used = True
         if self._ledger.pending:
-            self._settle(state, self._ledger.pending)
+            raise StepError(
+                f"{call} was called, and no backward of this step was the last one; "
+                "call run.backward(loss, last=True) for the last loss of a step"
+            )
+        self._used = True
         self._at(StepPoint.GRADIENTS_LOCAL)
         gradients.settle_partial(parameters)
         if self._ledger.correction != 1.0:
@@ -314,6 +321,8 @@ class StepEngine:
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
         """Let the optimizer step outside steps, for checkpoints that need its state to exist."""
+        if self.state is not None:
+            raise StepError(f"load was called inside step {self.state.step}; load between steps")
         self._bypassed = True
         try:
             yield

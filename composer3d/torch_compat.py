@@ -6,8 +6,8 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,6 +24,13 @@ def default_store() -> Any:
     from torch.distributed.distributed_c10d import _get_default_store
 
     return _get_default_store()
+
+
+def process_groups() -> tuple[Any, ...]:
+    """Return the process groups that this rank is in; torch lists them only in its private world (torch 2.11-2.15)."""
+    from torch.distributed.distributed_c10d import _world
+
+    return tuple(_world.pg_map)
 
 
 def flatten(mesh: Any, name: str) -> Any:
@@ -265,41 +272,15 @@ def foreach_mul_(tensors: Any, factor: Any) -> None:
     torch._foreach_mul_(tensors, factor)
 
 
+def foreach_lerp_(tensors: Any, ends: Any, weight: float) -> None:
+    """Move a list of tensors towards others in place in one kernel; see `foreach_mul_`."""
+    import torch
+
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
 def foreach_norm(tensors: Any, norm_type: float) -> Any:
     """Return the norm of every tensor of a list in one kernel; see `foreach_mul_`."""
     import torch
 
     return torch._foreach_norm(tensors, norm_type)
-
-
-@contextmanager
-def undisturbed_meta() -> Iterator[None]:
-    """Run operators on meta inside without importing torch._dynamo, which takes 0.9 s of a process that only checks.
-
-    Many operators on meta are Python functions under torch._refs, wrapped so that dynamo never traces into them; the
-    wrapper imports dynamo at the first call to make itself a disabled function, and keeps that in an attribute. Here
-    the attribute is the plain function meanwhile, and gone afterwards (torch 2.11-2.15). Where dynamo is imported
-    already, nothing is done.
-    """
-    import sys
-
-    from torch import _meta_registrations, _refs
-
-    wrapped: list[Any] = []
-    if "torch._dynamo" not in sys.modules:
-        modules = (_refs, _refs.special, _refs.nn.functional, _refs.fft, _refs.linalg, _meta_registrations)
-        for function in {id(value): value for module in modules for value in vars(module).values()}.values():
-            while function is not None:
-                inside = getattr(function, "__wrapped__", None)
-                is_wrapper = getattr(getattr(function, "__code__", None), "co_filename", "").endswith(
-                    "torch/_compile.py"
-                )
-                if is_wrapper and not hasattr(inside, "__dynamo_disable"):
-                    inside.__dynamo_disable = inside
-                    wrapped.append(inside)
-                function = inside
-    try:
-        yield
-    finally:
-        for function in wrapped:
-            del function.__dynamo_disable

@@ -158,7 +158,8 @@ def _order_within(group: Mapping[str, T], everything: Mapping[str, T]) -> list[T
     try:
         sorter.prepare()
     except CycleError as error:
-        raise OrderError("these cannot be ordered: " + " -> ".join(reversed(error.args[1]))) from None
+        cycle = " -> ".join(f'"{name}"' for name in error.args[1])
+        raise OrderError(f"these cannot be ordered: {cycle}") from None
     ready: list[str] = []
     result: list[T] = []
     while sorter.is_active():

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from composer3d.errors import CheckpointError
@@ -127,9 +128,16 @@ def discard(path: Path) -> None:
     beside = path if path.suffix == BESIDE else path.with_name(path.name.removesuffix(REPLACED) + BESIDE)
     if beside != path:
         if beside.exists():
-            shutil.rmtree(beside)
+            _remove(beside)
         path.rename(beside)
-    shutil.rmtree(beside)
+    _remove(beside)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder that a save in another thread, clearing what killed runs left, may be removing too."""
+    while folder.exists():
+        with suppress(FileNotFoundError):
+            shutil.rmtree(folder)
 
 
 def _steps(folder: Path, *, replaced: bool = False) -> Iterator[tuple[int, Path]]:

@@ -134,10 +134,10 @@ def inspect_manifest(
         problems=tuple(problems),
         unresolved=tuple(
             (family, name)
-            for family in FAMILIES
-            if isinstance(document.get((family,)), Mapping)
+            for family in document.tables
+            if family not in classes and isinstance(document.get((family,)), Mapping)
             for name in document.get((family,))
-            if (family, name) not in known
+            if (family, name) not in known and isinstance(document.get((family, name)), Mapping)
         ),
     )
 
