@@ -202,3 +202,32 @@ class Parallelized:
         plan |= {fqn: RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()) for fqn in self.rows}
         parallelize_module(model, context.mesh["tp"], plan)
         return list(fqns)
+
+
+class OneByOne:
+    """A schedule that, as pipelines do in their first step, calls the loss once more than there are micro-batches."""
+
+    def __init__(self, context, parts, loss_fn):
+        self.context, self.module, self.loss_fn, self.knows_shapes = context, parts[0].module, loss_fn, False
+
+    def train(self, microbatches):
+        if not self.knows_shapes:
+            self.loss_fn(self.module(*microbatches[0].args), microbatches[0].target)
+            self.knows_shapes = True
+        for index, batch in enumerate(microbatches):
+            self.context.begin_microbatch(index, index == len(microbatches) - 1)
+            self.loss_fn(self.module(*batch.args), batch.target).backward()
+            self.context.end_microbatch()
+
+    def evaluate(self, microbatches):
+        for batch in microbatches:
+            self.loss_fn(self.module(*batch.args), batch.target)
+
+
+@plugin(family="scheduling")
+class Scheduled:
+    """Run the forward itself."""
+
+    @hookimpl
+    def composer3d_schedule(self, context, parts, loss_fn) -> OneByOne:
+        return OneByOne(context, parts, loss_fn)

@@ -1,0 +1,78 @@
+"""How many sequences a step has, and how many came before it: pure functions of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import takewhile
+from typing import TYPE_CHECKING
+
+from composer3d.errors import ManifestError
+
+if TYPE_CHECKING:
+    from composer3d.manifest import Manifest
+    from composer3d.runner.tables import TrainTable
+
+__all__ = ["BatchSize"]
+
+
+class BatchSize:
+    """The global batch of every step.
+
+    Args:
+        table: `[train]`.
+        degree: Data-parallel degree.
+
+    >>> from composer3d.runner.tables import BatchRampTable, TrainTable
+    >>> ramp = BatchRampTable(start=2, step=4, every=3)
+    >>> sizes = BatchSize(TrainTable(steps=9, global_batch=8, batch_ramp=ramp), degree=1)
+    >>> [sizes.of(step) for step in range(8)], sizes.position_of(8)
+    ([2, 2, 2, 6, 6, 6, 8, 8], 40)
+    """
+
+    def __init__(self, table: TrainTable, *, degree: int) -> None:
+        self._table, self._degree = table, degree
+        self._microbatch = table.microbatch or 1
+        self.largest = table.global_batch or self._microbatch * degree
+
+    def of(self, step: int) -> int:
+        """Return the sequences of a step, counted from 0."""
+        ramp = self._table.batch_ramp
+        if ramp is None:
+            return self.largest
+        return min(ramp.start + step // ramp.every * ramp.step, self.largest)
+
+    def position_of(self, step: int) -> int:
+        """Return the sequences of all steps before a step."""
+        ramp = self._table.batch_ramp
+        if ramp is None:
+            return step * self.largest
+        # k whole plateaus of the ramp lie before the step, unless the ramp has ended by then.
+        length = -(-(self.largest - ramp.start) // ramp.step)
+        full, rest = min(divmod(step, ramp.every), (length, step - length * ramp.every))
+        plateaus = full * ramp.start + ramp.step * full * (full - 1) // 2
+        return plateaus * ramp.every + rest * self.of(full * ramp.every)
+
+    def sizes(self) -> Iterator[int]:
+        """Yield every size that occurs, once each."""
+        ramp = self._table.batch_ramp
+        if ramp is not None:
+            yield from takewhile(lambda size: size < self.largest, range(ramp.start, self.largest, ramp.step))
+        yield self.largest
+
+    def check(self, manifest: Manifest) -> None:
+        """Refuse sizes that cannot be cut into micro-batches for every data-parallel rank.
+
+        Raises:
+            ManifestError: At the line of the size.
+        """
+        unit = self._microbatch * self._degree
+        for size in self.sizes():
+            if size % unit:
+                key = ("batch_ramp",) if size < self.largest else ("global_batch",)
+                fits = [str(n) for n in (size - size % unit, size - size % unit + unit) if n]
+                message = (
+                    f"a global batch of {size} sequences does not divide into micro-batches of {self._microbatch} on "
+                    f"{self._degree} data-parallel ranks ({self._microbatch} x {self._degree} = {unit})"
+                )
+                problem = manifest.document.problem(("train", *key), message, hint=f"use {' or '.join(fits)}")
+                raise ManifestError([problem])

@@ -1,0 +1,65 @@
+"""What a step took: times, tokens, and the one collective in which ranks tell each other at its end."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from composer3d.runner.metrics import peak_flops
+
+if TYPE_CHECKING:
+    from composer3d import Composition
+    from composer3d.runner.data import Batch, Loader
+
+__all__ = ["StepClock"]
+
+
+class StepClock:
+    """Times steps and brings together what the ranks have to tell each other at the end of each.
+
+    Args:
+        run: The composition.
+        loader: Of its batches.
+        flops_per_token: Floating-point operations of forward and backward, for the MFU.
+    """
+
+    def __init__(self, run: Composition, loader: Loader, *, flops_per_token: int) -> None:
+        context = run.context
+        self._loader, self._flops_per_token = loader, flops_per_token
+        # Ranks that share a data-parallel coordinate read the same tokens.
+        self._share = context.data_parallel_degree / context.world_size
+        self._world_size = context.world_size
+        peak = peak_flops(context.device)
+        self._peak = None if peak is None else peak * context.world_size
+        self._wait_s = 0.0
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin to count the next step."""
+        self._begin = time.perf_counter()
+
+    def read(self, step: int) -> Batch:
+        """Read a batch, and note how long the step had to wait for it."""
+        before = time.perf_counter()
+        batch = self._loader.batch(step)
+        self._wait_s = time.perf_counter() - before
+        return batch
+
+    def finish(self, row: dict[str, Any], batch: Batch, stop: bool) -> bool:
+        """Add tokens and times to a step's row, and tell whether any rank was asked to stop.
+
+        Collectives: one all-reduce of three numbers on the CPU.
+        """
+        import torch
+        import torch.distributed as dist
+
+        tokens = int((batch.targets != -100).sum()) * self._share
+        shared = torch.tensor([tokens, self._wait_s / self._world_size, float(stop)], dtype=torch.float64)
+        dist.all_reduce(shared)
+        num_tokens = round(float(shared[0]))
+        time_s = time.perf_counter() - self._begin
+        row |= {"tokens": num_tokens, "step_time_s": time_s, "tokens_per_s": num_tokens / time_s}
+        row["data_wait_s"] = float(shared[1])
+        if self._peak is not None:
+            row["mfu"] = row["tokens_per_s"] * self._flops_per_token / self._peak
+        return bool(shared[2] > 0)

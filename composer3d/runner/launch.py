@@ -1,0 +1,229 @@
+"""The local world: ranks started by torch's elastic agent, watched, restarted after a crash, and stopped together."""
+
+from __future__ import annotations
+
+import gc
+import io
+import logging
+import os
+import pickle
+import shutil
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from composer3d.runner.progress import attempt_folder
+from composer3d.runner.rank import rank_main, under_torchrun
+from composer3d.runner.report import FailureReport, wrong_manifest
+from composer3d.runner.signals import interrupt_once
+from composer3d.runner.watch import POLL_S, Ended, Outcome, Restart, Watch
+
+__all__ = ["LaunchResult", "launch_local", "rank_main", "under_torchrun"]
+
+_QUIET = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchResult:
+    """How a local world ended.
+
+    Args:
+        outcome: `preempted` is a SIGTERM after which every rank returned; it is a success.
+        report: What went wrong, None after a success.
+        values: What each rank's function returned, pickled; empty after a failure.
+        num_restarts: How often the ranks were started again.
+    """
+
+    outcome: Outcome
+    report: FailureReport | None = None
+    values: Mapping[int, Any] = field(default_factory=dict)
+    num_restarts: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether every rank did what it should."""
+        return self.report is None
+
+    @property
+    def exit_code(self) -> int:
+        """Return 0, 2 (the manifest or the command line is wrong) or 3 (the run failed or was interrupted)."""
+        if self.report is None:
+            return 0
+        return 2 if wrong_manifest(self.report) else 3
+
+
+def launch_local(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    *,
+    num_ranks: int,
+    device: Literal["cpu", "cuda"],
+    output: Path,
+    max_restarts: int = 0,
+    timeout_s: float | None = None,
+    grace_s: float = 30.0,
+) -> LaunchResult:
+    """Run a function on several ranks of this machine and wait for them.
+
+    The ranks are started by torch's elastic agent with a rendezvous on a free local port: by fork on CPU, by spawn on
+    CUDA. When one fails, the others get a second to notice and to say so, then SIGTERM and SIGKILL; one that is
+    saving gets up to `grace_s`. SIGTERM to this process reaches the ranks as SIGTERM, and they have `grace_s` to save
+    and return. Ctrl-C ends them; a second one kills them.
+
+    Args:
+        function: What each rank runs; on CUDA importable by name.
+        args: Its arguments; on CUDA they are pickled.
+        num_ranks: Ranks to start.
+        device: Where the ranks compute.
+        output: The run's output folder; `error.json` goes there after a failure.
+        max_restarts: How often all ranks are started again after a crash; never after a user's mistake.
+        timeout_s: Seconds after which ranks still running are a failure; None is no limit.
+        grace_s: Seconds the ranks have after a SIGTERM, and their processes to exit once all have returned.
+
+    Returns:
+        How it ended; nothing is printed, the report is in the result.
+
+    Raises:
+        ForkError: This process has run tensor operators, so forked ranks would hang.
+        ValueError: This is not the main thread, which alone may take signals.
+
+    Memory: a forked rank shares what is imported. Collectives: none of its own.
+    """
+    from composer3d.forking import prewarm, refuse_unsafe_fork
+
+    forked = device == "cpu"
+    if forked:
+        prewarm()
+        refuse_unsafe_fork()
+    (output / "error.json").unlink(missing_ok=True)
+    watch = Watch(output=output, num_ranks=num_ranks, max_restarts=max_restarts, timeout_s=timeout_s, grace_s=grace_s)
+    try:
+        with _quiet(), watch.taking_signals():
+            ended = _run(watch, "fork" if forked else "spawn", (function, tuple(args), output))
+        values = {} if ended.report else _values(watch)
+    finally:
+        shutil.rmtree(output / "ranks", ignore_errors=True)
+    if ended.report is not None:
+        ended.report.write_error_json(output)
+    return LaunchResult(outcome=ended.outcome, report=ended.report, values=values, num_restarts=watch.num_restarts)
+
+
+def _run(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple[Any, ...]) -> Ended:
+    """Start the ranks as often as the watch wants it; return how they ended."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    while True:
+        try:
+            try:
+                _run_agent(watch, start_method, args)
+            except SignalException as caught:
+                # The agent's own handler had the signal: the ranks were just being started, and it has ended them.
+                watch.stopped_while_starting(caught.sigval)
+        except Restart:
+            continue
+        except Ended as ended:
+            return ended.with_traceback(None)  # whose frames hold the agent and its store
+
+
+def _run_agent(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple[Any, ...]) -> None:
+    """Start the ranks and stay until the watch leaves the agent's loop.
+
+    The agent restarts nothing itself: its restarts share one store, where a rank then finds the addresses of the
+    attempt before and cannot connect (seen in about half of all restarts on a busy machine).
+    """
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    from composer3d.torch_compat import local_agent
+
+    handler = get_rendezvous_handler(
+        RendezvousParameters(
+            backend="c10d",
+            endpoint="localhost:0",  # a free port, chosen by the store that listens on it: none to collide on
+            run_id=watch.run_id,
+            min_nodes=1,
+            max_nodes=1,
+            local_addr="localhost",  # the machine's own name may have no address
+        )
+    )
+    spec = WorkerSpec(
+        role="composer3d",
+        local_world_size=watch.num_ranks,
+        rdzv_handler=handler,
+        entrypoint=_local_rank,
+        args=(*args, watch.num_restarts, max(1, len(os.sched_getaffinity(0)) // watch.num_ranks)),
+        max_restarts=0,
+        monitor_interval=POLL_S,
+    )
+    agent = local_agent(spec, start_method, started=watch.started, look=watch.look, failed=watch.failed)
+    # What an earlier world left is collected here, and what is alive never in a forked rank: to destroy a store's
+    # server there, whose thread the fork has not copied, is a segmentation fault.
+    gc.collect()
+    gc.freeze()
+    try:
+        agent.run()
+    finally:
+        gc.unfreeze()
+        handler.shutdown()
+
+
+def _values(watch: Watch) -> dict[int, Any]:
+    """Return what the ranks' functions returned, of those that returned something."""
+    files = {rank: watch.folder / f"rank-{rank}.value" for rank in range(watch.num_ranks)}
+    return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+
+
+def _local_rank(
+    function: Callable[..., Any], args: tuple[Any, ...], output: Path, restart: int, num_threads: int
+) -> NoReturn:
+    """Run a rank of the local world: threads first, since the first operator fixes their number."""
+    import torch
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent hears it too, and asks for a save
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    interrupt_once()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+    if "OMP_NUM_THREADS" not in os.environ:
+        os.environ["OMP_NUM_THREADS"] = str(num_threads)
+        torch.set_num_threads(num_threads)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Whole lines, at once: ranks share the stream, and `python -u` would cut lines in two.
+            stream.reconfigure(line_buffering=True, write_through=False)
+    rank_main(_keep_value, function, args, output, output=output, report=False)
+    # Not a return: the agent would hold the process until all have returned, and hang if one dies while it waits.
+    # Its recorder swallows the exit code 0, but not None, which is the same to the system.
+    raise SystemExit(None)
+
+
+def _keep_value(function: Callable[..., Any], args: tuple[Any, ...], output: Path) -> None:
+    """Run the function and leave its result for the parent."""
+    value = function(*args)
+    (attempt_folder(output) / f"rank-{os.environ['RANK']}.value").write_bytes(pickle.dumps(value))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the elastic agent's own log lines and warnings from the user: the report says it all, once."""
+    loggers = [logging.getLogger(name) for name in _QUIET]
+    before = [logger.propagate for logger in loggers]
+    silence = logging.NullHandler()
+    for logger in loggers:
+        logger.propagate = False
+        logger.addHandler(silence)
+    try:
+        with warnings.catch_warnings():
+            # Python 3.12 warns of any fork with threads; refuse_unsafe_fork knows which of them matter.
+            warnings.filterwarnings("ignore", "This process .* is multi-threaded", DeprecationWarning)
+            yield
+    finally:
+        for logger, propagate in zip(loggers, before, strict=True):
+            logger.propagate = propagate
+            logger.removeHandler(silence)

@@ -1,0 +1,156 @@
+"""The model of a run: the factory that `[model]` names, its arguments, what is frozen, and the loss."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.errors import ComposerError, LossError, ManifestError, PatternError
+from composer3d.manifest import Manifest, resolve_reference
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d import Loss
+
+__all__ = ["ModelFactory", "token_loss"]
+
+
+class ModelFactory:
+    """Makes the model of a manifest; called once by `compose`.
+
+    Arguments that the data decide are filled in where the factory has them and the manifest does not state them:
+    `vocab_size`, and `max_seq_len`.
+
+    Args:
+        manifest: With the runner's tables.
+        vocab_size: Of the data's tokens, None where nobody knows.
+
+    Raises:
+        ManifestError: The factory cannot be imported.
+    """
+
+    def __init__(self, manifest: Manifest, *, vocab_size: int | None) -> None:
+        self._manifest = manifest
+        table, document = manifest.tables["model"], manifest.document
+        try:
+            self._function: Callable[..., nn.Module] = resolve_reference(table.use, document.folder)
+        except ComposerError as error:
+            raise ManifestError([document.problem(("model", "use"), str(error))]) from error
+        derived = {"vocab_size": vocab_size, "max_seq_len": manifest.tables["data"].seq_len}
+        accepted = _named_arguments(self._function)
+        self.args: dict[str, Any] = {k: v for k, v in derived.items() if v is not None and k in accepted} | table.args
+        _check_arguments(self._function, self.args, manifest)
+        self.flops_per_token = 0
+        self._unmatched: list[PatternError] = []
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The tokens that the model has rows for, as far as its arguments say."""
+        size = self.args.get("vocab_size")
+        return size if isinstance(size, int) else None
+
+    def __call__(self) -> nn.Module:
+        """Return the model, its frozen parameters marked; see `refuse_unmatched`."""
+        from composer3d.models.flops import num_flops_per_token
+
+        model = self._function(**self.args)
+        self.flops_per_token = num_flops_per_token(model, self._manifest.tables["data"].seq_len)
+        names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
+        frozen: set[str] = set()
+        for pattern in self._manifest.tables["train"].frozen:
+            try:
+                frozen |= _inside(pattern, names)
+            except PatternError as error:
+                self._unmatched.append(error)
+        for fqn, parameter in model.named_parameters(remove_duplicate=False):
+            if fqn in frozen:
+                parameter.requires_grad_(False)
+        return model
+
+    def build(self) -> nn.Module | Callable[[], nn.Module]:
+        """Return what `compose` is given: the factory, or with `build = "host"` the model.
+
+        Raises:
+            ManifestError: The factory fails.
+        """
+        import torch
+
+        if self._manifest.tables["model"].build == "deferred":
+            return self
+        # The same on all ranks: compose refuses ranks that start from different weights.
+        torch.manual_seed(self._manifest.train.seed)
+        try:
+            return self()
+        except Exception as error:
+            message = f"the factory raised {type(error).__name__}: {error}"
+            raise ManifestError([self._manifest.document.problem(("model", "use"), message)]) from error
+
+    def refuse_unmatched(self) -> None:
+        """Refuse patterns of `frozen` that matched nothing; asked after the factory was called.
+
+        Raises:
+            ManifestError: At the line of `frozen`.
+        """
+        document = self._manifest.document
+        problems = [document.problem(("train", "frozen"), str(error)) for error in self._unmatched]
+        if problems:
+            raise ManifestError(problems)
+
+
+def _inside(pattern: str, names: Sequence[str]) -> set[str]:
+    """Return the parameters that match a pattern, or lie inside a module that does."""
+    from composer3d import select_fqns
+
+    prefixes = {".".join(name.split(".")[:length]) for name in names for length in range(1, name.count(".") + 2)}
+    found = set(select_fqns(pattern, sorted(prefixes)))
+    return {name for name in names if any(name == fqn or name.startswith(f"{fqn}.") for fqn in found)}
+
+
+def _named_arguments(function: Callable[..., Any]) -> set[str]:
+    try:
+        return set(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return set()
+
+
+def _check_arguments(function: Callable[..., Any], args: dict[str, Any], manifest: Manifest) -> None:
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return
+    try:
+        signature.bind(**args)
+    except TypeError as error:
+        use = manifest.tables["model"].use
+        hint = f"it takes {', '.join(signature.parameters) or 'none'}"
+        problem = manifest.document.problem(("model", "args"), f"{use} cannot take these arguments: {error}", hint=hint)
+        raise ManifestError([problem]) from error
+
+
+def token_loss(output: Any, target: Tensor) -> Loss:
+    """Return the cross entropy of logits, summed in float32 over the targets that are not -100.
+
+    Args:
+        output: Logits `[..., vocabulary]`, or a named tuple or other registered tree that has them as `logits`.
+        target: `[...]`, tokens.
+
+    Raises:
+        LossError: The logits are inside an object that torch cannot look into.
+    """
+    import torch.nn.functional as F
+
+    from composer3d import Loss
+
+    logits = getattr(output, "logits", output)
+    if logits is not output and not any(leaf is logits for leaf in torch_compat.tree_leaves(output)):
+        # FSDP2 hangs its backward on the tensors that it finds in a module's output; with none it trains nothing, and
+        # nobody is told.
+        raise LossError(
+            f"the model returns its logits inside a {type(output).__name__}, which torch cannot look into, so data "
+            "parallelism would find no gradients; return the logits, a NamedTuple or a dict-like output of transformers"
+        )
+    total = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="sum")
+    return Loss(sum=total, count=(target != -100).sum())

@@ -1,0 +1,133 @@
+"""The optimizer of a run: class, parameter groups, and which parameters are not decayed."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError
+from composer3d.manifest import Manifest, resolve_reference
+
+if TYPE_CHECKING:
+    import torch
+
+    from composer3d import Composition
+    from composer3d.runner.tables import OptimizerTable
+
+__all__ = ["describe_groups", "make_optimizer", "optimizer_class"]
+
+
+def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimizer:
+    """Make the optimizer that `[optimizer]` describes.
+
+    Args:
+        run: The composition.
+        manifest: With the runner's tables.
+
+    Raises:
+        ManifestError: At the line of what is wrong: a class that cannot be imported or takes no such argument, a group
+            that matches nothing, no parameter to train.
+    """
+    document, table = manifest.document, manifest.tables["optimizer"]
+    if not any(parameter.requires_grad for _, parameter in run.named_parameters()) and len(run.parts) == 1:
+        message = "frozen leaves no parameter to train"
+        raise ManifestError([document.problem(("train", "frozen"), message)])
+    key = "use"
+    try:
+        cls, defaults = optimizer_class(table, document.folder)
+        key = "no_decay"
+        if table.no_decay is not None and not any(re.search(table.no_decay, f) for f in run.context.parameter_fqns):
+            raise PatternError(table.no_decay, "no_decay is a regular expression, searched in FQNs")
+        num_dims = {fqn: parameter.ndim for fqn, parameter in run.named_parameters() if parameter.requires_grad}
+        key = "groups"
+        optimizer = run.optimizer(cls, groups=describe_groups(table, num_dims, defaults), **defaults)
+        _refuse_unknown(table, optimizer)
+        return optimizer
+    except ComposerError as error:
+        raise ManifestError([document.problem(("optimizer", key), str(error))]) from error
+
+
+def _refuse_unknown(table: OptimizerTable, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse keys of groups that the optimizer would ignore."""
+    for group in table.groups:
+        stated = [*group.args, *(["weight_decay"] if group.weight_decay is not None else [])]
+        unknown = [key for key in stated if key not in optimizer.defaults]
+        if unknown:
+            hint = f"it has {', '.join(optimizer.defaults)}"
+            raise PluginError(f'{type(optimizer).__name__} has no hyperparameter "{unknown[0]}"', hint=hint)
+
+
+def optimizer_class(table: OptimizerTable, folder: Path) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return the class and its arguments.
+
+    AdamW runs fused, in one kernel for all parameters (measured under FSDP2: 0.7 ms where foreach takes 1.3). torch's
+    fused SGD has no rule for DTensors, so SGD runs as foreach.
+
+    Args:
+        table: `[optimizer]`.
+        folder: Of the manifest.
+
+    Raises:
+        ReferenceFailure: The class cannot be imported.
+        PluginError: It is no optimizer, or has no such argument.
+    """
+    import torch
+
+    stated = {key: getattr(table, key) for key in ("weight_decay", "betas", "eps", "momentum", "nesterov")}
+    arguments = {"lr": table.lr} | {key: value for key, value in stated.items() if value is not None}
+    if table.use == "adamw":
+        cls: Any = torch.optim.AdamW
+        arguments = {"weight_decay": 0.1, "betas": (0.9, 0.95), "fused": True} | arguments
+    elif table.use == "sgd":
+        cls = torch.optim.SGD
+        arguments = {"momentum": 0.9, "foreach": True} | arguments
+    else:
+        cls = resolve_reference(table.use, folder)
+        if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+            raise PluginError(f'"{table.use}" is not a torch.optim.Optimizer')
+    arguments |= table.args
+    known = inspect.signature(cls).parameters
+    unknown = [key for key in arguments if key not in known]
+    if unknown and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        raise PluginError(f'{cls.__name__} takes no argument "{unknown[0]}"', hint=f"it takes {', '.join(known)}")
+    if "weight_decay" in known and isinstance(own := known["weight_decay"].default, int | float):
+        arguments.setdefault("weight_decay", own)
+    return cls, arguments
+
+
+def describe_groups(
+    table: OptimizerTable, num_dims: Mapping[str, int], defaults: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Return the groups as `Composition.optimizer` takes them.
+
+    Every group that does not state a weight decay is taken in two: without decay for norms and biases, else with it.
+
+    Args:
+        table: `[optimizer]`.
+        num_dims: Of every parameter that is trained on this rank, by FQN.
+        defaults: The optimizer's arguments.
+    """
+    spared = [fqn for fqn, num in num_dims.items() if _is_spared(fqn, num, table.no_decay)]
+    result: list[dict[str, Any]] = []
+    for group in table.groups:
+        options = {key: value for key in ("lr", "weight_decay") if (value := getattr(group, key)) is not None}
+        options |= group.args
+        expression = re.compile(group.match)
+        inside = [fqn for fqn in spared if expression.search(fqn)]
+        if inside and "weight_decay" not in options:
+            result.append({"match": _exactly(inside), **options, "weight_decay": 0.0})
+        result.append({"match": group.match, **options})
+    if spared and (table.no_decay is not None or defaults.get("weight_decay")):
+        result.append({"match": _exactly(spared), "weight_decay": 0.0})
+    return result
+
+
+def _is_spared(fqn: str, num_dims: int, no_decay: str | None) -> bool:
+    return num_dims < 2 if no_decay is None else re.search(no_decay, fqn) is not None
+
+
+def _exactly(fqns: list[str]) -> str:
+    return f"^(?:{'|'.join(re.escape(fqn) for fqn in fqns)})$"

@@ -1,0 +1,149 @@
+"""What each rank runs: the function, its marker or its failure, and under torchrun the one report of the run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+from composer3d.runner.progress import LastSeen, Progress, attempt_folder
+from composer3d.runner.report import Ending, FailureReport, read_failures, root_cause
+
+__all__ = ["rank_main", "under_torchrun"]
+
+_WAIT_FOR_CAUSE_S = 2.0
+
+
+def under_torchrun() -> bool:
+    """Tell whether torchrun, or another elastic launcher, started this process as a rank."""
+    return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
+
+
+def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bool = True) -> Any:
+    """Run a function as this rank, and leave behind how it ended.
+
+    When the function returns, a marker says so: a process that is gone without one left early, which torchrun takes
+    for success. When it raises, the failure is written to the attempt's folder and to torchrun's error file, and
+    the process exits with 2 (a wrong manifest) or 3. With `report`, one rank of the run also writes the report to
+    standard error and to `error.json`: the one that failed first, or one that lost it, if it cannot speak any more.
+
+    Args:
+        function: What to run.
+        args: Its arguments.
+        output: The run's output folder, the same for all ranks.
+        report: False where a parent reports for all ranks.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        SystemExit: The function failed.
+
+    Memory: one page. Collectives: none.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _refuse_restart(output, world_size)
+    folder = attempt_folder(output)
+    progress = Progress(output, rank)
+    try:
+        value = function(*args)
+    except KeyboardInterrupt:
+        raise SystemExit(3) from None
+    except BaseException as error:
+        _fail(error, rank=rank, world_size=world_size, output=output, report=report)
+    finally:
+        progress.close()
+    (folder / f"rank-{rank}.finished").touch()
+    _leave_group()
+    if report and rank == 0 and not (folder / "reported").exists():
+        (output / "error.json").unlink(missing_ok=True)
+    return value
+
+
+def _fail(error: BaseException, *, rank: int, world_size: int, output: Path, report: bool) -> NoReturn:
+    """Tell of the failure and exit."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if threading.current_thread() is threading.main_thread():
+        # torchrun ends the others as soon as one is gone; who reports must live until it has.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    folder = attempt_folder(output)
+    failure = FailureReport.from_exception(error, rank=rank, world_size=world_size, folder=folder)
+    failure.write(folder)
+    if report:
+        if failure.consequence:
+            _await_cause(folder, world_size)
+        _report_once(folder, output, world_size)
+    # After the wait: torchrun names the earliest error file as the root cause.
+    get_error_handler().record_exception(error)
+    raise SystemExit(failure.exit_code) from None
+
+
+def _await_cause(folder: Path, world_size: int) -> None:
+    """Wait until a rank with a failure of its own has told it, or one is seen to have ended without."""
+    deadline = time.monotonic() + _WAIT_FOR_CAUSE_S
+    while time.monotonic() < deadline:
+        if any(not failure.consequence for failure in read_failures(folder, world_size).values()):
+            return
+        if _silently_ended(folder, world_size):
+            return
+        time.sleep(0.05)
+
+
+def _report_once(folder: Path, output: Path, world_size: int) -> None:
+    """Write the report, if no other rank has."""
+    try:
+        os.close(os.open(folder / "reported", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return
+    cause = root_cause(folder, _silently_ended(folder, world_size), world_size=world_size)
+    assert cause is not None, "this rank has just written its own failure"
+    cause.write_error_json(output)
+    sys.stderr.write(cause.render(output))
+    sys.stderr.flush()
+
+
+def _silently_ended(folder: Path, world_size: int) -> list[Ending]:
+    """Return this host's ranks that are gone and left neither a report nor the marker."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
+    told = read_failures(folder, world_size)
+    endings = []
+    for rank in range(first, first + local):
+        seen = LastSeen.read(folder, rank)
+        if rank in told or seen is None or (folder / f"rank-{rank}.finished").exists():
+            continue
+        if not _alive(seen.pid):
+            endings.append(Ending(rank=rank, exit_code=None, time_ns=time.time_ns()))
+    return endings
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def _refuse_restart(output: Path, world_size: int) -> None:
+    """End at once if the attempt before failed by a mistake of the user's: another attempt would fail alike."""
+    restart = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not restart:
+        return
+    before = read_failures(attempt_folder(output, restart=restart - 1), world_size)
+    codes = [failure.exit_code for failure in before.values() if failure.kind == "user" and not failure.consequence]
+    if codes:
+        raise SystemExit(codes[0])
+
+
+def _leave_group() -> None:
+    """Destroy a process group that the function left behind: who still waits for this rank then hears of it."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,175 @@
+"""Where a run goes on: the checkpoint it starts from, and what must not have changed since."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d import checkpoint
+from composer3d.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from composer3d import Composition
+    from composer3d.runner.batch_size import BatchSize
+
+__all__ = ["RunState", "choose_checkpoint", "clear_for", "refuse_changes", "step_of"]
+
+MAX_SHOWN = 4
+
+
+class RunState:
+    """How far a run is, with what its steps depend on; saved with every checkpoint.
+
+    Args:
+        record: What a checkpoint must agree with: model, optimizer, data.
+        batch_size: Of every step.
+    """
+
+    def __init__(self, record: Mapping[str, Any], batch_size: BatchSize) -> None:
+        # As JSON gives it back, so that a loaded record compares equal.
+        self.record = json.loads(json.dumps(record, default=str))
+        self._batch_size = batch_size
+        self.num_steps = 0
+        self.num_tokens = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return steps, sequences and tokens done, and the record."""
+        return {
+            "steps": self.num_steps,
+            "sequences": self._batch_size.position_of(self.num_steps),
+            "tokens": self.num_tokens,
+            "record": self.record,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; `refuse_changes` has compared the record."""
+        self.num_steps, self.num_tokens = int(state["steps"]), int(state["tokens"])
+
+
+def choose_checkpoint(run: Composition, output: Path, how: str) -> Path | None:
+    """Return the checkpoint to start from, the same on all ranks; None starts at step 0.
+
+    Args:
+        run: The composition.
+        output: The run's folder.
+        how: `auto` takes the newest complete one of the run's own, `never` none, anything else is a path: a checkpoint,
+            or the folder of a run.
+
+    Raises:
+        CheckpointError: There is no complete checkpoint at the path.
+
+    Collectives: one broadcast of a path.
+    """
+    import torch.distributed as dist
+
+    found: list[Any] = [None]
+    if run.context.rank == 0:
+        found[0] = _find(output, how)
+    # One rank looks: on a network disk, others may not see yet what was just written.
+    dist.broadcast_object_list(found, src=0)
+    if how not in ("auto", "never") and found[0] is None:
+        raise CheckpointError(
+            f"--resume {how}: there is no complete checkpoint here; give a checkpoint or a run's folder"
+        )
+    return None if found[0] is None else Path(found[0])
+
+
+def _find(output: Path, how: str) -> str | None:
+    own = checkpoint.latest(output / "checkpoints")
+    if own is not None and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0:
+        return str(own)  # ranks that were started again after a crash go on with what this run has saved itself
+    if how == "never":
+        return None
+    if how == "auto":
+        found = own
+    elif checkpoint.complete(Path(how)):
+        found = Path(how)
+    else:
+        found = checkpoint.latest(Path(how) / "checkpoints") or checkpoint.latest(Path(how))
+    return None if found is None else str(found)
+
+
+def step_of(path: Path | None) -> int:
+    """Return the steps that a checkpoint of a run has done; 0 for None.
+
+    Raises:
+        CheckpointError: It was not written by a run.
+    """
+    return 0 if path is None else int(_saved(path)["steps"])
+
+
+def refuse_changes(path: Path, run_state: RunState, batch_size: BatchSize) -> None:
+    """Compare a checkpoint with the run that is about to load it.
+
+    Raises:
+        CheckpointError: The model, the optimizer, the data or the batches are others, with the differences.
+    """
+    saved = _saved(path)
+    differences = list(_differences(saved["record"], run_state.record, ""))
+    advice = "; go on with the manifest as it was, or start anew with another run.output or --resume never"
+    if differences:
+        more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
+        raise CheckpointError(f"{path}: of another run: {'; '.join(differences[:MAX_SHOWN])}{more}{advice}")
+    steps, sequences = int(saved["steps"]), int(saved["sequences"])
+    now = batch_size.position_of(steps)
+    if now != sequences:
+        raise CheckpointError(
+            f"{path}: its {steps} steps took {sequences} sequences, and the first {steps} steps of this run would take "
+            f"{now}: the global batch is another; set train.global_batch (and batch_ramp) to what it was"
+        )
+
+
+def _saved(path: Path) -> Mapping[str, Any]:
+    states = checkpoint.read_state(path).get("states", {})
+    if "attached/run" not in states:
+        raise CheckpointError(f"{path}: was not written by `composer3d run`, so there is no run to go on with")
+    saved: Mapping[str, Any] = states["attached/run"]
+    return saved
+
+
+def _differences(saved: Any, now: Any, name: str) -> Iterator[str]:
+    if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        for key in dict.fromkeys([*saved, *now]):
+            yield from _differences(saved.get(key), now.get(key), f"{name}.{key}" if name else key)
+    elif saved != now:
+        yield f"{name} was {_shown(saved)} and is {_shown(now)}"
+
+
+def _shown(value: Any) -> str:
+    return "not set" if value is None else json.dumps(value)
+
+
+def clear_for(output: Path, start: int) -> Path | None:
+    """Move what a run left of steps after `start` out of the way, into `previous-N` beside it; called by one rank.
+
+    Checkpoints of a course that is given up would otherwise look newer than those of the new one. A run that goes on
+    from its newest checkpoint has none.
+
+    Args:
+        output: The run's folder.
+        start: Steps that are kept.
+
+    Returns:
+        The folder they went to, None if there was nothing.
+    """
+    later = [path for path in _checkpoints(output) if int(path.name.removeprefix("step-")) > start]
+    if not later:
+        return None
+    numbers = [int(path.name.removeprefix("previous-")) for path in output.glob("previous-*")]
+    aside = output / f"previous-{max(numbers, default=0) + 1}"
+    (aside / "checkpoints").mkdir(parents=True)
+    for name in ("metrics.jsonl", "manifest.toml", "environment.json"):
+        if (output / name).exists():
+            shutil.copy2(output / name, aside / name)
+    for path in later:
+        path.rename(aside / "checkpoints" / path.name)
+    return aside
+
+
+def _checkpoints(output: Path) -> list[Path]:
+    found = (output / "checkpoints").glob("step-*")
+    return sorted(path for path in found if path.name.removeprefix("step-").isdigit())

@@ -1,0 +1,106 @@
+"""Steps that must not be taken: a loss or gradient that is not finite, or a loss far above those before it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError
+
+if TYPE_CHECKING:
+    from composer3d.runner.tables import StabilityTable
+
+__all__ = ["Stability", "StabilityError"]
+
+
+class StabilityError(ComposerError):
+    """The loss or the gradient went out of bounds, and the manifest says to stop, or too many steps were skipped."""
+
+    def __init__(self, message: str, *, step: int, loss: float, grad_norm: float) -> None:
+        self.step, self.loss, self.grad_norm = step, loss, grad_norm
+        super().__init__(message)
+
+
+class Stability:
+    """Judges steps by their loss and gradient norm.
+
+    Both numbers are those of the global batch and the full model, the same on every rank, so every rank judges alike
+    and nothing has to be agreed.
+
+    Args:
+        table: `[stability]`.
+        overflow_is_expected: A loss scaler finds gradients that are not finite by itself, and skips them.
+
+    Memory: `spike_window` numbers. Collectives: none.
+    """
+
+    def __init__(self, table: StabilityTable, *, overflow_is_expected: bool = False) -> None:
+        self._table, self._overflow_is_expected = table, overflow_is_expected
+        self._losses: deque[float] = deque(maxlen=table.spike_window)
+        self._in_a_row = 0
+        self.num_skipped = 0
+
+    def judge(self, step: int, *, loss: float, grad_norm: float) -> str | None:
+        """Return why a step must be skipped, None if it may be taken.
+
+        Args:
+            step: Optimizer steps done with this one.
+            loss: Of the global batch.
+            grad_norm: Of the full model, before clipping.
+
+        Raises:
+            StabilityError: The manifest says to stop, or too many steps in a row were skipped.
+        """
+        reason = self._objection(loss, grad_norm)
+        if reason is None:
+            self._losses.append(loss)
+            self._in_a_row = 0
+            return None
+        self.num_skipped += 1
+        self._in_a_row += 1
+        figures = f"step {step}: {reason} (loss {loss:.6g}, gradient norm {grad_norm:.6g})"
+        if self._table.on_nonfinite == "stop":
+            raise StabilityError(
+                f'{figures}; lower optimizer.lr or train.grad_clip, or set stability.on_nonfinite = "skip" to leave '
+                "such steps out",
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+            )
+        if self._in_a_row >= self._table.max_skips:
+            raise StabilityError(
+                f"{figures}: step {self._in_a_row} in a row that was skipped (stability.max_skips = "
+                f"{self._table.max_skips}); go on from an earlier checkpoint (--resume PATH) with a lower optimizer.lr",
+                step=step,
+                loss=loss,
+                grad_norm=grad_norm,
+            )
+        return figures
+
+    def vetoed(self) -> None:
+        """Count a step that plugins skipped."""
+        self.num_skipped += 1
+
+    def _objection(self, loss: float, grad_norm: float) -> str | None:
+        if not math.isfinite(loss):
+            return "the loss is not finite"
+        if not math.isfinite(grad_norm) and not self._overflow_is_expected:
+            return "the gradient is not finite"
+        factor = self._table.spike_factor
+        if factor is not None and len(self._losses) == self._table.spike_window:
+            usual = statistics.median(self._losses)
+            if loss > factor * usual:
+                return f"the loss is above {factor:g} times {usual:.6g}, the median of the last {len(self._losses)}"
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the losses that spikes are measured against, and the counts."""
+        return {"losses": list(self._losses), "in_a_row": self._in_a_row, "num_skipped": self.num_skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take them back."""
+        self._losses.clear()
+        self._losses.extend(float(loss) for loss in state["losses"])
+        self._in_a_row, self.num_skipped = int(state["in_a_row"]), int(state["num_skipped"])

@@ -1,0 +1,313 @@
+"""The tables of a manifest that the runner adds to the core's."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from composer3d.manifest import tables as core
+from composer3d.manifest.tables import table
+from composer3d.runner.data import DataTable
+
+__all__ = [
+    "TABLES",
+    "BatchRampTable",
+    "CheckpointTable",
+    "EMATable",
+    "EvaluationTable",
+    "LRScheduleTable",
+    "ModelTable",
+    "OptimizerGroupTable",
+    "OptimizerTable",
+    "RunTable",
+    "StabilityTable",
+    "TrainTable",
+]
+
+
+@table
+class RunTable:
+    """Where a run writes, where it computes, and how it is watched.
+
+    Args:
+        output: Folder of metrics, checkpoints and the run's record; default `runs/` and the manifest's name.
+        device: `auto` is the accelerator if the machine has one, else the CPU.
+        deterministic: Only deterministic kernels, and an error where torch has none.
+        matmul_precision: Of float32 matrix products on GPUs; `high` and `medium` let them use TF32 or bfloat16.
+        gc_every: Steps between collections of Python's garbage, on all ranks at once; 0 leaves it to Python, which then
+            stops single ranks at any time.
+        log_every: Steps between lines of progress where there is no terminal.
+        timeout_s: Seconds after which a collective fails; default torch's, which the checks of `debug` always have.
+        debug: Check every collective on all ranks, and log what torch.distributed does; slow.
+        max_restarts: How often ranks that crashed are started again, from the newest checkpoint.
+        grace_s: Seconds that ranks have to save and stop after a SIGTERM.
+    """
+
+    output: str | None = None
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    deterministic: bool = False
+    matmul_precision: Literal["highest", "high", "medium"] | None = None
+    gc_every: int = Field(default=50, ge=0)
+    log_every: int = Field(default=10, ge=1)
+    timeout_s: float | None = Field(default=None, gt=0)
+    debug: bool = False
+    max_restarts: int = Field(default=0, ge=0)
+    grace_s: float = Field(default=30.0, ge=0)
+
+
+@table
+class ModelTable(core.ModelTable):
+    """The model.
+
+    Args:
+        use: `module:callable` that returns an nn.Module.
+        args: Its arguments.
+        build: `deferred` makes no weight before its place is known; `host` builds the whole model on every host, for a
+            factory that reads data.
+    """
+
+    use: str = "composer3d.models:llama"
+    args: dict[str, Any] = Field(default_factory=dict)
+    build: Literal["deferred", "host"] = "deferred"
+
+
+@table
+class BatchRampTable:
+    """A global batch that grows to `global_batch`.
+
+    Args:
+        start: Sequences per optimizer step at first.
+        step: Sequences that are added each time.
+        every: Optimizer steps between two additions.
+    """
+
+    start: int = Field(ge=1)
+    step: int = Field(ge=1)
+    every: int = Field(ge=1)
+
+
+@table
+class TrainTable(core.TrainTable):
+    """The training loop.
+
+    Args:
+        microbatch: Sequences per forward and data-parallel rank.
+        steps: Optimizer steps of the whole run.
+        grad_clip: Gradients are scaled down to this norm of the full model's gradient; `inf` only measures it.
+        batch_ramp: Begin with a smaller global batch.
+        frozen: FQN patterns of modules or parameters that are not trained.
+        sync_buffers: Average floating-point buffers (batch-norm statistics) over data-parallel ranks before every
+            evaluation and checkpoint.
+    """
+
+    microbatch: int | None = Field(default=1, ge=1)
+    steps: int = Field(ge=1)
+    grad_clip: float = Field(default=1.0, gt=0)
+    batch_ramp: BatchRampTable | None = None
+    frozen: tuple[str, ...] = ()
+    sync_buffers: bool = True
+
+    @model_validator(mode="after")
+    def _ramp_needs_an_end(self) -> TrainTable:
+        if self.batch_ramp is not None and self.global_batch is None:
+            raise ValueError("batch_ramp grows to global_batch, which is not stated")
+        if self.batch_ramp is not None and self.global_batch is not None and self.batch_ramp.start > self.global_batch:
+            raise ValueError(f"batch_ramp starts at {self.batch_ramp.start}, above global_batch = {self.global_batch}")
+        return self
+
+
+@table
+class OptimizerGroupTable:
+    """Hyperparameters of some parameters.
+
+    Args:
+        match: A regular expression, searched in FQNs; the first group that matches takes the parameter.
+        lr: Learning rate.
+        weight_decay: Weight decay; stated here it holds for norms and biases too.
+        args: Further hyperparameters of the optimizer's class.
+    """
+
+    match: str
+    lr: float | None = Field(default=None, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _match_is_a_regular_expression(self) -> OptimizerGroupTable:
+        _compile("match", self.match)
+        return self
+
+
+@table
+class OptimizerTable:
+    """The optimizer.
+
+    Args:
+        use: `adamw`, `sgd`, or `module:Class` of any torch optimizer.
+        lr: Learning rate, the highest that the schedule reaches.
+        weight_decay: Of parameters with at least two dims; default 0.1 for adamw, else what the class has.
+        betas: Of adamw, default [0.9, 0.95].
+        eps: Of adamw, default 1e-8.
+        momentum: Of sgd, default 0.9.
+        nesterov: Of sgd.
+        args: Further arguments of the class.
+        groups: Other hyperparameters for some parameters.
+        no_decay: A regular expression of parameters without weight decay; default: those with fewer than two dims, that
+            is norms and biases.
+    """
+
+    use: str = "adamw"
+    lr: float = Field(default=3e-4, ge=0)
+    weight_decay: float | None = Field(default=None, ge=0)
+    betas: tuple[float, float] | None = None
+    eps: float | None = Field(default=None, gt=0)
+    momentum: float | None = Field(default=None, ge=0)
+    nesterov: bool | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+    groups: tuple[OptimizerGroupTable, ...] = ()
+    no_decay: str | None = None
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_class(self) -> OptimizerTable:
+        """Refuse keys that the class would not be given."""
+        for key, owner in (("betas", "adamw"), ("eps", "adamw"), ("momentum", "sgd"), ("nesterov", "sgd")):
+            if getattr(self, key) is not None and self.use != owner:
+                raise ValueError(f'{key} is for use = "{owner}"; write args = {{ {key} = ... }} for another class')
+        if self.use not in ("adamw", "sgd") and ":" not in self.use:
+            raise ValueError(f'use = "{self.use}" is not adamw, sgd or "module:Class"')
+        if self.no_decay is not None:
+            _compile("no_decay", self.no_decay)
+        return self
+
+
+@table
+class LRScheduleTable:
+    """The learning rate over the run, as a multiple of the optimizer's `lr`.
+
+    Args:
+        use: `cosine`, `linear`, `constant`, `wsd` (warmup, stable, decay), or `module:callable`, which is called with
+            (step, steps) and returns the multiple; default `cosine`.
+        name: Another name for `use`.
+        warmup: Steps, or a fraction of the run, in which the rate rises to `lr`; default 0.05, and 0 for `constant` and
+            for a callable.
+        decay: Of `wsd`: steps, or a fraction of the run, in which the rate falls at the end; default 0.2.
+        min_ratio: What is left of the rate at the end of the run; default 0.1.
+    """
+
+    use: str | None = None
+    name: str | None = None
+    warmup: int | float | None = Field(default=None, ge=0)
+    decay: int | float | None = Field(default=None, ge=0)
+    min_ratio: float | None = Field(default=None, ge=0, le=1)
+
+    @property
+    def kind(self) -> str:
+        """The schedule's name or reference."""
+        return self.use or self.name or "cosine"
+
+    @model_validator(mode="after")
+    def _keys_belong_to_the_schedule(self) -> LRScheduleTable:
+        """Refuse keys that would be ignored."""
+        if self.use is not None and self.name is not None:
+            raise ValueError("use and name are two names for one key; remove one of them")
+        if self.kind not in ("cosine", "linear", "constant", "wsd") and ":" not in self.kind:
+            raise ValueError(f'"{self.kind}" is not cosine, linear, constant, wsd or "module:callable"')
+        if self.decay is not None and self.kind != "wsd":
+            raise ValueError(f'decay is for "wsd", and this is "{self.kind}"')
+        if self.min_ratio is not None and self.kind not in ("cosine", "linear", "wsd"):
+            raise ValueError(f'min_ratio is for cosine, linear and wsd, and this is "{self.kind}"')
+        for key in ("warmup", "decay"):
+            value = getattr(self, key)
+            if isinstance(value, float) and value > 1:
+                raise ValueError(f"{key} = {value} is neither a number of steps (an integer) nor a fraction of the run")
+        return self
+
+
+@table
+class CheckpointTable:
+    """Checkpoints.
+
+    Args:
+        every: Steps between two; default: only at the end.
+        keep: How many to keep.
+        asynchronous: Write in a thread while training goes on.
+        final: Save at the end of the run too.
+    """
+
+    every: int | None = Field(default=None, ge=1)
+    keep: int = Field(default=3, ge=1)
+    asynchronous: bool = True
+    final: bool = True
+
+
+@table
+class EvaluationTable:
+    """Evaluation on the data that is held out.
+
+    Args:
+        every: Steps between two, and at the end; default: never.
+        batches: At most so many global batches each time.
+    """
+
+    every: int | None = Field(default=None, ge=1)
+    batches: int = Field(default=8, ge=1)
+
+
+@table
+class StabilityTable:
+    """What happens to a step whose loss or gradient is not finite, or far above those before it.
+
+    Args:
+        on_nonfinite: `stop` ends the run; `skip` leaves the weights as they are, on all ranks, and goes on.
+        spike_factor: A loss above this multiple of the median of the last ones counts like a non-finite one; default:
+            never.
+        spike_window: How many losses the median is taken of.
+        max_skips: The run stops when so many steps in a row were skipped.
+    """
+
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    spike_factor: float | None = Field(default=None, gt=1)
+    spike_window: int = Field(default=20, ge=3)
+    max_skips: int = Field(default=10, ge=1)
+
+
+@table
+class EMATable:
+    """An exponential moving average of the weights; off without a `decay`.
+
+    Args:
+        decay: What is left of the average after an update.
+        every: Steps between two updates.
+        evaluate: Evaluate with the averaged weights.
+    """
+
+    decay: float | None = Field(default=None, gt=0, lt=1)
+    every: int = Field(default=1, ge=1)
+    evaluate: bool = True
+
+
+def _compile(key: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(f'{key} = "{expression}" is not a regular expression: {error}') from None
+
+
+TABLES: Mapping[str, type] = MappingProxyType(
+    {
+        "run": RunTable,
+        "model": ModelTable,
+        "data": DataTable,
+        "train": TrainTable,
+        "optimizer": OptimizerTable,
+        "lr_schedule": LRScheduleTable,
+        "ema": EMATable,
+        "stability": StabilityTable,
+        "checkpoint": CheckpointTable,
+        "evaluation": EvaluationTable,
+    }
+)

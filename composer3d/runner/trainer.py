@@ -1,0 +1,302 @@
+"""The training loop of a manifest run, written with composer3d's public names as a user would write it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import checkpoint
+from composer3d.runner.batch_size import BatchSize
+from composer3d.runner.clock import StepClock
+from composer3d.runner.display import Display
+from composer3d.runner.ema import EMA
+from composer3d.runner.housekeeping import (
+    GarbageCollection,
+    configure_torch,
+    environment,
+    requested_device,
+    seed_step,
+    set_timeout,
+)
+from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
+from composer3d.runner.metrics import MetricsFile
+from composer3d.runner.model import ModelFactory, token_loss
+from composer3d.runner.progress import Progress, RunPhase
+from composer3d.runner.resume import RunState, choose_checkpoint, clear_for, refuse_changes, step_of
+from composer3d.runner.signals import Preemption
+from composer3d.runner.stability import Stability
+
+if TYPE_CHECKING:
+    from composer3d import Composition
+    from composer3d.manifest import Manifest
+    from composer3d.runner.data import Batch, Loader
+
+__all__ = ["Outcome", "Trainer", "output_folder", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a run ended on this rank.
+
+    Args:
+        status: `preempted` saved and stopped because a signal asked for it; `already finished` had nothing to do.
+        step: Optimizer steps done, over all starts of the run.
+        loss: Of the last step, None where this start made none.
+        output: The run's folder.
+    """
+
+    status: Literal["finished", "preempted", "already finished"]
+    step: int
+    loss: float | None
+    output: str
+
+
+def output_folder(manifest: Manifest) -> Path:
+    """Return the folder that a run writes to: `[run] output`, else `runs/` and the manifest's name."""
+    return Path(manifest.tables["run"].output or f"runs/{manifest.document.stem}")
+
+
+def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False) -> Outcome:
+    """Train what a manifest describes, as one rank of its world.
+
+    The run's folder gets `metrics.jsonl`, `manifest.toml` (resolved), `environment.json` and `checkpoints/step-N`.
+    SIGTERM and SIGUSR1 end the run after the step in which they arrive, with a checkpoint.
+
+    Args:
+        manifest: Typed with the runner's `TABLES`.
+        resume: `auto` goes on from the newest checkpoint in the run's folder, `never` starts anew and moves what is
+            there aside, anything else is the path of a checkpoint.
+        silent: Show nothing.
+
+    Raises:
+        ComposerError: What the user can mend.
+
+    Memory: the model in its layout, the optimizer's state, and with `[ema]` another copy. Collectives: those of the
+    composition, and one all-reduce of three numbers a step.
+    """
+    with contextlib.ExitStack() as stack:
+        trainer = Trainer(manifest, stack, silent=silent)
+        outcome = trainer.start(resume)
+    trainer.prune()  # the last save may have been finished only now
+    return outcome
+
+
+class Trainer:
+    """One rank's run: everything that a step needs, made once.
+
+    Args:
+        manifest: Typed with the runner's `TABLES`.
+        stack: Closes what was opened, in reverse.
+        silent: Show nothing.
+    """
+
+    def __init__(self, manifest: Manifest, stack: contextlib.ExitStack, *, silent: bool = False) -> None:
+        from composer3d import compose
+        from composer3d.runner.data import open_source
+        from composer3d.runner.optimizer import make_optimizer
+
+        tables, seed = manifest.tables, manifest.train.seed
+        self.manifest, self.output = manifest, output_folder(manifest)
+        configure_torch(tables["run"], seed=seed)
+        self.source = open_source(
+            tables["data"], seed=seed, folder=manifest.document.folder, cache=self.output / "cache"
+        )
+        self.factory = ModelFactory(manifest, vocab_size=self.source.vocab_size)
+        self.run: Composition = stack.enter_context(
+            compose(self.factory.build(), manifest, loss_fn=token_loss, device=requested_device(tables["run"]))
+        )
+        self.factory.refuse_unmatched()
+        set_timeout(self.run, tables["run"].timeout_s)
+        self.is_first = self.run.context.rank == 0
+        self.batch_size = BatchSize(tables["train"], degree=self.run.context.data_parallel_degree)
+        self.batch_size.check(manifest)
+        self.loader = self._loader()
+        stack.callback(self.loader.close)
+        self.optimizer = make_optimizer(self.run, manifest)
+        self.num_steps: int = tables["train"].steps
+        multiplier = multiplier_of(tables["lr_schedule"], num_steps=self.num_steps, folder=manifest.document.folder)
+        self.schedule = LRSchedule(self.optimizer, multiplier)
+        self.stability = Stability(tables["stability"], overflow_is_expected=self.run.has_grad_scaler)
+        ema = tables["ema"]
+        self.ema = None if ema.decay is None else EMA(self.run, decay=ema.decay, every=ema.every)
+        self.state = RunState(self._record(), self.batch_size)
+        self._attach()
+        self.display = stack.enter_context(
+            Display(self.num_steps, log_every=tables["run"].log_every, silent=silent or not self.is_first)
+        )
+        self.progress = stack.enter_context(Progress(self.output, self.run.context.rank))
+        self.metrics = MetricsFile(self.output / "metrics.jsonl")
+        stack.callback(self.metrics.close)
+        self._saved: int | None = None
+        self._loss: float | None = None
+
+    def _loader(self) -> Loader:
+        from composer3d.runner.data import Loader
+
+        context = self.run.context
+        return Loader(
+            self.source,
+            self.manifest.tables["data"],
+            seed=self.manifest.train.seed,
+            rank=context.data_parallel_rank,
+            degree=context.data_parallel_degree,
+            batch_size_of=self.batch_size.of,
+            position_of=self.batch_size.position_of,
+            vocab_size=self.factory.vocab_size,
+        )
+
+    def _record(self) -> dict[str, Any]:
+        """Return what must be the same when the run goes on."""
+        tables = self.manifest.tables
+        return {
+            "model": {"use": tables["model"].use, "args": self.factory.args},
+            "optimizer": asdict(tables["optimizer"]),
+            "train": {"seed": tables["train"].seed, "frozen": list(tables["train"].frozen)},
+            "data": {**self.source.record(), "seq_len": tables["data"].seq_len, "order": tables["data"].order},
+        }
+
+    def _attach(self) -> None:
+        self.run.attach("run", self.state)
+        self.run.attach("lr_schedule", self.schedule)
+        self.run.attach("data", self.loader)
+        self.run.attach("stability", self.stability)
+        if self.ema is not None:
+            self.run.attach("ema", self.ema)
+
+    # ---- start and end -----------------------------------------------------------------------------------------------
+
+    def start(self, resume: str) -> Outcome:
+        """Find out where to begin, and run to the end."""
+        path = choose_checkpoint(self.run, self.output, resume)
+        start = step_of(path)
+        if start >= self.num_steps and path is not None and path.is_relative_to(self.output):
+            self.display.message(
+                f"{self.output} is finished: {start} steps are done, train.steps = {self.num_steps}; raise train.steps "
+                "to go on, or start anew with --resume never"
+            )
+            return self._outcome("already finished", step=start)
+        with Preemption() as preemption:
+            if path is not None:
+                self._load(path)
+            if self.is_first:
+                self._begin_output(start, path)
+            with GarbageCollection(self.manifest.tables["run"].gc_every) as garbage:
+                return self._loop(preemption, garbage)
+
+    def _load(self, path: Path) -> None:
+        refuse_changes(path, self.state, self.batch_size)
+        self.progress.update(step_of(path), RunPhase.LOADING)
+        self.run.load(path)
+        if path.is_relative_to(self.output):
+            self._saved = self.state.num_steps
+
+    def _begin_output(self, start: int, path: Path | None) -> None:
+        """Write what the run is, and take away what a course that is given up has left; on the first rank."""
+        aside = clear_for(self.output, start)
+        if aside is not None:
+            self.display.message(f"moved what was saved after step {start} to {aside}")
+        self.metrics.keep(start)
+        self.output.mkdir(parents=True, exist_ok=True)
+        (self.output / "manifest.toml").write_text(self.manifest.document.to_toml(), encoding="utf-8")
+        described = environment(self.manifest, self.run, self.source.record())
+        (self.output / "environment.json").write_text(json.dumps(described, indent=1, default=str) + "\n")
+        where = f"going on from {path}" if path is not None else f"training to {self.output}"
+        self.display.message(f"{where}: {self.run.context.layout}, {self.num_steps} steps")
+
+    def _outcome(self, status: Literal["finished", "preempted", "already finished"], *, step: int) -> Outcome:
+        return Outcome(status=status, step=step, loss=self._loss, output=str(self.output))
+
+    # ---- the loop ----------------------------------------------------------------------------------------------------
+
+    def _loop(self, preemption: Preemption, garbage: GarbageCollection) -> Outcome:
+        tables, clock = (
+            self.manifest.tables,
+            StepClock(self.run, self.loader, flops_per_token=self.factory.flops_per_token),
+        )
+        for step in range(self.state.num_steps, self.num_steps):
+            self.progress.update(step, RunPhase.TRAINING)
+            batch = clock.read(step)
+            row = self._step(step, batch)
+            stop = clock.finish(row, batch, preemption.requested)
+            self.state.num_tokens += row["tokens"]
+            done = step + 1
+            self.state.num_steps = done
+            if _due(tables["evaluation"].every, done, self.num_steps):
+                row["evaluation_loss"] = self._evaluate(step)
+            row = self.run.report(done, row)
+            if self.is_first:
+                self.metrics.write(row)
+            self.display.step(row)
+            if stop and done < self.num_steps:
+                self._save(done, asynchronous=False)
+                self.display.message(f"preempted: {done} of {self.num_steps} steps are done and saved")
+                return self._outcome("preempted", step=done)
+            if _due(tables["checkpoint"].every, done, None):
+                self._save(done, asynchronous=tables["checkpoint"].asynchronous)
+            garbage.step(step)
+            clock.restart()
+        if tables["checkpoint"].final:
+            self._save(self.num_steps, asynchronous=False)
+        return self._outcome("finished", step=self.num_steps)
+
+    def _step(self, step: int, batch: Batch) -> dict[str, Any]:
+        """Run one optimizer step and return what is known of it."""
+        seed_step(self.manifest.train.seed, step)
+        with self.run.step(step) as state:
+            lr = self.schedule.apply(step)
+            loss = float(self.run.forward_backward(batch.tokens, target=batch.targets))
+            grad_norm = float(self.run.clip_grad_norm_(self.manifest.tables["train"].grad_clip))
+            objection = self.stability.judge(step + 1, loss=loss, grad_norm=grad_norm)
+            if objection is None:
+                self.optimizer.step()
+                if state.vetoes:
+                    self.stability.vetoed()
+                elif self.ema is not None:
+                    self.ema.update(step)
+            else:
+                self.display.message(f"skipped {objection}")
+            self.optimizer.zero_grad()
+        self._loss = loss
+        figures = {"step": step + 1, "loss": loss, "grad_norm": grad_norm, "lr": lr}
+        return {**figures, "skipped_steps": self.stability.num_skipped, **state.metrics}
+
+    def _evaluate(self, step: int) -> float:
+        """Return the mean loss over the samples held out."""
+        self.progress.update(step, RunPhase.EVALUATING)
+        table, averaged = self.manifest.tables["evaluation"], contextlib.nullcontext()
+        self._average_buffers()
+        use_ema = self.ema is not None and self.manifest.tables["ema"].evaluate
+        total = count = 0.0
+        with self.ema.applied() if use_ema and self.ema is not None else averaged:
+            for batch in self.loader.evaluation_batches(table.batches, batch_size=self.batch_size.largest):
+                result = self.run.evaluate(batch.tokens, target=batch.targets)
+                total += float(result.loss) * result.count
+                count += result.count
+        return total / count
+
+    def _save(self, done: int, *, asynchronous: bool) -> None:
+        if self._saved == done:
+            return
+        self.progress.update(done - 1, RunPhase.SAVING)
+        self._average_buffers()
+        self.run.save(self.output / "checkpoints" / f"step-{done}", asynchronous=asynchronous)
+        self._saved = done
+        self.prune()
+
+    def prune(self) -> None:
+        """Remove all checkpoints but the last ones; on the first rank."""
+        if self.is_first:
+            checkpoint.prune(self.output / "checkpoints", self.manifest.tables["checkpoint"].keep)
+
+    def _average_buffers(self) -> None:
+        from composer3d.runner.buffers import average_buffers
+
+        if self.manifest.tables["train"].sync_buffers:
+            average_buffers(self.run)
+
+
+def _due(every: int | None, done: int, last: int | None) -> bool:
+    return every is not None and (done % every == 0 or done == last)

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import pytest
+
+from composer3d.errors import ManifestError
+from composer3d.manifest import read_text, type_manifest
+from composer3d.runner import TABLES
+from composer3d.runner.batch_size import BatchSize
+from composer3d.runner.tables import BatchRampTable, TrainTable
+
+
+@pytest.mark.parametrize("ramp", [None, (2, 2, 3), (8, 1, 2), (1, 5, 1), (3, 7, 4)])
+def test_the_position_is_the_sum_of_the_steps_before(ramp):
+    table = None if ramp is None else BatchRampTable(start=ramp[0], step=ramp[1], every=ramp[2])
+    sizes = BatchSize(TrainTable(steps=50, global_batch=12, batch_ramp=table), degree=1)
+    assert [sizes.position_of(step) for step in range(60)] == [sum(map(sizes.of, range(step))) for step in range(60)]
+    assert sizes.of(59) == 12 and sizes.of(0) == (12 if ramp is None else ramp[0])
+    assert sorted({sizes.of(step) for step in range(60)}) == sorted(sizes.sizes())
+
+
+def test_without_a_global_batch_every_rank_has_a_microbatch():
+    assert BatchSize(TrainTable(steps=1, microbatch=3), degree=4).of(0) == 12
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (
+            "global_batch = 10\nmicrobatch = 2",
+            "<text>:4:1: [train] a global batch of 10 sequences does not divide into micro-batches of 2 on 2 "
+            "data-parallel ranks (2 x 2 = 4); use 8 or 12",
+        ),
+        (
+            "global_batch = 16\nmicrobatch = 2\nbatch_ramp = { start = 4, step = 2, every = 1 }",
+            "<text>:6:1: [train] a global batch of 6 sequences does not divide into micro-batches of 2 on 2 "
+            "data-parallel ranks (2 x 2 = 4); use 4 or 8",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_at_its_line(train, message):
+    manifest = type_manifest(read_text(f"composer3d = 1\n[train]\nsteps = 1\n{train}\n"), tables=TABLES)
+    with pytest.raises(ManifestError) as caught:
+        BatchSize(manifest.tables["train"], degree=2).check(manifest)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        ("batch_ramp = { start = 4, step = 2, every = 1 }", "batch_ramp grows to global_batch, which is not stated"),
+        (
+            "global_batch = 2\nbatch_ramp = { start = 4, step = 2, every = 1 }",
+            "batch_ramp starts at 4, above global_batch = 2",
+        ),
+    ],
+)
+def test_a_ramp_without_an_end_is_refused(train, message):
+    with pytest.raises(ManifestError) as caught:
+        type_manifest(read_text(f"composer3d = 1\n[train]\nsteps = 1\n{train}\n"), tables=TABLES)
+    assert str(caught.value) == f"<text>:2:2: [train] {message}"

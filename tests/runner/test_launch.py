@@ -1,0 +1,247 @@
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+CASES = Path(__file__).with_name("launch_cases.py")
+LIMIT_S = 30
+WHO = r"\([^ ]+, pid \d+\)"
+
+
+LOCAL = (
+    "reduce",
+    "raise",
+    "kill",
+    "os_exit",
+    "return",
+    "sys_exit",
+    "user:2",
+    "manifest:2",
+    "crash_once:1",
+    "stubborn",
+    "stuck:0:1",
+    "linger:0:30:1",
+)
+
+
+@dataclass
+class Told:
+    """What one case wrote."""
+
+    output: Path
+    out: list[str]
+    err: str
+
+
+def command(output, *cases):
+    return [sys.executable, "-W", "error", str(CASES), str(output), *cases]
+
+
+def environment():
+    return os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+def sections(text):
+    parts = re.split(r"^== (\w+)\n", text, flags=re.MULTILINE)
+    assert parts[0] == ""
+    return dict(zip(parts[1::2], parts[2::2], strict=True))
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """All cases from one process: a world that failed leaves nothing behind that disturbs the next."""
+    output = tmp_path_factory.mktemp("launch")
+    newest = output / "raise" / "checkpoints" / "step-10"
+    newest.mkdir(parents=True)
+    for name in (".metadata", "state.json"):
+        (newest / name).touch()
+    done = subprocess.run(command(output, *LOCAL), env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    out, err = sections(done.stdout), sections(done.stderr)
+    return {name: Told(output / name, sorted(out[name].splitlines()), err[name]) for name in out}
+
+
+def matches(pattern, text):
+    assert re.fullmatch(pattern, text, re.DOTALL), text
+
+
+def where(output, checkpoint="no checkpoint was complete"):
+    return re.escape(f"details: {output}/error.json; {checkpoint}\n")
+
+
+def error_json(output):
+    return json.loads((output / "error.json").read_text())
+
+
+def test_ranks_compute_together_and_nothing_else_is_said(told):
+    case = told["reduce"]
+    assert (case.out, case.err) == (["finished 0", "sum 2", "sum 2"], "")
+    assert list(case.output.iterdir()) == []
+
+
+def test_a_rank_that_raises_is_named_with_its_step_and_traceback(told):
+    case = told["raise"]
+    assert case.out == ["failed 3"]
+    newest = case.output / "checkpoints" / "step-10"
+    matches(
+        rf"run failed: rank 1 of 2 {WHO} raised ValueError at step 12: the batch is bad\n"
+        r"Traceback \(most recent call last\):\n"
+        r'  File "[^"]*launch_cases.py", line \d+, in case_raise\n[^\n]*\n'
+        r"ValueError: the batch is bad\n"
+        r"also ended: rank 0 \(connection lost\)\n" + where(case.output, f"the newest complete checkpoint is {newest}"),
+        case.err,
+    )
+    error = error_json(case.output)
+    assert {key: error[key] for key in ("composer3d", "rank", "kind", "message", "step")} == {
+        "composer3d": 1,
+        "rank": 1,
+        "kind": "crash",
+        "message": "the batch is bad",
+        "step": 12,
+    }
+    assert "in case_raise" in error["traceback"]
+    assert [(other["rank"], other["consequence"]) for other in error["others"]] == [(0, True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "kind"),
+    [
+        ("kill", "was killed by SIGKILL at step 12", "killed"),
+        ("os_exit", "left early with exit code 0 at step 3", "left"),
+        ("return", "returned before the others at step 3", "left"),
+    ],
+)
+def test_a_rank_that_is_gone_is_the_cause_and_not_the_rank_that_lost_it(told, name, said, kind):
+    case = told[name]
+    assert case.out == ["failed 3"]
+    matches(
+        rf"run failed: rank 1 of 2 {WHO} {said}\nalso ended: rank 0 \(connection lost\)\n" + where(case.output),
+        case.err,
+    )
+    assert (error_json(case.output)["rank"], error_json(case.output)["kind"]) == (1, kind)
+
+
+def test_leaving_by_sys_exit_shows_where(told):
+    case = told["sys_exit"]
+    assert case.out == ["failed 3"]
+    matches(
+        rf"run failed: rank 1 of 2 {WHO} left early with exit code 0 at step 3\nTraceback .* in case_sys_exit\n"
+        r"    sys.exit\(0\)\nSystemExit: 0\nalso ended: rank 0 \(connection lost\)\n" + where(case.output),
+        case.err,
+    )
+
+
+def test_a_users_mistake_is_one_message_and_is_not_tried_again(told):
+    case = told["user"]
+    assert case.out == ["attempt", "attempt", "failed 3"]
+    matches(
+        r"run failed: corpus/: there is no text here; name a file or a folder of text\n" + where(case.output), case.err
+    )
+
+
+def test_a_wrong_manifest_is_exit_code_2_and_its_problems_alone(told):
+    assert (told["manifest"].out, told["manifest"].err) == (["failed 2"], "run.toml:3:1: [train] the table is empty\n")
+
+
+def test_a_crash_is_restarted(told):
+    case = told["crash_once"]
+    assert case.out == ["finished 0", "sum 2 after 1", "sum 2 after 1"]
+    matches(r"run failed: rank 1 of 2 .*only once.*\nrestarting all ranks \(1 of 1\)\n", case.err)
+    assert list(case.output.iterdir()) == []
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_another_failed(told):
+    case = told["stubborn"]
+    assert case.out == ["failed 3"]
+    matches(
+        rf"run failed: rank 1 of 2 {WHO} raised ValueError at step 0: only rank 1\nTraceback .*\n" + where(case.output),
+        case.err,
+    )
+
+
+def test_ranks_that_do_not_end_are_a_failure_that_says_where_they_are(told):
+    case = told["stuck"]
+    assert case.out == ["failed 3"]
+    matches(
+        r"run failed: 2 of 2 ranks did not end within 1 s \(rank 0 at step 2, rank 1 at step 2\)\n"
+        + where(case.output),
+        case.err,
+    )
+
+
+def test_ranks_share_the_cores_unless_the_user_says_otherwise(tmp_path):
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    theirs = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run(command(tmp_path, "threads"), env=theirs, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.stdout.splitlines()[1:] == [f"{threads} {threads}", f"{threads} {threads}", "finished 0"]
+
+
+def test_a_rank_that_has_returned_but_does_not_exit_is_killed_and_the_run_is_good(told):
+    case = told["linger"]
+    assert case.out == ["finished 0", "values {0: 2.0, 1: 2.0}"]
+    assert case.err == "ranks [1] had to be killed: they had finished, but did not exit\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_agree_save_and_return_after_a_signal_to_their_parent(tmp_path, number):
+    out, err = signalled("preempt", tmp_path, number)
+    assert (out[-1], err) == ("preempted 0", "")
+    saved = [(tmp_path / "preempt" / f"saved-{rank}").read_text() for rank in range(2)]
+    assert saved[0] == saved[1]
+
+
+def test_ctrl_c_lets_ranks_clean_up_and_is_exit_code_3(tmp_path):
+    out, err = signalled("interrupt", tmp_path, signal.SIGINT)
+    assert [line for line in out if line != "running"] == ["closed", "closed", "interrupted 3"]
+    matches(r"interrupted\n" + where(tmp_path / "interrupt"), err)
+
+
+def signalled(case, output, number):
+    """Send a signal to the parent once its ranks run; return the lines and the error output."""
+    with subprocess.Popen(command(output, case), env=environment(), stdout=-1, stderr=-1, text=True) as parent:
+        assert [parent.stdout.readline() for _ in range(2)] == [f"== {case}\n", "running\n"]
+        parent.send_signal(number)
+        out, err = parent.communicate(timeout=LIMIT_S)
+    return out.splitlines(), err.removeprefix(f"== {case}\n")
+
+
+def torchrun(case, output, *options):
+    arguments = ["--standalone", "--nproc-per-node", "2", *options, str(CASES), str(output), case]
+    return subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+
+
+def test_under_torchrun_the_failed_rank_reports_once_before_torchrun_does(tmp_path):
+    done = torchrun("raise", tmp_path)
+    assert done.returncode == 1
+    report, _, block = done.stderr.partition(f"details: {tmp_path}/error.json")
+    assert re.search(rf"run failed: rank 1 of 2 {WHO} raised ValueError at step 12: the batch is bad\n", report)
+    assert "FAILED" not in report and "run failed" not in block
+    assert "Root Cause" in block and "ValueError: the batch is bad" in block.partition("Root Cause")[2]
+    assert error_json(tmp_path)["rank"] == 1
+
+
+def test_under_torchrun_an_early_leaver_is_named_by_the_rank_that_lost_it(tmp_path):
+    done = torchrun("os_exit", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count("run failed: ") == 1
+    said = r"ended without a word \(it was killed, or left by os._exit\) at step 3"
+    assert re.search(rf"run failed: rank 1 of 2 {WHO} {said}\n", done.stderr)
+    assert error_json(tmp_path)["rank"] == 1
+
+
+def test_under_torchrun_a_users_mistake_is_not_tried_again(tmp_path):
+    done = torchrun("user", tmp_path, "--max-restarts", "1")
+    assert done.stdout.splitlines() == ["attempt", "attempt"]
+    assert done.stderr.count("run failed: corpus/: there is no text here") == 1
