@@ -90,17 +90,12 @@ def assemble(
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
-        assembled = _freeze(preparation, loss_fn or _own_loss, loss_reduction, count_fn, world.release)
+        assembled = _freeze(preparation, loss_fn, loss_reduction, count_fn, world.release)
         world.settle()
         return assembled
     except BaseException:
         world.release()
         raise
-
-
-def _own_loss(output: Any, target: Any) -> Any:
-    """Take the loss that the model computed itself."""
-    return output.loss if hasattr(output, "loss") else output
 
 
 def build_mesh(preparation: Preparation) -> None:
@@ -236,7 +231,7 @@ def _agree_on_factory(recipe: Recipe, context: RunContext) -> None:
 
 def _freeze(
     preparation: Preparation,
-    loss_fn: LossFunction,
+    loss_fn: LossFunction | None,
     reduction: Reduction | None,
     count_fn: Callable[[Any], int] | None,
     release: Callable[[], None],

@@ -244,6 +244,8 @@ class Composition:
         return Evaluation(loss=loss, count=count)
 
     def _place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
+        if target is None and self._engine.loss_is_the_models:
+            target = kwargs.get("labels")  # it is what the model counts, too
         batch = Batch(args=args, kwargs=kwargs, target=target)
         for function in self._assembled.place_batch:
             batch = function(context=self.context, batch=batch) or batch

@@ -57,7 +57,7 @@ def total_norm(
     Args:
         parameters: Of all this rank's parts, each tensor once.
         layout: For the number of copies.
-        norm_type: 2, or infinity.
+        norm_type: 2, or infinity, where a NaN counts as infinite.
         group: The ranks of one global batch.
         device: For the reduced number.
 
@@ -74,6 +74,9 @@ def total_norm(
     for (weight, *_), grads in _alike(parameters, layout).items():
         norms = torch.stack(torch_compat.foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)
         total = torch.maximum(total, norms.max()) if infinite else total + norms.square().sum() * weight
+    if infinite:
+        # The maximum over ranks would lose a NaN: it is neither larger nor smaller than anything.
+        total = torch.nan_to_num(total, nan=math.inf, posinf=math.inf)
     dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
     return total if infinite else total.sqrt()
 

@@ -64,12 +64,13 @@ class StepEngine:
         guard: Guard,
         ledger: Ledger,
         streams: Streams,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | None,
         count_fn: Callable[[Any], int] | None,
         reduction: Reduction | None,
     ) -> None:
         self._context, self._guard, self._ledger, self._streams = context, guard, ledger, streams
-        self._loss_fn, self._count_fn, self._reduction = loss_fn, count_fn, reduction
+        self._loss_fn, self._count_fn, self._reduction = loss_fn or _loss_of_model, count_fn, reduction
+        self.loss_is_the_models = loss_fn is None
         self._actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
@@ -268,6 +269,14 @@ class StepEngine:
                 "call run.backward(loss, last=True) for the last loss of a step"
             )
         self._used = True
+        trainable = [parameter for parameter in parameters if parameter.requires_grad]
+        if trainable and all(parameter.grad is None for parameter in trainable):
+            # FSDP2 finds the tensors of an output in containers that torch knows; in any other object it misses them,
+            # reduces nothing, and the optimizer would step on nothing.
+            raise StepError(
+                f"no parameter got a gradient in step {state.step}; return the model's output as a tensor, or in a "
+                "tuple, list, dict or dataclass"
+            )
         self._at(StepPoint.GRADIENTS_LOCAL)
         gradients.settle_partial(parameters)
         if self._ledger.correction != 1.0:
@@ -335,6 +344,11 @@ class StepEngine:
                 f"{call} was called after the gradients of this step had been clipped or used; "
                 "run all batches of a step first, and open a new step for the next optimizer step"
             )
+
+
+def _loss_of_model(output: Any, target: Any) -> Any:
+    """Take the loss that the model computed itself."""
+    return output.loss if hasattr(output, "loss") else output
 
 
 class OwnForward:

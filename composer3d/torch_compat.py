@@ -6,6 +6,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -13,10 +14,17 @@ from typing import Any, NamedTuple
 
 
 def set_group_timeout(group: Any, timeout: timedelta) -> None:
-    """Set the timeout of one process group; public functions only take it when the group is made (torch 2.11-2.15)."""
-    from torch.distributed.distributed_c10d import _set_pg_timeout
+    """Set the timeout of one process group, None for the default one, after it was made.
 
-    _set_pg_timeout(timeout, group)
+    Public functions take it only before; torch's own private one does nothing but warn for groups that the debug level
+    DETAIL has wrapped (torch 2.11-2.15).
+    """
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if group is None else group
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 def default_store() -> Any:
@@ -60,6 +68,20 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
+
+
+def clear_sharding_caches() -> None:
+    """Forget what DTensor's operators returned, meshes included; torch has only underscored functions for it.
+
+    DTensor takes meshes of equal ranks for one, whichever rank this process was when they were made, so that another
+    rank's world in one process would get results with the first one's coordinates (torch 2.11-2.15).
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
 
 
 def dispatch_mode(

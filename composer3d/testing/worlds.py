@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from composer3d.errors import RankError
-from composer3d.torch_compat import fake_store
+from composer3d.torch_compat import clear_sharding_caches, fake_store
 
 __all__ = ["fake_world"]
 
@@ -46,3 +46,4 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        clear_sharding_caches()
