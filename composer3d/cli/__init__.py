@@ -1,0 +1,68 @@
+"""The command `composer3d`: one module a command, each with `add` (its arguments) and `execute` (what it does).
+
+Exit codes: 0 good; 1 what was asked does not hold; 2 the manifest or the command line is wrong; 3 the run failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from composer3d.cli import check, export, init, plugins, run, schema
+from composer3d.cli.output import complain, print_problems
+from composer3d.errors import ComposerError, ManifestError
+
+__all__ = ["build_parser", "main"]
+
+COMMANDS = (run, check, plugins, schema, init, export)
+WRONG, FAILED = 2, 3
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of all commands. Imports neither torch nor a plugin."""
+    parser = argparse.ArgumentParser(
+        prog="composer3d",
+        description="Compose parallelism onto any torch.nn.Module from a TOML manifest.",
+        epilog="Exit codes: 0 good; 1 what was asked does not hold; 2 the manifest or the command line is wrong; "
+        "3 the run failed.",
+    )
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code.
+
+    Mistakes of the user are told without a traceback; whatever else goes wrong keeps its own.
+
+    Args:
+        argv: The command line without the program's name; default: this process's.
+    """
+    try:
+        arguments = build_parser().parse_args(argv)
+    except SystemExit as leaving:  # argparse leaves by itself: 0 after --help, 2 for a wrong command line
+        return leaving.code if isinstance(leaving.code, int) else WRONG
+    try:
+        code: int = arguments.execute(arguments)
+        sys.stdout.flush()
+        return code
+    except ManifestError as error:
+        print_problems(error.problems)
+        return WRONG
+    except ComposerError as error:
+        complain(str(error))
+        return WRONG
+    except KeyboardInterrupt:
+        complain("interrupted")
+        return FAILED
+    except BrokenPipeError:  # the reader, `head` for example, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception:
+        traceback.print_exc()
+        return FAILED

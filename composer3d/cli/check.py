@@ -1,0 +1,76 @@
+"""`composer3d check`: every problem of a manifest at once, or its ordered plan."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from composer3d.cli.inspection import Inspection, device_of, inspect, open_manifest
+from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
+from composer3d.cli.output import compress, print_problems, say, say_json
+from composer3d.errors import ManifestError
+
+__all__ = ["add", "execute"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "check",
+        help="find every problem of a manifest, or print its ordered plan",
+        description="Check a manifest against its model, its plugins and its data: no process group, no weights. "
+        "Prints all problems with their lines, or what would be done to the model, in order.",
+    )
+    add_manifest(parser)
+    parser.add_argument(
+        "--world-size", type=positive, metavar="N", help="ranks of the run; default: what the degrees multiply to"
+    )
+    parser.add_argument("--rank", type=natural, metavar="R", default=0, help="whose view to take; default: 0")
+    add_strict(parser)
+    add_json(parser)
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Check, and print; 2 if something is wrong."""
+    try:
+        inspected = open_manifest(arguments.manifest, arguments.overrides)
+    except ManifestError as error:
+        found = Inspection(problems=list(error.problems))
+    else:
+        device = device_of(inspected.manifest)
+        found = inspect(inspected, world_size=arguments.world_size, rank=arguments.rank, device=device)
+    ok = found.ok(strict=arguments.strict)
+    if arguments.json:
+        say_json({"ok": ok, **_report(found)})
+    else:
+        if found.problems:
+            print_problems(found.ordered())
+        if ok:
+            _show(found)
+    return 0 if ok else 2
+
+
+def _report(found: Inspection) -> dict[str, Any]:
+    """Return what `--json` prints, but for `ok`."""
+    preparation, layout = found.preparation, found.layout
+    rows = preparation.plan if preparation is not None else ()
+    return {
+        "problems": [problem.to_json() for problem in found.ordered()],
+        "plan": [{"phase": row.phase, "name": row.name, "fqns": list(row.fqns)} for row in rows],
+        "world_size": None if layout is None else layout.world_size,
+        "degrees": {} if layout is None else dict(layout.degrees),
+        "coordinates": {} if preparation is None else dict(preparation.context.coordinates),
+    }
+
+
+def _show(found: Inspection) -> None:
+    """Print the layout and the plan."""
+    preparation = found.preparation
+    assert preparation is not None, "without a problem there is a plan"
+    context = preparation.context
+    say(f"{context.layout} = {context.world_size} rank{'s' * (context.world_size > 1)} on {context.device.type}")
+    if context.rank:
+        say(f"rank {context.rank}: " + ", ".join(f"{axis}={index}" for axis, index in context.coordinates.items()))
+    for row in preparation.plan:
+        say(f"{row.phase:<12} {row.name:<24} {compress(row.fqns)}")

@@ -1,0 +1,168 @@
+"""`composer3d export`: the weights of a checkpoint as safetensors, read without executing anything."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer3d.cli.options import Subparsers, size
+from composer3d.cli.output import say
+from composer3d.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d.checkpoint import TensorInfo
+
+__all__ = ["add", "execute", "export", "find_checkpoint"]
+
+PREFIX = "model/"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DEFAULT_SHARD = 5 * 1024**3
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write the weights of a checkpoint as safetensors",
+        description="Write the weights of a checkpoint as safetensors: model.safetensors, or several files and "
+        "model.safetensors.index.json. Needs no process group and no GPU, and executes nothing of the checkpoint.",
+    )
+    parser.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint"
+    )
+    parser.add_argument("--to", metavar="DIR_OR_FILE", type=Path, required=True, help="folder, or .safetensors file")
+    parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors; default: as saved")
+    parser.add_argument(
+        "--max-shard", metavar="SIZE", type=size, default=DEFAULT_SHARD, help="largest file; default: 5GiB"
+    )
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Export, and say what was written."""
+    import torch
+
+    path = find_checkpoint(arguments.source)
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    files = export(path, to=arguments.to, dtype=dtype, max_shard_bytes=arguments.max_shard)
+    tensors, size_bytes = len([key for file in files.values() for key in file]), sum(f.stat().st_size for f in files)
+    say(f"{path} -> {', '.join(str(file) for file in files)}: {tensors} tensors, {size_bytes / 1024**2:.1f} MiB")
+    return 0
+
+
+def find_checkpoint(source: Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest of a run's folder or of a folder of checkpoints.
+
+    Raises:
+        CheckpointError: There is none that is complete.
+    """
+    from composer3d.checkpoint import complete, latest, read_state
+
+    if complete(source):
+        return source
+    found = latest(source / "checkpoints") or latest(source)
+    if found is not None:
+        return found
+    if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").is_file():
+        raise CheckpointError(f"{source}: this run has no complete checkpoint")
+    read_state(source)  # says what a folder lacks to be a checkpoint
+    raise CheckpointError(f"{source}: there is no checkpoint here")
+
+
+def export(
+    path: Path, *, to: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = DEFAULT_SHARD
+) -> dict[Path, list[str]]:
+    """Write the model's tensors of a checkpoint.
+
+    Files are written beside their names and renamed when they are whole, the index last.
+
+    Args:
+        path: The checkpoint.
+        to: A folder, or a file that ends with `.safetensors`.
+        dtype: What floating-point tensors become; None keeps them.
+        max_shard_bytes: Largest file; a single tensor may exceed it.
+
+    Returns:
+        The files with the keys in each.
+
+    Raises:
+        CheckpointError: The checkpoint is not complete or holds no model, the target exists, or one file is too small.
+
+    Memory: one file's tensors. Collectives: none.
+    """
+    from safetensors.torch import save_file
+
+    from composer3d.checkpoint import contents
+
+    infos = {key: info for key, info in contents(path).items() if key.startswith(PREFIX)}
+    if not infos:
+        raise CheckpointError(f"{path}: holds no weights of a model")
+    shards = _cut(infos, dtype, max_shard_bytes)
+    files = _files(to, len(shards))
+    if len(files) < len(shards):
+        total = sum(_bytes(info, dtype) for info in infos.values())
+        raise CheckpointError(f"{to}: one file would have {total} bytes; name a folder, or raise --max-shard")
+    existing = next((file for file in (*files, files[0].with_name(INDEX)) if file.exists()), None)
+    if existing is not None:
+        raise CheckpointError(f"{existing} exists and is not overwritten; name another place with --to")
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    written = {file: [key.removeprefix(PREFIX) for key in keys] for file, keys in zip(files, shards, strict=True)}
+    for file, keys in zip(files, shards, strict=True):
+        beside = file.with_name(f"{file.name}.tmp")
+        beside.touch()
+        mode = beside.stat().st_mode  # safetensors would leave it to its owner alone
+        save_file(dict(_tensors(path, keys, dtype)), beside, metadata={"format": "pt"})
+        beside.chmod(mode)
+        os.replace(beside, file)
+    if len(files) > 1:
+        total = sum(_bytes(info, dtype) for info in infos.values())
+        weight_map = {key: file.name for file, keys in written.items() for key in keys}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        files[0].with_name(INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return written
+
+
+def _tensors(path: Path, keys: Sequence[str], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+    from composer3d.checkpoint import read_tensors
+
+    for key, tensor in read_tensors(path, keys):
+        yield key.removeprefix(PREFIX), tensor.to(_target(tensor.dtype, dtype)).contiguous()
+
+
+def _cut(infos: Mapping[str, TensorInfo], dtype: torch.dtype | None, max_shard_bytes: int) -> list[list[str]]:
+    """Fill one file after the other, in the order of the keys."""
+    shards: list[list[str]] = [[]]
+    filled = 0
+    for key, info in infos.items():
+        if shards[-1] and filled + _bytes(info, dtype) > max_shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(key)
+        filled += _bytes(info, dtype)
+    return shards
+
+
+def _files(to: Path, num_shards: int) -> list[Path]:
+    if to.suffix == ".safetensors":
+        return [to]
+    if num_shards == 1:
+        return [to / SINGLE]
+    return [to / f"model-{number:05}-of-{num_shards:05}.safetensors" for number in range(1, num_shards + 1)]
+
+
+def _bytes(info: TensorInfo, dtype: torch.dtype | None) -> int:
+    import math
+
+    return math.prod(info.shape) * _target(info.dtype, dtype).itemsize
+
+
+def _target(dtype: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and dtype.is_floating_point else dtype

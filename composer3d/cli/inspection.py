@@ -1,0 +1,164 @@
+"""Everything that can be known of a manifest before ranks are started: its problems, all of them, and its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from composer3d.errors import ComposerError, ManifestError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from composer3d.manifest import InspectedManifest, Manifest
+    from composer3d.mesh import Layout
+    from composer3d.preparation import Preparation
+    from composer3d.registry import Hooks
+    from composer3d.runner.model import ModelFactory
+
+__all__ = ["Inspection", "device_of", "inspect", "open_manifest"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Inspection:
+    """What was found.
+
+    Attributes:
+        problems: Errors and warnings.
+        layout: The degrees; None where they do not fit, or nobody owns an axis.
+        preparation: The manifest joined with the model; None where it could not be.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    layout: Layout | None = None
+    preparation: Preparation | None = None
+
+    def ok(self, *, strict: bool) -> bool:
+        """Tell whether it can be run; under `strict` a warning counts like an error."""
+        return not any(strict or problem.severity == "error" for problem in self.problems)
+
+    def ordered(self) -> tuple[Problem, ...]:
+        """Return the problems in the order of the file."""
+        return ManifestError(self.problems).problems
+
+
+def open_manifest(source: str, overrides: Sequence[str]) -> InspectedManifest:
+    """Read a manifest with the runner's tables and type it as far as possible.
+
+    Raises:
+        ManifestError: It cannot be read at all.
+    """
+    from composer3d.manifest import inspect_manifest, read
+    from composer3d.runner.tables import TABLES
+
+    return inspect_manifest(read(source, overrides), tables=TABLES)
+
+
+def device_of(manifest: Manifest) -> torch.device:
+    """Return where the manifest's run computes: what `[run] device` says, else what the machine has."""
+    import torch
+
+    from composer3d.world import default_device
+
+    stated = manifest.tables["run"].device if "run" in manifest.tables else "auto"
+    return default_device() if stated == "auto" else torch.device(stated)
+
+
+def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, device: torch.device) -> Inspection:
+    """Find every problem that can be found without a process group and without weights.
+
+    A mistake ends only what hangs on it: the data are looked at although the mesh does not fit. What is found in a
+    table that has a mistake already is left out, since it may be the same one.
+
+    Args:
+        inspected: From `open_manifest`.
+        world_size: Ranks; None takes what the manifest's degrees multiply to.
+        rank: Whose view is taken.
+        device: Where the run would put parameters.
+    """
+    from composer3d.cli import rules
+    from composer3d.registry import Hooks
+
+    manifest = _completed(inspected.manifest)
+    tables = manifest.tables
+    result = Inspection(problems=list(inspected.problems))
+    fitting: int | None = world_size
+    try:
+        hooks = Hooks(manifest.plugins)
+    except ComposerError as error:
+        result.problems.append(Problem(message=str(error), file=manifest.document.file))
+    else:
+        fitting = _lay_out(result, inspected, hooks, world_size)
+    layout, factory = result.layout, None
+    found = [*rules.data_problems(manifest), *rules.optimizer_problems(manifest)]
+    if tables.keys() >= {"model", "data", "train"}:
+        factory, more = rules.find_factory(manifest)
+        found += more
+    if layout is not None and fitting == world_size and "train" in tables:
+        found += rules.batch_problems(manifest, layout)
+    if layout is not None and factory is not None:
+        view = rank if rank < layout.world_size else 0
+        found += _prepare(result, manifest, factory, world_size=fitting, rank=view, device=device)
+    result.problems += _news(found, inspected)
+    if layout is not None and rank >= layout.world_size:
+        result.problems.append(Problem(message=f"rank {rank} is not in a world of {layout.world_size} ranks"))
+    return result
+
+
+def _completed(manifest: Manifest) -> Manifest:
+    """Return the manifest with a `[train]` that only lacked its number of steps, which nothing here depends on."""
+    from composer3d.runner.tables import TrainTable
+
+    train = manifest.tables.get("train")
+    if train is None or isinstance(train, TrainTable):
+        return manifest
+    return replace(manifest, tables={**manifest.tables, "train": TrainTable(steps=1, **asdict(train))})
+
+
+def _lay_out(result: Inspection, inspected: InspectedManifest, hooks: Hooks, world_size: int | None) -> int | None:
+    """Resolve the degrees; where only the world does not fit, go on with the one that the degrees multiply to."""
+    from composer3d.preparation import layout_of
+
+    for size in dict.fromkeys((world_size, None)):
+        try:
+            result.layout = layout_of(inspected.manifest, hooks, world_size=size)
+            return size
+        except ManifestError as error:
+            # A plugin that was not found may own the axis that nobody seems to own.
+            told = [problem for problem in error.problems if problem.key is None or not inspected.unresolved]
+            result.problems += [problem for problem in told if problem not in result.problems]
+    return None
+
+
+def _prepare(
+    result: Inspection,
+    manifest: Manifest,
+    factory: ModelFactory,
+    *,
+    world_size: int | None,
+    rank: int,
+    device: torch.device,
+) -> list[Problem]:
+    """Join manifest and model, and let every plugin say what it would do."""
+    from composer3d.cli.rules import name_problems
+    from composer3d.preparation import prepare
+
+    try:
+        model = factory.build()
+        preparation = prepare(model, manifest, world_size=world_size, rank=rank, device=device, purpose="check")
+    except ManifestError as error:
+        return list(error.problems)
+    result.preparation = preparation
+    return [*preparation.problems, *name_problems(manifest, factory, preparation.context)]
+
+
+def _news(problems: Sequence[Problem], inspected: InspectedManifest) -> list[Problem]:
+    """Leave out what only follows from mistakes that are told already."""
+    wrong = {problem.table for problem in inspected.problems}
+    missing = [f'"{name}"' for _, name in inspected.unresolved]
+    return [
+        problem
+        for problem in problems
+        if problem.table not in wrong and not any(name in problem.message for name in missing)
+    ]

@@ -1,0 +1,78 @@
+"""Arguments that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import Any, TypeAlias
+
+__all__ = ["Subparsers", "add_json", "add_manifest", "add_strict", "natural", "positive", "size"]
+
+Subparsers: TypeAlias = Any  # argparse keeps the type of its subparsers to itself
+
+_UNITS = {"": 1, "B": 1}
+_UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
+_UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
+
+
+def add_manifest(parser: argparse.ArgumentParser) -> None:
+    """Add MANIFEST and `--set`."""
+    parser.add_argument("manifest", metavar="MANIFEST", help="a path, or the name of a shipped manifest")
+    parser.add_argument(
+        "--set",
+        dest="overrides",
+        metavar="TABLE.KEY=VALUE",
+        action="append",
+        default=[],
+        help="override a key of the manifest; VALUE is TOML, or a string; may be repeated",
+    )
+
+
+def add_strict(parser: argparse.ArgumentParser) -> None:
+    """Add `--strict`."""
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`."""
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def natural(text: str) -> int:
+    """Read a whole number of at least 0, as an argument's type.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    return _whole(text, at_least=0)
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1, as an argument's type.
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    return _whole(text, at_least=1)
+
+
+def _whole(text: str, *, at_least: int) -> int:
+    if not re.fullmatch(r"[0-9]+", text) or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number of at least {at_least}')
+    return int(text)
+
+
+def size(text: str) -> int:
+    """Read a number of bytes with its unit, for example `5GiB`, as an argument's type.
+
+    >>> size("5GiB"), size("1.5 kB"), size("100")
+    (5368709120, 1500, 100)
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?) ?([KMGTkmgt]?i?B?)", text)
+    unit = match[2].upper().replace("I", "i") if match else None
+    if match is None or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a size; write for example 5GiB or 500MB')
+    return int(float(match[1]) * _UNITS[unit])

@@ -1,0 +1,201 @@
+"""What the runner asks of a manifest beyond its types: references that lead somewhere, data, numbers that divide.
+
+Each rule returns problems at the lines of the keys at fault.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import (
+    DataError,
+    ManifestError,
+    PluginError,
+    Problem,
+    ReferenceFailure,
+    did_you_mean,
+)
+from composer3d.mesh import Layout, Role
+
+if TYPE_CHECKING:
+    from composer3d.context import RunContext
+    from composer3d.manifest import Document, Manifest
+    from composer3d.runner.data import DataTable
+    from composer3d.runner.model import ModelFactory
+
+__all__ = ["batch_problems", "data_problems", "find_factory", "name_problems", "optimizer_problems"]
+
+# Text below this size is read whole: a fraction of a second, and binary files are found too.
+_READ_BYTES = 1 << 26
+
+
+def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:
+    """Return the model's factory with its arguments, or what is wrong with the reference or the arguments."""
+    from composer3d.runner.model import ModelFactory
+
+    document, table, data = manifest.document, manifest.tables["model"], manifest.tables["data"]
+    try:
+        function = resolve(table.use, document)
+    except ReferenceFailure as error:
+        return None, [document.problem(("model", "use"), error.message, hint=error.hint)]
+    if not callable(function):
+        message = f'"{table.use}" cannot be called: it is of type {type(function).__name__}'
+        return None, [document.problem(("model", "use"), message, hint="name a class or a function")]
+    known = {"vocab_size": _vocab_size(data, document.folder), "max_seq_len": data.seq_len}
+    derived = {key: value for key, value in known.items() if value is not None}
+    problems = [
+        *_argument_problems(function, table.use, table.args, document, "model", derived=derived),
+        *(
+            document.problem(("model", "args", key), f"{key} = {table.args[key]} is below that of the data, {value}")
+            for key, value in derived.items()
+            if isinstance(table.args.get(key), int) and table.args[key] < value
+        ),
+    ]
+    if problems:
+        return None, problems
+    return ModelFactory(manifest, vocab_size=derived.get("vocab_size")), []
+
+
+def _vocab_size(data: DataTable, folder: Path) -> int | None:
+    """Return below what the data's tokens are, as far as that can be told without reading them."""
+    if data.kind == "synthetic" or data.tokenizer == "bpe":
+        return data.vocab_size or (256 if data.kind == "synthetic" else None)
+    if data.kind == "user":
+        return data.vocab_size
+    from composer3d.runner.data import locate
+
+    try:
+        is_text = data.kind == "python_docs" or locate(data.use, folder=folder).kind == "text"
+    except DataError:  # `data_problems` tells it; any model fits
+        return 1
+    return 256 if is_text else data.vocab_size
+
+
+def resolve(reference: str, document: Document) -> Any:
+    """Import what a reference of the manifest names; see `resolve_reference`."""
+    from composer3d.manifest import resolve_reference
+
+    return resolve_reference(reference, document.folder)
+
+
+def _argument_problems(
+    function: Any, name: str, args: Mapping[str, Any], document: Document, table: str, *, derived: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """Compare a table `args`, and what is derived where it is silent, with the signature of what it is for."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature: the call itself tells
+        return
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    by_name = {
+        key: parameter
+        for key, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+    }
+    for key in args:
+        if key not in by_name and not takes_any:
+            hint = did_you_mean(key, list(by_name)) or "it takes none"
+            yield document.problem((table, "args", key), f'{name} takes no argument "{key}"', hint=hint)
+    for key, parameter in by_name.items():
+        if parameter.default is parameter.empty and key not in args and key not in derived:
+            place = (table, "args" if args else "use")
+            yield document.problem(place, f'{name} needs the argument "{key}"', hint=f"write {table}.args.{key} = ...")
+
+
+def data_problems(manifest: Manifest) -> list[Problem]:
+    """Look whether the data are there and long enough, without preparing or calling anything."""
+    document, table = manifest.document, manifest.tables["data"]
+    if table.kind == "synthetic":
+        return []
+    if table.kind == "user":
+        try:
+            factory = resolve(table.use, document)
+        except ReferenceFailure as error:
+            return [document.problem(("data", "use"), error.message, hint=error.hint)]
+        return list(_argument_problems(factory, table.use, table.args, document, "data", derived={}))
+    try:
+        _probe(table, document.folder)
+    except DataError as error:
+        # The table is said by the problem's place.
+        return [document.problem(("data", "use"), str(error).removeprefix("[data] "))]
+    return []
+
+
+def _probe(table: DataTable, folder: Path) -> None:
+    """Raise a DataError for text or token files that are missing, empty, of another kind, or too short."""
+    import numpy as np
+
+    from composer3d.runner.data.bpe import bpe_key
+    from composer3d.runner.data.paths import locate
+    from composer3d.runner.data.text import Text, python_docs
+    from composer3d.runner.data.tokens import MappedTokens, held_out, map_token_file
+
+    if table.tokenizer == "bpe":
+        bpe_key("", table.vocab_size or 0)  # says which extra is missing
+    if table.kind == "python_docs":
+        arrays: list[Any] = [np.frombuffer(python_docs(), np.uint8)]
+    else:
+        located = locate(table.use, folder=folder)
+        if located.kind == "tokens":
+            arrays = [map_token_file(file, table) for file in located.files]
+        else:
+            num_bytes = sum(file.stat().st_size for file in located.files)
+            if num_bytes <= _READ_BYTES:
+                num_bytes = Text.from_files(located.files, use=table.use).num_bytes
+            arrays = [MappedTokens(located.files[0], dtype=np.dtype(np.uint8), size=num_bytes)]
+    # A BPE token stands for a byte or more, so text with too few bytes has too few tokens.
+    held_out(arrays, table, vocab_size=None, facts={})
+
+
+def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
+    """Check that global batches divide into micro-batches of all data-parallel ranks."""
+    from composer3d.runner.batch_size import BatchSize
+
+    try:
+        BatchSize(manifest.tables["train"], degree=layout.degree(Role.BATCH)).check(manifest)
+    except ManifestError as error:
+        return list(error.problems)
+    return []
+
+
+def optimizer_problems(manifest: Manifest) -> list[Problem]:
+    """Import the optimizer and the schedule that the manifest names, and check the optimizer's arguments."""
+    from composer3d.runner.optimizer import optimizer_class
+
+    document, problems = manifest.document, []
+    if "optimizer" in manifest.tables:
+        table = manifest.tables["optimizer"]
+        try:
+            optimizer_class(table, document.folder)
+        except (PluginError, ReferenceFailure) as error:
+            key = next((key for key in table.args if f'"{key}"' in error.message), None)
+            path = ("optimizer", "args", key) if key else ("optimizer", "use")
+            problems.append(document.problem(path, error.message, hint=error.hint))
+    if "lr_schedule" in manifest.tables and ":" in manifest.tables["lr_schedule"].kind:
+        key = "use" if manifest.tables["lr_schedule"].use else "name"
+        try:
+            resolve(manifest.tables["lr_schedule"].kind, document)
+        except ReferenceFailure as error:
+            problems.append(document.problem(("lr_schedule", key), error.message, hint=error.hint))
+    return problems
+
+
+def name_problems(manifest: Manifest, factory: ModelFactory, context: RunContext) -> list[Problem]:
+    """Check the patterns of the runner's own tables against the model's names; after the factory was called."""
+    problems: list[Problem] = []
+    try:
+        factory.refuse_unmatched()
+    except ManifestError as error:
+        problems += error.problems
+    groups = manifest.tables["optimizer"].groups if "optimizer" in manifest.tables else ()
+    for index, group in enumerate(groups):
+        if not any(re.search(group.match, fqn) for fqn in context.parameter_fqns):
+            message = f'match = "{group.match}" finds no parameter of the model'
+            hint = f"it is a regular expression; the model has {', '.join(context.parameter_fqns[:8])}"
+            path = ("optimizer", "groups", index, "match")
+            problems.append(manifest.document.problem(path, message, hint=hint))
+    return problems

@@ -1,0 +1,242 @@
+"""`composer3d run`: check first, then train; under torchrun as a rank, otherwise with a local world of its own."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.cli.inspection import device_of, inspect, open_manifest
+from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
+from composer3d.cli.output import complain, print_problems, say
+from composer3d.errors import ComposerError, ManifestError, Problem
+
+if TYPE_CHECKING:
+    import torch
+
+    from composer3d.manifest import Manifest
+    from composer3d.runner import Outcome
+
+__all__ = ["add", "execute", "num_local_ranks", "output_of"]
+
+WRONG, FAILED = 2, 3
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "run",
+        help="train what a manifest describes",
+        description="Train what a manifest describes. Starts the ranks of this machine itself, or joins as a rank "
+        "under torchrun: torchrun --nproc-per-node 8 -m composer3d run MANIFEST. Goes on from the newest checkpoint.",
+    )
+    add_manifest(parser)
+    parser.add_argument(
+        "--resume",
+        metavar="auto|never|PATH",
+        default="auto",
+        help="start from the newest checkpoint of the run if there is one (default), from new weights, or from PATH",
+    )
+    parser.add_argument(
+        "--nproc-per-node",
+        type=positive,
+        metavar="N",
+        help="ranks to start here; default: what the degrees multiply to, and where one is open, this machine's GPUs",
+    )
+    add_strict(parser)
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Join the world that torchrun has started, or start one."""
+    from composer3d.runner.launch import under_torchrun
+
+    return _join(arguments) if under_torchrun() else _start(arguments)
+
+
+def _join(arguments: argparse.Namespace) -> int:
+    """Be one rank; what goes wrong is told once for all of them."""
+    from composer3d.errors import ManifestError
+    from composer3d.runner.launch import rank_main
+
+    try:
+        output = output_of(open_manifest(arguments.manifest, arguments.overrides).manifest)
+    except ManifestError:
+        # Every rank finds the same mistake, and they need a place to agree on who tells it.
+        output = Path(tempfile.gettempdir()) / f"composer3d-{os.getuid()}"
+    outcome: Outcome = rank_main(
+        _train, arguments.manifest, arguments.overrides, arguments.resume, arguments.strict, output=output
+    )
+    if os.environ["RANK"] == "0":
+        _tell(outcome)
+    return 0
+
+
+def _start(arguments: argparse.Namespace) -> int:
+    """Check in a child, then start the ranks of this machine and wait for them."""
+    from composer3d.cli.child import ChildError
+    from composer3d.runner.launch import launch_local
+
+    try:
+        found = _ask(arguments)
+    except ChildError as error:
+        complain(str(error))
+        return FAILED
+    if found["problems"]:
+        print_problems([Problem(**problem) for problem in found["problems"]])
+    if not found["ok"]:
+        return WRONG
+    output = Path(found["output"])
+    result = launch_local(
+        _train,
+        (arguments.manifest, arguments.overrides, arguments.resume),
+        num_ranks=found["num_ranks"],
+        device=found["device"],
+        output=output,
+        max_restarts=found["max_restarts"],
+        grace_s=found["grace_s"],
+    )
+    if result.report is not None:
+        complain(result.report.render(output).rstrip())
+    elif 0 in result.values:
+        _tell(result.values[0])
+    else:
+        say(f"{result.outcome} before the first step")
+    return result.exit_code
+
+
+def _tell(outcome: Outcome) -> None:
+    """Say how the run ended, where the trainer has not said it."""
+    if outcome.status == "finished":
+        loss = "" if outcome.loss is None else f", loss {outcome.loss:.4f}"
+        say(f"finished: {outcome.step} steps{loss}; {outcome.output}")
+
+
+def _ask(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Check the manifest in a child, and import meanwhile what the ranks will need."""
+    from composer3d.cli.child import Child
+    from composer3d.forking import prewarm
+    from composer3d.torch_compat import lazy_modules
+
+    child = Child(lambda: _look(arguments))
+    for module in lazy_modules():
+        if child.ready():
+            break
+        prewarm([module])
+    return child.result()
+
+
+def _look(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Find every problem, and what the launcher must know; JSON values."""
+    try:
+        inspected = open_manifest(arguments.manifest, arguments.overrides)
+    except ManifestError as error:
+        return {"ok": False, "problems": [problem.to_json() for problem in error.problems]}
+    manifest = inspected.manifest
+    device = device_of(manifest)
+    num_ranks = arguments.nproc_per_node or num_local_ranks(manifest, device)
+    found = inspect(inspected, world_size=num_ranks, rank=0, device=device)
+    found.problems += _machine_problems(manifest, device, num_ranks or 1) + _resume_problems(arguments.resume)
+    options = manifest.tables.get("run")
+    return {
+        "ok": found.ok(strict=arguments.strict),
+        "problems": [problem.to_json() for problem in found.ordered()],
+        "num_ranks": num_ranks,
+        "device": device.type,
+        "output": str(output_of(manifest)),
+        "max_restarts": getattr(options, "max_restarts", 0),
+        "grace_s": getattr(options, "grace_s", 30.0),
+    }
+
+
+def _train(source: str, overrides: Sequence[str], resume: str, strict: bool | None = None) -> Outcome:
+    """Run as one rank.
+
+    Args:
+        source: The manifest.
+        overrides: As given to `--set`.
+        resume: As given to `--resume`.
+        strict: Whether a warning stops the run; None where the manifest was checked before the ranks were started.
+    """
+    from composer3d.runner import train
+
+    inspected = open_manifest(source, overrides)
+    if strict is not None:
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        device = device_of(inspected.manifest)
+        found = inspect(inspected, world_size=world_size, rank=rank, device=device)
+        found.problems += _machine_problems(inspected.manifest, device, 1) + _resume_problems(resume)
+        if not found.ok(strict=strict):
+            raise ManifestError(found.problems)
+    return train(inspected.manifest, resume=resume)
+
+
+def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
+    """Return how many ranks this machine is to have, None where the degrees are wrong in themselves.
+
+    The degrees that the manifest states multiply to it. An open one, -1 or the data-parallel plugin's own axis, takes
+    what is left of the machine's GPUs, and is 1 on a CPU.
+
+    Args:
+        manifest: Typed, as far as it can be.
+        device: Where the run computes.
+    """
+    import torch
+
+    from composer3d.preparation import layout_of
+    from composer3d.registry import Hooks
+
+    if "mesh" not in manifest.tables:
+        return None
+    try:
+        hooks = Hooks(manifest.plugins)
+        stated = layout_of(manifest, hooks, world_size=None).world_size
+    except ComposerError:  # the inspection tells it
+        return None
+    if device.type == "cpu":
+        return stated
+    try:
+        available = torch.accelerator.device_count() // stated * stated
+        return layout_of(manifest, hooks, world_size=available).world_size if available else stated
+    except ManifestError:  # no degree is open
+        return stated
+
+
+def output_of(manifest: Manifest) -> Path:
+    """Return the run's output folder, also of a manifest whose `[run]` is wrong."""
+    from composer3d.runner import output_folder
+
+    return output_folder(manifest) if "run" in manifest.tables else Path(f"runs/{manifest.document.stem}")
+
+
+def _machine_problems(manifest: Manifest, device: torch.device, num_ranks: int) -> list[Problem]:
+    """Compare what the manifest wants with what this machine has."""
+    import torch
+
+    if device.type == "cpu":
+        return []
+    available = torch.accelerator.device_count()
+    if available == 0:
+        message = f'device = "{device.type}", and this machine has none'
+        return [manifest.document.problem(("run", "device"), message)]
+    if num_ranks > available:
+        message = f"{num_ranks} ranks need as many GPUs, and this machine has {available}"
+        hint = "start them on several machines with torchrun, or lower the degrees"
+        return [manifest.document.problem(("mesh",), message, hint=hint, whole_table=True)]
+    return []
+
+
+def _resume_problems(resume: str) -> list[Problem]:
+    """Check that a checkpoint which is to be resumed from is there and whole."""
+    from composer3d.cli.export import find_checkpoint
+
+    if resume in ("auto", "never"):
+        return []
+    try:
+        find_checkpoint(Path(resume))
+    except ComposerError as error:
+        return [Problem(message=str(error), file=f"--resume {resume}")]
+    return []

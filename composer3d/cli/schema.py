@@ -1,0 +1,48 @@
+"""`composer3d schema`: the JSON schema of manifests, for editors."""
+
+from __future__ import annotations
+
+import argparse
+
+from composer3d.cli.options import Subparsers
+from composer3d.cli.output import complain, say
+from composer3d.errors import PluginError
+
+__all__ = ["add", "execute"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "schema",
+        help="print the JSON schema of manifests, with the plugins that are installed",
+        description="Print the JSON schema (draft 2020-12) of manifests with the plugins that are installed here. "
+        "Editors complete and check manifests with it.",
+    )
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print the schema; plugins that cannot be imported are named on standard error and left out."""
+    import json
+
+    from composer3d.manifest import CORE_TABLES, json_schema, mesh_table
+    from composer3d.registry import FAMILIES, Catalogue, info_of
+    from composer3d.runner.tables import TABLES
+
+    catalogue = Catalogue.installed()
+    plugins: dict[str, dict[str, type]] = {family: {} for family in FAMILIES}
+    axes: list[str] = []
+    for name in catalogue.names():
+        try:
+            cls = catalogue.load(name)
+        except PluginError as error:
+            complain(f"left out: {error}")
+            continue
+        info = info_of(cls)
+        assert info is not None, "the catalogue checks it"
+        plugins[info.family][name] = cls
+        axes += [axis.name for axis in info.axes]
+    tables = {**CORE_TABLES, **TABLES, "mesh": mesh_table(axes)}
+    say(json.dumps(json_schema(tables, plugins), indent=1))
+    return 0

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import pytest
+
+from composer3d.cli.child import Child, ChildError
+from composer3d.errors import ComposerError, DataError
+
+
+def test_a_child_computes_and_this_process_does_not():
+    parent = os.getpid()
+    state = {}
+
+    def compute():
+        state["changed"] = True
+        return {"parent": os.getppid(), "text": "x" * 100_000}
+
+    result = Child(compute).result()
+    assert result == {"parent": parent, "text": "x" * 100_000}
+    assert state == {}
+
+
+def test_a_child_is_ready_once_it_has_answered():
+    read, write = os.pipe()
+
+    def wait():
+        os.read(read, 1)
+        return {}
+
+    child = Child(wait)
+    assert not child.ready()
+    os.write(write, b"x")
+    assert child.result() == {}
+    os.close(read)
+    os.close(write)
+
+
+def test_mistakes_of_the_user_come_back():
+    def fail():
+        raise DataError("no data")
+
+    with pytest.raises(ComposerError, match=r"^no data$"):
+        Child(fail).result()
+
+
+def test_other_failures_come_back_with_their_traceback():
+    with pytest.raises(ChildError) as caught:
+        Child(lambda: {"x": 1 // 0}).result()
+    assert str(caught.value).startswith("Traceback") and str(caught.value).endswith(
+        "ZeroDivisionError: integer division or modulo by zero"
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), "was killed by SIGKILL"),
+        (lambda: os._exit(7), "ended with exit code 7"),
+    ],
+)
+def test_a_child_that_ends_without_a_word(end, told):
+    with pytest.raises(ChildError) as caught:
+        Child(end).result()
+    assert str(caught.value) == f"the process that checks the manifest {told} and left no result"
+
+
+def test_what_the_child_prints_is_seen(capfd):
+    Child(lambda: {"written": sys.stdout.write("from the factory\n")}).result()
+    assert capfd.readouterr().out == "from the factory\n"

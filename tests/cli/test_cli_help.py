@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from composer3d.cli import COMMANDS, build_parser, main
+
+NAMES = ("run", "check", "plugins", "schema", "init", "export")
+HEAVY = ("torch", "pydantic", "numpy", "rich", "pluggy", "tomli")
+
+WATCHED = """
+import sys
+from composer3d.cli import main
+for command in {commands!r}:
+    sys.argv = ["composer3d", *command, "--help"]
+    assert main() == 0
+assert main(["check"]) == 2
+print("heavy:", sorted({heavy!r} & {{name.split(".")[0] for name in sys.modules}}))
+"""
+
+
+def test_help_imports_neither_torch_nor_anything_heavy():
+    commands = [[], *([name] for name in NAMES)]
+    script = WATCHED.format(commands=commands, heavy=set(HEAVY))
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("heavy: []\n")
+    assert done.stdout.count("usage: composer3d") == 1 + len(NAMES)
+
+
+def test_every_command_has_help_and_is_listed():
+    usage = build_parser().format_help()
+    assert all(f"\n    {name} " in usage for name in NAMES)
+    assert len(COMMANDS) == len(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "composer3d: error: the following arguments are required: COMMAND"),
+        (["chekc", "x"], "composer3d: error: argument COMMAND: invalid choice: 'chekc'"),
+        (["check"], "composer3d check: error: the following arguments are required: MANIFEST"),
+        (
+            ["check", "x", "--world-size", "0"],
+            'composer3d check: error: argument --world-size: "0" is not a whole number of at least 1',
+        ),
+        (
+            ["check", "x", "--rank", "-1"],
+            'composer3d check: error: argument --rank: "-1" is not a whole number of at least 0',
+        ),
+        (
+            ["export", "x", "--to", "y", "--max-shard", "5 boxes"],
+            'composer3d export: error: argument --max-shard: "5 boxes" is not a size; write for example 5GiB or 500MB',
+        ),
+    ],
+)
+def test_a_wrong_command_line_is_exit_code_2(arguments, told, capsys):
+    assert main(arguments) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_what_nobody_foresaw_keeps_its_traceback(folder, command):
+    (folder / "broken_plugin.py").write_text(
+        "from composer3d import hookimpl, plugin\n"
+        "@plugin(family='profiling')\n"
+        "class Broken:\n"
+        "    @hookimpl\n"
+        "    def composer3d_configure(self, context):\n"
+        "        return 1 / 0\n"
+    )
+    (folder / "run.toml").write_text(
+        (folder / "run.toml").read_text() + '[profiling.broken]\nuse = "broken_plugin:Broken"\n'
+    )
+    code, _, told = command("check", "run.toml")
+    assert code == 3
+    assert told.startswith("Traceback (most recent call last):") and told.endswith(
+        "ZeroDivisionError: division by zero\n"
+    )

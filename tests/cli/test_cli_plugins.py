@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+
+BUILT_IN = {"activation_checkpoint", "compile", "ddp", "fsdp2", "mixed"}
+
+
+def test_every_plugin_is_listed(command):
+    code, out, err = command("plugins")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].split() == ["plugin", "family", "owns", "phases", "devices", "from"]
+    assert {line.split()[0] for line in lines[1:]} >= BUILT_IN
+    row = next(line for line in lines if line.startswith("fsdp2"))
+    assert "sharding    dp_shard, dp_replicate" in row
+    assert "composer3d_plugins.sharding.fsdp2:FSDP2 (composer3d " in row
+
+
+def test_plugins_for_programs(command):
+    code, out, _ = command("plugins", "--json")
+    told = json.loads(out)
+    assert (code, told["composer3d"]) == (0, 1)
+    found = {plugin["name"]: plugin for plugin in told["plugins"]}
+    assert found.keys() >= BUILT_IN
+    assert {name: found[name]["phases"] for name in BUILT_IN} == {
+        "activation_checkpoint": ["RECOMPUTE"],
+        "compile": ["COMPILE"],
+        "ddp": ["DATA"],
+        "fsdp2": ["DATA"],
+        "mixed": ["DATA"],
+    }
+    assert all(plugin["error"] is None for plugin in found.values())
+    fsdp2 = found["fsdp2"]
+    assert (fsdp2["family"], fsdp2["owns"], fsdp2["devices"]) == ("sharding", ["dp_shard", "dp_replicate"], None)
+    assert "composer3d_shard" in fsdp2["hooks"]
+    options = {option["key"]: option for option in fsdp2["options"]}
+    assert options["zero"] == {
+        "key": "zero",
+        "type": "1, 2 or 3",
+        "required": False,
+        "default": 3,
+        "description": "The ZeRO stage.",
+    }
+    assert (options["units"]["type"], options["units"]["default"]) == ("a list of strings", None)
+
+
+def test_one_plugin_is_shown_with_its_options(command):
+    code, out, err = command("plugins", "mixed")
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert lines[0].startswith("[precision.mixed]  from composer3d_plugins.precision.mixed:Mixed")
+    assert lines[1:4] == ["owns: -", "phases: DATA", "devices: any"]
+    assert "Memory: float32 shards" in out
+    row = next(line for line in lines if line.startswith("param_dtype"))
+    assert row.split("  ")[1:] and '"bfloat16"' in row and '"bfloat16" or "float32"' in row
+
+
+def test_an_unknown_plugin(command):
+    assert command("plugins", "fspd2") == (2, "", 'no plugin "fspd2" is installed; did you mean "fsdp2"?\n')
