@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,8 +72,9 @@ def assemble(
 
     where = default_device() if device is None else torch.device(device)
     if not isinstance(manifest, Manifest):
-        manifest = load_manifest(manifest, tables=tables)
-    world = join_world(where)
+        manifest = _load(manifest, tables)
+    release = join_world(where)
+    preparation: Preparation | None = None
     try:
         preparation = prepare(
             model, manifest, world_size=dist.get_world_size(), rank=dist.get_rank(), device=where, purpose=purpose
@@ -90,11 +92,22 @@ def assemble(
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
-        assembled = _freeze(preparation, loss_fn, loss_reduction, count_fn, world.release)
-        world.settle()
-        return assembled
-    except BaseException:
-        world.release()
+        return _freeze(preparation, loss_fn, loss_reduction, count_fn, release)
+    except BaseException as error:
+        # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
+        for _, function in preparation.hooks.freeze("composer3d_close") if preparation is not None else ():
+            with contextlib.suppress(Exception):
+                function(context=preparation.context, error=error)
+        release()
+        raise
+
+
+def _load(source: str | Path, tables: Mapping[str, type] | None) -> Manifest:
+    try:
+        return load_manifest(source, tables=tables)
+    except ManifestError as error:
+        if tables is None and any(problem.message.startswith("unknown") for problem in error.problems):
+            error.add_note("what only a run uses is allowed by compose(tables=composer3d.runner.TABLES)")
         raise
 
 
@@ -141,9 +154,7 @@ def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> No
         if lost := sorted(before - now):
             raise TransformError(f'{transform.name} renamed or dropped "{lost[0]}"; FQNs must stay')
         if transform.phase is not Phase.CONVERT and (more := sorted(now - before)):
-            raise TransformError(
-                f'{transform.name} added "{more[0]}"; only transforms in phase CONVERT add parameters'
-            )
+            raise TransformError(f'{transform.name} added "{more[0]}"; only transforms in phase CONVERT add parameters')
 
 
 def _names(module: nn.Module) -> set[str]:

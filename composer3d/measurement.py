@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer3d.errors import QueryError
 from composer3d.protocol import Metric
 
 if TYPE_CHECKING:
@@ -27,10 +28,17 @@ def measure(
         functions: Frozen implementations of `composer3d_measure`.
         step: Its number.
         device: For the gathered numbers.
+
+    Raises:
+        QueryError: Two metrics have one name.
     """
     metrics: list[Metric] = [metric for function in functions for metric in function(context=context, step=step) or ()]
     if not metrics:
         return {}
+    names = [metric.name for metric in metrics]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise QueryError(f'two plugins measure "{twice}"; one would overwrite the other')
     import torch
     import torch.distributed as dist
 

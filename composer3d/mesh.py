@@ -186,7 +186,7 @@ def crossings(layout: Layout, gpus_per_node: int) -> tuple[str, ...]:
 def build(layout: Layout, *, device_type: str, options: Mapping[str, GroupOptions]) -> DeviceMesh:
     """Make the DeviceMesh of all dense axes; needs a process group of the layout's size.
 
-    Collectives: what torch needs to make one process group an axis; nothing at all for axes of degree 1.
+    Collectives: what torch needs to make one process group an axis; axes of degree 1 have groups of one rank.
     """
     from torch.distributed.device_mesh import init_device_mesh
 

@@ -43,7 +43,9 @@ def select(pattern: str, fqns: Iterable[str]) -> list[str]:
     names = [fqn for fqn in fqns if fqn]
     found = [fqn for fqn in names if matches(pattern, fqn)]
     if not found:
-        near = did_you_mean(pattern, names) or ""
+        # A pattern is compared with the names as patterns: layers.* stands for layers.0, layers.1, ...
+        forms = [".".join("*" if part.isdigit() else part for part in fqn.split(".")) for fqn in names]
+        near = did_you_mean(pattern, list(dict.fromkeys(forms)) if "*" in pattern else names) or ""
         raise PatternError(
             pattern, near if near.startswith("did you mean") else "the model has " + ", ".join(names[:8])
         )

@@ -34,13 +34,6 @@ def default_store() -> Any:
     return _get_default_store()
 
 
-def process_groups() -> tuple[Any, ...]:
-    """Return the process groups that this rank is in; torch lists them only in its private world (torch 2.11-2.15)."""
-    from torch.distributed.distributed_c10d import _world
-
-    return tuple(_world.pg_map)
-
-
 def flatten(mesh: Any, name: str) -> Any:
     """Return several axes of a mesh as one; public only as an underscore method (torch 2.11-2.15)."""
     return mesh._flatten(name)
@@ -275,16 +268,6 @@ def allocate(module: Any, device: Any) -> None:
 def has_argument(operator: Any, name: str) -> bool:
     """Tell whether an operator has an argument of a name, as its schema says; schemas have no public home."""
     return any(argument.name == name for argument in operator._schema.arguments)
-
-
-def broadcast_buffers_option() -> str:
-    """Return the name of DistributedDataParallel's option for buffers: renamed in torch 2.13."""
-    import inspect
-
-    from torch.nn.parallel import DistributedDataParallel
-
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
 def foreach_mul_(tensors: Any, factor: Any) -> None:

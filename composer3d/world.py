@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
-
-from composer3d import torch_compat
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["World", "default_device", "join_world"]
+__all__ = ["default_device", "join_world"]
 
 
 def default_device() -> torch.device:
@@ -23,49 +22,21 @@ def default_device() -> torch.device:
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
 
 
-class World:
-    """The process groups that a composition made, as opposed to those that were there or that the loop makes later."""
-
-    def __init__(self, *, is_own: bool) -> None:
-        self._is_own = is_own
-        self._before = torch_compat.process_groups()
-        self._made: list[Any] | None = None
-
-    def settle(self) -> None:
-        """Take the groups made so far for the composition's own."""
-        self._made = [group for group in torch_compat.process_groups() if group not in self._before]
-
-    def release(self) -> None:
-        """Destroy them: with the default group all, else those of the mesh. Collectives: none."""
-        import torch.distributed as dist
-
-        if not dist.is_initialized():
-            return
-        if self._is_own:
-            dist.destroy_process_group()
-            return
-        if self._made is None:
-            self.settle()
-        alive = torch_compat.process_groups()
-        for group in self._made or ():
-            if group in alive:
-                dist.destroy_process_group(group)
-
-
-def join_world(device: torch.device) -> World:
+def join_world(device: torch.device) -> Callable[[], None]:
     """Initialise the default process group if there is none.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, it is theirs; otherwise a world of one. A GPU's group
     gets gloo beside NCCL, so that counts and agreements never wait for the GPU.
 
     Returns:
-        What will destroy the groups that are made from here on.
+        A function that destroys the group, if this made it. In a group that was there before, those of the mesh stay
+        with it: torch keeps meshes in caches, and a later mesh of the same shape would look for groups that are gone.
     """
     import torch
     import torch.distributed as dist
 
     if dist.is_initialized():
-        return World(is_own=False)
+        return lambda: None
     if device.type == "cpu":
         backend = "gloo"
     else:
@@ -77,4 +48,9 @@ def join_world(device: torch.device) -> World:
         # Documented, but not in the module's __all__.
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
-    return World(is_own=True)
+
+    def release() -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    return release

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from composer3d.checkpoint.folder import latest
 from composer3d.errors import ComposerError, ManifestError
 from composer3d.runner.progress import LastSeen
 
@@ -321,6 +320,8 @@ def _short(other: FailureReport) -> str:
 
 
 def _where(output: Path) -> str:
+    from composer3d.checkpoint.folder import latest  # the package imports torch, which no report needs before this
+
     checkpoint = latest(output / "checkpoints")
     kept = f"the newest complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was complete"
     return f"details: {output / 'error.json'}; {kept}"

@@ -1,6 +1,6 @@
 """The plugin author's kit: ranks as processes, worlds that are only imagined, collectives counted, gradients compared.
 
-Every plugin answers four questions with it. Numerics: `run_ranks` and `assert_gradients_equal` against one device.
+Every plugin answers four questions with it. Numerics: `assert_parity`, or `run_ranks` and `assert_gradients_equal`.
 Collectives: `count_collectives`, exact, because a plugin that silently does nothing passes every comparison of numbers.
 State: `gather_full`. Refusals: `pytest.raises` around `run_ranks` or inside `fake_world`.
 """
@@ -8,14 +8,16 @@ State: `gather_full`. Refusals: `pytest.raises` around `run_ranks` or inside `fa
 from __future__ import annotations
 
 from composer3d.testing.collectives import Collective, Collectives, count_collectives
-from composer3d.testing.parity import assert_gradients_equal, full, gather_full
+from composer3d.testing.parity import Parity, assert_gradients_equal, assert_parity, full, gather_full
 from composer3d.testing.ranks import run_ranks
 from composer3d.testing.worlds import fake_world
 
 __all__ = [
     "Collective",
     "Collectives",
+    "Parity",
     "assert_gradients_equal",
+    "assert_parity",
     "count_collectives",
     "fake_world",
     "full",

@@ -1,15 +1,22 @@
 from __future__ import annotations
 
+import ast
 import importlib
 import pickle
 import signal
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import torch_compat
 from composer3d.checkpoint import save
-from composer3d.testing import fake_world
+from composer3d.testing import fake_world, full, run_ranks
 
 
 def test_lazy_modules_exist():
@@ -106,3 +113,171 @@ def test_the_local_agent_shows_its_ranks_and_is_looked_at():
         for number, previous in before.items():
             signal.signal(number, previous)
     assert list(pids) == [0] and looks
+
+
+def test_a_dispatch_mode_that_compiles_nothing_imports_no_compiler():
+    script = (
+        "import sys, torch; from composer3d.torch_compat import dispatch_mode\n"
+        "with dispatch_mode(lambda f, t, a, k: f(*a, **k), compiles=False): torch.ones(2)\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_storages_are_told_apart_on_meta():
+    one, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
+    assert torch_compat.storage_key(one) == torch_compat.storage_key(one[1:])
+    assert torch_compat.storage_key(one) != torch_compat.storage_key(other)
+
+
+def test_schemas_tell_what_operators_write_and_take():
+    one, other = torch.zeros(2), torch.ones(2)
+    aten = torch.ops.aten
+    assert torch_compat.written_tensors(aten.add.Tensor, (one, other), {}) == []
+    assert torch_compat.written_tensors(aten.add_.Tensor, (one, other), {})[0] is one
+    assert torch_compat.written_tensors(aten.eye.m_out, (2, 2), {"out": other})[0] is other
+    assert len(torch_compat.written_tensors(aten._foreach_mul_.Scalar, ([one, other], 2.0), {})) == 2
+    assert torch_compat.has_argument(aten.scalar_tensor.default, "device")
+    assert not torch_compat.has_argument(aten.add.Tensor, "device")
+
+
+def test_trees_are_mapped_and_flattened():
+    tree = ({"a": [1, 2]}, 3)
+    assert torch_compat.tree_leaves(tree) == [1, 2, 3]
+    assert torch_compat.tree_map(lambda leaf: leaf + 1, tree) == ({"a": [2, 3]}, 4)
+
+
+def test_neg_view_is_a_view():
+    tensor = torch.ones(2)
+    view = torch_compat.neg_view(tensor)
+    view[0] = 5.0
+    assert view.is_neg() and tensor.tolist() == [-5.0, 1.0]
+
+
+def test_shards_strided_or_not_are_told_from_replicas():
+    from torch.distributed.tensor import Partial, Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    assert torch_compat.shard_of(Shard(1)) == (1, 1)
+    assert torch_compat.shard_of(_StridedShard(0, split_factor=4)) == (0, 4)
+    assert torch_compat.shard_of(Replicate()) is None and torch_compat.shard_of(Partial()) is None
+
+
+def test_allocate_keeps_values_that_are_there():
+    module = torch.nn.Linear(2, 2, device="meta")
+    module.register_buffer("ready", torch.arange(2))
+    torch_compat.allocate(module, "cpu")
+    assert module.weight.device.type == "cpu" and isinstance(module.weight, torch.nn.Parameter)
+    assert module.ready.tolist() == [0, 1]
+
+
+def test_foreach_lerp_moves_tensors_in_place():
+    tensors = [torch.zeros(2), torch.ones(3)]
+    torch_compat.foreach_lerp_(tensors, [torch.ones(2), torch.ones(3)], 0.25)
+    assert tensors[0].tolist() == [0.25, 0.25] and tensors[1].tolist() == [1.0, 1.0, 1.0]
+
+
+def wait_for_nobody():
+    group = dist.new_group([0, 1])
+    torch_compat.set_group_timeout(group, timedelta(milliseconds=200))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed out waiting 200ms"):
+            dist.all_reduce(torch.ones(1), group=group)
+    torch_compat.set_group_timeout(None, timedelta(seconds=30))
+    dist.barrier()
+
+
+def test_a_group_s_timeout_can_be_set_after_it_was_made():
+    run_ranks(wait_for_nobody, 2)
+
+
+def exchange():
+    store, rank = torch_compat.default_store(), dist.get_rank()
+    store.set(f"number/{rank}", str(rank * 10))
+    return [int(store.get(f"number/{other}")) for other in range(2)]
+
+
+def test_the_default_store_is_that_of_all_ranks():
+    assert run_ranks(exchange, 2) == [[0, 10], [0, 10]]
+
+
+def test_axes_flattened_are_one_group():
+    with fake_world(8, rank=5):
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+        flat = torch_compat.flatten(mesh["a", "c"], "both")
+        assert flat.mesh_dim_names == ("both",)
+        assert dist.get_process_group_ranks(flat.get_group()) == [0, 1, 4, 5]
+
+
+def coordinate_of_a_result(rank):
+    from torch.distributed.tensor import DTensor, Shard
+
+    with fake_world(8, rank):
+        mesh = init_device_mesh("cpu", (8,))
+        tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
+        return list((tensor * 2).device_mesh.get_coordinate())
+
+
+def test_results_belong_to_the_rank_that_this_process_is():
+    # Without clearing, the second rank's result has the coordinates of the first: its mesh comes from a cache.
+    assert [coordinate_of_a_result(rank) for rank in (3, 7, 0)] == [[3], [7], [0]]
+    torch_compat.clear_sharding_caches()
+
+
+def test_clearing_the_caches_does_not_import_dtensor():
+    script = (
+        "import sys; from composer3d.torch_compat import clear_sharding_caches; clear_sharding_caches()\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def averaged(attach):
+    """Return a gradient, what it should be, and the kind of the parameter, after one step of another input a rank."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(3, 2)
+    attach(module, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    module(torch.full((1, 3), dist.get_rank() + 1.0)).sum().backward()
+    return full(module.weight.grad), type(module.weight).__name__, [name for name, _ in module.named_parameters()]
+
+
+def test_units_are_replicated_over_dtensors():
+    def attach(module, mesh):
+        torch_compat.replicate_units(module, mesh=mesh)
+        module.set_requires_gradient_sync(True)
+
+    for gradient, kind, names in run_ranks(averaged, 2, attach):
+        assert (kind, names) == ("DTensor", ["weight", "bias"])
+        assert torch.equal(gradient, torch.full((2, 3), 1.5))
+
+
+def test_buckets_are_attached_without_a_wrapper():
+    def attach(module, mesh):
+        torch_compat.replicate_buckets(module, device_mesh=mesh)
+
+    for gradient, kind, names in run_ranks(averaged, 2, attach):
+        assert (kind, names) == ("Parameter", ["weight", "bias"])
+        assert torch.equal(gradient, torch.full((2, 3), 1.5))
+
+
+def test_buckets_take_their_own_precision():
+    precision = torch_compat.bucket_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert (precision.param_dtype, precision.reduce_dtype) == (torch.bfloat16, torch.float32)
+    assert isinstance(precision, torch.nn.parallel.distributed._MixedPrecision)
+
+
+def test_foreach_kernels_take_lists():
+    tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-5.0])]
+    assert [norm.item() for norm in torch_compat.foreach_norm(tensors, 2.0)] == [5.0, 5.0]
+    torch_compat.foreach_mul_(tensors, torch.tensor(2.0))
+    torch_compat.foreach_mul_(tensors, 0.5)
+    assert [tensor.tolist() for tensor in tensors] == [[3.0, 4.0], [-5.0]]
+
+
+def test_every_name_has_a_test_here():
+    tree = ast.parse(Path(torch_compat.__file__).read_text())
+    public = {node.name for node in tree.body if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")}
+    public |= {target.id for node in tree.body if isinstance(node, ast.Assign) for target in node.targets}
+    here = ast.parse(Path(__file__).read_text())
+    used = {node.attr for node in ast.walk(here) if isinstance(node, ast.Attribute)}
+    assert public - used == set()

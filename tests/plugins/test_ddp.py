@@ -6,7 +6,7 @@ from support.models import Net, composed, mine, one_step, padded, seeded
 from torch.distributed.tensor import Replicate
 
 from composer3d import ManifestError
-from composer3d.testing import full, run_ranks
+from composer3d.testing import count_collectives, full, run_ranks
 
 TIGHT = 1e-12
 UNITS = 4
@@ -99,6 +99,44 @@ def refusal(text):
 )
 def test_refusals(text, message):
     assert run_ranks(refusal, 1, text)[0] == message
+
+
+class WithBuffer(Net):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(2))
+
+    def forward(self, tokens):
+        with torch.no_grad():
+            self.seen += tokens.float().mean()
+        return super().forward(tokens)
+
+
+def buffers(text):
+    run = composed(text, seeded(WithBuffer))
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with count_collectives(run.mesh) as collectives:
+        for number in range(2):
+            with run.step(number):
+                run.forward_backward(tokens, target=targets)
+    seen = run.model.seen.clone()
+    run.close()
+    sent = [one for one in collectives.rows if one.op == "broadcast" and one.bytes == 8]
+    return seen, float(tokens.float().mean()), len(sent)
+
+
+def test_buffers_are_those_of_the_first_rank_before_every_forward():
+    (first, mean, sent), (second, other, _) = run_ranks(
+        buffers, 2, '[sharding.ddp]\nreducer = "bucketed"\nbroadcast_buffers = true'
+    )
+    assert (sent, first.tolist()) == (2, pytest.approx([2 * mean] * 2))
+    # The last forward's change is each rank's own.
+    assert mean != other and second.tolist() == pytest.approx([mean + other] * 2)
+
+
+def test_buffers_are_left_alone_otherwise():
+    (_, _, sent), (second, other, _) = run_ranks(buffers, 2, '[sharding.ddp]\nreducer = "bucketed"')
+    assert (sent, second.tolist()) == (0, pytest.approx([2 * other] * 2))
 
 
 def own_loop(text):

@@ -144,7 +144,7 @@ def refusal(text):
         (
             1,
             '[sharding.fsdp2]\nunits = ["layers.*", "leyers.*"]',
-            ':3:1: [sharding.fsdp2] the pattern "leyers.*" matches nothing in the model; did you mean "layers"?',
+            ':3:1: [sharding.fsdp2] the pattern "leyers.*" matches nothing in the model; did you mean "layers.*"?',
         ),
         (
             1,

@@ -122,3 +122,12 @@ class Refuses:
     @hookimpl
     def composer3d_configure(self, context):
         raise PluginError(f"{self.reason} ({context.purpose})", hint="try tomorrow")
+
+
+@plugin(family="profiling")
+class FailsToClose:
+    """Raises when it is closed."""
+
+    @hookimpl
+    def composer3d_close(self, context):
+        raise OSError("the disk is full")

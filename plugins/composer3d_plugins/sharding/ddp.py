@@ -40,7 +40,7 @@ class DDP:
         Collectives: one all-reduce a unit (the root is one), after the last micro-batch.
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
-        parameters and buffers; with broadcast_buffers one broadcast of the buffers a forward.
+        parameters; with broadcast_buffers one broadcast a buffer and forward.
     Memory: parameters, gradients and optimizer state in full; "bucketed" holds gradients a second time in its buckets,
         unless gradient_as_bucket_view.
 
@@ -108,10 +108,15 @@ class DDP:
         return list(fqns)
 
     def _apply_buckets(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        names = {"bucket_mib": "bucket_cap_mb", "broadcast_buffers": torch_compat.broadcast_buffers_option()}
+        # The reducer is given the parameters alone, so torch's own broadcast_buffers would do nothing.
         options: dict[str, Any] = {
-            names.get(name, name): getattr(self, name) for name in BUCKET_OPTIONS if getattr(self, name) is not None
+            "bucket_cap_mb" if name == "bucket_mib" else name: getattr(self, name)
+            for name in BUCKET_OPTIONS
+            if name != "broadcast_buffers" and getattr(self, name) is not None
         }
+        if self.broadcast_buffers:
+            group = context.mesh["dp_replicate"].get_group()
+            model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, group))
         dtypes = context.dtypes("")
         if dtypes.param is not None or dtypes.reduce is not None or dtypes.output is not None:
             options["mixed_precision"] = torch_compat.bucket_precision(
@@ -132,3 +137,10 @@ class DDP:
                 # micro-batch early changes nothing but the traffic.
                 first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
                 module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
+
+
+def _broadcast_buffers(module: nn.Module, group: Any) -> None:
+    import torch.distributed as dist
+
+    for buffer in module.buffers():
+        dist.broadcast(buffer, group=group, group_src=0)

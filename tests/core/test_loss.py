@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from composer3d import Loss, LossError
+from composer3d.loss import as_loss, count_valid, reduction_of
+
+RETURN_A_SUM = (
+    "return a sum and its count instead, for example "
+    "F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='sum'), (target != -100).sum()"
+)
+CANNOT_TELL = (
+    'cannot tell whether the loss is a sum or a mean ({}); pass compose(loss_reduction="mean") or "sum", or '
+    + RETURN_A_SUM
+)
+
+LOSSES = {
+    "cross_entropy": lambda x, how: F.cross_entropy(x, torch.tensor([0, 2, -100]), reduction=how),
+    "cross_entropy of images": lambda x, how: F.cross_entropy(
+        x.view(1, 3, 3, 1), torch.zeros(1, 3, 1, dtype=torch.int64), reduction=how
+    ),
+    "nll_loss": lambda x, how: F.nll_loss(x, torch.tensor([0, 2, 1]), reduction=how),
+    "mse": lambda x, how: F.mse_loss(x, torch.ones(3, 3), reduction=how),
+    "l1": lambda x, how: F.l1_loss(x, torch.ones(3, 3), reduction=how),
+    "smooth_l1": lambda x, how: F.smooth_l1_loss(x, torch.ones(3, 3), reduction=how),
+    "huber": lambda x, how: F.huber_loss(x, torch.ones(3, 3), reduction=how),
+    "bce": lambda x, how: F.binary_cross_entropy(x.sigmoid(), torch.ones(3, 3), reduction=how),
+    "bce with logits": lambda x, how: F.binary_cross_entropy_with_logits(x, torch.ones(3, 3), reduction=how),
+    "kl_div": lambda x, how: F.kl_div(x, torch.ones(3, 3), reduction="batchmean" if how == "mean" else how),
+    "tensor methods": lambda x, how: x.square().mean() if how == "mean" else x.square().sum(),
+    "along all dims": lambda x, how: x.mean((0, 1)) if how == "mean" else x.sum((0, 1)),
+    "a wider copy": lambda x, how: getattr(x.bfloat16(), how)().float(),
+    "reshaped": lambda x, how: getattr(x, how)().reshape(1).squeeze().view(1),
+}
+
+
+@pytest.mark.parametrize("how", ["mean", "sum"])
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES.keys())
+def test_the_graph_tells_sums_from_means(loss, how):
+    assert reduction_of(loss(torch.rand(3, 3, requires_grad=True), how)) == how
+
+
+def test_a_sum_divided_is_a_mean():
+    assert reduction_of(torch.rand(3, requires_grad=True).sum() / 3) == "mean"
+
+
+@pytest.mark.parametrize(
+    ("loss", "seen"),
+    [
+        (lambda x: x.sum() + x.mean(), "its last operation is AddBackward"),
+        (lambda x: 0.5 * x.sum(), "its last operation is MulBackward"),
+        (lambda x: x.logsumexp(0), "its last operation is LogsumexpBackward"),
+        (lambda x: x.sum().detach(), "it has no graph"),
+    ],
+)
+def test_what_tells_nothing_is_refused(loss, seen):
+    with pytest.raises(LossError, match=f"^{re.escape(CANNOT_TELL.format(seen))}$"):
+        reduction_of(loss(torch.rand(3, requires_grad=True)))
+
+
+@pytest.mark.parametrize(
+    ("target", "count"),
+    [
+        (torch.tensor([[1, -100, 3], [-100, -100, 0]]), 3),
+        (torch.tensor([True, False]), 2),
+        (torch.full((2, 2), -100), 0),
+        (torch.tensor([-100.0, 1.0]), 2),
+        (torch.zeros(3, dtype=torch.complex64), 3),
+        ({"labels": torch.tensor([1, -100]), "mask": torch.ones(9)}, 1),
+    ],
+)
+def test_valid_tokens_are_counted(target, count):
+    assert count_valid(target) == count
+
+
+@pytest.mark.parametrize("target", [(torch.ones(2),), {"targets": torch.ones(2)}])
+def test_other_targets_need_a_function(target):
+    with pytest.raises(LossError) as caught:
+        count_valid(target)
+    assert str(caught.value) == (
+        f"cannot count the valid tokens of a target of type {type(target).__name__}; "
+        "pass compose(count_fn=...), which returns their number"
+    )
+
+
+def given(value, *, count=5, equal=True, reduction=None):
+    return as_loss(value, count=count, equal=equal, reduction=reduction)
+
+
+def test_every_form_becomes_a_sum_and_a_count():
+    x = torch.arange(4.0, requires_grad=True)
+    loss = Loss(sum=x.sum(), count=7, auxiliary=x.mean())
+    assert given(loss) is loss
+    assert (given((x.sum(), 3)).sum.item(), given([x.sum(), 3]).count) == (6.0, 3)
+    assert (given(x.sum()).sum.item(), given(x.sum()).count) == (6.0, 5)
+    assert (given(x.mean()).sum.item(), given(x.mean()).count) == (7.5, 5)
+    assert given(x.sum().reshape(1, 1)).sum.shape == ()
+
+
+def test_what_compose_was_told_beats_the_graph():
+    x = torch.arange(4.0, requires_grad=True)
+    assert given(x.sum(), reduction="mean").sum.item() == 30.0
+    assert given(x.mean(), reduction="sum").sum.item() == 1.5
+    assert given(torch.tensor(2.0), reduction="sum").sum.item() == 2.0
+
+
+def test_a_mean_is_refused_where_counts_differ():
+    x = torch.arange(4.0, requires_grad=True)
+    assert given(x.sum(), equal=False).count == 5
+    with pytest.raises(LossError) as caught:
+        given(x.mean(), equal=False)
+    assert str(caught.value) == (
+        "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, "
+        "and a mean of means is another loss; " + RETURN_A_SUM
+    )
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (torch.ones(2, 3), "a Tensor of shape [2, 3]"),
+        (1.5, "a float"),
+        ({"loss": torch.ones(())}, "a dict"),
+        (None, "a NoneType"),
+        ((torch.ones(()),) * 3, "a tuple"),
+    ],
+)
+def test_what_is_no_loss_is_refused(value, shown):
+    with pytest.raises(LossError) as caught:
+        given(value)
+    assert str(caught.value) == f"the loss is {shown}, not a scalar; {RETURN_A_SUM}"

@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import copy
+import re
+
+import pytest
+import torch
+from support.models import composed, mine, padded, seeded
+
+from composer3d import PatternError, StepError
+from composer3d.optimizer import group_parameters
+from composer3d.testing import run_ranks
+
+FSDP = "[sharding.fsdp2]\n"
+VETO = '[profiling.journal]\nuse = "support.plugins:Journal"\nveto_rank = 0\nveto_step = 0\n'
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "OneCycleLR": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=0.2, total_steps=5),
+    "ReduceLROnPlateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(o, patience=0, threshold=1e9),
+    "SequentialLR": lambda o: torch.optim.lr_scheduler.SequentialLR(
+        o,
+        [torch.optim.lr_scheduler.ConstantLR(o, 0.5, 2), torch.optim.lr_scheduler.ExponentialLR(o, 0.9)],
+        milestones=[2],
+    ),
+}
+
+
+def rates(make, vetoes):
+    """Train with a scheduler over the composed optimizer and over a plain one; return both courses of rates."""
+    run = composed(VETO if vetoes else "")
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
+    model = seeded()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedulers, courses = [make(optimizer), make(plain)], ([], [])
+    tokens, targets = padded()
+    for number in range(4):
+        with run.step(number):
+            loss = run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+        plain.step()
+        for scheduler, course in zip(schedulers, courses, strict=True):
+            needs_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([float(loss)] if needs_loss else []))
+            course.append(scheduler.optimizer.param_groups[0]["lr"])
+    return courses
+
+
+# Warnings are errors here, "lr_scheduler.step() before optimizer.step()" among them.
+@pytest.mark.parametrize("vetoes", [False, True], ids=["", "first step vetoed"])
+@pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+def test_schedulers_of_torch_accept_it(make, vetoes):
+    composed_rates, plain_rates = run_ranks(rates, 1, make, vetoes)[0]
+    assert composed_rates == plain_rates
+    assert len(set(plain_rates)) > 1
+
+
+def hooked():
+    run = composed("")
+    optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
+    calls = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("pre"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("post"))
+    tokens, targets = padded()
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        with pytest.raises(StepError) as closure:
+            optimizer.step(lambda: None)
+        optimizer.step()
+    with pytest.raises(StepError) as twice:
+        run.optimizer(torch.optim.SGD, lr=0.1)
+    cls = type(optimizer)
+    kind = isinstance(optimizer, torch.optim.AdamW), cls.__name__, cls.__module__, len(copy.deepcopy(optimizer).state)
+    return calls, str(closure.value), str(twice.value), kind
+
+
+def test_it_is_an_optimizer_of_its_class_with_hooks():
+    calls, closure, twice, kind = run_ranks(hooked, 1)[0]
+    assert calls == ["pre", "post"]
+    assert closure == "an optimizer that calls a closure again, as LBFGS does, cannot run in a composed step"
+    assert twice == "run.optimizer(...) was called twice; a composition has one optimizer, with groups"
+    assert kind == (True, "AdamW", "torch.optim.adamw", len(list(seeded().parameters())))
+
+
+def grouped(text, groups):
+    run = composed(text)
+    run.model.norm.weight.requires_grad_(False)
+    optimizer = run.optimizer(torch.optim.AdamW, groups=groups, lr=0.5)
+    names = {id(p): fqn for fqn, p in run.named_parameters()}
+    found = [(group["lr"], sorted(names[id(p)] for p in group["params"])) for group in optimizer.param_groups]
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+    return found
+
+
+def test_groups_by_regular_expression():
+    groups = [{"match": r"^layers\.0\.", "lr": 0.1}, {"match": r"bias$|^norm", "lr": 0.2}, {"match": "up", "lr": 0.3}]
+    # Warnings say that the frozen parameter needs no gradient; FSDP2 keeps it all the same.
+    assert run_ranks(grouped, 1, "", groups)[0] == [
+        (0.1, [f"layers.0.{name}" for name in ("down.bias", "down.weight", "up.bias", "up.weight")]),
+        (0.2, [*(f"layers.{i}.{name}.bias" for i in (1, 2) for name in ("down", "up")), "norm.bias", "out.bias"]),
+        (0.3, ["layers.1.up.weight", "layers.2.up.weight"]),
+        (0.5, ["layers.1.down.weight", "layers.2.down.weight", "out.weight", "tok.weight"]),
+    ]
+
+
+def test_plain_and_sharded_parameters_are_groups_of_their_own():
+    # Fused and foreach kernels refuse to take both at once.
+    text = '[sharding.fsdp2]\nignored = ["out.*"]\n'
+    for found in run_ranks(grouped, 2, text, [{"match": "weight$", "lr": 0.1}]):
+        assert [(lr, len(names)) for lr, names in found] == [(0.1, 7), (0.1, 1), (0.5, 7), (0.5, 1)]
+
+
+def test_a_group_that_matches_nothing_in_the_model_is_refused():
+    named = list(seeded().named_parameters())
+    known = [fqn for fqn, _ in named]
+    message = (
+        'the pattern "bais$" matches nothing in the model; the group would be empty; `match` is a regular expression'
+    )
+    with pytest.raises(PatternError, match=f"^{re.escape(message)}$"):
+        group_parameters(named, [{"match": "bais$"}], known=known)
+    # A stage that holds none of a group's parameters is no mistake.
+    assert group_parameters(named[:2], [{"match": "^out"}], known=known) == [{"params": [p for _, p in named[:2]]}]
+    assert group_parameters([], [{"match": "^out", "lr": 1.0}], known=known) == [{"params": []}]

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import composed, gradient_error, mean_loss, mine, padded, seeded, sum_loss, unpadded
+
+from composer3d import LossError, StepError
+from composer3d.testing import run_ranks
+
+TIGHT = 1e-12
+FSDP = "[sharding.fsdp2]\n"
+MEAN_REFUSED = (
+    "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, and a mean of "
+    "means is another loss; return a sum and its count instead, for example F.cross_entropy(logits.flatten(0, 1), "
+    "target.flatten(), reduction='sum'), (target != -100).sum()"
+)
+
+
+def own_sum(logits, targets):
+    return sum_loss(logits, targets)[0]
+
+
+def own_loop(batch, loss_fn, num_parts, with_target, objective):
+    """Run a step with the loop's own forward, in parts; return the errors of the loss and of the gradients."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = batch()
+    reference = seeded()
+    loss_1 = objective(reference, tokens, targets)
+    loss_1.backward()
+    run = composed(FSDP)
+    tokens, targets = mine(run, tokens), mine(run, targets)
+    with run.step(0, target=targets if with_target else None):
+        for part, (x, y) in enumerate(zip(tokens.chunk(num_parts), targets.chunk(num_parts), strict=True), 1):
+            loss = run.backward(loss_fn(run.model(x), y), last=part == num_parts)
+            assert (loss is None) == (part < num_parts)
+        run.clip_grad_norm_(float("inf"))
+        error = gradient_error(run, {name: p.grad for name, p in reference.named_parameters()})
+    return float((loss - loss_1.detach()).abs()), error
+
+
+def over_all_tokens(model, tokens, targets):
+    loss, count = sum_loss(model(tokens), targets)
+    return loss / count
+
+
+def mean_of_quarters(model, tokens, targets):
+    return sum(mean_loss(model(tokens[start : start + 3]), targets[start : start + 3]) / 4 for start in range(0, 12, 3))
+
+
+@pytest.mark.parametrize(
+    ("batch", "loss_fn", "num_parts", "with_target", "objective"),
+    [
+        pytest.param(unpadded, mean_loss, 1, False, over_all_tokens, id="mean"),
+        pytest.param(unpadded, mean_loss, 1, True, over_all_tokens, id="mean, target"),
+        pytest.param(unpadded, mean_loss, 2, True, over_all_tokens, id="means, target"),
+        # Without a target every backward weighs the same, whatever it holds.
+        pytest.param(padded, mean_loss, 2, False, mean_of_quarters, id="means"),
+        pytest.param(padded, own_sum, 1, True, over_all_tokens, id="sum, target"),
+        pytest.param(padded, own_sum, 2, True, over_all_tokens, id="sums, target"),
+        pytest.param(padded, sum_loss, 3, True, over_all_tokens, id="pairs, target"),
+        pytest.param(padded, sum_loss, 3, False, over_all_tokens, id="pairs"),
+    ],
+)
+def test_gradients_equal_one_device(batch, loss_fn, num_parts, with_target, objective):
+    for loss, gradients in run_ranks(own_loop, 2, batch, loss_fn, num_parts, with_target, objective):
+        assert loss < TIGHT
+        assert gradients < TIGHT
+
+
+def refusal(kind, act):
+    run = composed(FSDP)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with pytest.raises(kind) as caught, run.step(0, target=targets):
+        act(run, tokens, targets)
+    return str(caught.value)
+
+
+def padded_mean(run, tokens, targets):
+    run.backward(mean_loss(run.model(tokens), targets))
+
+
+def parts_of_means(run, tokens, targets):
+    for start in (0, 6):
+        cut = slice(start, start + 6)
+        run.backward(mean_loss(run.model(tokens[cut]), targets[cut]), last=start == 6)
+
+
+def no_last(run, tokens, targets):
+    run.backward(sum_loss(run.model(tokens), targets), last=False)
+    run.clip_grad_norm_(1.0)
+
+
+def test_means_over_padded_targets_of_several_ranks_are_refused():
+    assert run_ranks(refusal, 2, LossError, padded_mean) == [MEAN_REFUSED] * 2
+
+
+def test_means_over_parts_of_a_padded_target_are_refused():
+    assert run_ranks(refusal, 1, LossError, parts_of_means) == [
+        "several means over parts of a padded target cannot be put together; give backward (sum, count) of each part"
+    ]
+
+
+def test_a_step_without_a_last_backward_is_refused():
+    assert run_ranks(refusal, 1, StepError, no_last) == [
+        "clip_grad_norm_ was called, and no backward of this step was the last one; "
+        "call run.backward(loss, last=True) for the last loss of a step"
+    ]
+
+
+def one_padded_mean():
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    reference = seeded()
+    over_all_tokens(reference, tokens, targets).backward()
+    run = composed("")
+    with run.step(0, target=targets):
+        run.backward(mean_loss(run.model(tokens), targets))
+        run.clip_grad_norm_(float("inf"))
+        return gradient_error(run, {name: p.grad for name, p in reference.named_parameters()})
+
+
+def test_one_mean_of_one_rank_may_be_padded():
+    assert run_ranks(one_padded_mean, 1)[0] < TIGHT
+
+
+def evaluated_between():
+    """Evaluate a padded batch with a sum, before and inside a step whose own loss is a mean over full targets."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = unpadded()
+    reference = seeded()
+    over_all_tokens(reference, tokens, targets).backward()
+    run = composed(FSDP + "[train]\nmicrobatch = 2\n", loss_fn=own_sum)
+    evaluation = tuple(mine(run, tensor) for tensor in padded())
+    run.evaluate(evaluation[0], target=evaluation[1])
+    tokens, targets = mine(run, tokens), mine(run, targets)
+    with run.step(1, target=targets):
+        run.evaluate(evaluation[0], target=evaluation[1])
+        for start in (0, 3):
+            cut = slice(start, start + 3)
+            run.backward(mean_loss(run.model(tokens[cut]), targets[cut]), last=start == 3)
+        run.evaluate(evaluation[0], target=evaluation[1])
+        run.clip_grad_norm_(float("inf"))
+        return gradient_error(run, {name: p.grad for name, p in reference.named_parameters()})
+
+
+def test_an_evaluation_between_changes_nothing():
+    assert max(run_ranks(evaluated_between, 2)) < TIGHT
+
+
+def odd_loss(run, tokens, targets):
+    run.backward(0.5 * F.cross_entropy(run.model(tokens).flatten(0, 1), targets.flatten()))
+
+
+def test_a_loss_of_unknown_reduction_is_refused():
+    text = run_ranks(refusal, 1, LossError, odd_loss)[0]
+    assert text.startswith("cannot tell whether the loss is a sum or a mean (its last operation is MulBackward); ")

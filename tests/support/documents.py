@@ -1,0 +1,58 @@
+"""Fenced blocks and tables of the project's Markdown files, for the tests that execute and compare them."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+_FENCE = re.compile(
+    r"(?:^<!-- (?P<mark>[^\n]+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A fenced block; `mark` is the comment on the line above it, a file's name or another mark."""
+
+    language: str
+    text: str
+    mark: str | None
+    line: int
+
+
+def read(name):
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def blocks(text):
+    return [
+        Block(
+            language=match["language"],
+            text=match["text"],
+            mark=match["mark"],
+            line=text.count("\n", 0, match.start()) + 1,
+        )
+        for match in _FENCE.finditer(text)
+    ]
+
+
+def files(text):
+    """Return the blocks that are files, by name."""
+    return {block.mark: block.text for block in blocks(text) if block.mark and re.fullmatch(r"\w+\.\w+", block.mark)}
+
+
+def table(text, *headings):
+    """Return the rows of the only table with these headings, cells as they are written."""
+    head = "| " + " | ".join(headings) + " |\n"
+    assert text.count(head) == 1, headings
+    lines = text.partition(head)[2].splitlines()[1:]
+    end = next((index for index, line in enumerate(lines) if not line.startswith("|")), len(lines))
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end]]
+
+
+def code(cell):
+    """Return what is written as code in a cell."""
+    return re.findall(r"`([^`]+)`", cell)
