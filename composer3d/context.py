@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.errors import StepError, TransformError
@@ -163,7 +163,7 @@ class RunContext:
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""
-        return _spans(self._recorders, name, attributes) if self._recorders else _NO_SPAN
+        return _Spans(self._recorders, name, attributes) if self._recorders else _NO_SPAN
 
     def begin_microbatch(self, index: int, is_last: bool) -> None:
         """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves."""
@@ -176,13 +176,20 @@ class RunContext:
         self._microbatch[1]()
 
 
-@contextlib.contextmanager
-def _spans(recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> Iterator[None]:
-    tokens = [recorder.begin(name, attributes) for recorder in recorders]
-    try:
-        yield
-    finally:
-        for recorder, token in zip(reversed(recorders), reversed(tokens), strict=True):
+class _Spans:
+    """A span on every recorder; a class, because a generator costs twice as much where microseconds count."""
+
+    __slots__ = ("_attributes", "_name", "_recorders", "_tokens")
+
+    def __init__(self, recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> None:
+        self._recorders, self._name, self._attributes = recorders, name, attributes
+
+    def __enter__(self) -> None:
+        name, attributes = self._name, self._attributes
+        self._tokens = [recorder.begin(name, attributes) for recorder in self._recorders]
+
+    def __exit__(self, *error: object) -> None:
+        for recorder, token in zip(reversed(self._recorders), reversed(self._tokens), strict=True):
             recorder.end(token)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import QueryError
@@ -35,9 +36,9 @@ def measure(
     metrics: list[Metric] = [metric for function in functions for metric in function(context=context, step=step) or ()]
     if not metrics:
         return {}
-    names = [metric.name for metric in metrics]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
+    if len({metric.name for metric in metrics}) < len(metrics):
+        names = [metric.name for metric in metrics]
+        twice = next(name for name in names if names.count(name) > 1)
         raise QueryError(f'two plugins measure "{twice}"; one would overwrite the other')
     import torch
     import torch.distributed as dist
@@ -45,6 +46,14 @@ def measure(
     own = torch.tensor([metric.value for metric in metrics], dtype=torch.float64, device=device)
     everyone = [torch.empty_like(own) for _ in range(context.world_size)]
     dist.all_gather(everyone, own)
-    table = torch.stack(everyone)
-    reduced = {"sum": table.sum(0), "max": table.amax(0), "mean": table.mean(0), "rank0": table[0]}
-    return {metric.name: float(reduced[metric.reduction][index]) for index, metric in enumerate(metrics)}
+    columns = zip(*(values.tolist() for values in everyone), strict=True)
+    return {metric.name: _REDUCE[metric.reduction](values) for metric, values in zip(metrics, columns, strict=True)}
+
+
+_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "sum": sum,
+    # Python's max hides a NaN that does not come first.
+    "max": lambda values: math.nan if any(map(math.isnan, values)) else max(values),
+    "mean": lambda values: sum(values) / len(values),
+    "rank0": lambda values: values[0],
+}

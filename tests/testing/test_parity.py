@@ -5,9 +5,12 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from support.models import Net, mean_loss, padded, sum_loss, unpadded, write_manifest
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composer3d.testing import assert_gradients_equal, full, gather_full, run_ranks
+from composer3d import Batch, RankError
+from composer3d.testing import assert_gradients_equal, assert_parity, full, gather_full, run_ranks
 
 
 def named(**values):
@@ -117,3 +120,101 @@ def test_without_a_world_the_tensors_are_copied():
     gathered["weight"].add_(1)
     assert weight.tolist() == [0.0, 0.0]
     assert not gathered["weight"].requires_grad
+
+
+FSDP = "[sharding.fsdp2]\n"
+STALE = '[sharding.stale]\nuse = "support.plugins:Stale"\n'
+SCALED = '[precision.scaled]\nuse = "support.plugins:Scaled"\n'
+
+
+def global_batch(make=padded):
+    tokens, targets = make()
+    return Batch(args=(tokens,), target=targets)
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "microbatch", "loss_fn", "make"),
+    [
+        (FSDP, 2, None, sum_loss, padded),
+        ("[mesh]\ndp_replicate = 2\n[train]\nseed = 3\n" + FSDP, 4, 1, sum_loss, padded),
+        ("[sharding.ddp]\n", 2, 2, mean_loss, unpadded),
+        (SCALED, 1, 4, sum_loss, padded),
+    ],
+    ids=["fsdp2", "hsdp", "ddp", "scaled"],
+)
+def test_a_right_layout_is_in_parity(text, world_size, microbatch, loss_fn, make):
+    path = write_manifest(text)
+    parity = assert_parity(Net, path, global_batch(make), world_size=world_size, loss_fn=loss_fn, microbatch=microbatch)
+    assert parity.loss <= 1e-12 and parity.grad_norm <= 1e-12
+    assert list(parity.gradients) == sorted(name for name, _ in Net().named_parameters())
+    assert max(parity.gradients.values()) <= 1e-12
+    assert "all_reduce" in {op for op, _ in parity.collectives}
+
+
+def test_the_collectives_of_the_step_are_counted():
+    parity = assert_parity(Net, write_manifest(FSDP), global_batch(), world_size=2, loss_fn=sum_loss, microbatch=2)
+    # Four units and three micro-batches; counts, loss and norm.
+    assert {key: count for key, (count, _) in parity.collectives.items()} == {
+        ("all_gather", "dp_shard"): 2 * 4 * 3 - 3,
+        ("reduce_scatter", "dp_shard"): 4 * 3,
+        ("all_reduce", "dp_shard"): 3,
+    }
+
+
+def test_a_fault_of_a_plugin_is_found():
+    path = write_manifest(FSDP + STALE)
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(Net, path, global_batch(), world_size=2, loss_fn=sum_loss)
+    first, second, *worst = str(caught.value).splitlines()
+    assert re.fullmatch(r"the gradient norm differs by \S+ of its value, more than 1e-12", first)
+    assert second == "4 of 17 gradients differ by more than 1e-12 of their largest value:"
+    names = {f"layers.1.{name}" for name in ("down.bias", "down.weight", "up.bias", "up.weight")}
+    assert {line.split(":")[0].strip() for line in worst} == names
+    assert {line.split(": ")[1] for line in worst} == {"0.001"}
+    # A tolerance that is too wide does not see it.
+    assert_parity(Net, path, global_batch(), world_size=2, loss_fn=sum_loss, tolerance=1.1e-3)
+
+
+def test_a_fault_of_one_rank_is_found():
+    def lost_on_one_rank():
+        model = Net()
+        if dist.get_world_size() > 1 and dist.get_rank() == 1:
+            model.register_forward_hook(lambda module, args, output: 2 * output)
+        return model
+
+    with pytest.raises(
+        AssertionError, match=r"^the loss differs by \S+ of its value, more than 1e-12\nthe gradient norm"
+    ):
+        assert_parity(
+            lost_on_one_rank, write_manifest("[sharding.ddp]\n"), global_batch(), world_size=2, loss_fn=sum_loss
+        )
+
+
+def test_gradients_that_only_one_side_has_are_named():
+    def frozen_in_company():
+        model = Net()
+        model.norm.bias.requires_grad_(dist.get_world_size() == 1)
+        return model
+
+    with pytest.raises(AssertionError, match=r"^rank 0: FQNs differ: missing \['norm.bias'\], unexpected \[\]$"):
+        assert_parity(frozen_in_company, write_manifest(FSDP), global_batch(), world_size=2, loss_fn=sum_loss)
+
+
+def test_floating_point_inputs_take_the_dtype():
+    features, labels = torch.rand(4, 3), torch.tensor([0, 1, 2, 1])
+    parity = assert_parity(
+        lambda: nn.Linear(3, 3),
+        write_manifest(FSDP),
+        Batch(args=(), kwargs={"input": features}, target=labels),
+        world_size=2,
+        loss_fn=torch.nn.CrossEntropyLoss(reduction="sum"),
+    )
+    assert set(parity.gradients) == {"weight", "bias"}
+    with pytest.raises(RankError, match="a global batch of 3 samples does not divide over 2 data-parallel ranks"):
+        assert_parity(
+            Net,
+            write_manifest(FSDP),
+            Batch(args=(padded()[0][:3],), target=padded()[1][:3]),
+            world_size=2,
+            loss_fn=sum_loss,
+        )
