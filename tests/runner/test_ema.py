@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from support.models import seeded
 from torch import nn
@@ -19,7 +20,7 @@ def loss_fn(output, target):
 
 
 def compose(folder, table, model):
-    manifest = folder / "run.toml"
+    manifest = folder / f"run{dist.get_rank()}.toml"  # each rank its own: one would read what another is writing
     manifest.write_text(f"composer3d = 1\n{table}\n")
     return composer3d.compose(model, manifest, loss_fn=loss_fn, device="cpu")
 

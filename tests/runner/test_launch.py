@@ -25,7 +25,7 @@ LOCAL = (
     "manifest:2",
     "crash_once:1",
     "stubborn",
-    "stuck:0:1",
+    "stuck:0:5",
     "linger:0:30:1",
 )
 
@@ -169,7 +169,7 @@ def test_ranks_that_do_not_end_are_a_failure_that_says_where_they_are(told):
     case = told["stuck"]
     assert case.out == ["failed 3"]
     matches(
-        r"run failed: 2 of 2 ranks did not end within 1 s \(rank 0 at step 2, rank 1 at step 2\)\n"
+        r"run failed: 2 of 2 ranks did not end within 5 s \(rank 0 at step 2, rank 1 at step 2\)\n"
         + where(case.output),
         case.err,
     )
