@@ -95,9 +95,10 @@ def assemble(
         return _freeze(preparation, loss_fn, loss_reduction, count_fn, release)
     except BaseException as error:
         # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
-        for _, function in preparation.hooks.freeze("composer3d_close") if preparation is not None else ():
-            with contextlib.suppress(Exception):
-                function(context=preparation.context, error=error)
+        if preparation is not None:
+            for _, function in preparation.hooks.freeze("composer3d_close"):
+                with contextlib.suppress(Exception):
+                    function(context=preparation.context, error=error)
         release()
         raise
 
