@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from composer3d.cli import check, export, init, plugins, run, schema
 from composer3d.cli.output import complain, print_problems
-from composer3d.errors import ComposerError, ManifestError
+from composer3d.errors import ComposerError, ForkError, ManifestError
 
 __all__ = ["build_parser", "main"]
 
@@ -54,6 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ManifestError as error:
         print_problems(error.problems)
         return WRONG
+    except ForkError as error:  # nothing is wrong with what was asked: this process cannot start ranks
+        complain(str(error))
+        return FAILED
     except ComposerError as error:
         complain(str(error))
         return WRONG

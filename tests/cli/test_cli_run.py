@@ -39,6 +39,7 @@ def test_a_run_trains_resumes_and_says_when_it_is_finished(folder, run):
     assert re.fullmatch(r"finished: 2 steps, loss \d\.\d{4}; out\n", out)
     assert err.startswith("training to out: pp=1 x dp_replicate=1 x dp_shard=2 x cp=1 x tp=1, 2 steps\n")
     code, out, err = run("--set", "train.steps=3")
+    assert code == 0, err
     assert (code, [row["step"] for row in rows(folder)]) == (0, [1, 2, 3])
     assert err.startswith("going on from out/checkpoints/step-2: ")
     code, out, err = run("--set", "train.steps=3")
@@ -70,6 +71,18 @@ def test_a_factory_that_dies_takes_only_the_check_with_it(folder, run):
     (folder / "cli_dying.py").write_text("import os\n\ndef build(vocab_size):\n    os._exit(9)\n")
     code, _, err = run("--set", "model.use=cli_dying:build")
     assert (code, err) == (3, "the process that checks the manifest ended with exit code 9 and left no result\n")
+
+
+def test_a_process_that_cannot_fork_ranks_is_exit_code_3(folder):
+    """OpenMP's threads, started by an operator before, would be missing in every rank."""
+    script = (
+        "import sys, torch\ntorch.set_num_threads(2)\ntorch.ones(1 << 17).add_(1)\n"
+        "from composer3d.cli import main\nsys.exit(main(['run', 'run.toml']))\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith("ranks cannot be forked from this process: ") and done.stderr.count("\n") == 1
 
 
 @pytest.mark.parametrize(
