@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
+import select
 import subprocess
 import sys
+import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-__all__ = ["conditions", "fail", "note", "run_world", "say"]
+__all__ = ["World", "conditions", "fail", "note", "say"]
 
 
 def say(text: str) -> None:
@@ -26,7 +27,7 @@ def note(text: str) -> None:
     sys.stderr.flush()
 
 
-def fail(text: str) -> None:
+def fail(text: str) -> NoReturn:
     """End the benchmark with exit code 1 and a reason."""
     note(text)
     raise SystemExit(1)
@@ -45,46 +46,68 @@ def conditions() -> dict[str, Any]:
     }
 
 
-def run_world(script: Path, *args: str, num_ranks: int, timeout_s: float) -> list[dict[str, Any]]:
-    """Run a script on fresh processes, as torchrun does, and return the line of JSON that each rank wrote.
+class World:
+    """A script on fresh processes, started as torchrun does, whose ranks wait for their turn before every step.
 
     torch's own launcher is left out because its agent polls on one of the cores that are measured. This process holds
     the store at which the ranks meet, on a port that the system chooses.
 
     Args:
-        script: Runs in its own folder.
+        script: Runs in its own folder, with `turns` on its command line.
         args: Of the script.
         num_ranks: Processes.
-        timeout_s: After which the benchmark ends.
+        timeout_s: For a start or a step, after which the benchmark ends.
     """
-    from torch.distributed import TCPStore
 
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    world = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    world |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script.name, *args],
-            cwd=script.parent,
-            env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        results = []
-        for process in ranks:
-            output, errors = process.communicate(timeout=timeout_s)
-            if process.returncode:
-                fail(f"{script.name} ended with exit code {process.returncode}\n{errors.rstrip()}")
-            results.append(json.loads(output))
-        return results
-    except subprocess.TimeoutExpired:
-        fail(f"{script.name} did not end within {timeout_s:g} s")
-        raise
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    def __init__(self, script: Path, *args: str, num_ranks: int, timeout_s: float) -> None:
+        from torch.distributed import TCPStore
+
+        self._script, self._timeout_s = script, timeout_s
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        world = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(self._store.port), "OMP_NUM_THREADS": "1"}
+        world |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(num_ranks)}
+        self._errors = tempfile.TemporaryFile("w+")
+        self._ranks = [
+            subprocess.Popen(
+                [sys.executable, script.name, *args, "turns"],
+                cwd=script.parent,
+                env={**os.environ, **world, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                text=True,
+            )
+            for rank in range(num_ranks)
+        ]
+
+    def wait(self) -> list[str]:
+        """Wait for a line of every rank."""
+        return [self._line(rank) for rank in self._ranks]
+
+    def _line(self, rank: subprocess.Popen[str]) -> str:
+        assert rank.stdout is not None, "a pipe"
+        line = rank.stdout.readline() if select.select([rank.stdout], [], [], self._timeout_s)[0] else ""
+        if not line:
+            self._errors.seek(0)
+            fail(
+                f"{self._script.name} ended, or took longer than {self._timeout_s:g} s\n{self._errors.read().rstrip()}"
+            )
+        return line
+
+    def turn(self) -> list[str]:
+        """Let the ranks go on, and return the line that each of them then writes."""
+        for rank in self._ranks:
+            assert rank.stdin is not None, "a pipe"
+            rank.stdin.write("\n")
+            rank.stdin.flush()
+        return self.wait()
+
+    def close(self) -> None:
+        """Wait for the processes to end, or end them."""
+        for rank in self._ranks:
+            try:
+                rank.communicate(timeout=self._timeout_s if sys.exc_info()[0] is None else 0.0)
+            except subprocess.TimeoutExpired:
+                rank.kill()
+                rank.communicate()
+        self._errors.close()

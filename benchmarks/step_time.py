@@ -1,20 +1,23 @@
 """Step time, CPU time and memory of composer3d against FSDP2 written by hand, on the same model and data.
 
 `loops/one_device.py` is a training loop for one device, `loops/embedded.py` the same with composer3d, and
-`loops/handwritten_fsdp2.py` the same with FSDP2 written by hand. Both run on 2 ranks in fresh processes, alternately:
-hand-written, composer3d, hand-written, ..., hand-written.
+`loops/handwritten_fsdp2.py` the same with FSDP2 written by hand. Every round starts three worlds of 2 ranks in fresh
+processes: hand-written, composer3d, and hand-written once more as the control. They take turns step by step, always in
+this order, so that a machine that becomes slower or faster does so for all of them, and each of them follows another
+one, which has taken the caches.
 
-ratio: every run of composer3d over the geometric mean of the two hand-written runs beside it, so that a machine that
-    becomes slower or faster cancels; of a run the median step counts, and of the rounds the median ratio.
-control: the same with a hand-written run in the place of composer3d's (A/A). Its ratios are above and below 1; control
-    is their typical distance from 1: the median of max(r, 1/r). What lies within it cannot be told from no difference.
-cpu_ratio: as ratio, of process CPU time a step.
-rss_ratio: as ratio, of the peak of resident memory.
+ratio: of a step, composer3d's time over the geometric mean of the two hand-written ones beside it; of a round the
+    median over steps, and then the median over rounds.
+control: the same with the control's time over that of the other hand-written one before and after it (A/A). Those
+    ratios are above and below 1; control is their typical distance from 1: the median of max(r, 1/r). What lies within
+    it cannot be told from no difference.
+cpu_ratio, cpu_control: the same of process CPU time a step.
+rss_ratio: the same of the peak of resident memory, once a round.
 loss_abs: the largest difference, over all steps and rounds, between composer3d's loss, which is that of the global
     batch, and the mean of the hand-written ranks' losses.
 lines: lines of the one-device loop added or changed to embed composer3d, by `git diff --no-index --numstat`.
 
-With the defaults it takes about 6 minutes on 2 cores. Usage: python benchmarks/step_time.py [--json]
+With the defaults it takes about 5 minutes on 2 cores. Usage: python benchmarks/step_time.py [--json]
 """
 
 from __future__ import annotations
@@ -30,36 +33,67 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from harness import conditions, fail, note, run_world, say
+from harness import World, conditions, fail, note, say
 
 LOOPS = Path(__file__).resolve().parent / "loops"
-NUM_RANKS, NUM_WARMUP = 2, 3
-RUN_TIMEOUT_S = 300.0
+LOOPS_OF_A_ROUND = {"hand": "handwritten_fsdp2", "composer3d": "embedded", "control": "handwritten_fsdp2"}
+NUM_RANKS, NUM_WARMUP = 2, 2
+TIMEOUT_S = 120.0
 
 
-def measure(loop: str, steps: int) -> dict[str, Any]:
-    """Run one loop once."""
-    ranks = run_world(LOOPS / f"{loop}.py", str(steps), num_ranks=NUM_RANKS, timeout_s=RUN_TIMEOUT_S)
-    return {
-        "step_s": statistics.mean(statistics.median(rank["step_s"][NUM_WARMUP:]) for rank in ranks),
-        "cpu_s": statistics.mean(statistics.median(rank["cpu_s"][NUM_WARMUP:]) for rank in ranks),
-        "rss_bytes": statistics.mean(rank["peak_rss_bytes"] for rank in ranks),
-        "losses": [statistics.mean(losses) for losses in zip(*(rank["losses"] for rank in ranks), strict=True)],
-    }
+def measure(steps: int) -> dict[str, list[dict[str, Any]]]:
+    """Run one round of so many steps; return what every rank reported, by loop."""
+    worlds: dict[str, World] = {}
+    try:
+        for name, loop in LOOPS_OF_A_ROUND.items():
+            worlds[name] = World(LOOPS / f"{loop}.py", str(steps), num_ranks=NUM_RANKS, timeout_s=TIMEOUT_S)
+        for world in worlds.values():
+            world.wait()
+        for _ in range(steps):
+            for world in worlds.values():
+                world.turn()
+        return {name: [json.loads(line) for line in world.turn()] for name, world in worlds.items()}
+    finally:
+        for world in worlds.values():
+            world.close()
 
 
-def ratios(middle: Sequence[dict[str, Any]], around: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Return each run over the geometric mean of the run before and the one after."""
-    beside = zip(around[:-1], around[1:], strict=True)
-    return [run[key] / math.sqrt(before[key] * after[key]) for run, (before, after) in zip(middle, beside, strict=True)]
+def per_step(ranks: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """Return the mean over ranks of every step that is timed."""
+    return [statistics.mean(values) for values in zip(*(rank[key][NUM_WARMUP:] for rank in ranks), strict=True)]
 
 
-def control(hand: Sequence[dict[str, Any]], key: str) -> list[float]:
-    """Return each hand-written run but the outermost over the geometric mean of those before and after it."""
-    return [
-        run[key] / math.sqrt(before[key] * after[key])
-        for before, run, after in zip(hand, hand[1:], hand[2:], strict=False)
-    ]
+def ratio(found: dict[str, list[dict[str, Any]]], key: str) -> float:
+    """Return composer3d's ratio in one round."""
+    steps = zip(*(per_step(found[name], key) for name in ("composer3d", "hand", "control")), strict=True)
+    return statistics.median(one / math.sqrt(before * after) for one, before, after in steps)
+
+
+def control(found: dict[str, list[dict[str, Any]]], key: str) -> float:
+    """Return the control's ratio in one round."""
+    hand = per_step(found["hand"], key)
+    steps = zip(per_step(found["control"], key)[:-1], hand[:-1], hand[1:], strict=True)
+    return statistics.median(one / math.sqrt(before * after) for one, before, after in steps)
+
+
+def rss_ratio(found: dict[str, list[dict[str, Any]]]) -> float:
+    """Return the ratio of peaks of resident memory in one round."""
+    one, *others = (
+        statistics.mean(rank["peak_rss_bytes"] for rank in found[name]) for name in ("composer3d", "hand", "control")
+    )
+    return one / statistics.mean(others)
+
+
+def loss_difference(found: dict[str, list[dict[str, Any]]]) -> float:
+    """Return the largest difference of losses in one round."""
+    losses = {name: zip(*(rank["losses"] for rank in ranks), strict=True) for name, ranks in found.items()}
+    pairs = zip(losses["composer3d"], losses["hand"], strict=True)
+    return max(abs(own - statistics.mean(by_hand)) for composed, by_hand in pairs for own in composed)
+
+
+def spread(ratios: Sequence[float]) -> float:
+    """Return the typical distance of ratios from 1, as a ratio."""
+    return statistics.median(max(ratio, 1 / ratio) for ratio in ratios)
 
 
 def lines_changed() -> int:
@@ -74,36 +108,35 @@ def lines_changed() -> int:
 
 def run(rounds: int, steps: int) -> dict[str, Any]:
     """Measure, and return what `--json` prints."""
-    found = conditions()
+    measured_under = conditions()
     started = time.monotonic()
-    hand, composed = [measure("handwritten_fsdp2", steps)], []
-    for number in range(1, rounds + 1):
-        composed.append(measure("embedded", steps))
-        hand.append(measure("handwritten_fsdp2", steps))
-        ratio = ratios(composed[-1:], hand[-2:], "step_s")[0]
-        note(f"round {number} of {rounds}: {ratio:.4f}, {time.monotonic() - started:.0f} s")
-    step_ratios, controls = ratios(composed, hand, "step_s"), control(hand, "step_s")
-    reference = statistics.mean
+    found = []
+    for number in range(rounds):
+        found.append(measure(steps))
+        seconds = time.monotonic() - started
+        note(f"round {number + 1} of {rounds}: {ratio(found[-1], 'step_s'):.4f}, {seconds:.0f} s")
+    step_ratios, controls = ([of(one, "step_s") for one in found] for of in (ratio, control))
     row = {
         "name": "fsdp2, small Llama, 2 ranks",
         "ratio": statistics.median(step_ratios),
-        "control": statistics.median(max(r, 1 / r) for r in controls),
-        "cpu_ratio": statistics.median(ratios(composed, hand, "cpu_s")),
-        "rss_ratio": statistics.median(ratios(composed, hand, "rss_bytes")),
-        "loss_abs": max(
-            abs(one - other) for run in composed for one, other in zip(run["losses"], hand[0]["losses"], strict=True)
-        ),
+        "control": spread(controls),
+        "cpu_ratio": statistics.median(ratio(one, "cpu_s") for one in found),
+        "cpu_control": spread([control(one, "cpu_s") for one in found]),
+        "rss_ratio": statistics.median(map(rss_ratio, found)),
+        "loss_abs": max(map(loss_difference, found)),
         "lines": lines_changed(),
     }
+    by_hand = found[-1]["hand"]
     return {
         "rows": [row],
-        "conditions": {**found, "load_1min_after": round(os.getloadavg()[0], 2)},
+        "conditions": {**measured_under, "load_1min_after": round(os.getloadavg()[0], 2)},
         "rounds": rounds,
         "steps": steps,
         "step_ratios": step_ratios,
         "control_ratios": controls,
-        "handwritten": {"step_s": reference(r["step_s"] for r in hand), "cpu_s": reference(r["cpu_s"] for r in hand)},
-        "last_loss": composed[-1]["losses"][-1],
+        "handwritten_step_s": statistics.median(second for one in found for second in per_step(one["hand"], "step_s")),
+        "handwritten_last_losses": [rank["losses"][-1] for rank in by_hand],
+        "composer3d_last_loss": found[-1]["composer3d"][0]["losses"][-1],
         "wall_s": round(time.monotonic() - started, 1),
     }
 
@@ -111,12 +144,12 @@ def run(rounds: int, steps: int) -> dict[str, Any]:
 def main() -> None:
     """Read the command line, measure, print."""
     parser = argparse.ArgumentParser(description="Compare composer3d's step with FSDP2 written by hand.")
-    parser.add_argument("--rounds", type=int, default=8, help="runs of composer3d; default 8")
-    parser.add_argument("--steps", type=int, default=16, help="steps a run, of which 3 are not timed; default 16")
+    parser.add_argument("--rounds", type=int, default=8, help="fresh processes so many times; default 8")
+    parser.add_argument("--steps", type=int, default=10, help="steps a round; default 10")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    if arguments.rounds < 2 or arguments.steps <= NUM_WARMUP:
-        parser.error(f"it takes at least 2 rounds, and more than {NUM_WARMUP} steps")
+    if arguments.rounds < 1 or arguments.steps <= NUM_WARMUP:
+        parser.error(f"it takes a round of more than {NUM_WARMUP} steps; the first {NUM_WARMUP} are not timed")
     found = run(arguments.rounds, arguments.steps)
     if arguments.json:
         say(json.dumps(found, indent=1))

@@ -14,20 +14,29 @@ __all__ = ["Meter"]
 
 
 class Meter:
+    """Measures steps. With `turns` on the command line a line on standard input starts each of them, so that several
+    worlds can run in turn, and one on standard output says that it is over.
+    """
+
     def __init__(self) -> None:
+        self._turns = "turns" in sys.argv
         self._step_s: list[float] = []
         self._cpu_s: list[float] = []
         self._losses: list[float] = []
         self._start()
 
     def _start(self) -> None:
+        if self._turns:
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+            sys.stdin.readline()
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def step(self, loss: Tensor) -> None:
         """End a step."""
+        self._losses.append(float(loss.detach()))
         self._step_s.append(time.perf_counter() - self._wall)
         self._cpu_s.append(time.process_time() - self._cpu)
-        self._losses.append(float(loss.detach()))
         self._start()
 
     def report(self) -> None:
@@ -40,3 +49,4 @@ class Meter:
             "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
         sys.stdout.write(json.dumps(result) + "\n")
+        sys.stdout.flush()
