@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d import torch_compat as torch_compat
+    from composer3d.batch import map_tensors
     from composer3d.composition import Composition, compose
     from composer3d.context import RunContext
     from composer3d.errors import (
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 _MODULES = {
+    "batch": ("map_tensors",),
     "composition": ("Composition", "compose"),
     "context": ("RunContext",),
     "errors": (
@@ -147,6 +149,7 @@ __all__ = [
     "compose",
     "hookimpl",
     "load_manifest",
+    "map_tensors",
     "plugin",
     "select_fqns",
     "torch_compat",

@@ -153,13 +153,6 @@ def replicate_buckets(module: Any, **options: Any) -> Any:
     return replicate(module, **options)
 
 
-def bucket_precision(*, param_dtype: Any, reduce_dtype: Any) -> Any:
-    """Return DistributedDataParallel's own mixed precision settings (torch 2.11-2.15, not public)."""
-    from torch.nn.parallel.distributed import _MixedPrecision
-
-    return _MixedPrecision(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-
-
 def local_agent(
     spec: Any,
     start_method: str,

@@ -260,12 +260,6 @@ def test_buckets_are_attached_without_a_wrapper():
         assert torch.equal(gradient, torch.full((2, 3), 1.5))
 
 
-def test_buckets_take_their_own_precision():
-    precision = torch_compat.bucket_precision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    assert (precision.param_dtype, precision.reduce_dtype) == (torch.bfloat16, torch.float32)
-    assert isinstance(precision, torch.nn.parallel.distributed._MixedPrecision)
-
-
 def test_foreach_kernels_take_lists():
     tensors = [torch.tensor([3.0, 4.0]), torch.tensor([-5.0])]
     assert [norm.item() for norm in torch_compat.foreach_norm(tensors, 2.0)] == [5.0, 5.0]

@@ -11,6 +11,8 @@ LAYOUTS = [
     pytest.param(1, "", id="plain"),
     pytest.param(2, "[sharding.fsdp2]", id="fsdp2"),
     pytest.param(2, "[sharding.ddp]", id="ddp"),
+    pytest.param(2, '[sharding.ddp]\nreducer = "bucketed"', id="ddp-bucketed"),
+    pytest.param(2, '[scheduling.activation_checkpoint]\n[sharding.ddp]\nreducer = "bucketed"', id="ddp-bucketed-ac"),
 ]
 
 
@@ -47,7 +49,7 @@ def step(text):
         )
         kinds = {(p.dtype, p.grad.dtype) for _, p in run.named_parameters()}
     run.close()
-    return error, kinds, seen, dtypes
+    return error, kinds, set(seen), dtypes
 
 
 @pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
@@ -56,7 +58,7 @@ def test_means_the_same_in_every_layout(world_size, text):
         # The same roundings in the same places: what is left is the order of float32 sums.
         assert error < 2e-6
         assert kinds == {(torch.float32, torch.float32)}
-        assert seen == [(torch.bfloat16, torch.bfloat16)]
+        assert seen == {(torch.bfloat16, torch.bfloat16)}
 
 
 def test_collectives_carry_the_dtypes():
@@ -97,4 +99,12 @@ def test_refuses_other_dtypes():
     message = run_ranks(refusal, 1, '[precision.mixed]\nparam_dtype = "bf16"')[0]
     assert message == (
         ':3:1: [precision.mixed] param_dtype = "bf16" is not one of "bfloat16", "float32"; did you mean "bfloat16"?'
+    )
+
+
+def test_buckets_refuse_a_narrow_reduction():
+    text = '[sharding.ddp]\nreducer = "bucketed"\n[precision.mixed]\nreduce_dtype = "bfloat16"'
+    assert run_ranks(refusal, 1, text)[0] == (
+        ":2:11: [sharding.ddp] the buckets reduce gradients in the dtype of the weights, float32, and another "
+        'reduce_dtype is asked for; write reducer = "unit"'
     )

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
+    Dtypes,
     Phase,
     PluginError,
     RunContext,
@@ -16,11 +18,13 @@ from composer3d import (
     StepState,
     Transform,
     hookimpl,
+    map_tensors,
     plugin,
     torch_compat,
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
 BUCKET_OPTIONS = (
@@ -67,6 +71,8 @@ class DDP:
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse options of the other reducer: they would do nothing."""
+        import torch
+
         foreign = BUCKET_OPTIONS if self.reducer == "unit" else ("units",)
         for name in foreign:
             if getattr(self, name) is not None:
@@ -74,6 +80,12 @@ class DDP:
                     f'{name} has no effect with reducer = "{self.reducer}"',
                     hint='write reducer = "bucketed"' if self.reducer == "unit" else 'write reducer = "unit"',
                 )
+        if self.reducer == "bucketed" and context.dtypes("").reduce not in (None, torch.float32):
+            raise PluginError(
+                "the buckets reduce gradients in the dtype of the weights, float32, "
+                "and another reduce_dtype is asked for",
+                hint='write reducer = "unit"',
+            )
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform:
@@ -117,11 +129,7 @@ class DDP:
         if self.broadcast_buffers:
             group = context.mesh["dp_replicate"].get_group()
             model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, group))
-        dtypes = context.dtypes("")
-        if dtypes.param is not None or dtypes.reduce is not None or dtypes.output is not None:
-            options["mixed_precision"] = torch_compat.bucket_precision(
-                param_dtype=dtypes.param, reduce_dtype=dtypes.reduce
-            )
+        _compute_in(model, context.dtypes(""))
         torch_compat.replicate_buckets(model, device_mesh=context.mesh["dp_replicate"], **options)
         return list(fqns)
 
@@ -137,6 +145,39 @@ class DDP:
                 # micro-batch early changes nothing but the traffic.
                 first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
                 module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
+
+
+def _compute_in(model: nn.Module, dtypes: Dtypes) -> None:
+    """Let every module compute on its parameters in `dtypes.param`, cast anew in each forward.
+
+    DistributedDataParallel's own mixed precision needs to hold the model's forward. The casts are inside the modules'
+    forwards, not in hooks around a unit, so that recomputation repeats them; through them gradients reach the float32
+    weights.
+    """
+    if dtypes.param is not None:
+        for module in model.modules():
+            if any(parameter is not None for parameter in module._parameters.values()):
+                module.forward = _casting(module, module.forward, dtypes.param)
+    if dtypes.output is not None:
+        model.register_forward_hook(lambda _, args, output: _cast(output, dtypes.output))
+
+
+def _casting(module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def casting(*args: Any, **kwargs: Any) -> Any:
+        parameters: dict[str, Any] = module._parameters
+        kept = dict(parameters)
+        try:
+            parameters.update({name: _cast(parameter, dtype) for name, parameter in kept.items()})
+            return forward(*_cast(args, dtype), **_cast(kwargs, dtype))
+        finally:
+            parameters.update(kept)
+
+    return casting
+
+
+def _cast(value: Any, dtype: Any) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
 def _broadcast_buffers(module: nn.Module, group: Any) -> None:
