@@ -51,3 +51,20 @@ def test_an_installed_wheel_runs_outside_the_checkout(wheel, tmp_path):
     )
     assert checked.returncode == 0, checked.stderr
     assert "DATA         fsdp2                    layers.[0-3], (root)" in checked.stdout
+
+
+def test_an_installed_wheel_runs_inside_a_checkout(wheel, tmp_path):
+    """As after README's first command: the checkout's own folder stands beside the manifest, and is not what runs."""
+    site = tmp_path / "site"
+    zipfile.ZipFile(wheel).extractall(site)
+    (tmp_path / "composer3d").mkdir()
+    (tmp_path / "composer3d" / "__init__.py").write_text("raise ImportError('the checkout')")
+    script = "import sys; sys.path.remove(''); from composer3d.cli import main; sys.exit(main(['check', 'quickstart']))"
+    checked = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert checked.returncode == 0, checked.stderr

@@ -83,7 +83,12 @@ def _import_failure(name: str, folder: Path, error: BaseException) -> ReferenceF
 
 
 def _check_origin(name: str, folder: Path) -> None:
-    """Refuse a module of the same name that was there first: it would be used silently."""
+    """Refuse a module of the same name that was there first: it would be used silently.
+
+    composer3d itself, installed and started inside a checkout of it, is meant as it is installed.
+    """
+    if name == __name__.partition(".")[0]:
+        return
     origin = getattr(sys.modules[name], "__file__", None)
     candidates = [folder / f"{name}.py", folder / name / "__init__.py"]
     here = [candidate for candidate in candidates if candidate.is_file()]
