@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from composer3d.patterns import select as select_fqns
     from composer3d.preparation import PlanRow
     from composer3d.protocol import (
+        Action,
         Batch,
         Dtypes,
         GradScaler,
@@ -83,6 +84,7 @@ _MODULES = {
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "preparation": ("PlanRow",),
     "protocol": (
+        "Action",
         "Batch",
         "Dtypes",
         "GradScaler",
@@ -103,6 +105,7 @@ _MODULES = {
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
+    "Action",
     "Axis",
     "Batch",
     "BatchError",

@@ -65,6 +65,7 @@ def assemble(
     tables: Mapping[str, type] | None,
     device: str | torch.device | None,
     purpose: Purpose,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
 ) -> Assembled:
     """Do what `compose` promises; its arguments are explained there."""
     import torch
@@ -77,7 +78,13 @@ def assemble(
     preparation: Preparation | None = None
     try:
         preparation = prepare(
-            model, manifest, world_size=dist.get_world_size(), rank=dist.get_rank(), device=where, purpose=purpose
+            model,
+            manifest,
+            world_size=dist.get_world_size(),
+            rank=dist.get_rank(),
+            device=where,
+            purpose=purpose,
+            example=example,
         )
         errors = [problem for problem in preparation.problems if problem.severity == "error"]
         if errors:
@@ -168,9 +175,9 @@ def materialise(preparation: Preparation) -> None:
 
     def load(fqn: str, tensor: Tensor) -> Tensor:
         changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
-        return tensor if changed is None else changed
+        return context.in_stored_order(fqn, tensor if changed is None else changed)
 
-    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
+    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter") or context.orders)
     unmade: list[Tensor] = []
     names: list[str] = []
     for part in context.parts:
@@ -260,12 +267,13 @@ def _freeze(
     # Ranks along tp compute the same loss: only the first of them adds it up. Along pp only the last stage has one.
     contributes = all(context.coordinates[name] == 0 for name in layout.names(Role.TENSOR))
     actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
+    streams = Streams(seed=context.manifest.train.seed, layout=layout, rank=context.rank, device=context.device)
     engine = StepEngine(
         context=context,
         actions=order(actions),
         guard=Guard(layout=layout, rank=context.rank, group=group, device=device),
         ledger=Ledger(averages=averages, contributes=contributes, group=group, device=device),
-        streams=Streams(seed=context.manifest.train.seed, layout=layout, rank=context.rank, device=context.device),
+        streams=streams,
         loss_fn=loss_fn,
         count_fn=count_fn,
         reduction=reduction,
@@ -273,7 +281,8 @@ def _freeze(
     engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
     context.freeze(
         recorders=tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
-        microbatch=(engine.begin_microbatch, engine.end_microbatch),
+        microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
+        sharded=streams.sharded,
     )
     scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
 

@@ -43,6 +43,7 @@ def compose(
     tables: Mapping[str, type] | None = None,
     device: str | torch.device | None = None,
     purpose: Purpose = "run",
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
 ) -> Composition:
     """Apply a manifest to a model.
 
@@ -62,6 +63,8 @@ def compose(
             used. Without it a table that embedding does not use is refused.
         device: Default: the accelerator if there is one, else the CPU.
         purpose: Why it is composed.
+        example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
+            only shapes and dtypes matter. Without it they try a batch of token numbers.
 
     Returns:
         The composition; it starts nothing by itself.
@@ -81,6 +84,7 @@ def compose(
         tables=tables,
         device=device,
         purpose=purpose,
+        example=example,
     )
     return Composition(assembled)
 
@@ -144,12 +148,7 @@ class Composition:
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under the FQNs of the whole model, each tensor once."""
-        seen: set[int] = set()
-        for part in self.parts:
-            for fqn, parameter in part.module.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield fqn, parameter
+        yield from self.context.named_parameters()
 
     def describe(self) -> str:
         """Return the layout and the ordered plan as text; the same for any order of the manifest's tables."""
@@ -270,6 +269,7 @@ class Composition:
             norm_type=norm_type,
             group=self._assembled.group,
             device=self._assembled.control_device,
+            copies=self.context.copies(),
         )
 
     # ---- around steps ------------------------------------------------------------------------------------------------

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.errors import StepError, TransformError
 from composer3d.mesh import Layout, Role
+from composer3d.ordering import Order
 from composer3d.patterns import select as select_fqns
 from composer3d.protocol import Dtypes, ParameterMesh, Part, Recorder, Split
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
     from composer3d.manifest import Manifest
@@ -41,6 +42,8 @@ class RunContext:
         state: What plugins remember, keyed by the plugin instance.
         parts: This rank's stages, once the model is split.
         split: The answer to `composer3d_split`, if a plugin gave one.
+        orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
+        example: `(args, kwargs)` of a forward, if `compose` was given one, for plugins that need shapes.
     """
 
     def __init__(
@@ -68,13 +71,16 @@ class RunContext:
         self.state: dict[Any, Any] = {}
         self.parts: tuple[Part, ...] = ()
         self.split: Split | None = None
+        self.example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
         self.coordinates = layout.coordinates(rank)
+        self.orders: dict[str, Order] = {}
         self._hooks = hooks
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None
         self._recorders: tuple[Recorder, ...] = ()
         self._asked: set[str] = set()
-        self._microbatch: tuple[Callable[[int, bool], None], Callable[[], None]] | None = None
+        self._sharded: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
+        self._microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]] | None = None
 
     @property
     def degrees(self) -> Mapping[str, int]:
@@ -91,6 +97,28 @@ class RunContext:
         """This rank among those that read different samples."""
         return self.layout.index(self.rank, Role.BATCH)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under their first FQNs in the whole model, each tensor of the model once."""
+        first = {fqn: group[0] for group in self.ties for fqn in group}
+        seen: set[str] = set()
+        for part in self.parts:
+            for name, parameter in part.module.named_parameters():
+                fqn = first.get(name, name)
+                if fqn not in seen:
+                    seen.add(fqn)
+                    yield fqn, parameter
+
+    def copies(self) -> frozenset[int]:
+        """Return the identities of this rank's parameters that an earlier stage counts in the gradient norm."""
+        copied = (
+            parameter
+            for part in self.parts
+            if part.copies
+            for name, parameter in part.module.named_parameters()
+            if name in part.copies
+        )
+        return frozenset(map(id, copied))
+
     @property
     def mesh(self) -> DeviceMesh:
         """The mesh of all dense axes, those of degree 1 included."""
@@ -103,10 +131,14 @@ class RunContext:
         self._mesh = mesh
 
     def freeze(
-        self, *, recorders: tuple[Recorder, ...], microbatch: tuple[Callable[[int, bool], None], Callable[[], None]]
+        self,
+        *,
+        recorders: tuple[Recorder, ...],
+        microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]],
+        sharded: Callable[[int], contextlib.AbstractContextManager[None]],
     ) -> None:
         """Take what steps need; the composition calls it once."""
-        self._recorders, self._microbatch = recorders, microbatch
+        self._recorders, self._microbatch, self._sharded = recorders, microbatch, sharded
 
     def was_asked(self, query: str) -> bool:
         """Tell whether any transform asked a query of the context."""
@@ -161,14 +193,55 @@ class RunContext:
         self._asked.add("composer3d_parameter_mesh")
         return self._hooks.query("composer3d_parameter_mesh", context=self, fqn=fqn)
 
+    def reorder(self, fqn: str, *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Say that a parameter is kept in another order than the model's, from now on, its gradient and state too.
+
+        Args:
+            fqn: Its name; its other names, where it is tied, mean it too.
+            dim: The tensor dim that is reordered.
+            runs: (start, length) in the model's order, in the order in which they are kept.
+        """
+        group = next((group for group in self.ties if fqn in group), (fqn,))
+        self.orders |= dict.fromkeys(group, Order(dim, runs))
+
+    def in_stored_order(self, fqn: str, full: Tensor) -> Tensor:
+        """Return a full tensor of the parameter with this name as it is kept."""
+        order = self.orders.get(fqn)
+        return full if order is None else order.stored(full)
+
+    def in_model_order(self, fqn: str, full: Tensor) -> Tensor:
+        """Return the full tensor of the parameter with this name, its gradient or its state, as the model has it."""
+        order = self.orders.get(fqn)
+        return full if order is None else order.model(full)
+
+    def sharded_random(self, site: int) -> contextlib.AbstractContextManager[None]:
+        """Draw inside from the stream that differs between ranks along tp; outside they draw alike.
+
+        Args:
+            site: Tells the places of one micro-batch apart.
+        """
+        assert self._sharded is not None, "the composition sets it"
+        return self._sharded(site)
+
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""
         return _Spans(self._recorders, name, attributes) if self._recorders else _NO_SPAN
 
-    def begin_microbatch(self, index: int, is_last: bool) -> None:
-        """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves."""
+    def begin_microbatch(self, index: int, is_last: bool, stage: int = 0) -> None:
+        """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves.
+
+        Args:
+            index: The micro-batch.
+            is_last: Whether it is the last one of its batch.
+            stage: Of several stages on this rank each draws its own random numbers.
+        """
         assert self._microbatch is not None, "the composition sets it"
-        self._microbatch[0](index, is_last)
+        self._microbatch[0](index, is_last, stage)
+
+    def resume_microbatch(self, index: int, stage: int = 0) -> None:
+        """Go back to a micro-batch's random stream, for its backward where others came between; runs no actions."""
+        assert self._microbatch is not None, "the composition sets it"
+        self._microbatch[2](index, stage)
 
     def end_microbatch(self) -> None:
         """Run the actions at AFTER_MICROBATCH."""

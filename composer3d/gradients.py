@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -89,11 +89,23 @@ def clip_norm_(
     norm_type: float,
     group: Any,
     device: torch.device,
+    copies: Container[int] = (),
 ) -> Tensor:
-    """Scale gradients down to a norm of at most `max_norm`; arguments, and what is returned, as `total_norm`."""
+    """Scale gradients down to a norm of at most `max_norm`; arguments, and what is returned, as `total_norm`.
+
+    Args:
+        parameters: To scale.
+        max_norm: Infinity only measures.
+        layout: As `total_norm`.
+        norm_type: As `total_norm`.
+        group: As `total_norm`.
+        device: As `total_norm`.
+        copies: Identities of parameters that are scaled, and counted by another rank.
+    """
     import torch
 
-    norm = total_norm(parameters, layout=layout, norm_type=norm_type, group=group, device=device)
+    counted = [parameter for parameter in parameters if id(parameter) not in copies]
+    norm = total_norm(counted, layout=layout, norm_type=norm_type, group=group, device=device)
     # The same formula as torch.nn.utils.clip_grad_norm_, so that runs can be compared.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if parameters:

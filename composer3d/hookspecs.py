@@ -19,6 +19,8 @@ The order in which `compose` calls them:
 7. `composer3d_schedule`, `_grad_scaler`, `_step_actions`, `_recorder`, `_state`
 8. `composer3d_optimizer`, when the loop asks for its optimizer
 9. `composer3d_close`
+
+`composer3d_actions` is asked by commands that simulate a step, after 2.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.mesh import GroupOptions
     from composer3d.protocol import (
+        Action,
         Batch,
         Dtypes,
         GradScaler,
@@ -139,6 +142,20 @@ class HookSpecs:
         Returns:
             A schedule, or None. Where ranks run no micro-batch actions of the core (`BEFORE_MICROBATCH`), the schedule
             calls `context.begin_microbatch(index, is_last)` and `context.end_microbatch()` itself.
+        """
+
+    @_hookspec
+    def composer3d_actions(self, context: RunContext, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
+        """Query: list what every rank of the pipeline runs, in order: the very actions that the schedule would run.
+
+        Asked by `composer3d schedule`, and by whoever simulates a step; there is no mesh.
+
+        Args:
+            context: Degrees and coordinates are there.
+            num_microbatches: Of one batch.
+
+        Returns:
+            Actions by rank along the pipeline's axis, or None.
         """
 
     @_hookspec

@@ -66,7 +66,7 @@ class Ledger:
 
         The first pipeline step calls the loss once more than there are micro-batches, to infer shapes; that call comes
         first, so only the last `num_microbatches` entries count.
-        Collectives: one all-reduce of three numbers.
+        Collectives: one all-reduce of four numbers.
 
         Args:
             num_microbatches: On this rank.
@@ -76,10 +76,10 @@ class Ledger:
         import torch.distributed as dist
 
         entries, self._entries = self._entries[-num_microbatches:], []
-        total = torch.zeros(3, dtype=torch.float64, device=self._device)
-        dtype = torch.float32
+        # The fourth tells ranks without losses (other stages) that the loss is of double precision.
+        total = torch.zeros(4, dtype=torch.float64, device=self._device)
         for loss, count, auxiliary in entries if self._contributes else ():
-            dtype = torch.promote_types(dtype, loss.dtype)
+            total[3] += loss.dtype is torch.float64
             total[0] += gradients.local(loss).to(self._device)
             total[1] += count.to(self._device) if isinstance(count, torch.Tensor) else count
             if auxiliary is not None:
@@ -89,7 +89,7 @@ class Ledger:
         if has_gradient:
             self._count += count
             self.auxiliary = float(total[2]) / count if count else 0.0
-        return (total[0] / total[1]).to(dtype), count
+        return (total[0] / total[1]).to(torch.float64 if total[3] else torch.float32), count
 
     @property
     def correction(self) -> float:

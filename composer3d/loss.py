@@ -78,6 +78,21 @@ def as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reduction
     Raises:
         LossError: A mean where counts differ, or something else altogether.
     """
+    return _plain(_as_loss(value, count=count, equal=equal, reduction=reduction))
+
+
+def _plain(loss: Loss) -> Loss:
+    """Take a loss out of DTensors, as vocab-parallel cross-entropy gives them: ranks add up plain tensors."""
+    if not any(hasattr(value, "full_tensor") for value in (loss.sum, loss.count, loss.auxiliary)):
+        return loss
+
+    def plain(value: Any) -> Any:
+        return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+    return Loss(sum=plain(loss.sum), count=plain(loss.count), auxiliary=plain(loss.auxiliary))
+
+
+def _as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reduction | None) -> Loss:
     import torch
 
     if isinstance(value, Loss):

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d import checkpoint
+from composer3d import checkpoint, initialisation
 from composer3d.errors import CheckpointError, StepError
+from composer3d.ordering import Order
 from composer3d.protocol import Stateful
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Persistence:
         for prefix, stateful in self._stateful().items():
             state["states"][prefix] = _take_out(stateful.state_dict(), prefix, tensors)
         with self._assembled.context.span("checkpoint"):
+            tensors |= {key: _rewritten(tensor, order.model) for key, tensor, order in self._reordered(tensors)}
             if asynchronous:
                 self._saver = self._saver or checkpoint.AsyncSaver()
                 self._saver.save(path, tensors=tensors, state=state)
@@ -75,7 +77,11 @@ class Persistence:
         filled = {prefix: _blank(value, prefix, path, present) for prefix, value in state["states"].items()}
         for prefix, value in filled.items():
             _take_out(value, prefix, tensors)
+        reordered = self._reordered(tensors)
+        tensors |= {key: tensor.clone() for key, tensor, _ in reordered}
         checkpoint.load(path, tensors=tensors, allow_extra=() if optimizer is not None else ("optimizer/",))
+        for key, tensor, order in reordered:
+            initialisation.place(tensor, order.stored(_full(tensors[key])))
         if optimizer is not None:
             checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
         for prefix, thing in stateful.items():
@@ -96,7 +102,7 @@ class Persistence:
 
     def _parameters(self) -> dict[str, nn.Parameter]:
         """Return every parameter once, under its first name."""
-        return {fqn: p for module in self._parts() for fqn, p in module.named_parameters()}
+        return dict(self._assembled.context.named_parameters())
 
     def _model_tensors(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers, tied ones under the first name that the whole model has for them.
@@ -109,10 +115,24 @@ class Persistence:
             parameters = dict(module.named_parameters())
             persistent = module.state_dict(keep_vars=True).keys()
             buffers = {fqn: b for fqn, b in module.named_buffers() if fqn in persistent}
-            result |= {
-                f"model/{first.get(fqn, fqn)}": tensor.detach() for fqn, tensor in {**parameters, **buffers}.items()
-            }
+            for fqn, tensor in {**parameters, **buffers}.items():
+                # Of several copies on this rank the first one is the optimizer's; the others are filled from it.
+                result.setdefault(f"model/{first.get(fqn, fqn)}", tensor.detach())
         return result
+
+    def _reordered(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Order]]:
+        """Return the tensors that are not kept in the model's order, in which checkpoints are written.
+
+        Whatever stands under the FQN of such a parameter and is as long (its optimizer state, its average) is ordered
+        as it is.
+        """
+        orders = self._assembled.context.orders
+        found = []
+        for key, tensor in tensors.items():
+            order = next((orders[name] for name in key.split("/") if name in orders), None)
+            if order is not None and tensor.ndim > order.dim and tensor.shape[order.dim] == order.size:
+                found.append((key, tensor, order))
+        return found
 
     def _stateful(self) -> dict[str, Stateful]:
         plugins = {
@@ -128,6 +148,21 @@ class Persistence:
             raise CheckpointError(f'{path}: holds no state "{lacking[0]}", which this run has')
         if extra:
             raise CheckpointError(f'{path}: holds the state "{extra[0]}", which nothing in this run takes')
+
+
+def _full(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _rewritten(tensor: Tensor, rewrite: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return a tensor of the same layout with other values. Collectives: what it takes to gather one such tensor."""
+    import torch
+
+    result = torch.empty_like(tensor)
+    initialisation.place(result, rewrite(_full(tensor)))
+    return result
 
 
 TENSOR = "__tensor__"

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from composer3d.initialisation import Recipe
     from composer3d.manifest import Manifest
+    from composer3d.protocol import Action
 
 __all__ = ["PlanRow", "Preparation", "prepare"]
 
@@ -67,9 +68,21 @@ class Preparation:
     @property
     def plan(self) -> tuple[PlanRow, ...]:
         """The ordered plan."""
-        return tuple(
-            PlanRow(phase=transform.phase.name, name=transform.name, fqns=fqns) for transform, fqns in self.selected
+        rows: list[PlanRow] = []
+        for transform, fqns in self.selected:
+            parts = {"": fqns} if transform.rows is None else transform.rows(self.context)
+            rows += (
+                PlanRow(phase=transform.phase.name, name=transform.name + (label and f".{label}"), fqns=tuple(part))
+                for label, part in parts.items()
+            )
+        return tuple(rows)
+
+    def actions(self, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
+        """Return what every rank of the pipeline runs, in order; None without one."""
+        answer: Sequence[Sequence[Action]] | None = self.hooks.query(
+            "composer3d_actions", context=self.context, num_microbatches=num_microbatches
         )
+        return answer
 
 
 def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> Layout:
@@ -111,6 +124,7 @@ def prepare(
     rank: int,
     device: torch.device,
     purpose: Purpose,
+    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
 ) -> Preparation:
     """Join a manifest with a model, without a process group and without weights.
 
@@ -121,6 +135,7 @@ def prepare(
         rank: Whose view is prepared.
         device: Where the run would put parameters.
         purpose: Why.
+        example: `(args, kwargs)` of a forward, for plugins that need shapes.
 
     Raises:
         ManifestError: The mesh does not fit, or the factory fails; everything else is in `problems`.
@@ -145,6 +160,7 @@ def prepare(
         hooks=hooks,
         blocks=manifest.model.blocks or patterns.find_blocks(model),
     )
+    context.example = example
     context.fqns = tuple(fqn for fqn, _ in model.named_modules())
     context.parameter_fqns = tuple(fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
     context.ties = initialisation.ties(model)

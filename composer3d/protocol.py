@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
+    "Action",
     "Batch",
     "Dtypes",
     "GradScaler",
@@ -34,11 +35,14 @@ class Part:
         module: Keeps the FQNs of the whole model.
         index: The stage's position, 0 to num_stages - 1.
         num_stages: Stages of the whole pipeline, over all ranks.
+        copies: Names of parameters that an earlier stage holds too. That one counts them in the gradient norm; where it
+            is on the same rank, it also is the one that the optimizer steps.
     """
 
     module: nn.Module
     index: int = 0
     num_stages: int = 1
+    copies: frozenset[str] = frozenset()
 
     @property
     def is_first(self) -> bool:
@@ -63,6 +67,20 @@ class Split:
 
     parts: tuple[Part, ...]
     keep_unsharded: bool = False
+
+
+class Action(NamedTuple):
+    """One thing that a rank of a pipeline does.
+
+    Args:
+        stage: Whose.
+        kind: Forward, whole backward, or its two halves: the gradients of inputs, and of weights.
+        microbatch: Which one.
+    """
+
+    stage: int
+    kind: Literal["F", "B", "I", "W"]
+    microbatch: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -115,15 +115,21 @@ class StepEngine:
         for action in self._actions[point]:
             action.run(self.state)
 
-    def begin_microbatch(self, index: int, is_last: bool) -> None:
+    def begin_microbatch(self, index: int, is_last: bool, stage: int = 0) -> None:
         """Start a micro-batch: its random stream, then the actions."""
         if self._evaluating:
             return
         state = self.current("begin_microbatch")
         state.index, state.is_last = index, is_last
         if not state.forward_done:
-            self._streams.enter(state.step, (self._call << 16) + index)
+            self._streams.enter(state.step, (self._call << 16) + index, stage)
         self._at(StepPoint.BEFORE_MICROBATCH)
+
+    def resume_microbatch(self, index: int, stage: int) -> None:
+        """Go back to a micro-batch, whose backward does not follow its forward at once."""
+        state = self.current("resume_microbatch")
+        state.index = index
+        self._streams.enter(state.step, (self._call << 16) + index, stage)
 
     def end_microbatch(self) -> None:
         """End a micro-batch."""

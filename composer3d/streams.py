@@ -32,14 +32,14 @@ class Streams:
         self._device = device
         self._replicated = "/".join(f"{name}={coordinates[name]}" for name in shared)
         self._sharded = "/".join([self._replicated, *(f"{name}={coordinates[name]}" for name in own)])
-        self._place = (0, 0)
+        self._place = (0, 0, 0)
         self._outside: list[Tensor] | None = None
 
-    def enter(self, step: int, microbatch: int) -> None:
+    def enter(self, step: int, microbatch: int, stage: int = 0) -> None:
         """Start the replicated stream of a micro-batch in torch's default generators."""
         if self._outside is None:
             self._outside = self._states()
-        self._place = (step, microbatch)
+        self._place = (step, microbatch, stage)
         self._set(self._replicated, 0)
 
     def leave(self) -> None:

@@ -282,3 +282,84 @@ def foreach_norm(tensors: Any, norm_type: float) -> Any:
     import torch
 
     return torch._foreach_norm(tensors, norm_type)
+
+
+def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Return the floating-point operations of an operator by torch's own formulas; 0 for those without one.
+
+    The formulas are found by the operator's packet, which has no public name (torch 2.11-2.15).
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(operator._overloadpacket)
+    return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
+
+
+def pipeline_schedule(name: str) -> Any:
+    """Return the class of a pipeline schedule by its name; the lookup is not exported (torch 2.11-2.15)."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    return get_schedule_class(name)
+
+
+def pipeline_orders(
+    name: str, degree: int, num_microbatches: int, stages_per_rank: int
+) -> list[list[tuple[int, str, int]]]:
+    """Return the actions of every rank as (stage, kind, micro-batch), for schedules of several stages a rank.
+
+    Kinds are F, B, I and W. The lists are those that a schedule makes in its constructor; torch gives them without
+    process groups only in a private module, its visualizer (torch 2.11-2.15). Overlapped pairs are taken apart, idle
+    places left out.
+    """
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    orders = get_schedule_ops(name, degree, num_microbatches, num_stages_per_rank=stages_per_rank)
+    return [
+        [
+            (single.stage_index, kinds[single.computation_type.name], single.microbatch_index or 0)
+            for action in order
+            if action is not None
+            for single in (getattr(action, "sub_actions", None) or (action,))
+        ]
+        for order in orders
+    ]
+
+
+def enable_loss_parallel() -> None:
+    """Let log_softmax and nll_loss work on DTensors cut along the classes, until `disable_loss_parallel`; idempotent.
+
+    torch's `loss_parallel` context does the same, and would have to be open around every forward and backward of every
+    schedule (torch 2.11-2.15).
+    """
+    from torch.distributed.tensor.parallel import loss
+
+    loss._enable_custom_loss_ops()
+
+
+def disable_loss_parallel() -> None:
+    """Undo `enable_loss_parallel`; torch's own way fails where it was undone before."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import loss
+
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    for operator, handler in loss.customized_loss_ops.items():
+        if handlers.get(operator) is handler:
+            del handlers[operator]
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Return a context in which torch functions reach no mode and no subclass; public only for use in C++."""
+    import torch
+
+    return torch._C.DisableTorchFunction()
+
+
+def unviewed(tensor: Any) -> Any:
+    """Return a tensor that shares memory and graph, and is no view to autograd; aten operators have no public names.
+
+    What DTensor's `to_local` returns may not be changed in place, and FSDP2 warns about modules that return views.
+    """
+    import torch
+
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)

@@ -68,6 +68,8 @@ class Transform:
         conflicts: Names of transforms that must be absent, each with the reason shown to the user.
         after: Names of transforms of the same phase that come first, where present.
         before: Names of transforms of the same phase that come later, where present.
+        rows: Says, after `select`, what is done to which of the selected modules: FQNs by label, one row of the plan
+            each, named `name.label`.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Transform:
     conflicts: Mapping[str, str] = field(default_factory=dict)
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
+    rows: Callable[[Any], Mapping[str, Sequence[str]]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

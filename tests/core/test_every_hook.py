@@ -62,6 +62,8 @@ def every_hook(folder):
     seen["report_collectives"] = {key: count for key, (count, _) in collectives.summary().items()}
     tokens, targets = (mine(run, tensor) for tensor in unpadded())
     seen["evaluation"] = float(run.evaluate(tokens, target=targets).loss)
+    # Asked by whoever simulates a step.
+    seen["actions"] = run._assembled.hooks.query("composer3d_actions", context=run.context, num_microbatches=2)
     (counter,) = [value for value in run.context.state.values() if hasattr(value, "count")]
     counter.count, counter.tensor = 5, torch.arange(3.0)
     run.save(folder / "step-4")
@@ -116,6 +118,11 @@ def last(seen, *hooks):
 def test_every_hook_is_called(ranks, hook):
     for seen in ranks:
         assert calls(seen, hook.removeprefix("composer3d_"))
+
+
+def test_actions_are_the_plugins(ranks):
+    for seen in ranks:
+        assert seen["actions"] == [[(0, "F", 0), (0, "B", 0), (0, "F", 1), (0, "B", 1)]]
 
 
 def test_hooks_are_called_in_the_documented_order(ranks):

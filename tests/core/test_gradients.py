@@ -211,3 +211,21 @@ def test_strided_shards_of_two_axes():
         assert ops == [("all_reduce", "world")]
         assert kinds == {"_StridedShard"}
         assert refusal == "the gradient norm is not computed for norm_type = 1; use 2 or infinity"
+
+
+def with_copies():
+    layout, _ = world(pp=2)
+    own, shared = plain(drawn(3, 2, seed=dist.get_rank())), plain(drawn(4))
+    copies = {id(shared)} if dist.get_rank() else ()
+    norm = clip_norm_([own, shared], 0.5, layout=layout, norm_type=2.0, group=None, device=CPU, copies=copies)
+    return norm, own.grad, shared.grad
+
+
+def test_a_copy_on_another_stage_is_scaled_and_counted_once():
+    drawn_gradients = [drawn(3, 2, seed=0), drawn(3, 2, seed=1), drawn(4)]
+    expected = torch.cat([gradient.flatten() for gradient in drawn_gradients]).norm()
+    factor = 0.5 / (expected + 1e-6)
+    for rank, (norm, own, shared) in enumerate(run_ranks(with_copies, 2)):
+        assert abs(norm - expected) < TIGHT
+        assert torch.allclose(own, drawn_gradients[rank] * factor, rtol=0, atol=TIGHT)
+        assert torch.allclose(shared, drawn_gradients[2] * factor, rtol=0, atol=TIGHT)

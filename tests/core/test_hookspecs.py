@@ -16,6 +16,7 @@ HOOKS = {name: function for name, function in vars(HookSpecs).items() if not nam
 
 # The hooks of which there is one answer.
 QUERIES = {
+    "composer3d_actions",
     "composer3d_dtypes",
     "composer3d_grad_scaler",
     "composer3d_group_options",

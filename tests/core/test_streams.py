@@ -158,6 +158,19 @@ def test_sharded_regions_are_told_apart_by_site_step_and_micro_batch():
     assert tuple(in_a_region(1)[1]) == insides[0]
 
 
+def test_stages_of_a_rank_are_told_apart_and_found_again():
+    streams = Streams(
+        seed=0, layout=resolve({}, axes=AXES, world_size=1, default=None), rank=0, device=torch.device("cpu")
+    )
+    draws = []
+    for place in ((3, 1, 0), (3, 1, 2), (3, 1, 0)):
+        streams.enter(*place)
+        draws.append(torch.rand(4))
+    streams.leave()
+    assert torch.equal(draws[0], draws[2])
+    assert not torch.equal(draws[0], draws[1])
+
+
 def test_leaving_without_entering_changes_nothing():
     state = torch.get_rng_state()
     streams_of(0).leave()

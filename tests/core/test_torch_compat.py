@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import torch_compat
 from composer3d.checkpoint import save
-from composer3d.testing import fake_world, full, run_ranks
+from composer3d.testing import count_collectives, fake_world, full, run_ranks
 
 
 def test_lazy_modules_exist():
@@ -275,3 +275,85 @@ def test_every_name_has_a_test_here():
     here = ast.parse(Path(__file__).read_text())
     used = {node.attr for node in ast.walk(here) if isinstance(node, ast.Attribute)}
     assert public - used == set()
+
+
+def test_num_flops_counts_products():
+    counted = {}
+
+    def handle(operator, types, args, kwargs):
+        result = operator(*args, **kwargs)
+        counted[operator.name()] = torch_compat.num_flops(operator, args, kwargs, result)
+        return result
+
+    with torch_compat.dispatch_mode(handle, compiles=False), torch.device("meta"):
+        torch.ones(3, 4) @ torch.ones(4, 5) + 1
+    assert counted["aten::mm"] == 2 * 3 * 4 * 5
+    assert counted["aten::add.Tensor"] == 0
+
+
+def test_pipeline_schedules_are_found_by_name():
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+
+    assert torch_compat.pipeline_schedule("1F1B") is Schedule1F1B
+    assert torch_compat.pipeline_schedule("ZBVZeroBubble") is ScheduleZBVZeroBubble
+
+
+def test_pipeline_orders_are_those_of_the_schedule():
+    first, second = torch_compat.pipeline_orders("LoopedBFS", 2, 2, 2)
+    assert first == [(stage, "F", m) for stage in (0, 2) for m in (0, 1)] + [
+        (stage, "B", m) for stage in (2, 0) for m in (1, 0)
+    ]
+    assert {stage for stage, _, _ in second} == {1, 3}
+    overlapped = torch_compat.pipeline_orders("DualPipeV", 2, 4, 2)
+    for rank, order in enumerate(overlapped):
+        assert sorted(a for a in order if a[1] == "F") == [(s, "F", m) for s in (rank, 3 - rank) for m in range(4)]
+        assert sum(kind in "BW" for _, kind, _ in order) == 2 * 4
+
+
+def vocabulary_parallel_loss():
+    from torch.distributed.tensor import DTensor, Shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    logits = torch.arange(24.0).view(4, 6).cos()
+    shard = DTensor.from_local(logits.chunk(2, 1)[dist.get_rank()], mesh, [Shard(1)])
+    torch_compat.enable_loss_parallel()
+    torch_compat.enable_loss_parallel()
+    with count_collectives(mesh) as collectives:
+        loss = torch.nn.functional.cross_entropy(shard, torch.arange(4)).full_tensor()
+    torch_compat.disable_loss_parallel()
+    torch_compat.disable_loss_parallel()
+    expected = torch.nn.functional.cross_entropy(logits, torch.arange(4))
+    return float((loss - expected).abs()), collectives.count("all_gather")
+
+
+def test_cross_entropy_works_on_logits_that_are_cut():
+    for difference, gathers in run_ranks(vocabulary_parallel_loss, 2):
+        assert difference < 1e-6 and gathers == 0
+
+
+def test_modes_do_not_see_what_runs_without_torch_functions():
+    from torch.overrides import TorchFunctionMode
+
+    class Seeing(TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            Seeing.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.ones(2)
+    with Seeing():
+        with torch_compat.without_torch_functions():
+            tensor.add(1)
+        assert Seeing.seen == 0
+        tensor.add(1)
+    assert Seeing.seen == 1
+
+
+def test_an_unviewed_tensor_shares_memory_and_graph():
+    leaf = torch.ones(2, 3, requires_grad=True)
+    view = (leaf * 2).view(3, 2)
+    result = torch_compat.unviewed(view)
+    assert not result._is_view() and result.data_ptr() == view.data_ptr()
+    result.sum().backward()
+    assert torch.equal(leaf.grad, torch.full((2, 3), 2.0))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from composer3d import (
+    Action,
     Dtypes,
     GroupOptions,
     Metric,
@@ -222,6 +223,11 @@ class Every:
         whole, on_meta = hasattr(model, "tok"), next(model.parameters()).is_meta
         self._saw("split", context, whole=whole, on_meta=on_meta, mesh=self._has_mesh(context))
         return Split(parts=(Part(module=model),), keep_unsharded=True) if self.takes_over else None
+
+    @hookimpl
+    def composer3d_actions(self, context, num_microbatches):
+        self._saw("actions", context, num_microbatches=num_microbatches)
+        return [[Action(0, kind, index) for index in range(num_microbatches) for kind in "FB"]]
 
     @hookimpl
     def composer3d_parameter_mesh(self, context, fqn):

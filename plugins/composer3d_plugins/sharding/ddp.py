@@ -12,6 +12,7 @@ from composer3d import (
     Dtypes,
     Phase,
     PluginError,
+    Role,
     RunContext,
     StepAction,
     StepPoint,
@@ -80,6 +81,13 @@ class DDP:
                     f'{name} has no effect with reducer = "{self.reducer}"',
                     hint='write reducer = "bucketed"' if self.reducer == "unit" else 'write reducer = "unit"',
                 )
+        divided = [name for name in context.layout.names(Role.STAGE, Role.TENSOR) if context.degrees[name] > 1]
+        if self.reducer == "bucketed" and divided:
+            raise PluginError(
+                f'reducer = "bucketed" does not work with {divided[0]} = {context.degrees[divided[0]]}: torch\'s '
+                "DistributedDataParallel reduces in every backward of a stage, and does not know DTensors",
+                hint='write reducer = "unit"',
+            )
         if self.reducer == "bucketed" and context.dtypes("").reduce not in (None, torch.float32):
             raise PluginError(
                 "the buckets reduce gradients in the dtype of the weights, float32, "

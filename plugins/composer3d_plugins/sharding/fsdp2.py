@@ -92,7 +92,21 @@ class FSDP2:
             apply=self._apply,
             uses=AXES,
             averages=AXES,
+            conflicts=self._excluded(),
         )
+
+    def _excluded(self) -> dict[str, str]:
+        """Exclude schedules for which parameters would be freed too early; where nothing is stated, they are kept."""
+        asked = "reshard_root = true" if self.reshard_root else None
+        if self.reshard_after_forward:
+            asked = f"reshard_after_forward = {str(self.reshard_after_forward).lower()}"
+        if asked is None:
+            return {}
+        reason = (
+            f"{asked} frees parameters between a micro-batch's forward and the end of its backward, and the schedule "
+            "looks at them in between: torch would give wrong gradients, silently"
+        )
+        return {"zero_bubble_pipeline": reason}
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:

@@ -1,0 +1,292 @@
+"""Pipeline parallelism: stages of any model, torch's schedules over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from composer3d import (
+    Action,
+    Part,
+    Phase,
+    PluginError,
+    RunContext,
+    Schedule,
+    Split,
+    StepAction,
+    StepPoint,
+    Transform,
+    hookimpl,
+    plugin,
+    select_fqns,
+    torch_compat,
+)
+from composer3d_plugins.scheduling.pipeline.rules import (
+    RULES,
+    ScheduleName,
+    balance,
+    order_of_one_stage,
+    stages_of,
+    too_few,
+)
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from composer3d_plugins.scheduling.pipeline.ties import Ties
+    from composer3d_plugins.scheduling.pipeline.trace import Observation
+
+
+@dataclass(kw_only=True, eq=False)
+class _Memory:
+    """What the plugin remembers of a run: how the model was seen, where it is cut, and its tied parameters."""
+
+    observation: Observation
+    cuts: tuple[int, ...]
+    ties: Ties | None = None
+
+    def end(self, stage: int) -> int:
+        """Return the index after a stage's last block."""
+        return (*self.cuts, len(self.observation.blocks))[stage + 1]
+
+    def holders(self, fqn: str) -> tuple[int, ...]:
+        """Return the stages that need a parameter, given by its first name."""
+        firsts, needs = self.observation.firsts, self.observation.needs
+        users = {user for name, first in firsts.items() if first == fqn for user in needs[name]}
+        return tuple(
+            stage for stage, start in enumerate(self.cuts) if any(start <= user < self.end(stage) for user in users)
+        )
+
+
+@plugin(family="scheduling", owns=("pp",))
+class Pipeline:
+    """Cut the model into stages along pp and run micro-batches through them by one of torch's schedules.
+
+    Every stage runs the model's own forward: the blocks of other stages hand the hidden state on and hold no weights,
+    embeddings of other stages give zeros, what was received is put in before the stage's first block, and behind its
+    last block the forward is left. Every pp rank is given the same batch, so masks and positions are computed where
+    they are needed. Which stage needs which parameter is seen in one forward on meta (`example`, else token numbers).
+    A parameter that several stages need has a copy on each, with summed gradients.
+
+    Memory: the parameters of a rank's stages. Activations of as many micro-batches as are in flight:
+        GPipe and LoopedBFS all of them, 1F1B at most pp - rank, the others between pp and 2 pp stages' worth.
+    Collectives: per micro-batch and stage boundary between ranks one message forward and one backward; per parameter
+        with copies on several ranks one all-reduce a step. The first step, and the first of another shape, runs one
+        micro-batch more to learn shapes.
+
+    Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., Efficient Large-Scale Language Model Training on
+    GPU Clusters Using Megatron-LM, arXiv:2104.04473; Lamy-Poirier, Breadth-First Pipeline Parallelism,
+    arXiv:2211.05953; Qi et al., Zero Bubble Pipeline Parallelism, arXiv:2401.10241; DeepSeek-AI, DeepSeek-V3,
+    arXiv:2412.19437.
+
+    Args:
+        schedule: Who runs which micro-batch when. GPipe and 1F1B have one stage a rank; Interleaved1F1B, LoopedBFS and
+            InterleavedZeroBubble several, dealt round; ZBVZeroBubble and DualPipeV two, rank r the stages r and
+            2 pp - 1 - r, so that the first and the last are on rank 0.
+        stages_per_rank: Default: what the schedule has; 2 where it may be any number from 2.
+        split: `auto` balances the stages by floating-point operations, those before and after the blocks counted; or
+            the FQNs of the blocks that begin the second and every further stage.
+    """
+
+    schedule: ScheduleName = "1F1B"
+    stages_per_rank: int | None = Field(default=None, ge=1)
+    split: Literal["auto"] | tuple[str, ...] = "auto"
+
+    @property
+    def _per_rank(self) -> int:
+        return self.stages_per_rank or (1 if RULES[self.schedule].placement == "one" else 2)
+
+    def _stages_of(self, rank: int, context: RunContext) -> tuple[int, ...]:
+        return stages_of(rank, schedule=self.schedule, degree=context.degrees["pp"], per_rank=self._per_rank)
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse stages that the schedule does not have, and too few micro-batches where their number is stated."""
+        placement, stated = RULES[self.schedule].placement, self.stages_per_rank
+        if stated is not None and placement == "one" and stated != 1:
+            raise PluginError(
+                f"{self.schedule} has one stage a rank, not {stated}",
+                hint='schedules of several are "Interleaved1F1B" and others',
+            )
+        if stated is not None and placement == "v" and stated != 2:
+            raise PluginError(f"{self.schedule} has two stages a rank, not {stated}")
+        if stated == 1 and placement == "loop":
+            raise PluginError(f"{self.schedule} has several stages a rank, not 1", hint='write schedule = "1F1B"')
+        if context.degrees["pp"] == 1:
+            return
+        train = context.manifest.train
+        if train.global_batch is None or train.microbatch is None:
+            return
+        num_microbatches = train.global_batch // (train.microbatch * context.data_parallel_degree)
+        self._refuse_too_few(
+            context,
+            num_microbatches,
+            f"[train] global_batch = {train.global_batch} over {context.data_parallel_degree} data-parallel ranks "
+            f"makes {num_microbatches} micro-batches of {train.microbatch}",
+        )
+
+    def _refuse_too_few(self, context: RunContext, num_microbatches: int, what: str) -> None:
+        degree = context.degrees["pp"]
+        reason = too_few(
+            self.schedule,
+            degree=degree,
+            num_stages=degree * self._per_rank,
+            num_microbatches=num_microbatches,
+        )
+        if reason is not None:
+            raise PluginError(f"{what}, and {self.schedule} {reason}")
+
+    @hookimpl
+    def composer3d_reschedule(self, context: RunContext) -> Transform | None:
+        """Look at the model and choose where to cut it; the cutting itself is the split."""
+        if context.degrees["pp"] == 1:
+            return None
+        splits_backward = RULES[self.schedule].splits_backward
+        return Transform(
+            # Others may exclude the second name: what it needs, they may not be able to give.
+            name="zero_bubble_pipeline" if splits_backward else "pipeline",
+            phase=Phase.SPLIT,
+            select=self._select,
+            apply=lambda model, fqns, context: fqns,
+            uses=("pp",),
+            conflicts={
+                "compile": f"{self.schedule} runs the gradients of inputs and of weights apart, which torch cannot do "
+                "with compiled blocks"
+            }
+            if splits_backward
+            else {},
+        )
+
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        from composer3d_plugins.scheduling.pipeline.trace import observe
+
+        blocks = select_fqns(context.blocks, context.fqns)
+        num_stages = context.degrees["pp"] * self._per_rank
+        if len(blocks) < num_stages:
+            raise PluginError(
+                f"pp = {context.degrees['pp']} with {self._per_rank} stage{'s' * (self._per_rank > 1)} a rank makes "
+                f"{num_stages} stages, and the model has {len(blocks)} blocks ({context.blocks}); every stage needs one"
+            )
+        stated = self._stated_cuts(blocks, num_stages)
+        observation = observe(model, blocks, context.example)
+        cuts = stated or balance(
+            observation.costs, first=observation.first_cost, last=observation.last_cost, num_stages=num_stages
+        )
+        context.state[self] = _Memory(observation=observation, cuts=tuple(cuts))
+        return blocks
+
+    def _stated_cuts(self, blocks: Sequence[str], num_stages: int) -> list[int] | None:
+        if self.split == "auto":
+            return None
+        if len(self.split) != num_stages - 1:
+            raise PluginError(
+                f"split names {len(self.split)} blocks, and {num_stages} stages have {num_stages - 1} beginnings "
+                "besides the first"
+            )
+        positions = {fqn: index for index, fqn in enumerate(blocks)}
+        cuts = [0]
+        for fqn in self.split:
+            if fqn not in positions:
+                raise PluginError(f'split names "{fqn}", which is no block; blocks are {blocks[0]} to {blocks[-1]}')
+            if positions[fqn] <= cuts[-1]:
+                raise PluginError(f'split names "{fqn}" out of order, or leaves a stage without a block')
+            cuts.append(positions[fqn])
+        return cuts
+
+    @hookimpl
+    def composer3d_split(self, context: RunContext, model: nn.Module) -> Split | None:
+        """Copy the model's structure once for each of this rank's stages."""
+        if context.degrees["pp"] == 1:
+            return None
+        from composer3d_plugins.scheduling.pipeline.stage import build_stage
+
+        memory: _Memory = context.state[self]
+        mine = self._stages_of(context.coordinates["pp"], context)
+        names = {fqn: tied for tied in context.ties for fqn in tied}
+        parts: list[Part] = []
+        for index in sorted(mine):
+            later = [fqn for fqn in memory.observation.uses if index in memory.holders(fqn)[1:]]
+            module = build_stage(
+                model,
+                memory.observation,
+                start=memory.cuts[index],
+                end=memory.end(index),
+                device=context.device,
+                clones=[fqn for fqn in later if any(part.index in memory.holders(fqn) for part in parts)],
+            )
+            parts.append(
+                Part(
+                    module=module,
+                    index=index,
+                    num_stages=len(memory.cuts),
+                    copies=frozenset(name for fqn in later for name in names.get(fqn, (fqn,))),
+                )
+            )
+        return Split(parts=tuple(parts), keep_unsharded=RULES[self.schedule].splits_backward)
+
+    @hookimpl
+    def composer3d_schedule(
+        self, context: RunContext, parts: Sequence[Part], loss_fn: Callable[[Any, Any], Any]
+    ) -> Schedule | None:
+        """Put torch's schedule over the stages."""
+        if context.degrees["pp"] == 1:
+            return None
+        from composer3d_plugins.scheduling.pipeline.runtime import PipelineRuntime
+        from composer3d_plugins.scheduling.pipeline.ties import Ties
+
+        memory: _Memory = context.state[self]
+        holders = {fqn: memory.holders(fqn) for fqn in memory.observation.uses}
+        runtime = PipelineRuntime(
+            context=context, parts=parts, loss_fn=loss_fn, schedule=self.schedule, per_rank=self._per_rank
+        )
+        memory.ties = Ties(
+            context=context,
+            parts=parts,
+            holders={fqn: stages for fqn, stages in holders.items() if len(stages) > 1},
+            owner=runtime.owner,
+        )
+        return runtime
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
+        """Keep the copies of tied parameters equal."""
+        if context.degrees["pp"] == 1:
+            return []
+        memory: _Memory = context.state[self]
+
+        def ties() -> Ties:
+            assert memory.ties is not None, "made with the schedule"
+            return memory.ties
+
+        return [
+            StepAction(
+                name="pipeline.ties", point=StepPoint.GRADIENTS_LOCAL, run=lambda state: ties().sum_gradients(state)
+            ),
+            StepAction(
+                name="pipeline.copies", point=StepPoint.PARAMETERS_FINAL, run=lambda state: ties().fill_copies(state)
+            ),
+        ]
+
+    @hookimpl
+    def composer3d_actions(self, context: RunContext, num_microbatches: int) -> list[list[Action]] | None:
+        """List what every rank along pp runs, in its order."""
+        degree = context.degrees["pp"]
+        if degree == 1:
+            return None
+        self._refuse_too_few(context, num_microbatches, f"there are {num_microbatches} micro-batches")
+        if RULES[self.schedule].placement == "one":
+            orders: list[list[tuple[int, Any, int]]] = [
+                [
+                    (rank, kind, index)
+                    for kind, index in order_of_one_stage(
+                        self.schedule, rank, degree=degree, num_microbatches=num_microbatches
+                    )
+                ]
+                for rank in range(degree)
+            ]
+        else:
+            orders = torch_compat.pipeline_orders(self.schedule, degree, num_microbatches, self._per_rank)
+        return [[Action(stage=stage, kind=kind, microbatch=index) for stage, kind, index in order] for order in orders]

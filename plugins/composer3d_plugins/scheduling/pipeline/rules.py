@@ -1,0 +1,111 @@
+"""What each schedule needs and where its stages stand; numbers only, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["RULES", "Rule", "ScheduleName", "balance", "order_of_one_stage", "stages_of", "too_few"]
+
+ScheduleName = Literal[
+    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A schedule's shape.
+
+    Args:
+        placement: `one` stage a rank; `loop`: rank r has the stages r, r + P, ...; `v`: r and 2 P - 1 - r.
+        splits_backward: It runs the gradients of inputs and of weights apart, so parameters must stay unsharded.
+    """
+
+    placement: Literal["one", "loop", "v"]
+    splits_backward: bool = False
+
+
+RULES: dict[str, Rule] = {
+    "GPipe": Rule(placement="one"),
+    "1F1B": Rule(placement="one"),
+    "Interleaved1F1B": Rule(placement="loop"),
+    "LoopedBFS": Rule(placement="loop"),
+    "InterleavedZeroBubble": Rule(placement="loop", splits_backward=True),
+    "ZBVZeroBubble": Rule(placement="v", splits_backward=True),
+    "DualPipeV": Rule(placement="v", splits_backward=True),
+}
+
+
+def stages_of(rank: int, *, schedule: str, degree: int, per_rank: int) -> tuple[int, ...]:
+    """Return the stages of one rank along pp, in the order of the model."""
+    if RULES[schedule].placement == "v":
+        return (rank, 2 * degree - 1 - rank)
+    return tuple(rank + index * degree for index in range(per_rank))
+
+
+def too_few(schedule: str, *, degree: int, num_stages: int, num_microbatches: int) -> str | None:
+    """Say why a schedule cannot run so many micro-batches; None where it can."""
+    if schedule == "1F1B" and num_microbatches < degree:
+        return f"needs at least as many micro-batches as stages, {degree}"
+    if schedule == "DualPipeV" and num_microbatches < num_stages:
+        return f"needs at least as many micro-batches as stages, {num_stages} (two a rank)"
+    if schedule in ("Interleaved1F1B", "InterleavedZeroBubble"):
+        rounds = max(1, num_microbatches // degree)
+        if num_microbatches % rounds:
+            return f"runs them in {rounds} rounds of at least pp = {degree}, and needs a multiple of {rounds}"
+    return None
+
+
+def order_of_one_stage(schedule: str, rank: int, *, degree: int, num_microbatches: int) -> list[tuple[str, int]]:
+    """Return the actions of one rank under GPipe or 1F1B, as ("F" or "B", micro-batch).
+
+    torch's own listing of 1F1B is off by one on the last rank; this is the order in which it runs them.
+    """
+    if schedule == "GPipe":
+        return [(kind, index) for kind in "FB" for index in range(num_microbatches)]
+    warmup = min(num_microbatches, degree - rank)
+    order = [("F", index) for index in range(warmup)]
+    for index in range(num_microbatches):
+        order.append(("B", index))
+        if warmup + index < num_microbatches:
+            order.append(("F", warmup + index))
+    return order
+
+
+def balance(costs: Sequence[float], *, first: float, last: float, num_stages: int) -> list[int]:
+    """Cut blocks into stages of at least one so that the costliest stage is as cheap as can be.
+
+    Of cuts with the same costliest stage, the one with the smallest sum of squares.
+
+    Args:
+        costs: Of every block.
+        first: What the first stage has to do besides: embeddings.
+        last: What the last stage has to do besides: norm and head.
+        num_stages: At most the number of blocks.
+
+    Returns:
+        The index of every stage's first block.
+    """
+    num_blocks = len(costs)
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+
+    def stage(index: int, start: int, end: int) -> float:
+        extra = (first if index == 0 else 0.0) + (last if index == num_stages - 1 else 0.0)
+        return before[end] - before[start] + extra
+
+    # best[end]: of the stages so far over the first `end` blocks: (costliest, sum of squares, cuts).
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for index in range(num_stages):
+        following: dict[int, tuple[float, float, list[int]]] = {}
+        left = num_stages - index - 1
+        for start, (costliest, squares, cuts) in best.items():
+            for end in range(start + 1, num_blocks - left + 1):
+                cost = stage(index, start, end)
+                candidate = (max(costliest, cost), squares + cost * cost, [*cuts, start])
+                if end not in following or candidate < following[end]:
+                    following[end] = candidate
+        best = following
+    return best[num_blocks][2]

@@ -1,0 +1,238 @@
+"""Running stages: torch's schedules for training, forward after forward for evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer3d import Batch, PluginError, RunContext, StepError, torch_compat
+from composer3d_plugins.scheduling.pipeline.rules import RULES, stages_of, too_few
+from composer3d_plugins.scheduling.pipeline.stage import runner_of
+
+__all__ = ["PipelineRuntime"]
+
+_HEADER = 16  # numbers that say what an activation is: dtype, number of dims, dims
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+
+class PipelineRuntime:
+    """The answer to `composer3d_schedule`.
+
+    torch's schedules are made for a number of micro-batches and for one shape; they are made anew when either changes,
+    which costs one forward and backward of a micro-batch, whose gradients are thrown away.
+
+    Args:
+        context: Complete.
+        parts: This rank's stages.
+        loss_fn: The core's, which owns all scaling.
+        schedule: Its name.
+        per_rank: Stages a rank.
+    """
+
+    def __init__(
+        self, *, context: RunContext, parts: Sequence[Any], loss_fn: Any, schedule: str, per_rank: int
+    ) -> None:
+        self._context, self._parts, self._loss_fn = context, tuple(parts), loss_fn
+        self._schedule_name = schedule
+        self._degree = context.degrees["pp"]
+        self.owner = {
+            stage: rank
+            for rank in range(self._degree)
+            for stage in stages_of(rank, schedule=schedule, degree=self._degree, per_rank=per_rank)
+        }
+        self._group = context.mesh["pp"].get_group()
+        self._signature: Any = None
+        self._schedule: Any = None
+        self._microbatches: Sequence[Batch] = ()
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        for part in self._parts:
+            runner_of(part.module).call = self._caller(part)
+
+    # ---- one stage, one micro-batch ----------------------------------------------------------------------------------
+
+    def _caller(self, part: Any) -> Any:
+        """Return what a call of the stage's module does: torch passes the hidden state and which micro-batch it is."""
+
+        def call(received: Tensor | None = None, *, microbatch: Tensor) -> Any:
+            return self._run(part, int(microbatch), None if part.is_first else received)
+
+        return call
+
+    def _run(self, part: Any, index: int, received: Tensor | None) -> Any:
+        """Return the stage's hidden state; on the last stage the loss, so that a model may return what it likes."""
+        batch = self._microbatches[index]
+        output = runner_of(part.module).forward(part.module, batch.args, dict(batch.kwargs), received)
+        return self._loss_fn(output, batch.target) if part.is_last else output
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, microbatches: Sequence[Batch]) -> None:
+        """Run forward and backward of every micro-batch in the schedule's order."""
+        signature = _signature(microbatches)
+        if signature != self._signature:
+            self._schedule = self._make(len(microbatches))
+            self._signature = signature
+            stashed = self._stash_gradients()
+        else:
+            stashed = []
+        self._microbatches = microbatches
+        indices = torch.arange(len(microbatches))
+        try:
+            self._schedule.step(
+                *((indices,) if any(part.is_first for part in self._parts) else ()),
+                **({"target": indices} if any(part.is_last for part in self._parts) else {}),
+                microbatch=indices,
+                return_outputs=False,
+            )
+        except BaseException:
+            self._signature = None
+            raise
+        finally:
+            self._microbatches = ()
+        for parameter, grad in stashed:
+            parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _stash_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
+        """Put gradients aside: torch's inference of shapes sets those of FSDP2's modules to None."""
+        held = [(p, p.grad) for part in self._parts for p in part.module.parameters() if p.grad is not None]
+        for parameter, _ in held:
+            parameter.grad = None
+        return [(parameter, grad) for parameter, grad in held if grad is not None]
+
+    def _make(self, num_microbatches: int) -> Any:
+        from torch.distributed.pipelining import PipelineStage
+
+        num_stages = self._parts[0].num_stages
+        reason = too_few(
+            self._schedule_name, degree=self._degree, num_stages=num_stages, num_microbatches=num_microbatches
+        )
+        if reason is not None:
+            raise PluginError(
+                f"this batch has {num_microbatches} micro-batches, and {self._schedule_name} {reason}",
+                hint="hand over more sequences a call, or set [train] microbatch",
+            )
+        # torch infers shapes by a real forward before the first one; what that did to buffers is undone.
+        self._buffers = [(buffer, buffer.clone()) for part in self._parts for buffer in part.module.buffers()]
+        stages = [
+            self._watched(
+                PipelineStage(part.module, part.index, num_stages, self._context.device, group=self._group),
+                num_microbatches,
+            )
+            for part in self._parts
+        ]
+        return torch_compat.pipeline_schedule(self._schedule_name)(
+            stages[0] if RULES[self._schedule_name].placement == "one" else stages,
+            n_microbatches=num_microbatches,
+            loss_fn=lambda loss, _: loss,
+            scale_grads=False,
+        )
+
+    def _watched(self, stage: Any, num_microbatches: int) -> Any:
+        """Wrap what a stage does with a micro-batch: random streams, step actions, spans."""
+        context, number = self._context, stage.stage_index
+        forward, backward, weights = (
+            stage.forward_one_chunk,
+            stage.backward_one_chunk,
+            stage.backward_weight_one_chunk,
+        )
+
+        def run_forward(index: int, *args: Any, **kwargs: Any) -> Any:
+            self._restore_buffers()
+            context.begin_microbatch(index, index == num_microbatches - 1, number)
+            with context.span("forward", microbatch=index, stage=number):
+                return forward(index, *args, **kwargs)
+
+        runner = runner_of(stage.submod)
+
+        def run_backward(index: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
+            full_backward = full_backward or not runner.has_halves
+            context.resume_microbatch(index, number)
+            with context.span("backward" if full_backward else "backward_input", microbatch=index, stage=number):
+                result = backward(index, *args, full_backward=full_backward, **kwargs)
+            if full_backward:
+                context.end_microbatch()
+            return result
+
+        def run_weights(index: int, *args: Any, **kwargs: Any) -> Any:
+            if not runner.has_halves:
+                return None
+            context.resume_microbatch(index, number)
+            with context.span("backward_weight", microbatch=index, stage=number):
+                result = weights(index, *args, **kwargs)
+            context.end_microbatch()
+            return result
+
+        stage.forward_one_chunk = run_forward
+        stage.backward_one_chunk = run_backward
+        stage.backward_weight_one_chunk = run_weights
+        return stage
+
+    def _restore_buffers(self) -> None:
+        while self._buffers:
+            buffer, value = self._buffers.pop()
+            if not torch.equal(buffer, value):
+                buffer.copy_(value)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluate(self, microbatches: Sequence[Batch]) -> None:
+        """Run the forward of every micro-batch, stage after stage; any number of them.
+
+        Collectives: one point-to-point message a micro-batch and stage boundary, and one of 16 numbers a boundary.
+        """
+        self._microbatches = microbatches
+        sent: list[tuple[Any, Tensor]] = []
+        at_hand: list[Tensor] = []
+        try:
+            for part in sorted(self._parts, key=lambda part: part.index):
+                at_hand = self._evaluate_stage(part, at_hand, sent)
+            for work, _ in sent:
+                work.wait()
+        finally:
+            self._microbatches = ()
+
+    def _evaluate_stage(self, part: Any, at_hand: list[Tensor], sent: list[tuple[Any, Tensor]]) -> list[Tensor]:
+        """Run one stage on all micro-batches; return its hidden states if the next stage is on this rank."""
+        here = dist.get_rank(self._group)
+        source, target = self.owner.get(part.index - 1), self.owner.get(part.index + 1)
+        buffer: Tensor | None = None
+        kept: list[Tensor] = []
+        for index in range(len(self._microbatches)):
+            received: Tensor | None = None
+            if source == here:
+                received = at_hand[index]
+            elif source is not None:
+                buffer = self._receive_header(source) if buffer is None else torch.empty_like(buffer)
+                dist.recv(buffer, group=self._group, group_src=source)
+                received = buffer
+            output = self._run(part, index, received)
+            if target == here:
+                kept.append(output)
+            elif target is not None:
+                if isinstance(output, DTensor):
+                    raise StepError("a stage ends in a DTensor, which cannot be sent; let blocks return plain tensors")
+                output = output.contiguous()
+                for message in ([self._header(output)] if index == 0 else []) + [output]:
+                    sent.append((dist.isend(message, group=self._group, group_dst=target), message))
+        return kept
+
+    def _header(self, tensor: Tensor) -> Tensor:
+        numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+        return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=self._context.device)
+
+    def _receive_header(self, source: int) -> Tensor:
+        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._context.device)
+        dist.recv(header, group=self._group, group_src=source)
+        dtype, dims, *shape = header.tolist()
+        return torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self._context.device)
+
+
+def _signature(microbatches: Sequence[Batch]) -> Any:
+    first = microbatches[0]
+    leaves = torch_compat.tree_leaves((first.args, dict(first.kwargs)))
+    return len(microbatches), tuple((leaf.shape, leaf.dtype) for leaf in leaves if isinstance(leaf, Tensor))

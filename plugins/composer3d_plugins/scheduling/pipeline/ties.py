@@ -1,0 +1,140 @@
+"""Parameters that several stages need: one tensor in the model, a copy a stage, kept equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from composer3d import Part, RunContext, StepState, TransformError
+
+__all__ = ["Ties"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Tie:
+    """A parameter with copies.
+
+    Args:
+        fqn: Its first name in the whole model.
+        held: This rank's copies as (part, name), that of the earliest stage first.
+        group: Of exactly the ranks along pp that hold one; None where all copies are on one rank.
+    """
+
+    fqn: str
+    held: tuple[tuple[Part, str], ...]
+    group: Any
+
+
+class Ties:
+    """Sums the gradients of copies, and fills those that no optimizer on this rank has.
+
+    Args:
+        context: Complete.
+        parts: This rank's stages.
+        holders: For every parameter with copies, under its first FQN, the stages that hold one.
+        owner: The rank along pp of every stage.
+
+    Collectives: making it, one process group for each set of ranks that is not the whole of pp.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: RunContext,
+        parts: Sequence[Part],
+        holders: dict[str, tuple[int, ...]],
+        owner: dict[int, int],
+    ) -> None:
+        groups = {
+            ranks: self._group(context, ranks)
+            for ranks in sorted({tuple(sorted({owner[stage] for stage in stages})) for stages in holders.values()})
+        }
+        names = {fqn: tied for tied in context.ties for fqn in tied}
+        self._ties = []
+        for fqn, stages in holders.items():
+            known = names.get(fqn, (fqn,))
+            held = []
+            for part in sorted(parts, key=lambda part: part.index):
+                have = dict(part.module.named_parameters())
+                held += [(part, name) for name in known if name in have and part.index in stages]
+            group = groups[tuple(sorted({owner[stage] for stage in stages}))]
+            if held:
+                self._ties.append(_Tie(fqn=fqn, held=tuple(held), group=group))
+        self._checked = False
+
+    @staticmethod
+    def _group(context: RunContext, ranks: tuple[int, ...]) -> Any:
+        if len(ranks) == 1:
+            return None
+        axis = context.mesh["pp"]
+        if len(ranks) == axis.size():
+            return axis.get_group()
+        layout, own = context.layout, None
+        columns: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(layout.world_size):
+            coordinates = layout.coordinates(rank)
+            others = tuple(coordinates[other.name] for other in layout.dense_axes if other.name != "pp")
+            columns.setdefault(others, []).append(rank)
+        # Every rank makes every group, in one order, as torch wants it.
+        for column in columns.values():
+            members = [column[index] for index in ranks]
+            group = dist.new_group(members)
+            if context.rank in members:
+                own = group
+        return own
+
+    def sum_gradients(self, state: StepState) -> None:
+        """Give a rank's first copy the sum of all copies' gradients, and its others none.
+
+        Collectives: one all-reduce for each such parameter, over the ranks that hold it.
+        """
+        for tie in self._ties:
+            copies = [part.module.get_parameter(name) for part, name in tie.held]
+            if not copies[0].requires_grad:
+                continue
+            if tie.group is not None and not self._checked:
+                _check_alike(tie, copies[0])
+            total = torch.zeros_like(_local(copies[0]))
+            for copy in copies:
+                if copy.grad is not None:
+                    total += _local(copy.grad)
+            if tie.group is not None:
+                dist.all_reduce(total, group=tie.group)
+            first, *others = copies
+            if first.grad is None:
+                first.grad = torch.zeros_like(first)
+            _local(first.grad).copy_(total)
+            for other in others:
+                other.grad = None  # no optimizer has it, so nobody else would
+        self._checked = True
+
+    def fill_copies(self, state: StepState) -> None:
+        """Copy values to a rank's further copies: its optimizer steps the first alone."""
+        with torch.no_grad():
+            for tie in self._ties:
+                first, *others = (part.module.get_parameter(name) for part, name in tie.held)
+                for other in others:
+                    _local(other).copy_(_local(first))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_alike(tie: _Tie, copy: nn.Parameter) -> None:
+    """Refuse copies that are cut differently; collective, once."""
+    layouts: list[Any] = [None] * dist.get_world_size(tie.group)
+    placements = str(copy.placements) if isinstance(copy, DTensor) else "plain"
+    dist.all_gather_object(layouts, (placements, tuple(_local(copy).shape)), group=tie.group)
+    if len(set(layouts)) > 1:
+        raise TransformError(
+            f'"{tie.fqn}" is one tensor on several stages, which are placed as '
+            + " and as ".join(f"{placed} with local shape {shape}" for placed, shape in dict.fromkeys(layouts))
+            + "; plan its names alike"
+        )

@@ -1,0 +1,340 @@
+"""How a model calls its blocks, and which parameters each of them needs: seen in one forward on meta.
+
+Every operator of the forward is watched. A tensor carries where it came from: parameters, and the outputs of blocks.
+So it is known, and not guessed from names, which stage needs the embedding, the head, a bias that all blocks share, and
+whether something jumps over a block.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import TransformError, torch_compat
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["Observation", "observe"]
+
+# What a tensor came from: a parameter's FQN, or the index of a block whose output it is.
+Source = str | int
+_PROBE = (2, 8)
+# What block i returns besides the hidden state has the source _BESIDES - i.
+_BESIDES = -2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Observation:
+    """One forward.
+
+    Attributes:
+        blocks: FQNs in the order in which they were called.
+        needs: For every name of a parameter, the indices of the blocks whose stages need it under this name. What only
+            leads into the first block counts as needed by it; what the output needs besides the blocks, by the last.
+        firsts: For every name of a parameter its first one; they differ for tied parameters.
+        uses: For every parameter, under its first FQN, how many operators took it, by place: the index of a block (with
+            what comes between it and the block before), -1 before the first, the number of blocks after the last.
+        returns: What every block returned, None in the place of tensors; the hidden state is it, or its first item.
+        costs: Floating-point operations of every block; parameters, where there are no operations that count.
+        first_cost: Of what comes before the blocks.
+        last_cost: Of what comes after them.
+        skeleton: The model on meta, without weights.
+    """
+
+    blocks: tuple[str, ...]
+    needs: Mapping[str, frozenset[int]]
+    firsts: Mapping[str, str]
+    uses: Mapping[str, Mapping[int, int]]
+    returns: tuple[Any, ...]
+    costs: tuple[float, ...]
+    first_cost: float
+    last_cost: float
+    skeleton: nn.Module
+
+    def needed(self, start: int, end: int) -> frozenset[str]:
+        """Return the names of what the stage of the blocks from `start` to before `end` needs."""
+        return frozenset(fqn for fqn, users in self.needs.items() if any(start <= user < end for user in users))
+
+    def uses_once(self, start: int, end: int) -> bool:
+        """Tell whether such a stage uses every parameter in one place, and not through what was computed before."""
+        places = {*range(start, end), *((end,) if end == len(self.blocks) else ())}
+        return all(
+            sum(count for place, count in self.uses[fqn].items() if place in places) == 1
+            for fqn in {self.firsts[name] for name in self.needed(start, end)}
+            if self.uses[fqn]
+        )
+
+
+def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observation:
+    """Run a copy of the model on meta, in evaluation mode.
+
+    Args:
+        model: On any device; neither it nor its weights are touched.
+        blocks: FQNs of the repeated blocks.
+        example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
+
+    Raises:
+        TransformError: The forward fails on meta, or blocks are not called once each, in order, hidden state first.
+
+    Memory: none. Collectives: none.
+    """
+    import torch
+
+    skeleton = _on_meta(model).eval()
+    watch = _Watch(skeleton, blocks)
+    args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})
+    args, kwargs = torch_compat.tree_map(_to_meta, (args, dict(kwargs)))
+    handles = watch.attach()
+    try:
+        with torch.no_grad(), torch.device("meta"), torch_compat.dispatch_mode(watch.operator, compiles=False):
+            output = skeleton(*args, **kwargs)
+    except TransformError:
+        raise
+    except Exception as error:
+        tried = "the example that compose was given" if example is not None else f"token numbers of shape {_PROBE}"
+        raise TransformError(
+            f"a pipeline has to see one forward to know how blocks are called, and the model does not run on meta with "
+            f"{tried}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
+            "hand compose example=(args, kwargs), as the model takes them"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return watch.finish(output)
+
+
+def _to_meta(value: Any) -> Any:
+    import torch
+
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def _on_meta(model: nn.Module) -> nn.Module:
+    """Copy a model's structure; its tensors become empty twins, which costs no memory."""
+    import torch
+    from torch import nn
+
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor):
+                memo[id(value)] = value.detach().to("meta")
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+class _Watch:
+    """Follows the sources of every tensor through one forward."""
+
+    def __init__(self, skeleton: nn.Module, blocks: Sequence[str]) -> None:
+        self._skeleton, self._blocks = skeleton, tuple(blocks)
+        self._sources: dict[int, set[Source]] = defaultdict(set)
+        self._alive: list[Any] = []  # a storage that is freed may give its key to another
+        self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}
+        self._storages = {self._key(p): fqn for fqn, p in skeleton.named_parameters()}
+        names = list(skeleton.named_parameters(remove_duplicate=False))
+        self._firsts = {fqn: self._parameters[id(p)] for fqn, p in names}
+        self._uses: dict[str, Counter[int]] = {fqn: Counter() for fqn in self._parameters.values()}
+        self._needs: dict[str, set[int]] = {fqn: set() for fqn, _ in names}
+        self._running: list[dict[int, str]] = []  # of the modules at work, the names of their own parameters
+        self._called: list[int] = []
+        self._inside: int | None = None
+        self._returns: dict[int, Any] = {}
+        self._costs: dict[int, float] = defaultdict(float)
+
+    def _key(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        return torch_compat.storage_key(tensor)
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and let its results inherit the sources of its arguments."""
+        given = self._of((args, kwargs))
+        if self._inside is not None:
+            self._needed(given, self._inside)
+        result = func(*args, **kwargs)
+        # What stands between two blocks is done where the second one is.
+        place = self._inside if self._inside is not None else len(self._called) or -1
+        self._costs[place] += torch_compat.num_flops(func, args, kwargs, result)
+        for tensor in _tensors((args, kwargs)):
+            fqn = self._parameters.get(id(tensor))
+            if fqn is not None:
+                self._uses[fqn][place] += 1
+        for tensor in [*_tensors(result), *torch_compat.written_tensors(func, args, kwargs)]:
+            self._sources[self._key(tensor)] |= given
+        return result
+
+    def _of(self, value: Any) -> set[Source]:
+        found: set[Source] = set()
+        for tensor in _tensors(value):
+            key = self._key(tensor)
+            if id(tensor) in self._parameters:
+                found.add(self._name(tensor))
+            elif key in self._storages and not self._sources[key]:
+                found.add(self._storages[key])
+            found |= self._sources[key] if id(tensor) not in self._parameters else set()
+        return found
+
+    def _name(self, parameter: Tensor) -> str:
+        """Return the name under which a parameter is used: that of the innermost module at work that holds it."""
+        held = (names[id(parameter)] for names in reversed(self._running) if id(parameter) in names)
+        return next(held, self._parameters[id(parameter)])
+
+    def _needed(self, sources: set[Source], block: int) -> None:
+        """Note what a block uses; of other blocks' outputs it may use only that of the one before it."""
+        for source in sources:
+            if isinstance(source, str):
+                self._needs[source].add(block)
+            elif source != block - 1:
+                raise TransformError(
+                    f'"{self._blocks[block]}" is given something that "{self._computed_by(source)}" computed, and '
+                    "between stages only the hidden state travels, from each block to the next"
+                )
+
+    def _computed_by(self, source: int) -> str:
+        return self._blocks[source if source >= 0 else _BESIDES - source]
+
+    # ---- blocks ------------------------------------------------------------------------------------------------------
+
+    def attach(self) -> list[Any]:
+        """Watch the blocks' calls."""
+        handles = []
+        for prefix, module in self._skeleton.named_modules():
+            names = {id(p): f"{prefix}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False)}
+            if names:
+                handles.append(module.register_forward_pre_hook(self._starting(names)))
+                handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True))
+        for index, fqn in enumerate(self._blocks):
+            block = self._skeleton.get_submodule(fqn)
+            handles.append(block.register_forward_pre_hook(self._entering(index), with_kwargs=True))
+            handles.append(block.register_forward_hook(self._leaving(index)))
+        return handles
+
+    def _starting(self, names: dict[int, str]) -> Callable[..., None]:
+        return lambda *_: self._running.append(names)
+
+    def _entering(self, index: int) -> Callable[..., None]:
+        def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            import torch
+
+            fqn = self._blocks[index]
+            if index in self._called:
+                raise TransformError(f'"{fqn}" is called more than once in a forward')
+            if index != len(self._called):
+                missed = self._blocks[len(self._called)]
+                raise TransformError(f'"{fqn}" is called before "{missed}", which stands before it')
+            if not args or not isinstance(args[0], torch.Tensor):
+                what = f"a {type(args[0]).__name__}" if args else f"only {', '.join(sorted(kwargs)) or 'nothing'}"
+                raise TransformError(f'"{fqn}" is called with {what} first, and not with the hidden state')
+            given = self._of(args[0])
+            if index and index - 1 not in given:
+                raise TransformError(f'"{fqn}" is not given what "{self._blocks[index - 1]}" returned')
+            self._called.append(index)
+            self._needed(given, index)
+            self._inside = index
+
+        return enter
+
+    def _leaving(self, index: int) -> Callable[..., None]:
+        def leave(block: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            import torch
+
+            self._inside = None
+            first = output[0] if isinstance(output, list | tuple) and output else output
+            if not isinstance(first, torch.Tensor):
+                raise TransformError(
+                    f'"{self._blocks[index]}" returns a {type(output).__name__}, and not the hidden state, or a tuple '
+                    "that begins with it"
+                )
+            for tensor in _tensors(output):
+                self._sources[self._key(tensor)] = {index}
+            # Only the hidden state travels; what else a block returns is marked so that its use is seen.
+            for tensor in _tensors(output):
+                if tensor is not first and torch_compat.storage_key(tensor) != torch_compat.storage_key(first):
+                    self._sources[self._key(tensor)] = {_BESIDES - index}
+            self._returns[index] = torch_compat.tree_map(_no_tensor, output)
+
+        return leave
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, output: Any) -> Observation:
+        """Look at what the output is made of, and put everything together."""
+        last = len(self._blocks) - 1
+        if len(self._called) <= last:
+            raise TransformError(f'"{self._blocks[len(self._called)]}" is not called in a forward')
+        sources: set[Source] = set()
+        for tensor in _leaves(output):
+            sources |= self._of(tensor)
+        if last not in sources:
+            raise TransformError(f'the output does not depend on what "{self._blocks[last]}" returned')
+        for source in sources:
+            if isinstance(source, str):
+                self._needs[source].add(last)
+            elif source != last:
+                raise TransformError(
+                    f'the output depends on something that "{self._computed_by(source)}" computed besides the hidden '
+                    f'state that "{self._blocks[last]}" returned, and only that reaches the last stage'
+                )
+        costs = [self._costs[index] for index in range(len(self._blocks))]
+        if not any(costs):
+            costs = [float(self._num_parameters(fqn)) for fqn in self._blocks]
+        for fqn, blocks in self._needs.items():
+            # What nothing uses stays where it lies; outside of blocks with the first stage.
+            if not blocks and not self._uses[self._firsts[fqn]] and self._firsts[fqn] == fqn:
+                blocks.add(self._home(fqn))
+        return Observation(
+            blocks=self._blocks,
+            needs={fqn: frozenset(blocks) for fqn, blocks in self._needs.items()},
+            firsts=self._firsts,
+            uses=self._uses,
+            returns=tuple(self._returns[index] for index in range(len(self._blocks))),
+            costs=tuple(costs),
+            first_cost=self._costs[-1],
+            last_cost=self._costs[len(self._blocks)],
+            skeleton=self._skeleton,
+        )
+
+    def _home(self, fqn: str) -> int:
+        inside = (index for index, block in enumerate(self._blocks) if fqn.startswith(f"{block}."))
+        return next(inside, 0)
+
+    def _num_parameters(self, fqn: str) -> int:
+        return sum(parameter.numel() for parameter in self._skeleton.get_submodule(fqn).parameters())
+
+
+def _no_tensor(value: Any) -> Any:
+    import torch
+
+    return None if isinstance(value, torch.Tensor) else value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    import torch
+
+    return [leaf for leaf in torch_compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def _leaves(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, those in dataclasses and mappings included."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _leaves(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _leaves(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name))

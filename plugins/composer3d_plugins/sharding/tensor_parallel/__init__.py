@@ -1,0 +1,134 @@
+"""Tensor parallelism: linear layers cut over ranks, as Megatron-LM does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import ConfigDict, Field
+from pydantic.dataclasses import dataclass
+
+from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Style
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Planned", "TensorParallel"]
+
+
+@dataclass(frozen=True, kw_only=True, config=ConfigDict(extra="forbid", strict=True))
+class Planned:
+    """A style with its details.
+
+    Args:
+        style: As in the plan.
+        parts: Of a packed projection: sizes of what is fused in it, in order; default: what the modules around tell.
+        cut: With sequence_parallel: whether activations there are cut along the sequence.
+    """
+
+    style: Style
+    parts: tuple[int, ...] | None = None
+    cut: bool = True
+
+
+@plugin(family="sharding", owns=("tp",))
+class TensorParallel:
+    """Cut linear layers, embeddings and heads over the ranks of tp, which all read the same samples.
+
+    A plan says what is done to which module, `{ pattern = style }`:
+
+    colwise: cut along the outputs; takes whole activations, leaves cut ones for a rowwise layer.
+    rowwise: cut along the inputs; its results are summed over ranks.
+    packed_colwise, packed_rowwise: the same for several projections in one matrix (query, key and value; gate and up),
+        cut per part: `{ style = "packed_colwise", parts = [64, 32, 32] }`.
+    vocab: an embedding cut along its rows.
+    head: cut along the outputs, which are gathered, or with loss_parallel stay cut.
+    sequence: a norm or dropout that works on activations cut along the sequence, or an embedding of positions.
+    local: a norm that works on cut features, such as one a head.
+    replicate: left alone.
+    split, gather, split_gather: with sequence_parallel, a module whose input is cut along the sequence, whose output
+        is put together, or both: where neither embedding nor head do it.
+
+    The model's code runs on plain tensors of this rank's size.
+    Memory: what is cut / tp; with sequence_parallel the activations between blocks / tp too.
+    Collectives: in a layer of attention and feed-forward 2 all-reduces forward and 2 backward. With sequence_parallel:
+        2 all-gathers and 2 reduce-scatters forward, as many backward, and one all-reduce a step for each parameter of
+        style sequence. The embedding: 1 all-reduce (reduce-scatter) forward. The head: 1 all-gather of logits, or with
+        loss_parallel 3 all-reduces of one number a token; backward 1 all-reduce.
+
+    Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation Recomputation in
+    Large Transformer Models, arXiv:2205.05198.
+
+    Args:
+        plan: Styles by pattern; or "auto": what the model declares itself (`tp_plan`, or as Hugging Face's models do),
+            else what its code does with its projections, found by running it on meta. `check` shows the result.
+        sequence_parallel: Keep activations outside of cut layers cut along the sequence.
+        loss_parallel: Leave logits cut along the vocabulary; the loss has to be torch's cross-entropy.
+        sequence_dim: The dim of activations that is the sequence.
+    """
+
+    plan: Literal["auto"] | dict[str, Style | Planned] = "auto"
+    sequence_parallel: bool = False
+    loss_parallel: bool = False
+    sequence_dim: int = Field(default=1, ge=0)
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform:
+        """Cut what the plan names."""
+        return Transform(
+            name="tensor_parallel",
+            phase=Phase.TENSOR,
+            select=self._select,
+            apply=self._apply,
+            uses=("tp",),
+            rows=self._rows,
+        )
+
+    @hookimpl
+    def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
+        """Take back what the parallel loss has changed in torch."""
+        if self.loss_parallel:
+            torch_compat.disable_loss_parallel()
+
+    def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.tensor_parallel.making import make
+
+        made = make(
+            model,
+            None if self.plan == "auto" else {pattern: _rule(value) for pattern, value in self.plan.items()},
+            context,
+            sequence_dim=self.sequence_dim if self.sequence_parallel else None,
+        )
+        if self.loss_parallel and context.degrees["tp"] > 1 and "head" not in {r.style for r in made.rules.values()}:
+            raise PluginError('loss_parallel has no effect: no module of the plan is a "head"')
+        context.state[self] = made
+        return list(made.rules)
+
+    def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
+        rows: dict[str, list[str]] = {}
+        for fqn, rule in context.state[self].rules.items():
+            rows.setdefault(rule.style, []).append(fqn)
+        return {style: rows[style] for style in sorted(rows)}
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.tensor_parallel.styles import Applier
+
+        made = context.state[self]
+        if context.degrees["tp"] > 1:
+            Applier(
+                model=model,
+                rules=made.rules,
+                context=context,
+                sequence_dim=self.sequence_dim if self.sequence_parallel else None,
+                loss_parallel=self.loss_parallel,
+                follows=made.follows,
+            ).apply(fqns)
+        return fqns
+
+
+def _rule(value: Style | Planned | Mapping[str, object]) -> Rule:
+    if isinstance(value, Planned):
+        return Rule(style=value.style, parts=value.parts, is_cut=value.cut)
+    assert isinstance(value, str), "pydantic has made the rest Planned"
+    return Rule(style=value)

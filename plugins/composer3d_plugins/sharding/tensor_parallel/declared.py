@@ -1,0 +1,84 @@
+"""Plans that models bring along: a `tp_plan` attribute, or the declarations of Hugging Face's models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer3d import PatternError, PluginError, RunContext
+from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style, resolve
+from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["declared"]
+
+# Hugging Face's names for what these styles do.
+NAMES: Mapping[str, Style] = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "packed_colwise": "packed_colwise",
+    "packed_rowwise": "packed_rowwise",
+    "vocab": "vocab",
+    "embedding_rowwise": "vocab",
+    "head": "head",
+    "colwise_rep": "head",
+    "colwise_gather_output": "head",
+    "local": "local",
+    "replicated_with_grad_allreduce": "local",
+    "replicate": "replicate",
+    "replicated": "replicate",
+}
+
+
+def declared(model: nn.Module, context: RunContext) -> Rules | None:
+    """Return the rules that the model declares; None if it declares none, or styles that are not known here.
+
+    A pattern of a declaration that matches nothing (a family's plan names parts that a model lacks) is left out; the
+    embedding of tokens follows the head that it is tied to.
+
+    Raises:
+        PluginError: A `tp_plan` of the model itself has an unknown style.
+    """
+    own = getattr(model, "tp_plan", None)
+    plan: Mapping[str, Any] | None = own if isinstance(own, Mapping) and own else _of_base(model)
+    if not plan:
+        return None
+    unknown = [style for style in plan.values() if style not in NAMES]
+    if unknown and plan is own and not hasattr(model, "config"):
+        raise PluginError(
+            f'the model\'s tp_plan has the style "{unknown[0]}"', hint="one of: " + ", ".join(sorted(NAMES))
+        )
+    if unknown:
+        return None
+    rules: Rules = {}
+    for pattern, style in plan.items():
+        try:
+            rules |= resolve({pattern: Rule(style=NAMES[style], is_cut=False)}, context)
+        except PatternError:
+            continue
+    for fqn, rule in list(rules.items()):
+        # "colwise" without a contracting partner means a head in older declarations.
+        if rule.style in ("colwise", "vocab") and kind_of(model.get_submodule(fqn)) == "embedding":
+            rules[fqn] = Rule(style="vocab", is_cut=False)
+    return _with_ties(model, rules, context) or None
+
+
+def _of_base(model: Any) -> Mapping[str, Any]:
+    """Join what a Hugging Face model declares for itself with what its configuration does for its inner model."""
+    plan = dict(getattr(model, "_tp_plan", None) or {})
+    base = getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    inner = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    return {**{f"{inner}{pattern}": style for pattern, style in base.items()}, **plan}
+
+
+def _with_ties(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
+    for group in context.ties:
+        owners = [name.rpartition(".")[0] for name in group]
+        if any(owner in rules and rules[owner].style == "head" for owner in owners):
+            for owner in owners:
+                if kind_of(model.get_submodule(owner)) == "embedding":
+                    rules.setdefault(owner, Rule(style="vocab", is_cut=False))
+    return rules

@@ -1,0 +1,393 @@
+"""Lets a model's code compute with the sizes it knows, those of the whole model, on tensors that are a rank's share.
+
+Attention code writes `q.view(B, S, num_heads, head_dim)` or reads `q.shape[-1]`. Inside a region every tensor that is
+cut over tp has a shadow: a tensor on meta, without memory, of the whole size. Each torch function runs on shadows with
+the code's own arguments, and on the shares with arguments that fit them; comparing both results tells which dim is cut.
+What mixes features of different ranks, such as a softmax over a cut dim, cannot be followed and is an error, never
+another number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from composer3d import TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Placed, Unplaceable, inside, regroup
+
+__all__ = ["OWN", "Cut", "Following", "Unfollowed", "cut_of", "mark", "note", "strip"]
+
+ATTRIBUTE = "composer3d_cut"
+# Set, while a plan is derived, on parameters of modules that hold others.
+OWN = "composer3d_own"
+# Answered by the shadow: the code is to see whole sizes.
+SIZES = frozenset({"shape", "size", "numel", "nelement", "__len__"})
+VIEWS = frozenset({"view", "reshape", "unflatten", "flatten", "ravel", "reshape_as", "view_as"})
+EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
+SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "tensor_split"})
+CASTS = frozenset(
+    {"to", "type", "type_as", "cuda", "cpu", "float", "double", "half", "bfloat16", "contiguous", "clone"}
+)
+JOINS = frozenset({"cat", "concat", "concatenate"})
+# Same shape, other meaning: they go along a dim.
+ALONG = frozenset(
+    "softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp diff sort argsort topk flip "
+    "roll normalize renorm gather scatter scatter_add index_select take_along_dim".split()
+)
+# Same shape, other meaning: they go along the last two dims.
+LAST_TWO = frozenset({"scaled_dot_product_attention", "flex_attention", "tril", "triu", "tril_", "triu_", "inverse"})
+# They mix neighbours, channels or groups, in ways that shapes do not show.
+MIXING = (
+    "conv",
+    "pool",
+    "interpolate",
+    "unfold",
+    "fold",
+    "fft",
+    "lstm",
+    "gru",
+    "rnn",
+    "bilinear",
+    "group_norm",
+    "shuffle",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a tensor that is a rank's share.
+
+    Args:
+        shadow: A tensor on meta of the whole size.
+        placed: The dim that is cut.
+        sources: The projections it comes from.
+        start: Where the cut dim begins in the result of the one projection it comes from, and `scale` how many features
+            of that result one index of it is.
+        scale: See `start`.
+    """
+
+    shadow: Tensor
+    placed: Placed
+    sources: frozenset[str]
+    start: int = 0
+    scale: int = 1
+
+
+class Unfollowed(TransformError):
+    """A function mixes what different ranks hold.
+
+    Args:
+        message: Which, and why.
+        sources: The projections whose results it mixes.
+        edge: Where the code takes the result of one projection apart: (start, stop) in its features.
+        divides: False where a number of heads does not divide by the degree.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        sources: frozenset[str] = frozenset(),
+        edge: tuple[int, int] | None = None,
+        divides: bool = True,
+    ) -> None:
+        self.sources, self.edge, self.divides = sources, edge, divides
+        super().__init__(message)
+
+
+def cut_of(tensor: Any) -> Cut | None:
+    """Return what is known of a tensor; None if it is whole."""
+    return getattr(tensor, ATTRIBUTE, None) if isinstance(tensor, Tensor) else None
+
+
+def mark(tensor: Tensor, *, placed: Placed, degree: int, sources: frozenset[str] = frozenset()) -> Tensor:
+    """Say that a tensor is a rank's share, cut along one dim; return it."""
+    shape = list(tensor.shape)
+    shape[placed.dim] *= degree
+    shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources))
+    return tensor
+
+
+def note(record: list[Any], func: Any, result: Any) -> None:
+    """Write down the name of a function and the shapes of its results, if it returned tensors."""
+    with torch_compat.without_torch_functions():
+        shapes = [tuple(leaf.shape) for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor)]
+    if shapes:
+        record.append((getattr(func, "__name__", str(func)), shapes))
+
+
+def strip(tensor: Tensor) -> Tensor:
+    """Return a tensor of which nothing is known: the same one, or one that shares its memory and graph."""
+    if cut_of(tensor) is None:
+        return tensor
+    with torch_compat.without_torch_functions():
+        return tensor.view_as(tensor)
+
+
+class Following(TorchFunctionMode):
+    """Follows cut tensors through torch functions while it is entered.
+
+    Args:
+        degree: Of tp.
+        where: Named in errors.
+        record: Takes the name of each function and the shapes of its results, to be compared with another run.
+    """
+
+    def __init__(self, degree: int, where: str, record: list[Any] | None = None) -> None:
+        super().__init__()
+        self._degree, self._where, self._record = degree, where, record
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function on shares."""
+        result = self._run(func, args, dict(kwargs or {}))
+        if self._record is not None:
+            note(self._record, func, result)
+        return result
+
+    def _run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        cuts = [cut for cut in map(cut_of, torch_compat.tree_leaves([list(args), options])) if cut is not None]
+        if not cuts:
+            return func(*args, **options)
+        own = [getattr(leaf, OWN, None) for leaf in torch_compat.tree_leaves([list(args), options])]
+        if any(own):
+            raise Unfollowed(
+                f'"{self._where}": cut features meet the parameter "{next(filter(None, own))}", whose gradient nobody '
+                "would add up",
+                sources=_sources(cuts),
+            )
+        name = _name(func)
+        if name in SIZES:
+            return func(*torch_compat.tree_map(_shadow, list(args)), **options)
+        sources = frozenset().union(*(cut.sources for cut in cuts))
+        try:
+            # Unseen by a module's mode around this one.
+            with torch_compat.without_torch_functions():
+                whole = self._on_shadows(func, name, args, options)
+                return self._on_shares(func, name, args, options, whole, cuts)
+        except (Unplaceable, Unfollowed) as error:
+            edge = error.edge if isinstance(error, Unfollowed) else None
+            raise Unfollowed(
+                f'"{self._where}": {name} on cut features: {error}',
+                sources=sources,
+                edge=edge,
+                divides=not isinstance(error, Indivisible),
+            ) from None
+        except RuntimeError as error:
+            text = str(error).partition("\n")[0]
+            raise Unfollowed(
+                f'"{self._where}": {name} does not work on cut features ({text})', sources=sources
+            ) from error
+
+    def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        if name in CASTS:
+            return _shadow(args[0])
+        with torch.no_grad():
+            return func(*torch_compat.tree_map(_shadow, list(args)), **torch_compat.tree_map(_shadow, options))
+
+    def _on_shares(
+        self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
+    ) -> Any:
+        _refuse_mixing(name, args, options, cuts)
+        x, cut = args[0] if args else None, cut_of(args[0]) if args else None
+        if cut is not None and isinstance(x, Tensor):
+            if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == cut.shadow.numel():
+                return self._view(name, x, cut, whole)
+            if name in EXPANDS:
+                sizes = list(whole.shape)
+                dim = cut.placed.dim + whole.ndim - x.ndim
+                if sizes[dim] == cut.shadow.shape[cut.placed.dim]:
+                    sizes[dim] = x.shape[cut.placed.dim]
+                return self._pair(x.expand(sizes), whole, cuts, name)
+            if name in SPLITS:
+                dim = options.get("dim", args[2] if len(args) > 2 else 0)
+                if dim % x.ndim == cut.placed.dim:
+                    return self._split(x, cut, whole)
+            if name in ("__getitem__", "narrow"):
+                index = args[1] if name == "__getitem__" else _narrowed(args, options, x.ndim)
+                return self._take(x, cut, index, whole, cuts)
+            if name in ("repeat", "tile"):
+                return self._repeat(func, x, cut, args, options, whole)
+            if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
+                return self._glu(func, x, cut, args, options, whole)
+        return self._pair(func(*args, **options), whole, cuts, name)
+
+    def _view(self, name: str, x: Tensor, cut: Cut, whole: Tensor) -> Tensor:
+        placed = regroup(cut.shadow.shape, cut.placed, whole.shape, degree=self._degree)
+        shape = list(whole.shape)
+        shape[placed.dim] //= self._degree
+        result = x.view(shape) if name in ("view", "view_as") else x.reshape(shape)
+        scale = cut.scale * sum(cut.placed.parts) // sum(placed.parts) if len(cut.placed.parts) == 1 else cut.scale
+        return self._mark(result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1))
+
+    def _split(self, x: Tensor, cut: Cut, whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        dim = cut.placed.dim
+        result, start = [], 0
+        for piece in whole:
+            stop = start + piece.shape[dim]
+            result.append(self._range(x, cut, start, stop, piece))
+            start = stop
+        return tuple(result)
+
+    def _range(self, x: Tensor, cut: Cut, start: int, stop: int, whole: Tensor) -> Tensor:
+        share = inside(cut.placed, start, stop, self._degree)
+        if share is None:
+            size = cut.shadow.shape[cut.placed.dim]
+            edge = (cut.start + start * cut.scale, cut.start + stop * cut.scale)
+            raise Unfollowed(f"{start}:{stop} of {size} is no whole part", sources=cut.sources, edge=edge)
+        first, last, parts = share
+        return self._mark(
+            x.narrow(cut.placed.dim, first, last - first),
+            whole,
+            Placed(dim=cut.placed.dim, parts=parts),
+            cut.sources,
+            start=cut.start + start * cut.scale,
+            scale=cut.scale,
+        )
+
+    def _repeat(
+        self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
+    ) -> Tensor:
+        """Repeat: along the cut dim the parts come one after another again."""
+        dim = cut.placed.dim + whole.ndim - x.ndim
+        times = whole.shape[dim] // cut.shadow.shape[cut.placed.dim]
+        return self._mark(func(*args, **options), whole, Placed(dim=dim, parts=cut.placed.parts * times), cut.sources)
+
+    def _glu(
+        self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
+    ) -> Tensor:
+        """Gate the first half of the cut dim by the second, which have to be two parts."""
+        half = whole.shape[cut.placed.dim]
+        if cut.placed.parts != (half, half):
+            raise Unfollowed(
+                "its halves are no parts", sources=cut.sources, edge=(cut.start, cut.start + half * cut.scale)
+            )
+        return self._mark(func(*args, **options), whole, Placed(dim=cut.placed.dim, parts=(half,)), cut.sources)
+
+    def _take(self, x: Tensor, cut: Cut, index: Any, whole: Any, cuts: Sequence[Cut]) -> Any:
+        entries = list(index) if isinstance(index, tuple) else [index]
+        dims = _dims_of(entries, x.ndim)
+        position = next((at for at, dim in dims.items() if dim == cut.placed.dim), None)
+        entry = slice(None) if position is None else entries[position]
+        if isinstance(entry, slice) and entry != slice(None):
+            start, stop, step = entry.indices(cut.shadow.shape[cut.placed.dim])
+            if step != 1:
+                raise Unfollowed("it takes a step along the dim that is cut")
+            shape = list(cut.shadow.shape)
+            shape[cut.placed.dim] = stop - start
+            x = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
+            entries[position or 0] = slice(None)
+        elif isinstance(entry, Tensor | int | list):
+            raise Unfollowed("it picks elements along the dim that is cut")
+        return self._pair(x[tuple(entries)], whole, [c for c in (cut_of(x), *cuts) if c is not None], "__getitem__")
+
+    def _pair(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
+        """Find out, result by result, which dim is cut."""
+        shares, wholes = torch_compat.tree_leaves(share), torch_compat.tree_leaves(whole)
+        if len(shares) != len(wholes):
+            raise Unfollowed("it takes the dim that is cut apart")
+        found = False
+        for one, other in zip(shares, wholes, strict=True):
+            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+                continue
+            differing = [dim for dim in range(one.ndim) if one.ndim != other.ndim or one.shape[dim] != other.shape[dim]]
+            if not differing:
+                continue
+            dim = differing[0]
+            if one.ndim != other.ndim or len(differing) > 1 or one.shape[dim] * self._degree != other.shape[dim]:
+                raise Unfollowed(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
+            joined = name in JOINS and all(cut.placed.dim == dim for cut in cuts) and len(cuts) > 1
+            parts = (
+                tuple(part for cut in cuts for part in cut.placed.parts)
+                if joined and sum(sum(cut.placed.parts) for cut in cuts) == other.shape[dim]
+                else _common_parts(cuts, other.shape[dim])
+            )
+            alike = {(cut.start, cut.scale) for cut in cuts if cut.sources == cuts[0].sources}
+            start, scale = alike.pop() if len(alike) == 1 else (0, 1)
+            self._mark(one, other, Placed(dim=dim, parts=parts), _sources(cuts), start=start, scale=scale)
+            found = True
+        if not found and any(isinstance(one, Tensor) for one in shares) and not name.startswith("new_"):
+            raise Unfollowed("it mixes the features of all ranks")
+        return share
+
+    def _mark(
+        self, share: Tensor, whole: Tensor, placed: Placed, sources: frozenset[str], *, start: int = 0, scale: int = 1
+    ) -> Tensor:
+        shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
+        setattr(share, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale))
+        return share
+
+
+def _refuse_mixing(name: str, args: Sequence[Any], options: Mapping[str, Any], cuts: Sequence[Cut]) -> None:
+    """Refuse functions that give other numbers on a share, though the shapes fit."""
+    for cut in cuts:
+        ndim, dim = cut.shadow.ndim, cut.placed.dim
+        along = name in ALONG and _along(name, args, options, ndim, dim)
+        if along or (name in LAST_TWO and dim >= ndim - 2) or any(name.find(word) >= 0 for word in MIXING):
+            raise Unfollowed("it goes along the dim that is cut")
+
+
+def _name(func: Any) -> str:
+    """Return a function's name; properties come as the getter of their descriptor."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def _shadow(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return torch.device("meta") if isinstance(value, torch.device) else value
+    cut = cut_of(value)
+    if cut is not None:
+        return cut.shadow
+    return value if value.is_meta else torch.empty_like(value, device="meta")
+
+
+def _sources(cuts: Sequence[Cut]) -> frozenset[str]:
+    return frozenset().union(*(cut.sources for cut in cuts))
+
+
+def _common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
+    """Return the parts of a result's cut dim, which those of what it is made of have to share."""
+    found = {cut.placed.parts for cut in cuts if sum(cut.placed.parts) == size}
+    if len(found) > 1:
+        raise Unfollowed(f"what it joins is cut in different parts: {sorted(found)}")
+    if found:
+        return found.pop()
+    if any(len(cut.placed.parts) > 1 for cut in cuts):
+        raise Unfollowed("it changes the size of a dim that is cut in parts")
+    return (size,)
+
+
+def _along(name: str, args: Sequence[Any], options: Mapping[str, Any], ndim: int, cut: int) -> bool:
+    at = 2 if name in ("normalize", "roll", "topk") else 1
+    value = options.get("dim", options.get("dims", args[at] if len(args) > at else -1))
+    dims = value if isinstance(value, tuple | list) else (-1 if value is None else value,)
+    return any(dim % ndim == cut for dim in dims if isinstance(dim, int))
+
+
+def _narrowed(args: Sequence[Any], options: Mapping[str, Any], ndim: int) -> tuple[slice, ...]:
+    dim, start, length = (
+        options.get(name, args[at] if len(args) > at else 0) for at, name in enumerate(("dim", "start", "length"), 1)
+    )
+    index = [slice(None)] * ndim
+    index[dim] = slice(start, start + length)
+    return tuple(index)
+
+
+def _dims_of(entries: Sequence[Any], ndim: int) -> dict[int, int]:
+    """Return the dim that each entry of an index is about."""
+    taking = [at for at, entry in enumerate(entries) if entry is not None and entry is not Ellipsis]
+    dots = next((at for at, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    before = [at for at in taking if at < dots]
+    after = [at for at in taking if at > dots]
+    return {
+        **{at: dim for dim, at in enumerate(before)},
+        **{at: dim - len(after) for dim, at in enumerate(after, ndim)},
+    }

@@ -1,0 +1,98 @@
+"""From what a manifest says to what is done: a stated plan, a declared one, or a derived one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from composer3d import PluginError, RunContext
+from composer3d_plugins.sharding.tensor_parallel import auto
+from composer3d_plugins.sharding.tensor_parallel.declared import declared
+from composer3d_plugins.sharding.tensor_parallel.following import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.plan import (
+    EXPANDING,
+    Rule,
+    Rules,
+    check_rules,
+    check_stated,
+    features,
+    resolve,
+)
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Roles, computes_with_whole_sizes
+from composer3d_plugins.sharding.tensor_parallel.trace import trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Made", "make"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Made:
+    """A plan.
+
+    Args:
+        rules: What is done to which module.
+        follows: Whether the model's code computes with sizes of the whole model, as far as is known.
+    """
+
+    rules: Rules
+    follows: bool = False
+
+
+def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContext, *, sequence_dim: int | None) -> Made:
+    """Return the plan.
+
+    Args:
+        model: Whole.
+        stated: Rules by pattern; None derives them.
+        context: The run.
+        sequence_dim: The dim of activations that sequence_parallel cuts; None without it.
+
+    Raises:
+        PatternError: A pattern matches nothing.
+        PluginError: What cannot be cut, or cannot be derived, and why.
+    """
+    if stated is None and context.degrees["tp"] == 1:
+        return Made(rules={"": Rule(style="replicate")})
+    if stated is None:
+        rules = declared(model, context) if sequence_dim is None else None
+        rules = check_rules(model, rules or auto.derive(model, context, sequence_dim=sequence_dim), context)
+    else:
+        rules = check_rules(model, resolve(stated, context), context)
+        check_stated(model, rules, sequence_parallel=sequence_dim is not None)
+    follows = context.degrees["tp"] > 1 and _follows(model, rules, context, sequence_dim)
+    return Made(rules=rules, follows=follows)
+
+
+def _follows(model: nn.Module, rules: Rules, context: RunContext, sequence_dim: int | None) -> bool:
+    """Tell whether cut tensors have to be followed, which costs time; where nothing can be seen, they are.
+
+    Raises:
+        PluginError: Heads do not divide by tp.
+    """
+    try:
+        traced = trace(model, context)
+    except PluginError:
+        return True
+    for first in traced.forms:
+        prefix = f"{first}." if first else ""
+        expanding = {
+            fqn.removeprefix(prefix): rule.parts or (features(model.get_submodule(fqn))[1],)
+            for fqn, rule in rules.items()
+            if rule.style in EXPANDING and fqn.startswith(prefix)
+        }
+        try:
+            if computes_with_whole_sizes(
+                model.get_submodule(first),
+                roles=Roles(expanding=expanding, sequence_dim=sequence_dim),
+                degree=context.degrees["tp"],
+                call=traced.calls[first],
+            ):
+                return True
+        except Unfollowed as error:
+            if not error.divides:
+                raise PluginError(f"heads do not divide: {error}") from error
+            return True
+    return False

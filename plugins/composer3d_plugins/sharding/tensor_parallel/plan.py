@@ -1,0 +1,241 @@
+"""What is done to which module: a plan's patterns resolved on a model, and every mistake found before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import PluginError, RunContext, select_fqns
+from composer3d_plugins.sharding.tensor_parallel.packed import parts_of
+from composer3d_plugins.sharding.tensor_parallel.weights import Kind, attention_sizes, kind_of, parent_of
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = [
+    "CONTRACTING",
+    "EXPANDING",
+    "Rule",
+    "Rules",
+    "Style",
+    "check_rules",
+    "check_stated",
+    "features",
+    "region_of",
+    "resolve",
+]
+
+Style = Literal[
+    "colwise",
+    "rowwise",
+    "packed_colwise",
+    "packed_rowwise",
+    "vocab",
+    "head",
+    "sequence",
+    "local",
+    "replicate",
+    "split",
+    "gather",
+    "split_gather",
+]
+EXPANDING = ("colwise", "packed_colwise")
+CONTRACTING = ("rowwise", "packed_rowwise")
+WANTED: Mapping[str, tuple[Kind, ...]] = {
+    **dict.fromkeys((*EXPANDING, *CONTRACTING, "head"), ("linear", "transposed")),
+    "vocab": ("embedding",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What is done to one module.
+
+    Args:
+        style: How it is cut.
+        parts: Sizes of the parts of a packed projection, along the dim that is cut.
+        is_cut: Whether activations are cut along the sequence there, if they are at all.
+    """
+
+    style: Style
+    parts: tuple[int, ...] | None = None
+    is_cut: bool = True
+
+
+Rules = dict[str, Rule]
+
+
+def resolve(plan: Mapping[str, Rule], context: RunContext) -> Rules:
+    """Return the rule of every module that a pattern matches, in the model's order.
+
+    Raises:
+        PatternError: A pattern matches nothing.
+        PluginError: Two patterns say different things about one module.
+    """
+    found: dict[str, tuple[str, Rule]] = {}
+    for pattern, rule in plan.items():
+        for fqn in select_fqns(pattern, context.fqns):
+            other, earlier = found.setdefault(fqn, (pattern, rule))
+            if earlier != rule:
+                raise PluginError(
+                    f'plan says of "{fqn}" "{earlier.style}" by "{other}", and "{rule.style}" by "{pattern}"'
+                )
+    return {fqn: found[fqn][1] for fqn in context.fqns if fqn in found}
+
+
+def region_of(fqn: str, rules: Rules) -> str | None:
+    """Return the nearest module around an expanding projection that holds a contracting one too, None if none does."""
+    ends = [other for other, rule in rules.items() if rule.style in CONTRACTING]
+    while fqn:
+        fqn = fqn.rpartition(".")[0]
+        if any(not fqn or other.startswith(f"{fqn}.") for other in ends):
+            return fqn
+    return None
+
+
+def check_rules(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
+    """Refuse what cannot be cut, and fill in the parts of packed projections.
+
+    Raises:
+        PluginError: With the module and the numbers.
+    """
+    degree = context.degrees["tp"]
+    result: Rules = {}
+    for fqn, rule in rules.items():
+        module = model.get_submodule(fqn)
+        if rule.style in WANTED and kind_of(module) not in WANTED[rule.style]:
+            kinds = "an embedding" if rule.style == "vocab" else "a linear layer with a weight of two dims"
+            raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "{rule.style}" cuts {kinds}')
+        if rule.style in ("packed_colwise", "packed_rowwise"):
+            rule = Rule(style=rule.style, parts=parts_of(model, fqn, rule, rules), is_cut=rule.is_cut)
+        elif rule.parts is not None:
+            raise PluginError(f'parts has no effect with "{rule.style}" of "{fqn}"', hint='write "packed_colwise"')
+        _check_divides(fqn, module, rule, degree)
+        result[fqn] = rule
+    _check_pairs(result)
+    _check_heads(model, result, degree)
+    _check_ties(result, context)
+    return result
+
+
+def check_stated(model: nn.Module, rules: Rules, *, sequence_parallel: bool) -> None:
+    """Refuse a plan that leaves open what happens to a parameter.
+
+    Raises:
+        PluginError: With the parameter's owner.
+    """
+    if sequence_parallel:
+        _check_covered(model, rules)
+    for fqn, module in _owners(model):
+        around = [region_of(name, rules) for name, rule in rules.items() if rule.style in EXPANDING]
+        inside = any(region is not None and (fqn == region or fqn.startswith(f"{region}.")) for region in around)
+        if inside and fqn not in rules and next(module.children(), None) is not None:
+            raise PluginError(
+                f'"{fqn or "the root"}" has parameters of its own beside the modules that are cut',
+                hint='write "replicate" for it, if they meet no cut features',
+            )
+
+
+def _check_divides(fqn: str, module: Any, rule: Rule, degree: int) -> None:
+    what, size = "", 0
+    if rule.parts is not None:
+        bad = [part for part in rule.parts if part % degree]
+        if bad:
+            raise PluginError(
+                f'"{fqn}": its part of {bad[0]} features (of {list(rule.parts)}) does not divide by tp = {degree}'
+            )
+    elif rule.style in ("colwise", "head"):
+        what, size = "output features", features(module)[1]
+    elif rule.style == "rowwise":
+        what, size = "input features", features(module)[0]
+    elif rule.style == "vocab":
+        what, size = "rows", module.weight.shape[0]
+    if size % degree:
+        raise PluginError(f'"{fqn}": its {size} {what} do not divide by tp = {degree}')
+
+
+def features(module: Any) -> tuple[int, int]:
+    """Return how many features a linear layer takes and gives."""
+    rows, columns = module.weight.shape
+    return (columns, rows) if kind_of(module) == "linear" else (rows, columns)
+
+
+def _check_pairs(rules: Rules) -> None:
+    """An expanding projection leaves a cut result behind, which only a contracting one puts together again."""
+    starts = [fqn for fqn, rule in rules.items() if rule.style in EXPANDING]
+    regions = {fqn: region_of(fqn, rules) for fqn in starts}
+    for fqn, region in regions.items():
+        if region is None:
+            raise PluginError(
+                f'"{fqn}" is "{rules[fqn].style}", and no module around it holds a "rowwise" one that puts its cut '
+                "result together again",
+                hint='plan that one, or write "head" for a projection whose result is the output',
+            )
+    for fqn, rule in rules.items():
+        if rule.style in CONTRACTING and not any(
+            not r or fqn.startswith(f"{r}.") for r in regions.values() if r is not None
+        ):
+            raise PluginError(
+                f'"{fqn}" is "{rule.style}", and no "colwise" module beside it gives it a cut input',
+                hint="plan the projections that feed it too",
+            )
+
+
+def _check_heads(model: nn.Module, rules: Rules, degree: int) -> None:
+    for fqn, rule in rules.items():
+        if rule.style not in EXPANDING:
+            continue
+        parent = parent_of(model, fqn)
+        contracting = [
+            features(model.get_submodule(other))[0]
+            for other, that in rules.items()
+            if that.style in CONTRACTING and other.rpartition(".")[0] == fqn.rpartition(".")[0]
+        ]
+        sizes = attention_sizes(parent, contracting)
+        if sizes is None:
+            continue
+        for part in rule.parts or (features(model.get_submodule(fqn))[1],):
+            heads, rest = divmod(part, sizes.head_dim)
+            if rest == 0 and heads % degree and heads in (sizes.num_heads, sizes.num_kv_heads):
+                kind = "heads" if heads == sizes.num_heads else "key-value heads"
+                raise PluginError(f'"{fqn}": its {heads} {kind} do not divide by tp = {degree}')
+
+
+def _check_ties(rules: Rules, context: RunContext) -> None:
+    """One tensor has one layout, whatever modules it stands in."""
+
+    def layout(name: str) -> tuple[str, Any]:
+        rule = rules.get(name.rpartition(".")[0])
+        if rule is None or rule.style in ("replicate", "split", "gather", "split_gather"):
+            return "whole", None
+        return ("rows", None) if rule.style in ("vocab", "head", "colwise") else (rule.style, rule.parts)
+
+    for group in context.ties:
+        for name in group[1:]:
+            if layout(name) != layout(group[0]):
+                first, second = (n.rpartition(".")[0] for n in (group[0], name))
+                styles = [rules[n].style if n in rules else "replicate" for n in (first, second)]
+                raise PluginError(
+                    f'"{group[0]}" and "{name}" are one tensor, but "{first}" is "{styles[0]}" and "{second}" is '
+                    f'"{styles[1]}"',
+                    hint='cut both ("vocab" and "head") or neither',
+                )
+
+
+def _check_covered(model: nn.Module, rules: Rules) -> None:
+    for fqn, _ in _owners(model):
+        if fqn not in rules and not any(
+            fqn.startswith(f"{name}.") and rules[name].style == "replicate" for name in rules
+        ):
+            raise PluginError(
+                f'sequence_parallel: plan does not say whether "{fqn or "the root"}", which has parameters, works on '
+                "activations that are cut along the sequence",
+                hint='write "sequence" if it does, else "replicate"',
+            )
+
+
+def _owners(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for fqn, module in model.named_modules():
+        if next(module.parameters(recurse=False), None) is not None:
+            yield fqn, module

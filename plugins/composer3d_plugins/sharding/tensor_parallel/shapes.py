@@ -1,0 +1,111 @@
+"""Where a cut dim goes when a tensor is viewed in another shape."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+__all__ = ["Indivisible", "Placed", "Unplaceable", "inside", "regroup"]
+
+
+class Unplaceable(Exception):
+    """The cut dim goes nowhere that is one dim again; the text says why."""
+
+
+class Indivisible(Unplaceable):
+    """The cut dim becomes one that does not divide."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placed:
+    """A dim that is cut over ranks.
+
+    Args:
+        dim: Which one.
+        parts: Sizes, in the whole tensor, of what stands one after another in it; each is cut over all ranks, so that
+            a rank's share is a share of the first, then one of the second.
+    """
+
+    dim: int
+    parts: tuple[int, ...]
+
+
+def regroup(old: Sequence[int], placed: Placed, new: Sequence[int], *, degree: int) -> Placed:
+    """Return where a cut dim of shape `old` is in the shape `new` of as many elements.
+
+    Raises:
+        Indivisible: It does not divide.
+        Unplaceable: What is cut is spread over several dims.
+
+    >>> regroup([2, 5, 24], Placed(dim=2, parts=(24,)), [2, 5, 4, 6], degree=2)
+    Placed(dim=2, parts=(4,))
+    >>> regroup([2, 5, 24], Placed(dim=2, parts=(8, 8, 8)), [2, 5, 3, 4, 2], degree=2)
+    Placed(dim=3, parts=(4,))
+    >>> regroup([2, 4, 5, 6], Placed(dim=1, parts=(4,)), [8, 5, 6], degree=2)
+    Placed(dim=0, parts=(4, 4))
+    """
+    for olds, news in _groups(old, new):
+        if placed.dim in olds:
+            before = math.prod(old[dim] for dim in olds if dim < placed.dim)
+            after = math.prod(old[dim] for dim in olds if dim > placed.dim)
+            parts = tuple(part * after for part in placed.parts) * before
+            return _split(parts, [dim for dim in news if new[dim] != 1], new, degree)
+    raise Unplaceable("the cut dim is gone")
+
+
+def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
+    """Return the dims of both shapes in the smallest groups of equal products."""
+    result = []
+    i = j = 0
+    while i < len(old) or j < len(new):
+        first, second = i, j
+        left = old[i] if i < len(old) else 1
+        right = new[j] if j < len(new) else 1
+        i, j = min(i + 1, len(old)), min(j + 1, len(new))
+        while left != right:
+            if left < right and i < len(old):
+                left, i = left * old[i], i + 1
+            elif j < len(new):
+                right, j = right * new[j], j + 1
+            else:
+                raise Unplaceable("the shapes hold different numbers of elements")
+        while i < len(old) and old[i] == 1:
+            i += 1
+        while j < len(new) and new[j] == 1:
+            j += 1
+        result.append((range(first, i), range(second, j)))
+    return result
+
+
+def _split(parts: tuple[int, ...], dims: Sequence[int], new: Sequence[int], degree: int) -> Placed:
+    if len(dims) == 1:
+        return Placed(dim=dims[0], parts=parts)
+    if len(set(parts)) != 1:
+        raise Unplaceable(f"parts of {list(parts)} are not one dim of {list(new)}")
+    # Equal parts stand in the leading dims; the one after those is cut.
+    left = len(parts)
+    for index, dim in enumerate(dims):
+        last = index == len(dims) - 1
+        if left == 1 or last:
+            inner = tuple(parts[:1]) if last else (new[dim],)
+            result = Placed(dim=dim, parts=(new[dim],) if left == 1 else inner * left)
+            if any(part % degree for part in result.parts):
+                raise Indivisible(f"{new[dim]} (of {list(new)}) does not divide by tp = {degree}")
+            return result
+        if left % new[dim]:
+            raise Unplaceable(f"{left} equal parts are not leading dims of {list(new)}")
+        left //= new[dim]
+    raise Unplaceable("the cut dim is gone")
+
+
+def inside(placed: Placed, start: int, stop: int, degree: int) -> tuple[int, int, tuple[int, ...]] | None:
+    """Return a rank's share of `start:stop` of the cut dim, and the parts in it; None where a part is cut through.
+
+    >>> inside(Placed(dim=0, parts=(8, 4, 4)), 8, 12, 2)
+    (4, 6, (4,))
+    """
+    edges = [sum(placed.parts[:index]) for index in range(len(placed.parts) + 1)]
+    if start not in edges or stop not in edges:
+        return None
+    return start // degree, stop // degree, placed.parts[edges.index(start) : edges.index(stop)]

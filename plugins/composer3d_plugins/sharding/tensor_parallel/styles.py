@@ -1,0 +1,310 @@
+"""Styles applied: parameters become DTensors over tp, and hooks bring activations in and out of them.
+
+A module's own forward runs on DTensors, so that every kind of linear layer works; the model's code around it sees plain
+tensors of this rank's size. Legend: W whole on every rank, S cut along the sequence, F cut along the features.
+
+| style   | input  | output |
+|---------|--------|--------|
+| colwise | W or S | F      |
+| rowwise | F      | W or S |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d import BatchError, RunContext, TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.following import cut_of, mark, strip
+from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
+from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
+from composer3d_plugins.sharding.tensor_parallel.region import Region, site_of
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Applier"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applier:
+    """Applies rules to a part of the model.
+
+    Args:
+        model: The part.
+        rules: Of the whole model.
+        context: The run.
+        sequence_dim: The dim of activations that is cut by sequence_parallel; None where nothing is.
+        loss_parallel: Whether a head leaves its logits cut.
+        follows: Whether the model's code computes with sizes of the whole model, as far as is known.
+    """
+
+    model: nn.Module
+    rules: Rules
+    context: RunContext
+    sequence_dim: int | None
+    loss_parallel: bool
+    follows: bool = True
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh of tp alone."""
+        return self.context.mesh["tp"]
+
+    def apply(self, fqns: Sequence[str]) -> None:
+        """Apply the rules of the modules with these names."""
+        regions = self._make_regions(fqns)
+        for fqn in fqns:
+            rule = self.rules[fqn]
+            module = self.model.get_submodule(fqn)
+            region = regions.get(region_of(fqn, self.rules) or "") if rule.style in (*EXPANDING, *CONTRACTING) else None
+            if rule.style in EXPANDING:
+                self._colwise(fqn, module, rule, region)
+            elif rule.style in CONTRACTING:
+                self._rowwise(fqn, module, rule, regions)
+            elif rule.style == "vocab":
+                self._vocab(fqn, module, rule)
+            elif rule.style == "head":
+                self._head(fqn, module, rule)
+            elif rule.style == "local" or (rule.style == "sequence" and self.sequence_dim is not None):
+                self._pointwise(fqn, module, rule)
+            elif rule.style in ("split", "gather", "split_gather") and self.sequence_dim is not None:
+                self._boundary(fqn, module, rule)
+
+    def _make_regions(self, fqns: Sequence[str]) -> dict[str, Region]:
+        regions: dict[str, Region] = {}
+        for fqn in fqns:
+            name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
+            if name is not None and name not in regions:
+                module = self.model.get_submodule(name)
+                cut = self._cut(self.rules[fqn])
+                regions[name] = Region(
+                    name,
+                    self._sharing(cut),
+                    context=self.context if _draws(module) else None,
+                    degree=self.mesh.size() if self.follows else None,
+                    cut=cut,
+                )
+                regions[name].wrap(module)
+                self._watch_unplanned(name, module, regions[name])
+        return regions
+
+    def _watch_unplanned(self, name: str, module: nn.Module, region: Region) -> None:
+        for inner, child in module.named_modules():
+            fqn = ".".join(filter(None, (name, inner)))
+            if fqn in self.rules or next(child.parameters(recurse=False), None) is None:
+                continue
+            if child is not module:
+                child.register_forward_pre_hook(region.refuse_unplanned(fqn))
+
+    # ---- layouts -----------------------------------------------------------------------------------------------------
+
+    def _cut(self, rule: Rule) -> int | None:
+        """Return the dim along which activations outside the region are cut there, None where they are whole."""
+        return self.sequence_dim if rule.is_cut else None
+
+    def _wrap(self, x: Tensor, dim: int | None) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        placement = Replicate() if dim is None else Shard(dim)
+        return DTensor.from_local(x, self.mesh, [placement], run_check=False)
+
+    def _unwrap(self, x: Any, dim: int | None) -> Any:
+        """Return this rank's plain tensor, whole or cut along `dim`."""
+        from torch.distributed.tensor import Replicate, Shard
+
+        return torch_compat.unviewed(x.redistribute(placements=[Replicate() if dim is None else Shard(dim)]).to_local())
+
+    def _sharing(self, cut: int | None) -> Callable[[Tensor], Tensor]:
+        from torch.distributed.tensor import Replicate
+
+        def share(x: Tensor) -> Tensor:
+            wrapped: Any = self._wrap(x, cut)
+            return wrapped if cut is None else wrapped.redistribute(placements=[Replicate()])
+
+        return share
+
+    def _place(self, fqn: str, module: nn.Module, name: str, dim: int | None) -> None:
+        from torch.distributed.tensor import Replicate, Shard
+
+        distribute(
+            module,
+            name,
+            Replicate() if dim is None else Shard(dim),
+            mesh=self.mesh,
+            fqn=f"{fqn}.{name}",
+            context=self.context,
+        )
+
+    def _place_linear(self, fqn: str, module: Any, rule: Rule, *, along: str) -> None:
+        """Cut a linear layer along its outputs or inputs; a bias belongs to the outputs."""
+        outputs = 0 if kind_of(module) == "linear" else 1
+        dim = outputs if along == "outputs" else 1 - outputs
+        if rule.parts is not None:
+            runs = runs_of(rule.parts, self.mesh.size())
+            self.context.reorder(f"{fqn}.weight", dim=dim, runs=runs)
+            if along == "outputs" and module.bias is not None:
+                self.context.reorder(f"{fqn}.bias", dim=0, runs=runs)
+        self._place(fqn, module, "weight", dim)
+        self._place(fqn, module, "bias", 0 if along == "outputs" else None)
+
+    # ---- styles ------------------------------------------------------------------------------------------------------
+
+    def _colwise(self, fqn: str, module: Any, rule: Rule, region: Region | None) -> None:
+        assert region is not None, "checked with the plan"
+        self._place_linear(fqn, module, rule, along="outputs")
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            return (region.enter(args[0], module.training), *args[1:])
+
+        size = module.weight.shape[0 if kind_of(module) == "linear" else 1]
+        parts = rule.parts or (size,)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
+            local: Tensor = torch_compat.unviewed(output.to_local())
+            placed = Placed(dim=local.ndim - 1, parts=parts)
+            return mark(local, placed=placed, degree=self.mesh.size()) if self.follows else local
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def _rowwise(self, fqn: str, module: Any, rule: Rule, regions: dict[str, Region]) -> None:
+        self._place_linear(fqn, module, rule, along="inputs")
+        around = [region for name, region in regions.items() if not name or fqn.startswith(f"{name}.")]
+        outputs = 0 if kind_of(module) == "linear" else 1
+        share = module.weight.shape[1 - outputs] // self.mesh.size()
+        cut = self._cut(rule)
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            for region in around:
+                region.leave()
+            x = strip(args[0])
+            if x.shape[-1] != share:
+                raise TransformError(
+                    f'"{fqn}" was given {x.shape[-1]} features, and its share is {share}: the code before it computes '
+                    "with sizes of the whole model"
+                )
+            return (self._wrap(x, x.ndim - 1), *args[1:])
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            self._refuse_uneven(output, cut)
+            local: Tensor = self._unwrap(output, cut)
+            if cut is not None and self.follows:
+                mark(local, placed=Placed(dim=cut, parts=(output.shape[cut],)), degree=self.mesh.size())
+            return local
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+
+    def _vocab(self, fqn: str, module: nn.Module, rule: Rule) -> None:
+        self._place(fqn, module, "weight", 0)
+        cut = self._cut(rule)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            self._refuse_uneven(output, cut)
+            return self._unwrap(output, cut)
+
+        module.register_forward_pre_hook(lambda module, args: (self._wrap(args[0], None), *args[1:]))
+        module.register_forward_hook(after)
+
+    def _head(self, fqn: str, module: nn.Module, rule: Rule) -> None:
+        self._place_linear(fqn, module, rule, along="outputs")
+        share = self._sharing(self._cut(rule))
+        module.register_forward_pre_hook(lambda module, args: (share(args[0]), *args[1:]))
+        if self.loss_parallel:
+            module.register_forward_hook(lambda *_: torch_compat.enable_loss_parallel())
+        else:
+            module.register_forward_hook(lambda module, args, output: self._unwrap(output, None))
+
+    def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
+        """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""
+        if kind_of(module) == "embedding":
+            self._looked_up(fqn, module)
+            return
+        for name, _ in list(module.named_parameters(recurse=False)):
+            self._place(fqn, module, name, None)
+        has_parameters = next(module.parameters(recurse=False), None) is not None
+        if has_parameters:
+            # Any dim but the normed one does: which of the others is cut makes no difference to the module.
+            dim = 1 if rule.style == "local" else self.sequence_dim
+            forward = module.forward
+
+            def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+                cut = cut_of(x)
+                output: Any = forward(self._wrap(strip(x), dim), *args, **kwargs)
+                local: Tensor = torch_compat.unviewed(output.to_local())
+                if cut is None or local.shape != strip(x).shape:
+                    return local
+                return mark(local, placed=cut.placed, degree=self.mesh.size(), sources=cut.sources)
+
+            module.forward = wrapped
+        elif rule.style == "sequence":
+            self._draw_apart(fqn, module)
+
+    def _draw_apart(self, fqn: str, module: nn.Module) -> None:
+        """Let dropout on cut activations draw other numbers on every rank."""
+        forward, context = module.forward, self.context
+
+        def drawn(*args: Any, **kwargs: Any) -> Any:
+            if not module.training:
+                return forward(*args, **kwargs)
+            with context.sharded_random(site_of(fqn)):
+                return forward(*args, **kwargs)
+
+        if _draws(module):
+            module.forward = drawn
+
+    def _looked_up(self, fqn: str, module: nn.Module) -> None:
+        """Let an embedding (of positions, say) look up this rank's part of the sequence, the last dim of indices."""
+        self._place(fqn, module, "weight", None)
+
+        def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            from torch.distributed.tensor import Shard
+
+            indices: Any = self._wrap(args[0], None)
+            self._refuse_uneven(indices, indices.ndim - 1)
+            return (indices.redistribute(placements=[Shard(indices.ndim - 1)]), *args[1:])
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(lambda module, args, output: torch_compat.unviewed(output.to_local()))
+
+    def _boundary(self, fqn: str, module: nn.Module, rule: Rule) -> None:
+        """Cut the module's first argument along the sequence, or put its (first) output together."""
+        dim = self.sequence_dim
+        assert dim is not None, "asked only then"
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            name = None if args else next(iter(kwargs))
+            whole: Any = self._wrap(args[0] if name is None else kwargs[name], None)
+            self._refuse_uneven(whole, dim)
+            cut = self._unwrap(whole, dim)
+            return ((cut, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: cut})
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple) else output
+            whole = self._unwrap(self._wrap(first, dim), None)
+            return (whole, *output[1:]) if isinstance(output, tuple) else whole
+
+        if rule.style != "gather":
+            module.register_forward_pre_hook(before, with_kwargs=True)
+        if rule.style != "split":
+            module.register_forward_hook(after)
+
+    def _refuse_uneven(self, x: Tensor, dim: int | None) -> None:
+        if dim is not None and x.shape[dim] % self.mesh.size():
+            raise BatchError(
+                f"a sequence of {x.shape[dim]} does not divide by tp = {self.mesh.size()}, as sequence_parallel needs"
+            )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Tell whether something in a module draws random numbers: a dropout module, or a probability by that name."""
+    return any(
+        "drop" in name and isinstance(value, float) and value > 0.0
+        for inner in module.modules()
+        for name, value in [*vars(inner).items(), ("drop", getattr(inner, "p", 0.0))]
+    )

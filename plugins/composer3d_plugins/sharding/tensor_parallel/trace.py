@@ -1,0 +1,205 @@
+"""Running a model on meta: no memory and no arithmetic, only shapes, to see what its code does with its projections.
+
+The model's own forward runs once on an example; blocks of equal form run once between them. Each distinct block is then
+run again by itself, with its linear layers answering as they would under a plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from composer3d import PluginError, RunContext, TransformError, select_fqns, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.following import OWN, note
+from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import Module
+
+__all__ = ["Call", "Recorder", "Traced", "on_meta", "patched", "trace"]
+
+# Image sizes that are tried where nothing tells one.
+IMAGE_SIZES = (224, 32, 28, 64, 16, 96, 48, 384)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of a module."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+@dataclass(kw_only=True)
+class Traced:
+    """What one forward of the whole model showed.
+
+    Attributes:
+        forms: The first block of each form, and all that have it; the root alone where there are no blocks.
+        calls: How those first blocks were called.
+        output: What the model returned.
+        results: What each linear layer and embedding outside blocks returned last.
+    """
+
+    forms: dict[str, list[str]]
+    calls: dict[str, Call] = field(default_factory=dict)
+    output: Any = None
+    results: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Recorder(TorchFunctionMode):
+    """Writes down the name of each torch function and the shapes of its results."""
+
+    def __init__(self, record: list[Any]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function."""
+        result = func(*args, **(kwargs or {}))
+        note(self._record, func, result)
+        return result
+
+
+def forms_of(model: nn.Module, context: RunContext) -> dict[str, list[str]]:
+    """Group the blocks by the names and shapes of their parameters."""
+    try:
+        blocks = select_fqns(context.blocks, context.fqns)
+    except TransformError:
+        return {"": [""]}
+    groups: dict[Any, list[str]] = {}
+    for fqn in blocks:
+        block = model.get_submodule(fqn)
+        form = (type(block), tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
+        groups.setdefault(form, []).append(fqn)
+    return {group[0]: group for group in groups.values()}
+
+
+@contextlib.contextmanager
+def patched(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forwards inside."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+def on_meta(module: nn.Module, call: Call) -> Any:
+    """Run a module with all its tensors on meta; what it holds is left as it is."""
+    holders = {name for name, inner in module.named_modules() if next(inner.children(), None) is not None}
+    tensors = {}
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        tensors[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
+        if isinstance(tensor, nn.Parameter) and name.rpartition(".")[0] in holders:
+            setattr(tensors[name], OWN, name)
+    # What the code makes without a device is on meta too.
+    with torch.no_grad(), torch.device("meta"):
+        return torch.func.functional_call(module, tensors, call.args, dict(call.kwargs))
+
+
+def trace(model: nn.Module, context: RunContext) -> Traced:
+    """Run the model on an example: the one that `compose` was given, else the first that works.
+
+    Raises:
+        PluginError: None works; with what the first one met.
+    """
+    failures: list[str] = []
+    for call in _examples(model, context):
+        traced = Traced(forms=forms_of(model, context))
+        try:
+            with patched(_watching(model, traced)):
+                traced.output = on_meta(model, call)
+        except Exception as error:  # a model's own code may raise anything
+            failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            continue
+        if all(fqn in traced.calls for fqn in traced.forms):
+            return traced
+        failures.append("its blocks were not called")
+    raise PluginError(
+        f"the model could not be run on meta to see what its projections are for ({failures[0]})",
+        hint="pass compose(example=(args, kwargs)), or write the plan",
+    )
+
+
+def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[..., Any]]:
+    """Return forwards that note calls; of blocks of one form only the first runs, and the others give its output."""
+    forwards: dict[nn.Module, Callable[..., Any]] = {}
+    inside = tuple(f"{fqn}." for group in traced.forms.values() for fqn in group if fqn)
+    for first, group in traced.forms.items():
+        outputs: list[Any] = []
+        block = model.get_submodule(first)
+
+        def run(
+            *args: Any, forward: Any = block.forward, first: str = first, outputs: Any = outputs, **kwargs: Any
+        ) -> Any:
+            traced.calls.setdefault(first, Call(args=args, kwargs=kwargs))
+            outputs[:] = [forward(*args, **kwargs)]
+            return outputs[0]
+
+        def skip(*args: Any, outputs: Any = outputs, run: Any = run, **kwargs: Any) -> Any:
+            return outputs[0] if outputs else run(*args, **kwargs)
+
+        forwards[block] = run
+        forwards |= {model.get_submodule(fqn): skip for fqn in group[1:]}
+    for fqn, module in model.named_modules():
+        if kind_of(module) != "other" and not fqn.startswith(inside):
+
+            def keep(*args: Any, forward: Any = module.forward, fqn: str = fqn, **kwargs: Any) -> Any:
+                result = traced.results[fqn] = forward(*args, **kwargs)
+                return result
+
+            forwards[module] = keep
+    return forwards
+
+
+def _examples(model: nn.Module, context: RunContext) -> Iterator[Call]:
+    """Yield what the model could be called with: tokens, images, vectors."""
+    if context.example is not None:
+        args, kwargs = torch_compat.tree_map(
+            lambda leaf: torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) else leaf,
+            [tuple(context.example[0]), dict(context.example[1])],
+        )
+        yield Call(args=tuple(args), kwargs=kwargs)
+        return
+    modules: list[Any] = list(model.modules())
+    length = 2 * max(context.degrees["tp"], 2)
+    if any(kind_of(module) == "embedding" for module in modules):
+        yield Call(args=(torch.zeros(2, length, dtype=torch.int64, device="meta"),), kwargs={})
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    first: Any = next((m for m in modules if isinstance(m, nn.Conv2d) or kind_of(m) == "linear"), None)
+    if isinstance(first, nn.Conv2d):
+        for height, width in _image_sizes(model):
+            yield Call(args=(torch.empty(2, first.in_channels, height, width, dtype=dtype, device="meta"),), kwargs={})
+    elif first is not None:
+        lengths = dict.fromkeys([length, *(m.in_features for m in modules if kind_of(m) == "linear")])
+        for size in lengths:
+            yield Call(args=(torch.empty(2, size, first.in_features, dtype=dtype, device="meta"),), kwargs={})
+        yield Call(args=(torch.empty(2, first.in_features, dtype=dtype, device="meta"),), kwargs={})
+
+
+def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:
+    told: list[tuple[int, int]] = []
+    for module in model.modules():
+        for holder in (module, getattr(module, "config", None)):
+            for name in ("image_size", "img_size"):
+                value = getattr(holder, name, None)
+                if isinstance(value, int):
+                    told.append((value, value))
+                elif isinstance(value, tuple | list) and len(value) == 2:
+                    told.append((int(value[0]), int(value[1])))
+    return [*dict.fromkeys(told), *((size, size) for size in IMAGE_SIZES)]

@@ -1,0 +1,113 @@
+"""Modules with weights: which there are, how many heads they make, and how a parameter becomes a rank's share of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import RunContext
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+
+__all__ = ["AttentionSizes", "Kind", "attention_sizes", "distribute", "kind_of", "parent_of"]
+
+Kind = Literal["linear", "transposed", "embedding", "other"]
+
+# What the attention modules of common code bases call these.
+HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
+HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_kv")
+
+
+def kind_of(module: Any) -> Kind:
+    """Tell what a weight means: (out, in) of a linear layer, (in, out) of GPT-2's Conv1D, or rows to look up."""
+    weight = getattr(module, "weight", None)
+    if weight is None or getattr(weight, "ndim", 0) != 2:
+        return "other"
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return "linear"
+    if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim"):
+        return "embedding"
+    return "transposed" if hasattr(module, "nf") and weight.shape[1] == module.nf else "other"
+
+
+def parent_of(model: nn.Module, fqn: str) -> nn.Module:
+    """Return the module that a module is a direct child of."""
+    return model.get_submodule(fqn.rpartition(".")[0])
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSizes:
+    """Of one attention module."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+
+
+def attention_sizes(module: Any, contracting: Sequence[int]) -> AttentionSizes | None:
+    """Read an attention module's sizes off its attributes, or its config's; None where it has none.
+
+    Args:
+        module: The parent of the projections.
+        contracting: Input features of the contracting projections in it, of which one makes the width of all heads.
+    """
+    holders = [module]
+    if "att" in type(module).__name__.lower():
+        holders += [getattr(module, name) for name in ("config", "cfg", "args") if hasattr(module, name)]
+
+    def find(names: Sequence[str]) -> int | None:
+        values = [getattr(holder, name, None) for holder in holders for name in names]
+        return next((value for value in values if isinstance(value, int) and value > 0), None)
+
+    num_heads = find(HEADS)
+    if num_heads is None:
+        return None
+    head_dim = find(HEAD_DIMS) or next((size // num_heads for size in contracting if size % num_heads == 0), None)
+    if head_dim is None:
+        return None
+    return AttentionSizes(num_heads=num_heads, num_kv_heads=find(KV_HEADS) or num_heads, head_dim=head_dim)
+
+
+def distribute(
+    module: nn.Module,
+    name: str,
+    placement: Placement,
+    *,
+    mesh: DeviceMesh,
+    fqn: str,
+    context: RunContext,
+) -> None:
+    """Replace a parameter by a DTensor that holds this rank's share; every rank cuts its own, on meta or not.
+
+    Args:
+        module: Its owner.
+        name: Its name there.
+        placement: A shard or a replica.
+        mesh: Of tp alone.
+        fqn: In the whole model: packed weights are put into the order that the plan has told the context.
+        context: The run.
+    """
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Shard
+
+    parameter = getattr(module, name)
+    if parameter is None or isinstance(parameter, DTensor):
+        return
+    with torch.no_grad():
+        full: Tensor = context.in_stored_order(fqn, parameter.detach())
+        piece = full
+        if isinstance(placement, Shard):
+            # A copy: a view would keep the whole tensor alive.
+            piece = full.chunk(mesh.size(), placement.dim)[mesh.get_local_rank()].clone(
+                memory_format=torch.contiguous_format
+            )
+        value = DTensor.from_local(
+            piece, mesh, [placement], run_check=False, shape=full.shape, stride=full.contiguous().stride()
+        )
+    setattr(module, name, nn.Parameter(value, requires_grad=parameter.requires_grad))

@@ -1,0 +1,404 @@
+"""Schedules, shapes, ties."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from support.models import Net, composed, full, mine, padded, seeded, sum_loss
+from support.pipelined import Spans, assert_equal_to_one_device, pipelined_step
+
+from composer3d import ManifestError, PluginError
+from composer3d.testing import count_collectives, run_ranks
+
+TIGHT = 1e-12
+ONE_STAGE, LOOPS, VS = (
+    ("GPipe", "1F1B"),
+    ("Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble"),
+    ("ZBVZeroBubble", "DualPipeV"),
+)
+ALL = (*ONE_STAGE, *LOOPS, *VS)
+
+
+def manifest(schedule="1F1B", pp=2, more=""):
+    return f'[mesh]\npp = {pp}\n[scheduling.pipeline]\nschedule = "{schedule}"\n{more}'
+
+
+# ---- numerics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_microbatches"),
+    # DualPipeV needs as many micro-batches as stages.
+    [*((schedule, 8) for schedule in ALL), *((schedule, 4 if schedule == "DualPipeV" else 2) for schedule in ALL)],
+)
+def test_gradients_equal_one_device(schedule, num_microbatches):
+    step = partial(pipelined_step, microbatch=16 // num_microbatches, batch=partial(padded, 16))
+    assert_equal_to_one_device(run_ranks(step, 2, manifest(schedule), Net, {"num_layers": 4}))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_four_ranks(schedule, tied):
+    # Of the tied weight's copies rank 0 and rank 3 hold one each, or rank 0 both.
+    step = partial(pipelined_step, microbatch=2, batch=partial(padded, 16))
+    options = {"num_layers": 8, "tied": tied}
+    assert_equal_to_one_device(run_ranks(step, 4, manifest(schedule, pp=4), Net, options))
+
+
+def five_steps(text, options):
+    """Train on both, and compare the weights."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    model = seeded(**options)
+    reference = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = composed(text + "\n[train]\nmicrobatch = 3\n", seeded(**options))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    worst = 0.0
+    for number in range(5):
+        total, count = sum_loss(model(tokens), targets)
+        (total / count).backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.step()
+        reference.zero_grad()
+        with run.step(number):
+            run.forward_backward(mine(run, tokens), target=mine(run, targets))
+            norm = run.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        worst = max(worst, float((norm - expected).abs() / expected))
+    loss = run.evaluate(mine(run, tokens), target=mine(run, targets)).loss
+    total, count = sum_loss(model(tokens), targets)
+    worst = max(worst, float((loss - total.detach() / count).abs()))
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    for part in run.parts:
+        for name, parameter in part.module.named_parameters():
+            worst = max(worst, float((full(parameter) - weights[name].detach()).abs().max()))
+    copies = [name for part in run.parts for name in part.copies if name in dict(part.module.named_parameters())]
+    names = [name for name, _ in run.named_parameters()]
+    run.close()
+    return worst, copies, names
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_tied_weights_stay_equal_to_one_devices(schedule):
+    (worst, copies, names), (other, more, others) = run_ranks(
+        five_steps, 2, manifest(schedule), {"num_layers": 4, "tied": True}
+    )
+    assert max(worst, other) < TIGHT
+    # A copy has its own name in the stage, and the first name everywhere else.
+    assert copies + more == ["out.weight"]
+    assert "out.weight" not in names + others
+    assert names.count("tok.weight") + others.count("tok.weight") == (1 if schedule in VS else 2)
+
+
+def test_tied_weights_under_sharding():
+    text = manifest("ZBVZeroBubble") + "[sharding.fsdp2]\n"
+    assert max(worst for worst, *_ in run_ranks(five_steps, 4, text, {"num_layers": 4, "tied": True})) < TIGHT
+
+
+def several_shapes():
+    """Two batches of other lengths in one step, an evaluation between steps, and other numbers of micro-batches."""
+    torch.set_default_dtype(torch.float64)
+    batches = [padded(12, 5), padded(12, 9), padded(8, 9), padded(8, 5)]
+    model = seeded(num_layers=4)
+    run = composed(manifest("Interleaved1F1B") + "[sharding.fsdp2]\n[train]\nmicrobatch = 2\n", seeded(num_layers=4))
+    errors = []
+    for number, calls in enumerate([(0, 1), (2,), (0, 0), (3, 1)]):
+        counts = [int((batches[call][1] != -100).sum()) for call in calls]
+        total = sum(sum_loss(model(batches[call][0]), batches[call][1])[0] for call in calls)
+        (total / sum(counts)).backward()
+        with run.step(number):
+            for call in calls:
+                tokens, targets = batches[call]
+                run.forward_backward(mine(run, tokens), target=mine(run, targets))
+            run.clip_grad_norm_(1e9)
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+            for name, parameter in run.named_parameters():
+                error = (full(parameter.grad) - gradients[name]).abs().max() / gradients[name].abs().max()
+                errors.append(float(error))
+                parameter.grad = None
+        model.zero_grad()
+        tokens, targets = padded(6, 4)
+        evaluation = run.evaluate(mine(run, tokens)[:2], target=mine(run, targets)[:2])
+        errors.append(float(abs(evaluation.loss - evaluation_of(model, run, tokens, targets))))
+    run.close()
+    return max(errors), len(errors)
+
+
+def evaluation_of(model, run, tokens, targets):
+    degree = run.context.data_parallel_degree
+    chosen = [index * (6 // degree) + offset for index in range(degree) for offset in range(2)]
+    with torch.no_grad():
+        total, count = sum_loss(model(tokens[chosen]), targets[chosen])
+    return total / count
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_shapes_change_within_and_between_steps(world_size):
+    for error, compared in run_ranks(several_shapes, world_size):
+        assert compared > 4
+        assert error < TIGHT
+
+
+class HalfFrozen(Net):
+    """The blocks of the chosen stages do not learn."""
+
+    def __init__(self, frozen):
+        super().__init__(num_layers=4)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        pytest.param(("tok", "layers.0", "layers.1"), id="first"),
+        pytest.param(("layers.2", "layers.3", "norm", "out"), id="last"),
+        pytest.param(("layers.1", "layers.2"), id="middle"),
+    ],
+)
+def test_wholly_frozen_stages(schedule, frozen):
+    results = run_ranks(partial(pipelined_step, microbatch=3), 2, manifest(schedule), HalfFrozen, {"frozen": frozen})
+    for result in results:
+        assert result["loss"] < TIGHT
+        assert result["norm"] < TIGHT
+        assert result["gradients"] < TIGHT
+    assert set().union(*(result["names"] for result in results)) == results[0]["all_names"]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_recomputation(schedule):
+    text = manifest(schedule) + "[scheduling.activation_checkpoint]\n"
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, text, Net, {"num_layers": 4}))
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def second_step(text, tied):
+    run = composed(text + "\n[train]\nmicrobatch = 2\n", seeded(num_layers=4, tied=tied))
+    tokens, targets = padded()
+    for number in range(2):
+        with count_collectives(run.mesh) as collectives, run.step(number):
+            run.forward_backward(mine(run, tokens), target=mine(run, targets))
+            run.clip_grad_norm_(1.0)
+    with count_collectives(run.mesh) as evaluation:
+        run.evaluate(mine(run, tokens), target=mine(run, targets))
+    run.close()
+    return [{key: count for key, (count, _) in seen.summary().items()} for seen in (collectives, evaluation)]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "tied", "boundaries"),
+    [
+        # Per rank: boundaries between stages at which it sends, and at which it receives, activations.
+        ("1F1B", False, [(1, 0), (0, 1)]),
+        ("1F1B", True, [(1, 0), (0, 1)]),
+        ("Interleaved1F1B", False, [(2, 1), (1, 2)]),
+        ("ZBVZeroBubble", True, [(1, 1), (1, 1)]),
+    ],
+)
+def test_collectives(schedule, tied, boundaries):
+    microbatches = 6
+    for (sends, receives), (trained, evaluated) in zip(
+        boundaries, run_ranks(second_step, 2, manifest(schedule), tied), strict=True
+    ):
+        # Each activation comes back as a gradient. Of tied copies on two ranks the gradients are summed.
+        summed = int(tied and schedule not in VS)
+        assert trained == {
+            ("send", "pp"): (sends + receives) * microbatches,
+            ("recv", "pp"): (sends + receives) * microbatches,
+            ("all_reduce", "pp"): 3 + summed,
+        }
+        expected = {("send", "pp"): sends * (microbatches + 1), ("recv", "pp"): receives * (microbatches + 1)}
+        assert evaluated == {key: n for key, n in expected.items() if n} | {("all_reduce", "pp"): 2}
+
+
+def executed(text, degree, num_microbatches):
+    """Return what this rank's stages did in a step, and what the plugin lists for it."""
+    tokens, targets = padded(num_microbatches)
+    text += '[profiling.watching]\nuse = "support.pipelined:Watching"\n[train]\nmicrobatch = 1\n'
+    run = composed(text, seeded(num_layers=2 * degree))
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    (spans,) = [value for value in run.context.state.values() if isinstance(value, Spans)]
+    listed = run._assembled.hooks.query("composer3d_actions", context=run.context, num_microbatches=num_microbatches)
+    run.close()
+    return spans.actions, listed[run.context.rank]
+
+
+@pytest.mark.parametrize("schedule", ALL)
+def test_what_is_listed_is_what_runs(schedule):
+    degree, num_microbatches = 3, 6
+    for done, listed in run_ranks(executed, degree, manifest(schedule, degree), degree, num_microbatches):
+        assert done == listed
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def saved(folder, text, options):
+    run = composed(text, partial(seeded, **options))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = padded()
+    for number in range(3):
+        with run.step(number):
+            run.forward_backward(mine(run, tokens), target=mine(run, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 1:
+            run.save(f"{folder}/checkpoint")
+    loss = float(run.evaluate(mine(run, tokens), target=mine(run, targets)).loss)
+    run.close()
+    return loss
+
+
+def resumed(folder, text, options):
+    run = composed(text, partial(seeded, **options))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    run.load(f"{folder}/checkpoint")
+    tokens, targets = padded()
+    with run.step(2):
+        run.forward_backward(mine(run, tokens), target=mine(run, targets))
+        optimizer.step()
+    loss = float(run.evaluate(mine(run, tokens), target=mine(run, targets)).loss)
+    run.close()
+    return loss
+
+
+LAYOUTS = {
+    "one": (1, ""),
+    "pp2": (2, manifest("1F1B")),
+    "v": (2, manifest("ZBVZeroBubble")),
+    "dp2": (2, "[sharding.fsdp2]\n"),
+    "pp2xdp2": (4, manifest("ZBVZeroBubble") + "[sharding.fsdp2]\n"),
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "tied"),
+    [
+        ("pp2", "one", False),
+        ("pp2", "one", True),
+        ("pp2", "dp2", True),
+        ("v", "one", True),
+        ("one", "v", True),
+        ("dp2", "pp2", False),
+        ("pp2xdp2", "pp2", True),
+        ("v", "pp2xdp2", True),
+    ],
+)
+def test_checkpoints_of_one_layout_resume_in_another(tmp_path, before, after, tied):
+    options, train = {"num_layers": 4, "tied": tied}, "\n[train]\nmicrobatch = 3\n"
+    size, text = LAYOUTS[before]
+    losses = run_ranks(saved, size, tmp_path, text + train, options)
+    size, text = LAYOUTS[after]
+    again = run_ranks(resumed, size, tmp_path, text + train, options)
+    assert len(set(losses)) == len(set(again)) == 1
+    assert again[0] == pytest.approx(losses[0], rel=2e-6)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(text, num_layers=4):
+    with pytest.raises(ManifestError) as caught:
+        composed(text, seeded(num_layers=num_layers))
+    return str(caught.value).partition("run.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            manifest("1F1B", more="stages_per_rank = 2"),
+            '1F1B has one stage a rank, not 2; schedules of several are "Interleaved1F1B" and others',
+        ),
+        (manifest("DualPipeV", more="stages_per_rank = 3"), "DualPipeV has two stages a rank, not 3"),
+        (
+            manifest("LoopedBFS", more="stages_per_rank = 1"),
+            'LoopedBFS has several stages a rank, not 1; write schedule = "1F1B"',
+        ),
+        (
+            manifest("LoopedBFS", more="stages_per_rank = 3"),
+            "pp = 2 with 3 stages a rank makes 6 stages, and the model has 4 blocks (layers.*); every stage needs one",
+        ),
+        (
+            manifest("1F1B", more='split = ["layers.1", "layers.2"]'),
+            "split names 2 blocks, and 2 stages have 1 beginnings besides the first",
+        ),
+        (
+            manifest("1F1B", more='split = ["layers.7"]'),
+            'split names "layers.7", which is no block; blocks are layers.0 to layers.3',
+        ),
+        (
+            manifest("1F1B", more='split = ["layers.0"]'),
+            'split names "layers.0" out of order, or leaves a stage without a block',
+        ),
+        (
+            manifest("1F1B", more="[train]\nglobal_batch = 2\nmicrobatch = 2"),
+            "[train] global_batch = 2 over 1 data-parallel ranks makes 1 micro-batches of 2, and 1F1B needs at least "
+            "as many micro-batches as stages, 2",
+        ),
+        (
+            manifest("DualPipeV", more="[train]\nglobal_batch = 6\nmicrobatch = 2"),
+            "[train] global_batch = 6 over 1 data-parallel ranks makes 3 micro-batches of 2, and DualPipeV needs at "
+            "least as many micro-batches as stages, 4 (two a rank)",
+        ),
+        (
+            manifest("InterleavedZeroBubble", more="[train]\nglobal_batch = 5\nmicrobatch = 1"),
+            "[train] global_batch = 5 over 1 data-parallel ranks makes 5 micro-batches of 1, and InterleavedZeroBubble "
+            "runs them in 2 rounds of at least pp = 2, and needs a multiple of 2",
+        ),
+        (
+            manifest("ZBVZeroBubble", more="[scheduling.compile]"),
+            '"zero_bubble_pipeline" cannot be combined with "compile": ZBVZeroBubble runs the gradients of inputs and '
+            "of weights apart, which torch cannot do with compiled blocks",
+        ),
+    ],
+)
+def test_refusals(text, message):
+    for found in run_ranks(refusal, 2, text):
+        assert found.partition("[scheduling.pipeline] ")[2] == message
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [("reshard_after_forward = true", "reshard_after_forward = true"), ("reshard_root = true",) * 2],
+)
+def test_zero_bubble_refuses_resharding(setting, named):
+    text = manifest("ZBVZeroBubble") + f"[sharding.fsdp2]\n{setting}\n"
+    for found in run_ranks(refusal, 4, text):
+        assert found == (
+            f':6:11: [sharding.fsdp2] "fsdp2" cannot be combined with "zero_bubble_pipeline": {named} frees parameters '
+            "between a micro-batch's forward and the end of its backward, and the schedule looks at them in between: "
+            "torch would give wrong gradients, silently"
+        )
+
+
+def test_bucketed_ddp_is_refused():
+    for found in run_ranks(refusal, 2, manifest("1F1B") + '[sharding.ddp]\nreducer = "bucketed"\n'):
+        assert found == (
+            ':6:11: [sharding.ddp] reducer = "bucketed" does not work with pp = 2: torch\'s DistributedDataParallel '
+            'reduces in every backward of a stage, and does not know DTensors; write reducer = "unit"'
+        )
+
+
+def too_small():
+    run = composed(manifest("1F1B") + "[train]\nmicrobatch = 12\n", seeded(num_layers=4))
+    tokens, targets = padded()
+    with pytest.raises(PluginError) as caught, run.step(0):
+        run.forward_backward(tokens, target=targets)
+    run.close()
+    return str(caught.value)
+
+
+def test_refusals_at_the_first_batch():
+    for message in run_ranks(too_small, 2):
+        assert message == (
+            "this batch has 1 micro-batches, and 1F1B needs at least as many micro-batches as stages, 2; "
+            "hand over more sequences a call, or set [train] microbatch"
+        )

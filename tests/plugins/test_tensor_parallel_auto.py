@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from support.architectures import FAMILIES, class_loss
+from support.blocks import MODELS
+from support.models import write_manifest
+from support.tensor_parallel import AUTO, built, one_step, steps_of
+
+import composer3d
+from composer3d import ManifestError
+from composer3d.testing import run_ranks
+
+TIGHT = 1e-12
+SP, LP = "sequence_parallel = true", "loss_parallel = true"
+
+
+def auto(degree=2, settings="", more=""):
+    return f"[mesh]\ntp = {degree}\n{more}\n{AUTO}{settings}\n"
+
+
+def rows(name, text):
+    run = composer3d.compose(built(name), write_manifest(text), loss_fn=class_loss)
+    found = {row.name.removeprefix("tensor_parallel."): row.fqns for row in run.plan}
+    run.close()
+    return found
+
+
+def plans(cases):
+    return [rows(name, text) for name, text in cases]
+
+
+# ---- numerics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names", [list(FAMILIES), [name for name in MODELS if name != "HeadBias"]], ids=["families", "blocks"]
+)
+def test_gradients_equal_one_device(names):
+    cases = [(name, auto()) for name in names]
+    for results in run_ranks(steps_of, 2, cases):
+        assert {
+            name: max(result[:3]) for (name, _), result in zip(cases, results, strict=True) if max(result[:3]) > TIGHT
+        } == {}
+
+
+def test_gradients_with_sequence_parallel():
+    names = ["llama", "gpt2", "bert", "GroupedNormed", "Parallel", "Joined", "Interleaved", "Einsum"]
+    cases = [(name, auto(2, f"{SP}\n{LP}")) for name in names]
+    for results in run_ranks(steps_of, 2, cases):
+        assert max(max(result[:3]) for result in results) < TIGHT
+
+
+def test_gradients_with_four_ranks_and_data_parallelism():
+    cases = [(name, auto(4)) for name in ("gpt2", "vit", "Interleaved")]
+    cases += [(name, auto(2, SP, "[sharding.fsdp2]")) for name in ("gpt2", "GroupedNormed")]
+    for results in run_ranks(steps_of, 4, cases):
+        assert max(max(result[:3]) for result in results) < TIGHT
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def test_collectives():
+    """The same as of a plan that is written, but that the sequence is cut at the first block, not at the embedding."""
+    layers, control = 2, 2
+    plain, sequence = run_ranks(steps_of, 2, [("gpt2", auto()), ("gpt2", auto(2, SP))])[0]
+    assert plain[3] == {("all_reduce", "tp"): 2 * (2 * layers + 1) + control, ("all_gather", "tp"): 1}
+    assert sequence[3] == {
+        # Two a layer and direction, the whole sequence after the last block and its gradient before the first; logits.
+        ("all_gather", "tp"): 2 * (2 * layers + 1) + 1,
+        ("reduce_scatter", "tp"): 2 * 2 * layers,
+        # The embedding, and the gradient of what the head takes.
+        ("all_reduce", "tp"): 2 + control,
+    }
+
+
+# ---- the plan --------------------------------------------------------------------------------------------------------
+
+
+def layers(*names, blocks="layers"):
+    return tuple(f"{blocks}.{layer}.{name}" for layer in range(2) for name in names)
+
+
+PLANS = {
+    "llama": {
+        "vocab": ("tok_embeddings",),
+        "head": ("output",),
+        "colwise": layers("attention.wq", "attention.wk", "attention.wv", "feed_forward.w1", "feed_forward.w3"),
+        "rowwise": layers("attention.wo", "feed_forward.w2"),
+    },
+    "gpt2": {
+        "vocab": ("wte",),
+        "head": ("lm_head",),
+        "colwise": layers("mlp.c_fc", blocks="h"),
+        "packed_colwise": layers("attn.c_attn", blocks="h"),
+        "rowwise": layers("attn.c_proj", "mlp.c_proj", blocks="h"),
+    },
+    "bert": {
+        "vocab": ("word",),
+        "head": ("decoder",),
+        "colwise": layers("attention.query", "attention.key", "attention.value", "intermediate", blocks="layer"),
+        "rowwise": layers("attention.dense", "output", blocks="layer"),
+    },
+    "vit": {
+        "head": ("head",),
+        "colwise": layers("mlp.0", blocks="blocks"),
+        "packed_colwise": layers("attn.qkv", blocks="blocks"),
+        "rowwise": layers("attn.proj", "mlp.2", blocks="blocks"),
+    },
+    "mixer": {
+        "head": ("head",),
+        "colwise": layers("token_up", "channel_up", blocks="blocks"),
+        "rowwise": layers("token_down", "channel_down", blocks="blocks"),
+    },
+    "GroupedNormed": {
+        "vocab": ("emb",),
+        "head": ("out",),
+        "colwise": layers("q"),
+        "packed_colwise": layers("kv", "gate_up"),
+        "local": layers("qn", "kn"),
+        "rowwise": layers("o", "down"),
+    },
+    "Joined": {
+        "vocab": ("emb",),
+        "head": ("out",),
+        "colwise": layers("q", "k", "v", "up"),
+        "packed_rowwise": layers("down"),
+    },
+    "WholeNorm": {
+        "vocab": ("emb",),
+        "head": ("out",),
+        "packed_colwise": layers("up"),
+        "replicate": layers("q", "k", "v", "o"),
+        "rowwise": layers("down"),
+    },
+}
+
+
+def test_plans():
+    found = run_ranks(plans, 2, [(name, auto()) for name in PLANS])[0]
+    assert dict(zip(PLANS, found, strict=True)) == PLANS
+
+
+def test_the_sequence_is_cut_between_the_first_block_and_the_last():
+    (found,) = run_ranks(plans, 2, [("llama", auto(2, SP))])[0]
+    assert found["split"] == ("layers.0",) and found["gather"] == ("layers.1",)
+    assert found["sequence"] == layers("attention_norm", "attention_dropout", "ffn_norm", "ffn_dropout")
+
+
+def followed(cases):
+    result = []
+    for name, text in cases:
+        run = composer3d.compose(built(name), write_manifest(text), loss_fn=class_loss)
+        result += [made.follows for made in run.context.state.values()]
+        run.close()
+    return result
+
+
+def test_only_code_that_computes_with_whole_sizes_is_followed():
+    cases = [("llama", auto()), ("llama", auto(2, SP)), ("mixer", auto()), ("gpt2", auto()), ("bert", auto())]
+    assert run_ranks(followed, 2, cases)[0] == [False, False, False, True, True]
+
+
+# ---- declared plans --------------------------------------------------------------------------------------------------
+
+
+class Config:
+    base_model_tp_plan = {"h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "h.*.mlp.experts": "rowwise"}
+
+
+def declaring(attribute):
+    torch.set_default_dtype(torch.float64)
+    model = built("gpt2")
+    if attribute == "tp_plan":
+        model.tp_plan = {"h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise"}
+    else:
+        model.config, model._tp_plan = Config(), {"lm_head": "colwise_rep"}
+    run = composer3d.compose(model, write_manifest(auto()), loss_fn=class_loss)
+    found = {row.name.removeprefix("tensor_parallel."): row.fqns for row in run.plan}
+    run.close()
+    return found
+
+
+def test_what_a_model_declares_is_taken():
+    pair = {"colwise": layers("mlp.c_fc", blocks="h"), "rowwise": layers("mlp.c_proj", blocks="h")}
+    assert run_ranks(declaring, 2, "tp_plan")[0] == pair
+    assert run_ranks(declaring, 2, "config")[0] == {**pair, "head": ("lm_head",), "vocab": ("wte",)}
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusals(cases):
+    found = []
+    for name, text, *options in cases:
+        with pytest.raises(ManifestError) as caught:
+            composer3d.compose(built(name, *options), write_manifest(text), loss_fn=class_loss)
+        found.append(str(caught.value).partition("run.toml:")[2].partition("] ")[2])
+    return found
+
+
+REFUSALS = [
+    (
+        ("llama", auto(4), {"num_kv_heads": 2}),
+        '"layers.0.attention.wk" cannot be cut: "layers.0": view on cut features: 2 (of [2, 8, 2, 4]) does '
+        "not divide by "
+        "tp = 4",
+    ),
+    (
+        ("HeadBias", auto()),
+        'no plan can be derived for this model: "layers.0.q": "layers.0": cut features meet the parameter '
+        '"temperature", '
+        'whose gradient nobody would add up; "layers.0.k": "layers.0": scaled_dot_product_attention does not '
+        "work on cut "
+        "features (The size of tensor a (4) must match the size of tensor b (2) at non-singleton dimension "
+        "1); write it",
+    ),
+    (
+        ("mixer", auto(2, SP)),
+        "sequence_parallel is not for this model: it works along the sequence; leave it out",
+    ),
+    (
+        ("WholeNorm", auto(2, SP)),
+        'sequence_parallel is not for this model: "layers.0": scaled_dot_product_attention on cut features: '
+        "it goes along "
+        "the dim that is cut; leave it out",
+    ),
+    (
+        ("vit", auto(2, SP)),
+        'sequence_parallel is not for this model: "blocks.0": cut features meet the parameter "gamma", whose gradient '
+        "nobody would add up; leave it out",
+    ),
+    (
+        ("Two", auto(2, SP)),
+        "sequence_parallel needs to know the repeated blocks, between which activations are cut; write "
+        "[model] blocks = "
+        '"layers.*"',
+    ),
+]
+
+
+def test_refusals():
+    for degree in (2, 4):
+        chosen = [(case, message) for case, message in REFUSALS if f"tp = {degree}\n" in case[1]]
+        found = run_ranks(refusals, degree, [case for case, _ in chosen])[0]
+        for (_, message), said in zip(chosen, found, strict=True):
+            assert said == message
+
+
+def test_one_rank_needs_no_plan():
+    assert run_ranks(one_step, 1, "gpt2", auto(1))[0][2] < TIGHT

@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from composer3d_plugins.sharding.tensor_parallel import following
+from composer3d_plugins.sharding.tensor_parallel.following import Following, Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed, Unplaceable, inside, regroup
+
+B, S, H, E = 2, 3, 4, 6
+DEGREE = 2
+
+
+def share(whole, placed, rank):
+    """Cut a rank's share out of a whole tensor, part by part."""
+    pieces = whole.split(placed.parts, placed.dim)
+    return torch.cat([piece.chunk(DEGREE, placed.dim)[rank] for piece in pieces], placed.dim)
+
+
+def shares(whole, parts=None, dim=-1):
+    """Return every rank's marked share."""
+    placed = Placed(dim=dim % whole.ndim, parts=parts or (whole.shape[dim],))
+    return [following.mark(share(whole, placed, rank), placed=placed, degree=DEGREE) for rank in range(DEGREE)]
+
+
+def agree(function, *wholes, parts=None, dim=-1):
+    """Run a function on whole tensors, and followed on every rank's shares: each result is the share of the whole's."""
+    expected = function(*wholes)
+    ranks = list(zip(*(shares(whole, parts, dim) for whole in wholes), strict=True))
+    for rank, mine in enumerate(ranks):
+        with Following(DEGREE, "test"):
+            found = function(*mine)
+        cut = cut_of(found)
+        assert cut is not None and cut.shadow.shape == expected.shape
+        torch.testing.assert_close(found, share(expected, cut.placed, rank), rtol=0, atol=1e-12)
+
+
+def attention(x):
+    q, k, v = x.split(x.shape[-1] // 3, dim=-1)
+    q, k, v = (t.view(t.size(0), t.size(1), H, t.shape[-1] // H).transpose(1, 2) for t in (q, k, v))
+    scores = (q @ k.transpose(-2, -1) / E**0.5).softmax(-1)
+    return (scores @ v).transpose(1, 2).contiguous().view(x.shape[0], x.shape[1], -1)
+
+
+def folded(x):
+    return x.view(B, S, H, -1).transpose(1, 2).reshape(B * H, S, -1).view(B, H, S, E).mul(2.0)
+
+
+def timm(x):
+    q, k, v = x.reshape(B, S, 3, H, E).permute(2, 0, 3, 1, 4).unbind(0)
+    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, S, H * E)
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+THIRDS = (H * E,) * 3
+FOLLOWED = {
+    "sizes": (lambda x: x.view(B, S, H, E).transpose(1, 2), None, (B, S, H * E)),
+    "open size": (lambda x: x.view(B, S, H, -1), None, (B, S, H * E)),
+    "open heads": (lambda x: x.view(B, S, -1, E), None, (B, S, H * E)),
+    "unflatten": (lambda x: x.unflatten(-1, (H, E)).flatten(2), None, (B, S, H * E)),
+    "flat": (lambda x: x.reshape(-1, H * E).view(B, S, H, E), None, (B, S, H * E)),
+    "batched heads": (folded, None, (B, S, H * E)),
+    "attention": (attention, THIRDS, (B, S, 3 * H * E)),
+    "parts as a dim": (timm, THIRDS, (B, S, 3 * H * E)),
+    "unequal parts": (lambda x: x[..., 8:12] * x[..., 12:], (8, 4, 4), (B, S, 16)),
+    "narrow": (lambda x: x.narrow(-1, 8, 4), (8, 4, 4), (B, S, 16)),
+    "glu": (F.glu, (8, 8), (B, S, 16)),
+    "gate": (lambda x: F.silu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1], (8, 8), (B, S, 16)),
+    "repeated": (lambda x: x.view(B, S, 2, E).repeat_interleave(2, 2).view(B, S, -1), None, (B, S, 2 * E)),
+    "tiled": (lambda x: x.repeat(1, 1, 2), None, (B, S, 8)),
+    "expanded": (lambda x: x.view(B, S, 2, 1, E).expand(-1, -1, -1, 3, -1).reshape(B, S, 6, E), None, (B, S, 2 * E)),
+    "joined": (lambda x: torch.cat([x, x.relu()], -1), None, (B, S, 8)),
+    "einsum": (lambda x: torch.einsum("bshe,bthe->bhst", *[x.view(B, S, H, E)] * 2), None, (B, S, H * E)),
+    "new": (lambda x: x + x.new_ones(x.shape[0], x.shape[1], 1), None, (B, S, 8)),
+}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_shares_of_results_are_results_of_shares(name):
+    function, parts, shape = FOLLOWED[name]
+    agree(function, random(*shape), parts=parts)
+
+
+REFUSED = {
+    "softmax": (lambda x: x.softmax(-1), "softmax on cut features: it goes along the dim that is cut"),
+    "sum": (lambda x: x.sum(-1), "sum on cut features: it mixes the features of all ranks"),
+    "norm": (lambda x: F.layer_norm(x, (8,)), "layer_norm does not work on cut features"),
+    "weights": (lambda x: x * torch.ones(8), "mul does not work on cut features"),
+    "element": (lambda x: x[..., 0], "__getitem__ on cut features: it picks elements along the dim that is cut"),
+    "halves": (lambda x: x[..., :4], "__getitem__ on cut features: 0:4 of 8 is no whole part"),
+    "glu": (F.glu, "glu on cut features: its halves are no parts"),
+    "heads": (lambda x: x.view(2, 3, 1, 8).view(2, 3, 8, 1).view(2, 3, 2, 4).unbind(2), "unbind on cut features"),
+    "flip": (lambda x: x.flip(-1), "flip on cut features: it goes along the dim that is cut"),
+    "convolution": (lambda x: F.conv1d(x.transpose(1, 2), torch.ones(8, 8, 1)), "conv1d on cut features"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_mixes_ranks_is_refused(name):
+    function, message = REFUSED[name]
+    first, _ = shares(random(2, 3, 8).float())
+    with pytest.raises(Unfollowed) as caught, Following(DEGREE, "test"):
+        function(first)
+    assert str(caught.value).startswith(f'"test": {message}')
+
+
+def test_code_sees_whole_sizes_inside_and_its_own_outside():
+    first, _ = shares(random(2, 3, 8))
+    with Following(DEGREE, "test"):
+        assert first.shape == first.size() == (2, 3, 8) and first.numel() == 48 and first.size(-1) == 8
+    assert first.shape == (2, 3, 4)
+
+
+def test_heads_that_do_not_divide():
+    with pytest.raises(Unplaceable, match=r"3 \(of \[2, 5, 3, 8\]\) does not divide by tp = 2"):
+        regroup([2, 5, 24], Placed(dim=2, parts=(24,)), [2, 5, 3, 8], degree=2)
+
+
+def test_a_slice_through_a_part_is_none():
+    placed = Placed(dim=0, parts=(8, 4, 4))
+    assert inside(placed, 0, 12, 2) == (0, 6, (8, 4))
+    assert inside(placed, 0, 10, 2) is None
+
+
+@pytest.mark.parametrize("parts", [[8, 4, 4], [6], [2, 2, 2, 2]])
+def test_packed_rows_are_stored_as_one_run_a_rank(parts):
+    rows = torch.arange(sum(parts))
+    stored = torch.cat([rows[start : start + length] for start, length in runs_of(parts, 2)])
+    placed = Placed(dim=0, parts=tuple(parts))
+    for rank, run in enumerate(stored.chunk(2)):
+        assert torch.equal(run, share(rows, placed, rank))
