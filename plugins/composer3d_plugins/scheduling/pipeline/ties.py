@@ -92,6 +92,8 @@ class Ties:
     def sum_gradients(self, state: StepState) -> None:
         """Give a rank's first copy the sum of all copies' gradients, and its others none.
 
+        A copy that tensor parallelism cuts may have a gradient that is a partial sum still, and on one stage only: it
+        is reduced first, so that all copies' gradients are cut alike.
         Collectives: one all-reduce for each such parameter, over the ranks that hold it.
         """
         for tie in self._ties:
@@ -103,6 +105,7 @@ class Ties:
             total = torch.zeros_like(_local(copies[0]))
             for copy in copies:
                 if copy.grad is not None:
+                    _settle(copy)
                     total += _local(copy.grad)
             if tie.group is not None:
                 dist.all_reduce(total, group=tie.group)
@@ -125,6 +128,12 @@ class Ties:
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _settle(copy: nn.Parameter) -> None:
+    grad: Any = copy.grad
+    if isinstance(copy, DTensor) and isinstance(grad, DTensor) and grad.placements != copy.placements:
+        copy.grad = grad.redistribute(placements=copy.placements)
 
 
 def _check_alike(tie: _Tie, copy: nn.Parameter) -> None:
