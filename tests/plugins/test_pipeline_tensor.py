@@ -1,0 +1,143 @@
+"""Pipelines whose stages are cut by tensor parallelism, and all three dimensions together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.architectures import batch_of, class_loss
+from support.models import mine, write_manifest
+from support.tensor_parallel import AUTO, built, reference, table
+
+import composer3d
+from composer3d.testing import count_collectives, full, run_ranks
+
+TIGHT = 1e-12
+SP, LP = "sequence_parallel = true", "loss_parallel = true"
+SETTINGS = ["", SP, LP, f"{SP}\n{LP}"]
+SAMPLES = 8
+
+
+def layout(schedule="1F1B", more="", microbatch=1):
+    return (
+        f"[mesh]\npp = 2\ntp = 2\n{more}\n[train]\nmicrobatch = {microbatch}\n[scheduling.pipeline]\n"
+        f'schedule = "{schedule}"\n'
+    )
+
+
+def steps_of(cases):
+    return [one_step(family, text, dict(*options)) for family, text, *options in cases]
+
+
+def one_step(family, text, options):
+    """Return on a rank the distances of loss, norm, gradients and evaluation from one device, and what was sent."""
+    torch.set_default_dtype(torch.float64)
+    options = {"num_layers": 4} | options
+    loss_1, gradients, norm_1 = reference(family, options, SAMPLES)
+    inputs, targets = batch_of(family, SAMPLES)
+    run = composer3d.compose(
+        built(family, options), write_manifest(text), loss_fn=class_loss, example=((inputs[:1],), {})
+    )
+    inputs, targets = mine(run, inputs), mine(run, targets)
+    with run.step(0):
+        loss = run.forward_backward(inputs, target=targets)
+        norm = run.clip_grad_norm_(float("inf"))
+        least = 1e-3 * max(float(g.abs().max()) for g in gradients.values())
+        found = {
+            name: run.context.in_model_order(name, full(p.grad))
+            for name, p in run.named_parameters()
+            if p.grad is not None
+        }
+    worst = max(
+        float((grad - gradients[name]).abs().max()) / max(float(gradients[name].abs().max()), least)
+        for name, grad in found.items()
+    )
+    with count_collectives(run.mesh) as collectives:
+        evaluated = run.evaluate(inputs, target=targets).loss
+    sent = collectives.summary().get(("send", "pp"), (0, 0))[1]
+    run.close()
+    errors = (float((loss - loss_1).abs()), float((norm - norm_1).abs() / norm_1), worst)
+    return (*errors, float((evaluated - loss_1).abs())), set(found), set(gradients), sent
+
+
+def compare(world_size, cases):
+    """Return what every rank sent in every case, after comparing with one device."""
+    results = run_ranks(steps_of, world_size, cases)
+    for number, case in enumerate(cases):
+        errors = [max(rank[number][0]) for rank in results]
+        assert max(errors) < TIGHT, (case, errors)
+        assert set().union(*(rank[number][1] for rank in results)) == results[0][number][2]
+    return [[rank[number][3] for rank in results] for number in range(len(cases))]
+
+
+# ---- numerics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_gradients_and_evaluation_equal_one_device(family):
+    compare(4, [(family, layout() + table(family, settings)) for settings in SETTINGS])
+
+
+def test_gradients_of_encoders_and_of_images():
+    # Where nothing puts the sequence together before a head, sequence_parallel has no place: vision transformers.
+    cases = [("bert", layout() + table("bert", settings)) for settings in ("", SP)]
+    compare(4, [*cases, ("vit", layout() + table("vit")), ("mixer", layout() + table("mixer"))])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        "Interleaved1F1B",
+        "ZBVZeroBubble",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPipe", "LoopedBFS")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("InterleavedZeroBubble", "DualPipeV")),
+    ],
+)
+def test_every_schedule(schedule):
+    # The head of gpt2 is the embedding: on one rank, or on two.
+    compare(4, [("gpt2", layout(schedule) + table("gpt2", f"{SP}\n{LP}")), ("llama", layout(schedule) + AUTO + SP)])
+
+
+def test_recomputation():
+    more = "[scheduling.activation_checkpoint]\n"
+    compare(4, [("llama", layout(schedule, more) + table("llama", SP)) for schedule in ("1F1B", "ZBVZeroBubble")])
+
+
+DATA_PARALLEL = {
+    "zero1": ("dp_shard = 2", "[sharding.fsdp2]\nzero = 1\n"),
+    "zero3": ("dp_shard = 2", "[sharding.fsdp2]\nzero = 3\n"),
+    "ddp": ("dp_replicate = 2", "[sharding.ddp]\n"),
+}
+
+
+def three_dimensions(schedule, name, family, settings):
+    axis, plugin = DATA_PARALLEL[name]
+    return family, layout(schedule, f"{axis}\n{plugin}") + table(family, settings)
+
+
+def test_three_dimensions():
+    compare(
+        8,
+        [
+            three_dimensions("1F1B", "zero3", "llama", f"{SP}\n{LP}"),
+            three_dimensions("1F1B", "ddp", "gpt2", SP),
+            three_dimensions("Interleaved1F1B", "zero1", "gpt2", LP),
+        ],
+    )
+
+
+@pytest.mark.slow
+def test_three_dimensions_without_bubbles():
+    # The composition keeps parameters whole between forward and backward, as the manifest is silent.
+    unstated = layout("ZBVZeroBubble", "dp_shard = 2\n[sharding.fsdp2]\n") + table("gpt2", SP)
+    compare(8, [("gpt2", unstated), three_dimensions("ZBVZeroBubble", "ddp", "gpt2", f"{SP}\n{LP}")])
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def test_each_rank_sends_its_own_part_of_a_sequence():
+    whole, cut = compare(4, [("llama", layout() + table("llama", settings)) for settings in ("", SP)])
+    header = 16 * 8
+    assert [sent > 0 for sent in whole] == [sent > 0 for sent in cut] == [True, True, False, False]
+    for all_of_it, part in zip(whole[:2], cut[:2], strict=True):
+        assert part - header == (all_of_it - header) / 2
