@@ -18,7 +18,7 @@ from composer3d.ledger import Ledger
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.preparation import PlanRow, Preparation, prepare
-from composer3d.protocol import LossFunction, Part, Schedule, Stateful
+from composer3d.protocol import Example, LossFunction, Part, Schedule, Stateful
 from composer3d.registry import Hooks
 from composer3d.step import StepEngine
 from composer3d.streams import Streams
@@ -65,7 +65,7 @@ def assemble(
     tables: Mapping[str, type] | None,
     device: str | torch.device | None,
     purpose: Purpose,
-    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None,
+    example: Example | Callable[[], Example | None] | None,
 ) -> Assembled:
     """Do what `compose` promises; its arguments are explained there."""
     import torch

@@ -16,7 +16,7 @@ from composer3d.measurement import measure
 from composer3d.optimizer import compose_step, group_parameters
 from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
-from composer3d.protocol import Batch, LossFunction, Part, Stateful
+from composer3d.protocol import Batch, Example, LossFunction, Part, Stateful
 from composer3d.sampling import Sampler
 from composer3d.step import StepState
 
@@ -43,7 +43,7 @@ def compose(
     tables: Mapping[str, type] | None = None,
     device: str | torch.device | None = None,
     purpose: Purpose = "run",
-    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    example: Example | Callable[[], Example | None] | None = None,
 ) -> Composition:
     """Apply a manifest to a model.
 
@@ -64,7 +64,8 @@ def compose(
         device: Default: the accelerator if there is one, else the CPU.
         purpose: Why it is composed.
         example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
-            only shapes and dtypes matter. Without it they try a batch of token numbers.
+            only shapes and dtypes matter. Or a function that makes it, called only if one asks. Without it they try a
+            batch of token numbers.
 
     Returns:
         The composition; it starts nothing by itself.

@@ -10,7 +10,7 @@ from composer3d.errors import StepError, TransformError
 from composer3d.mesh import Layout, Role
 from composer3d.ordering import Order
 from composer3d.patterns import select as select_fqns
-from composer3d.protocol import Dtypes, ParameterMesh, Part, Recorder, Split
+from composer3d.protocol import Dtypes, Example, ParameterMesh, Part, Recorder, Split
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,6 @@ class RunContext:
         parts: This rank's stages, once the model is split.
         split: The answer to `composer3d_split`, if a plugin gave one.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
-        example: `(args, kwargs)` of a forward, if `compose` was given one, for plugins that need shapes.
     """
 
     def __init__(
@@ -71,7 +70,7 @@ class RunContext:
         self.state: dict[Any, Any] = {}
         self.parts: tuple[Part, ...] = ()
         self.split: Split | None = None
-        self.example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None
+        self._example: Example | Callable[[], Example | None] | None = None
         self.coordinates = layout.coordinates(rank)
         self.orders: dict[str, Order] = {}
         self._hooks = hooks
@@ -86,6 +85,20 @@ class RunContext:
     def degrees(self) -> Mapping[str, int]:
         """The degree of every axis."""
         return self.layout.degrees
+
+    @property
+    def example(self) -> Example | None:
+        """`(args, kwargs)` of a forward, if `compose` was given one or can have one, for plugins that need shapes.
+
+        Where it has to be made (a run looks at its data), it is made when the first plugin asks.
+        """
+        if callable(self._example):
+            self._example = self._example()
+        return self._example
+
+    def set_example(self, example: Example | Callable[[], Example | None] | None) -> None:
+        """Give plugins an example, or what makes it; the core does, before any plugin is asked."""
+        self._example = example
 
     @property
     def data_parallel_degree(self) -> int:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from composer3d.initialisation import Recipe
     from composer3d.manifest import Manifest
-    from composer3d.protocol import Action
+    from composer3d.protocol import Action, Example
 
 __all__ = ["PlanRow", "Preparation", "prepare"]
 
@@ -124,7 +124,7 @@ def prepare(
     rank: int,
     device: torch.device,
     purpose: Purpose,
-    example: tuple[tuple[Any, ...], Mapping[str, Any]] | None = None,
+    example: Example | Callable[[], Example | None] | None = None,
 ) -> Preparation:
     """Join a manifest with a model, without a process group and without weights.
 
@@ -135,7 +135,7 @@ def prepare(
         rank: Whose view is prepared.
         device: Where the run would put parameters.
         purpose: Why.
-        example: `(args, kwargs)` of a forward, for plugins that need shapes.
+        example: `(args, kwargs)` of a forward, for plugins that need shapes, or what makes it.
 
     Raises:
         ManifestError: The mesh does not fit, or the factory fails; everything else is in `problems`.
@@ -160,7 +160,7 @@ def prepare(
         hooks=hooks,
         blocks=manifest.model.blocks or patterns.find_blocks(model),
     )
-    context.example = example
+    context.set_example(example)
     context.fqns = tuple(fqn for fqn, _ in model.named_modules())
     context.parameter_fqns = tuple(fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
     context.ties = initialisation.ties(model)

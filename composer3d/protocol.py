@@ -203,3 +203,4 @@ class Metric:
 
 
 LossFunction = Callable[[Any, Any], Any]
+Example = tuple[tuple[Any, ...], Mapping[str, Any]]  # args and kwargs of a forward

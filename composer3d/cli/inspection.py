@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import InspectedManifest, Manifest
     from composer3d.mesh import Layout
     from composer3d.preparation import Preparation
+    from composer3d.protocol import Example
     from composer3d.registry import Hooks
     from composer3d.runner.model import ModelFactory
 
@@ -146,11 +147,33 @@ def _prepare(
 
     try:
         model = factory.build()
-        preparation = prepare(model, manifest, world_size=world_size, rank=rank, device=device, purpose="check")
+        preparation = prepare(
+            model,
+            manifest,
+            world_size=world_size,
+            rank=rank,
+            device=device,
+            purpose="check",
+            example=lambda: _foreseen_example(manifest),
+        )
     except ManifestError as error:
         return list(error.problems)
     result.preparation = preparation
     return [*preparation.problems, *name_problems(manifest, factory, preparation.context)]
+
+
+def _foreseen_example(manifest: Manifest) -> Example | None:
+    """Return what the run's first forward is called with, as far as that can be told without opening the data."""
+    from composer3d.runner.data import foreseen_example
+
+    if "data" not in manifest.tables:
+        return None
+    return foreseen_example(
+        manifest.tables["data"],
+        manifest.document.folder,
+        seed=manifest.train.seed,
+        num_samples=manifest.train.microbatch or 1,
+    )
 
 
 def _news(problems: Sequence[Problem], inspected: InspectedManifest) -> list[Problem]:

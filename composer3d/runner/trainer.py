@@ -95,7 +95,7 @@ class Trainer:
 
     def __init__(self, manifest: Manifest, stack: contextlib.ExitStack, *, silent: bool = False) -> None:
         from composer3d import compose
-        from composer3d.runner.data import open_source
+        from composer3d.runner.data import example_of, open_source
         from composer3d.runner.optimizer import make_optimizer
 
         tables, seed = manifest.tables, manifest.train.seed
@@ -105,8 +105,15 @@ class Trainer:
             tables["data"], seed=seed, folder=manifest.document.folder, cache=self.output / "cache"
         )
         self.factory = ModelFactory(manifest, vocab_size=self.source.vocab_size)
+        num_samples = tables["train"].microbatch or 1
         self.run: Composition = stack.enter_context(
-            compose(self.factory.build(), manifest, loss_fn=token_loss, device=requested_device(tables["run"]))
+            compose(
+                self.factory.build(),
+                manifest,
+                loss_fn=token_loss,
+                device=requested_device(tables["run"]),
+                example=lambda: example_of(self.source, tables["data"], seed=seed, num_samples=num_samples),
+            )
         )
         self.factory.refuse_unmatched()
         set_timeout(self.run, tables["run"].timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from composer3d.runner.data.collate import Batch
+from composer3d.runner.data.example import example_of, foreseen_example
 from composer3d.runner.data.loader import Loader
 from composer3d.runner.data.opening import open_source
 from composer3d.runner.data.paths import locate
@@ -11,4 +12,15 @@ from composer3d.runner.data.source import Source
 from composer3d.runner.data.stream import STREAM_LOSES
 from composer3d.runner.data.table import DataTable
 
-__all__ = ["STREAM_LOSES", "Batch", "DataTable", "Loader", "Source", "locate", "open_source", "prepare_once"]
+__all__ = [
+    "STREAM_LOSES",
+    "Batch",
+    "DataTable",
+    "Loader",
+    "Source",
+    "example_of",
+    "foreseen_example",
+    "locate",
+    "open_source",
+    "prepare_once",
+]

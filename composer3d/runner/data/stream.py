@@ -58,6 +58,19 @@ class StreamSource:
         self._dataset, self._table = dataset, table
         self._iterator: Iterator[Any] | None = None
         self._num_items = 0
+        self._seen: tuple[Sample, dict[str, Any]] | None = None
+
+    def peek(self) -> Sample:
+        """Return the sample that `take` will return next; the state stays that before it.
+
+        Raises:
+            DataError: A pass gives nothing.
+        """
+        if self._seen is None:
+            before = self.state_dict()
+            self._seen = self.take(), before
+            self._num_items -= 1
+        return self._seen[0]
 
     def take(self) -> Sample:
         """Return the next sample, from the next pass if this one has ended.
@@ -65,6 +78,10 @@ class StreamSource:
         Raises:
             DataError: A pass gives nothing.
         """
+        if self._seen is not None:
+            sample, self._seen = self._seen[0], None
+            self._num_items += 1
+            return sample
         for _ in range(2):
             if self._iterator is None:
                 self._iterator = iter(self._dataset)
@@ -97,6 +114,8 @@ class StreamSource:
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the stream is: the same on every rank."""
+        if self._seen is not None:
+            return deepcopy(self._seen[1])
         return {"num_items": self._num_items, "dataset": deepcopy(self._dataset.state_dict())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -104,6 +123,7 @@ class StreamSource:
         self._dataset.load_state_dict(deepcopy(state["dataset"]))
         self._num_items = int(state["num_items"])
         self._iterator = None
+        self._seen = None
 
 
 class StreamBatches:

@@ -23,7 +23,7 @@ from composer3d.runner.data.source import Report, Sample, Source, num_held_out
 from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.table import DataTable
 
-__all__ = ["UserSource", "open_user", "seeded"]
+__all__ = ["UserSource", "call_user", "open_user", "seeded"]
 
 
 class UserSource(Source):
@@ -115,7 +115,7 @@ def open_user(
     Raises:
         DataError: The reference leads nowhere, the call fails, or the result cannot do what `order` needs.
     """
-    dataset = _call(table, folder)
+    dataset = call_user(table, folder)
     if callable(getattr(dataset, "prepare", None)):
         _prepare(dataset, table, cache=cache, report=report, rank=rank)
     is_map = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
@@ -146,7 +146,12 @@ def _not_a_map(dataset: Any, table: DataTable) -> str:
     return f'[data] use = "{table.use}" gives a value of type {kind}; return a data set with __len__ and __getitem__'
 
 
-def _call(table: DataTable, folder: Path) -> Any:
+def call_user(table: DataTable, folder: Path) -> Any:
+    """Call the user's callable and return what it makes.
+
+    Raises:
+        DataError: The reference leads nowhere, or the call fails.
+    """
     try:
         factory = resolve_reference(table.use, folder)
     except ReferenceFailure as failure:

@@ -1,0 +1,78 @@
+"""What the model will be called with, before any batch is read: shapes and dtypes, for plugins that trace the model."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer3d.runner.data.collate import padded_width
+from composer3d.runner.data.items import as_sample
+from composer3d.runner.data.source import Source
+from composer3d.runner.data.stream import StreamSource
+from composer3d.runner.data.table import DataTable
+from composer3d.runner.data.user import call_user, seeded
+
+__all__ = ["Example", "example_of", "foreseen_example"]
+
+Example = tuple[tuple[Any, ...], dict[str, Any]]
+# With one sample alone, a model's shapes tell less: a dim of 1 is not known from one that is broadcast.
+_LEAST_SAMPLES = 2
+
+
+def example_of(source: Source | StreamSource, table: DataTable, *, seed: int, num_samples: int) -> Example:
+    """Return `(args, kwargs)` of a forward like the run's first: the first sample's form, on meta.
+
+    Nothing is consumed: a numbered source has no place, a stream gives the sample that was looked at once more, and
+    random streams are as before.
+
+    Args:
+        source: From `open_source`.
+        table: The manifest's `[data]`.
+        seed: Of the run.
+        num_samples: Of a micro-batch.
+    """
+    if isinstance(source, StreamSource):
+        tokens = source.peek()[0]
+    else:
+        with seeded(seed, 0) if source.draws else nullcontext():
+            tokens = source[0][0]
+    return _batch(tokens, table, num_samples)
+
+
+def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: int) -> Example | None:
+    """Return the same without opening the source: text and tokens are `seq_len` integers, a user's data set is made.
+
+    None where it takes more to tell, such as a data set's `prepare`.
+
+    Args:
+        table: The manifest's `[data]`.
+        folder: Of the manifest.
+        seed: Of the run.
+        num_samples: Of a micro-batch.
+
+    Raises:
+        DataError: The user's callable fails.
+    """
+    if table.kind != "user":
+        return _batch(torch.empty(table.seq_len, dtype=torch.int64, device="meta"), table, num_samples)
+    dataset = call_user(table, folder)
+    try:
+        with seeded(seed, 0):
+            item = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
+            tokens = as_sample(item, name="the first item", use=table.use)[0]
+    except Exception:  # the run opens it as it has to be, and tells
+        return None
+    return _batch(tokens, table, num_samples)
+
+
+def _batch(tokens: Tensor, table: DataTable, num_samples: int) -> Example:
+    shape = list(tokens.shape)
+    width = padded_width(shape[:1], table) if shape else None
+    if width is not None:
+        shape[0] = width
+    size = max(num_samples, _LEAST_SAMPLES)
+    return (torch.empty((size, *shape), dtype=tokens.dtype, device="meta"),), {}
