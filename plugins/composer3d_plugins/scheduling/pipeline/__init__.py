@@ -24,10 +24,10 @@ from composer3d import (
     select_fqns,
     torch_compat,
 )
+from composer3d_plugins.scheduling.pipeline.balance import Load, balance, peak_in_flight
 from composer3d_plugins.scheduling.pipeline.rules import (
     RULES,
     ScheduleName,
-    balance,
     order_of_one_stage,
     stages_of,
     too_few,
@@ -87,8 +87,10 @@ class Pipeline:
             InterleavedZeroBubble several, dealt round; ZBVZeroBubble and DualPipeV two, rank r the stages r and
             2 pp - 1 - r, so that the first and the last are on rank 0.
         stages_per_rank: Default: what the schedule has; 2 where it may be any number from 2.
-        split: `auto` balances the stages by floating-point operations, those before and after the blocks counted; or
-            the FQNs of the blocks that begin the second and every further stage.
+        split: `auto` makes the costliest stage as cheap as can be, in floating-point operations, those of embeddings
+            and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
+            activations of all micro-batches in flight there. Or the FQNs of the blocks that begin the second and every
+            further stage.
     """
 
     schedule: ScheduleName = "1F1B"
@@ -117,16 +119,22 @@ class Pipeline:
             raise PluginError(f"{self.schedule} has several stages a rank, not 1", hint='write schedule = "1F1B"')
         if context.degrees["pp"] == 1:
             return
-        train = context.manifest.train
-        if train.global_batch is None or train.microbatch is None:
+        train, num_microbatches = context.manifest.train, self._num_microbatches(context)
+        if num_microbatches is None:
             return
-        num_microbatches = train.global_batch // (train.microbatch * context.data_parallel_degree)
         self._refuse_too_few(
             context,
             num_microbatches,
             f"[train] global_batch = {train.global_batch} over {context.data_parallel_degree} data-parallel ranks "
             f"makes {num_microbatches} micro-batches of {train.microbatch}",
         )
+
+    @staticmethod
+    def _num_microbatches(context: RunContext) -> int | None:
+        train = context.manifest.train
+        if train.global_batch is None or train.microbatch is None:
+            return None
+        return train.global_batch // (train.microbatch * context.data_parallel_degree)
 
     def _refuse_too_few(self, context: RunContext, num_microbatches: int, what: str) -> None:
         degree = context.degrees["pp"]
@@ -172,11 +180,23 @@ class Pipeline:
             )
         stated = self._stated_cuts(blocks, num_stages)
         observation = observe(model, blocks, context.example)
-        cuts = stated or balance(
-            observation.costs, first=observation.first_cost, last=observation.last_cost, num_stages=num_stages
+        load = Load(
+            costs=observation.costs,
+            first_cost=observation.first_cost,
+            last_cost=observation.last_cost,
+            parameters_bytes=observation.parameters_bytes,
+            activations_bytes=observation.activations_bytes,
         )
+        cuts = stated or balance(load, num_stages=num_stages, in_flight=self._in_flight(context))
         context.state[self] = _Memory(observation=observation, cuts=tuple(cuts))
         return blocks
+
+    def _in_flight(self, context: RunContext) -> list[int]:
+        """Return the most micro-batches that every stage holds, for those that [train] makes; else for many."""
+        degree = context.degrees["pp"]
+        num_microbatches = self._num_microbatches(context) or 2 * degree * self._per_rank
+        orders = self._orders(degree, num_microbatches)
+        return peak_in_flight((action for order in orders for action in order), degree * self._per_rank)
 
     def _stated_cuts(self, blocks: Sequence[str], num_stages: int) -> list[int] | None:
         if self.split == "auto":
@@ -277,16 +297,19 @@ class Pipeline:
         if degree == 1:
             return None
         self._refuse_too_few(context, num_microbatches, f"there are {num_microbatches} micro-batches")
-        if RULES[self.schedule].placement == "one":
-            orders: list[list[tuple[int, Any, int]]] = [
-                [
-                    (rank, kind, index)
-                    for kind, index in order_of_one_stage(
-                        self.schedule, rank, degree=degree, num_microbatches=num_microbatches
-                    )
-                ]
-                for rank in range(degree)
-            ]
-        else:
-            orders = torch_compat.pipeline_orders(self.schedule, degree, num_microbatches, self._per_rank)
+        orders = self._orders(degree, num_microbatches)
         return [[Action(stage=stage, kind=kind, microbatch=index) for stage, kind, index in order] for order in orders]
+
+    def _orders(self, degree: int, num_microbatches: int) -> list[list[tuple[int, Any, int]]]:
+        """Return what every rank along pp runs, as (stage, kind, micro-batch)."""
+        if RULES[self.schedule].placement != "one":
+            return torch_compat.pipeline_orders(self.schedule, degree, num_microbatches, self._per_rank)
+        return [
+            [
+                (rank, kind, index)
+                for kind, index in order_of_one_stage(
+                    self.schedule, rank, degree=degree, num_microbatches=num_microbatches
+                )
+            ]
+            for rank in range(degree)
+        ]

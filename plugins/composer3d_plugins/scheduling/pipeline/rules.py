@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RULES", "Rule", "ScheduleName", "balance", "order_of_one_stage", "stages_of", "too_few"]
+__all__ = ["RULES", "Rule", "ScheduleName", "order_of_one_stage", "stages_of", "too_few"]
 
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -71,41 +70,3 @@ def order_of_one_stage(schedule: str, rank: int, *, degree: int, num_microbatche
         if warmup + index < num_microbatches:
             order.append(("F", warmup + index))
     return order
-
-
-def balance(costs: Sequence[float], *, first: float, last: float, num_stages: int) -> list[int]:
-    """Cut blocks into stages of at least one so that the costliest stage is as cheap as can be.
-
-    Of cuts with the same costliest stage, the one with the smallest sum of squares.
-
-    Args:
-        costs: Of every block.
-        first: What the first stage has to do besides: embeddings.
-        last: What the last stage has to do besides: norm and head.
-        num_stages: At most the number of blocks.
-
-    Returns:
-        The index of every stage's first block.
-    """
-    num_blocks = len(costs)
-    before = [0.0]
-    for cost in costs:
-        before.append(before[-1] + cost)
-
-    def stage(index: int, start: int, end: int) -> float:
-        extra = (first if index == 0 else 0.0) + (last if index == num_stages - 1 else 0.0)
-        return before[end] - before[start] + extra
-
-    # best[end]: of the stages so far over the first `end` blocks: (costliest, sum of squares, cuts).
-    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
-    for index in range(num_stages):
-        following: dict[int, tuple[float, float, list[int]]] = {}
-        left = num_stages - index - 1
-        for start, (costliest, squares, cuts) in best.items():
-            for end in range(start + 1, num_blocks - left + 1):
-                cost = stage(index, start, end)
-                candidate = (max(costliest, cost), squares + cost * cost, [*cuts, start])
-                if end not in following or candidate < following[end]:
-                    following[end] = candidate
-        best = following
-    return best[num_blocks][2]

@@ -42,6 +42,8 @@ class Observation:
         costs: Floating-point operations of every block; parameters, where there are no operations that count.
         first_cost: Of what comes before the blocks.
         last_cost: Of what comes after them.
+        activations_bytes: What every block computes, which is about what it keeps for its backward.
+        parameters_bytes: Of every block; those needed before the first, or behind the last, belong to these.
         skeleton: The model on meta, without weights.
     """
 
@@ -53,6 +55,8 @@ class Observation:
     costs: tuple[float, ...]
     first_cost: float
     last_cost: float
+    activations_bytes: tuple[float, ...]
+    parameters_bytes: tuple[float, ...]
     skeleton: nn.Module
 
     def needed(self, start: int, end: int) -> frozenset[str]:
@@ -148,6 +152,7 @@ class _Watch:
         self._inside: int | None = None
         self._returns: dict[int, Any] = {}
         self._costs: dict[int, float] = defaultdict(float)
+        self._computed_bytes: dict[int, float] = defaultdict(float)
 
     def _key(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
@@ -168,6 +173,9 @@ class _Watch:
             fqn = self._parameters.get(id(tensor))
             if fqn is not None:
                 self._uses[fqn][place] += 1
+        for tensor in _tensors(result):
+            if self._key(tensor) not in self._sources:  # not a view
+                self._computed_bytes[place] += tensor.numel() * tensor.element_size()
         for tensor in [*_tensors(result), *torch_compat.written_tensors(func, args, kwargs)]:
             self._sources[self._key(tensor)] |= given
         return result
@@ -300,12 +308,23 @@ class _Watch:
             costs=tuple(costs),
             first_cost=self._costs[-1],
             last_cost=self._costs[len(self._blocks)],
+            activations_bytes=tuple(self._computed_bytes[index] for index in range(len(self._blocks))),
+            parameters_bytes=self._parameters_bytes(),
             skeleton=self._skeleton,
         )
 
     def _home(self, fqn: str) -> int:
         inside = (index for index, block in enumerate(self._blocks) if fqn.startswith(f"{block}."))
         return next(inside, 0)
+
+    def _parameters_bytes(self) -> tuple[float, ...]:
+        """Add up parameters where they are needed, those needed by several blocks at the first and the last."""
+        total = [0.0] * len(self._blocks)
+        for fqn, parameter in self._skeleton.named_parameters():
+            users = {user for name, first in self._firsts.items() if first == fqn for user in self._needs[name]}
+            for index in {min(users), max(users)} if users else ():
+                total[index] += parameter.numel() * parameter.element_size()
+        return tuple(total)
 
     def _num_parameters(self, fqn: str) -> int:
         return sum(parameter.numel() for parameter in self._skeleton.get_submodule(fqn).parameters())
