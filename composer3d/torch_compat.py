@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -300,6 +300,25 @@ def pipeline_schedule(name: str) -> Any:
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     return get_schedule_class(name)
+
+
+def custom_pipeline_schedule(stages: Any, orders: Sequence[Sequence[tuple[int, str, int]]], **options: Any) -> Any:
+    """Return a schedule that runs the given actions; torch's runtime for these has no public name (torch 2.11-2.15).
+
+    Args:
+        stages: This rank's.
+        orders: Of every rank, as (stage, kind, micro-batch); kinds are F, B, I and W.
+        options: Of the schedule's constructor.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime(stages, **options)
+    schedule.pipeline_order = {
+        rank: [_Action.from_str(f"{stage}{kind}{index}") for stage, kind, index in order]
+        for rank, order in enumerate(orders)
+    }
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule
 
 
 def pipeline_orders(

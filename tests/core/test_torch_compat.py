@@ -298,6 +298,19 @@ def test_pipeline_schedules_are_found_by_name():
     assert torch_compat.pipeline_schedule("ZBVZeroBubble") is ScheduleZBVZeroBubble
 
 
+def test_a_custom_schedule_takes_actions():
+    from torch.distributed.pipelining import PipelineStage
+
+    from composer3d.testing import fake_world
+
+    with fake_world(2):
+        stage = PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"))
+        orders = [[(0, "F", 0), (0, "B", 0)], [(1, "F", 0), (1, "I", 0), (1, "W", 0)]]
+        schedule = torch_compat.custom_pipeline_schedule([stage], orders, n_microbatches=1)
+    assert [str(action) for action in schedule.pipeline_order[1]] == ["1F0", "1I0", "1W0"]
+    assert "0SEND_F0" in [str(action) for action in schedule.pipeline_order_with_comms[0]]
+
+
 def test_pipeline_orders_are_those_of_the_schedule():
     first, second = torch_compat.pipeline_orders("LoopedBFS", 2, 2, 2)
     assert first == [(stage, "F", m) for stage in (0, 2) for m in (0, 1)] + [

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, StringConstraints
 
 from composer3d import (
     Action,
@@ -25,12 +25,12 @@ from composer3d import (
     torch_compat,
 )
 from composer3d_plugins.scheduling.pipeline.balance import Load, balance, peak_in_flight
+from composer3d_plugins.scheduling.pipeline.custom import CustomSchedule, read_schedule
 from composer3d_plugins.scheduling.pipeline.rules import (
     RULES,
+    NamedSchedule,
     ScheduleName,
     order_of_one_stage,
-    stages_of,
-    too_few,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 
     from composer3d_plugins.scheduling.pipeline.ties import Ties
     from composer3d_plugins.scheduling.pipeline.trace import Observation
+
+
+_CsvFile = Annotated[str, StringConstraints(pattern=r"\.csv$")]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -85,7 +88,9 @@ class Pipeline:
     Args:
         schedule: Who runs which micro-batch when. GPipe and 1F1B have one stage a rank; Interleaved1F1B, LoopedBFS and
             InterleavedZeroBubble several, dealt round; ZBVZeroBubble and DualPipeV two, rank r the stages r and
-            2 pp - 1 - r, so that the first and the last are on rank 0.
+            2 pp - 1 - r, so that the first and the last are on rank 0. Or a CSV file, beside the manifest, of a
+            schedule of one's own, as torch has them: a row a rank, in it `2F0` for the forward of micro-batch 0 on
+            stage 2, B for its backward, or I and W for the gradients of inputs and of weights.
         stages_per_rank: Default: what the schedule has; 2 where it may be any number from 2.
         split: `auto` makes the costliest stage as cheap as can be, in floating-point operations, those of embeddings
             and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
@@ -93,32 +98,33 @@ class Pipeline:
             further stage.
     """
 
-    schedule: ScheduleName = "1F1B"
+    schedule: ScheduleName | _CsvFile = "1F1B"
     stages_per_rank: int | None = Field(default=None, ge=1)
     split: Literal["auto"] | tuple[str, ...] = "auto"
 
-    @property
-    def _per_rank(self) -> int:
-        return self.stages_per_rank or (1 if RULES[self.schedule].placement == "one" else 2)
-
-    def _stages_of(self, rank: int, context: RunContext) -> tuple[int, ...]:
-        return stages_of(rank, schedule=self.schedule, degree=context.degrees["pp"], per_rank=self._per_rank)
+    def _schedule(self, context: RunContext) -> NamedSchedule | CustomSchedule:
+        """Return the schedule; a file is read once."""
+        degree = context.degrees["pp"]
+        if self.schedule in RULES:
+            per_rank = self.stages_per_rank or (1 if RULES[self.schedule].placement == "one" else 2)
+            return NamedSchedule(name=self.schedule, degree=degree, per_rank=per_rank)
+        key = (self, "file")
+        if key not in context.state:
+            path = context.manifest.document.folder / self.schedule
+            context.state[key] = read_schedule(path, degree=degree, name=self.schedule)
+        schedule: CustomSchedule = context.state[key]
+        return schedule
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse stages that the schedule does not have, and too few micro-batches where their number is stated."""
-        placement, stated = RULES[self.schedule].placement, self.stages_per_rank
-        if stated is not None and placement == "one" and stated != 1:
-            raise PluginError(
-                f"{self.schedule} has one stage a rank, not {stated}",
-                hint='schedules of several are "Interleaved1F1B" and others',
-            )
-        if stated is not None and placement == "v" and stated != 2:
-            raise PluginError(f"{self.schedule} has two stages a rank, not {stated}")
-        if stated == 1 and placement == "loop":
-            raise PluginError(f"{self.schedule} has several stages a rank, not 1", hint='write schedule = "1F1B"')
+        if self.schedule in RULES:
+            self._refuse_placement()
         if context.degrees["pp"] == 1:
             return
+        schedule = self._schedule(context)
+        if self.stages_per_rank not in (None, schedule.per_rank):
+            raise PluginError(f"{self.schedule} has {schedule.per_rank} stages a rank, not {self.stages_per_rank}")
         train, num_microbatches = context.manifest.train, self._num_microbatches(context)
         if num_microbatches is None:
             return
@@ -136,14 +142,20 @@ class Pipeline:
             return None
         return train.global_batch // (train.microbatch * context.data_parallel_degree)
 
+    def _refuse_placement(self) -> None:
+        placement, stated = RULES[self.schedule].placement, self.stages_per_rank
+        if stated is not None and placement == "one" and stated != 1:
+            raise PluginError(
+                f"{self.schedule} has one stage a rank, not {stated}",
+                hint='schedules of several are "Interleaved1F1B" and others',
+            )
+        if stated is not None and placement == "v" and stated != 2:
+            raise PluginError(f"{self.schedule} has two stages a rank, not {stated}")
+        if stated == 1 and placement == "loop":
+            raise PluginError(f"{self.schedule} has several stages a rank, not 1", hint='write schedule = "1F1B"')
+
     def _refuse_too_few(self, context: RunContext, num_microbatches: int, what: str) -> None:
-        degree = context.degrees["pp"]
-        reason = too_few(
-            self.schedule,
-            degree=degree,
-            num_stages=degree * self._per_rank,
-            num_microbatches=num_microbatches,
-        )
+        reason = self._schedule(context).refusal(num_microbatches)
         if reason is not None:
             raise PluginError(f"{what}, and {self.schedule} {reason}")
 
@@ -152,7 +164,7 @@ class Pipeline:
         """Look at the model and choose where to cut it; the cutting itself is the split."""
         if context.degrees["pp"] == 1:
             return None
-        splits_backward = RULES[self.schedule].splits_backward
+        splits_backward = self._schedule(context).splits_backward
         return Transform(
             # Others may exclude the second name: what it needs, they may not be able to give.
             name="zero_bubble_pipeline" if splits_backward else "pipeline",
@@ -172,10 +184,11 @@ class Pipeline:
         from composer3d_plugins.scheduling.pipeline.trace import observe
 
         blocks = select_fqns(context.blocks, context.fqns)
-        num_stages = context.degrees["pp"] * self._per_rank
+        per_rank = self._schedule(context).per_rank
+        num_stages = context.degrees["pp"] * per_rank
         if len(blocks) < num_stages:
             raise PluginError(
-                f"pp = {context.degrees['pp']} with {self._per_rank} stage{'s' * (self._per_rank > 1)} a rank makes "
+                f"pp = {context.degrees['pp']} with {per_rank} stage{'s' * (per_rank > 1)} a rank makes "
                 f"{num_stages} stages, and the model has {len(blocks)} blocks ({context.blocks}); every stage needs one"
             )
         stated = self._stated_cuts(blocks, num_stages)
@@ -193,10 +206,10 @@ class Pipeline:
 
     def _in_flight(self, context: RunContext) -> list[int]:
         """Return the most micro-batches that every stage holds, for those that [train] makes; else for many."""
-        degree = context.degrees["pp"]
-        num_microbatches = self._num_microbatches(context) or 2 * degree * self._per_rank
-        orders = self._orders(degree, num_microbatches)
-        return peak_in_flight((action for order in orders for action in order), degree * self._per_rank)
+        schedule, degree = self._schedule(context), context.degrees["pp"]
+        num_stages = degree * schedule.per_rank
+        orders = self._orders(schedule, degree, self._num_microbatches(context) or 2 * num_stages)
+        return peak_in_flight((action for order in orders for action in order), num_stages)
 
     def _stated_cuts(self, blocks: Sequence[str], num_stages: int) -> list[int] | None:
         if self.split == "auto":
@@ -224,7 +237,7 @@ class Pipeline:
         from composer3d_plugins.scheduling.pipeline.stage import build_stage
 
         memory: _Memory = context.state[self]
-        mine = self._stages_of(context.coordinates["pp"], context)
+        mine = self._schedule(context).stages_of(context.coordinates["pp"])
         names = {fqn: tied for tied in context.ties for fqn in tied}
         parts: list[Part] = []
         for index in sorted(mine):
@@ -245,7 +258,7 @@ class Pipeline:
                     copies=frozenset(name for fqn in later for name in names.get(fqn, (fqn,))),
                 )
             )
-        return Split(parts=tuple(parts), keep_unsharded=RULES[self.schedule].splits_backward)
+        return Split(parts=tuple(parts), keep_unsharded=self._schedule(context).splits_backward)
 
     @hookimpl
     def composer3d_schedule(
@@ -259,9 +272,7 @@ class Pipeline:
 
         memory: _Memory = context.state[self]
         holders = {fqn: memory.holders(fqn) for fqn in memory.observation.uses}
-        runtime = PipelineRuntime(
-            context=context, parts=parts, loss_fn=loss_fn, schedule=self.schedule, per_rank=self._per_rank
-        )
+        runtime = PipelineRuntime(context=context, parts=parts, loss_fn=loss_fn, schedule=self._schedule(context))
         memory.ties = Ties(
             context=context,
             parts=parts,
@@ -297,18 +308,23 @@ class Pipeline:
         if degree == 1:
             return None
         self._refuse_too_few(context, num_microbatches, f"there are {num_microbatches} micro-batches")
-        orders = self._orders(degree, num_microbatches)
+        orders = self._orders(self._schedule(context), degree, num_microbatches)
         return [[Action(stage=stage, kind=kind, microbatch=index) for stage, kind, index in order] for order in orders]
 
-    def _orders(self, degree: int, num_microbatches: int) -> list[list[tuple[int, Any, int]]]:
+    @staticmethod
+    def _orders(
+        schedule: NamedSchedule | CustomSchedule, degree: int, num_microbatches: int
+    ) -> Sequence[Sequence[tuple[int, Any, int]]]:
         """Return what every rank along pp runs, as (stage, kind, micro-batch)."""
-        if RULES[self.schedule].placement != "one":
-            return torch_compat.pipeline_orders(self.schedule, degree, num_microbatches, self._per_rank)
+        if isinstance(schedule, CustomSchedule):
+            return schedule.orders
+        if not schedule.has_one_stage:
+            return torch_compat.pipeline_orders(schedule.name, degree, num_microbatches, schedule.per_rank)
         return [
             [
                 (rank, kind, index)
                 for kind, index in order_of_one_stage(
-                    self.schedule, rank, degree=degree, num_microbatches=num_microbatches
+                    schedule.name, rank, degree=degree, num_microbatches=num_microbatches
                 )
             ]
             for rank in range(degree)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["RULES", "Rule", "ScheduleName", "order_of_one_stage", "stages_of", "too_few"]
+__all__ = ["RULES", "NamedSchedule", "Rule", "ScheduleName", "order_of_one_stage", "too_few"]
 
 ScheduleName = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -36,11 +36,44 @@ RULES: dict[str, Rule] = {
 }
 
 
-def stages_of(rank: int, *, schedule: str, degree: int, per_rank: int) -> tuple[int, ...]:
-    """Return the stages of one rank along pp, in the order of the model."""
-    if RULES[schedule].placement == "v":
-        return (rank, 2 * degree - 1 - rank)
-    return tuple(rank + index * degree for index in range(per_rank))
+@dataclass(frozen=True, kw_only=True)
+class NamedSchedule:
+    """One of torch's, for a number of ranks.
+
+    Args:
+        name: Its name.
+        degree: Ranks along pp.
+        per_rank: Stages a rank.
+    """
+
+    name: str
+    degree: int
+    per_rank: int
+
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of inputs and of weights are computed apart."""
+        return RULES[self.name].splits_backward
+
+    @property
+    def has_one_stage(self) -> bool:
+        """Whether a rank has one stage, and torch's class takes it alone."""
+        return RULES[self.name].placement == "one"
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages of one rank along pp, in the order of the model."""
+        if RULES[self.name].placement == "v":
+            return (rank, 2 * self.degree - 1 - rank)
+        return tuple(rank + index * self.degree for index in range(self.per_rank))
+
+    def refusal(self, num_microbatches: int) -> str | None:
+        """Say why it cannot run so many micro-batches."""
+        return too_few(
+            self.name,
+            degree=self.degree,
+            num_stages=self.degree * self.per_rank,
+            num_microbatches=num_microbatches,
+        )
 
 
 def too_few(schedule: str, *, degree: int, num_stages: int, num_microbatches: int) -> str | None:

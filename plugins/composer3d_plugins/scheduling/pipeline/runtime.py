@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer3d import Batch, PluginError, RunContext, StepError, torch_compat
-from composer3d_plugins.scheduling.pipeline.rules import RULES, stages_of, too_few
+from composer3d_plugins.scheduling.pipeline.custom import CustomSchedule
+from composer3d_plugins.scheduling.pipeline.rules import NamedSchedule
 from composer3d_plugins.scheduling.pipeline.stage import runner_of
 
 __all__ = ["PipelineRuntime"]
@@ -30,21 +31,21 @@ class PipelineRuntime:
         context: Complete.
         parts: This rank's stages.
         loss_fn: The core's, which owns all scaling.
-        schedule: Its name.
-        per_rank: Stages a rank.
+        schedule: Who runs what when.
     """
 
     def __init__(
-        self, *, context: RunContext, parts: Sequence[Any], loss_fn: Any, schedule: str, per_rank: int
+        self,
+        *,
+        context: RunContext,
+        parts: Sequence[Any],
+        loss_fn: Any,
+        schedule: NamedSchedule | CustomSchedule,
     ) -> None:
         self._context, self._parts, self._loss_fn = context, tuple(parts), loss_fn
-        self._schedule_name = schedule
+        self._order = schedule
         self._degree = context.degrees["pp"]
-        self.owner = {
-            stage: rank
-            for rank in range(self._degree)
-            for stage in stages_of(rank, schedule=schedule, degree=self._degree, per_rank=per_rank)
-        }
+        self.owner = {stage: rank for rank in range(self._degree) for stage in schedule.stages_of(rank)}
         self._group = context.mesh["pp"].get_group()
         self._signature: Any = None
         self._schedule: Any = None
@@ -108,12 +109,10 @@ class PipelineRuntime:
         from torch.distributed.pipelining import PipelineStage
 
         num_stages = self._parts[0].num_stages
-        reason = too_few(
-            self._schedule_name, degree=self._degree, num_stages=num_stages, num_microbatches=num_microbatches
-        )
+        reason = self._order.refusal(num_microbatches)
         if reason is not None:
             raise PluginError(
-                f"this batch has {num_microbatches} micro-batches, and {self._schedule_name} {reason}",
+                f"this batch has {num_microbatches} micro-batches, and {self._order.name} {reason}",
                 hint="hand over more sequences a call, or set [train] microbatch",
             )
         # torch infers shapes by a real forward before the first one; what that did to buffers is undone.
@@ -125,12 +124,15 @@ class PipelineRuntime:
             )
             for part in self._parts
         ]
-        return torch_compat.pipeline_schedule(self._schedule_name)(
-            stages[0] if RULES[self._schedule_name].placement == "one" else stages,
-            n_microbatches=num_microbatches,
-            loss_fn=lambda loss, _: loss,
-            scale_grads=False,
-        )
+        options: dict[str, Any] = {
+            "n_microbatches": num_microbatches,
+            "loss_fn": lambda loss, _: loss,
+            "scale_grads": False,
+        }
+        if isinstance(self._order, CustomSchedule):
+            return torch_compat.custom_pipeline_schedule(stages, self._order.orders, **options)
+        schedule = torch_compat.pipeline_schedule(self._order.name)
+        return schedule(stages[0] if self._order.has_one_stage else stages, **options)
 
     def _watched(self, stage: Any, num_microbatches: int) -> Any:
         """Wrap what a stage does with a micro-batch: random streams, step actions, spans."""
