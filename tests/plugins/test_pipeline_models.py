@@ -101,50 +101,6 @@ def test_stages_and_microbatches_draw_different_numbers():
     assert len(patterns) == len(draws)
 
 
-class Normed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tok = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(NormedBlock() for _ in range(2))
-        self.out = nn.Linear(DIM, VOCAB)
-
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(x)
-
-
-class NormedBlock(Block):
-    def __init__(self):
-        super().__init__(DIM)
-        self.statistics = nn.BatchNorm1d(DIM)
-
-    def forward(self, x):
-        return super().forward(self.statistics(x.transpose(1, 2)).transpose(1, 2))
-
-
-def statistics():
-    torch.set_default_dtype(torch.float64)
-    model, tokens_and_targets = seeded(Normed), padded()
-    tokens = tokens_and_targets[0]
-    for start in range(0, 12, 3):
-        model(tokens[start : start + 3])
-    expected = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    run = composed(ONE + "[train]\nmicrobatch = 3\n", seeded(Normed))
-    with run.step(0):
-        run.forward_backward(tokens, target=tokens_and_targets[1])
-    found = {name: buffer for part in run.parts for name, buffer in part.module.named_buffers()}
-    run.close()
-    return max(float((found[name] - expected[name]).abs().max()) for name in found), len(found)
-
-
-def test_learning_shapes_leaves_buffers_alone():
-    for error, num_buffers in run_ranks(statistics, 2):
-        assert num_buffers == 3
-        assert error < 1e-12
-
-
 # ---- state -----------------------------------------------------------------------------------------------------------
 
 

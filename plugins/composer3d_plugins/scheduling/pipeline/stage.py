@@ -262,8 +262,12 @@ def build_stage(
         TransformError: The stage needs a parameter that lies in a block of another stage.
     """
     runner = Runner(observation, start, end)
-    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
-    needed = observation.needed(start, end)
+    needed, absent = observation.needed(start, end), observation.absent_buffers(start, end)
+    memo: dict[int, Any] = {
+        # What a module of another stage counts there, it writes into a tensor of its own here.
+        id(b): torch.zeros(b.shape, dtype=b.dtype, device=device) if fqn in absent else b
+        for fqn, b in model.named_buffers()
+    }
     held = {observation.firsts[fqn] for fqn in needed}
     for fqn, parameter in model.named_parameters():
         if fqn not in held:
@@ -280,7 +284,7 @@ def build_stage(
     _take_out_blocks(stage, observation)
     for index in range(start, end):
         _become(stage.get_submodule(observation.blocks[index]), _Owned, _BLOCK, (runner, index))
-    _take_out_parameters(stage, "", needed, device)
+    _take_out_tensors(stage, "", needed, absent, device)
     for fqn in sorted({name for block in observation.blocks for name in _ancestors(block)}):
         if not isinstance(stage.get_submodule(fqn), nn.ModuleList | nn.ModuleDict):
             _become(stage.get_submodule(fqn), _Between, _LEFT, False)
@@ -324,24 +328,28 @@ def _take_out(parent: nn.Module, name: str) -> None:
     del parent._modules[name]
 
 
-def _take_out_parameters(module: nn.Module, prefix: str, needed: frozenset[str], device: torch.device) -> None:
-    """Replace parameters that are not needed by zeros; whole modules that are left without any leave the tree."""
+def _take_out_tensors(
+    module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str], device: torch.device
+) -> None:
+    """Replace parameters and buffers that are not needed by zeros; modules that are left without any leave the tree."""
     for name, child in list(module._modules.items()):
         if child is not None:
-            is_absent = _is_absent(child, f"{prefix}{name}.", needed)
-            _take_out_parameters(child, f"{prefix}{name}.", needed, device)
+            is_absent = _is_absent(child, f"{prefix}{name}.", needed, absent)
+            _take_out_tensors(child, f"{prefix}{name}.", needed, absent, device)
             if is_absent:
                 _take_out(module, name)
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and f"{prefix}{name}" not in needed:
             del module._parameters[name]
             vars(module)[name] = _zeros(parameter, device)
+    for name in [name for name in module._buffers if f"{prefix}{name}" in absent]:
+        vars(module)[name] = module._buffers.pop(name)
 
 
-def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str]) -> bool:
-    """Tell whether a module holds parameters that are not needed, and nothing else."""
+def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str]) -> bool:
+    """Tell whether a module holds parameters that are not needed, and nothing else but buffers that are not either."""
     names = [f"{prefix}{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
-    others = any(True for _ in module.buffers()) or any(
+    others = any(f"{prefix}{name}" not in absent for name, _ in module.named_buffers()) or any(
         isinstance(value, Tensor) for inner in module.modules() for value in vars(inner).values()
     )
     is_block = any(isinstance(inner, _Owned | _Container) for inner in module.modules())

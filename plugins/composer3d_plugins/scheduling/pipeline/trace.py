@@ -35,6 +35,8 @@ class Observation:
         blocks: FQNs in the order in which they were called.
         needs: For every name of a parameter, the indices of the blocks whose stages need it under this name. What only
             leads into the first block counts as needed by it; what the output needs besides the blocks, by the last.
+        buffers: The same for buffers; those that this forward does not use go with the module's other tensors. Nobody
+            needs those of a module of which nothing was used; every stage keeps them.
         firsts: For every name of a parameter its first one; they differ for tied parameters.
         uses: For every parameter, under its first FQN, how many operators took it, by place: the index of a block (with
             what comes between it and the block before), -1 before the first, the number of blocks after the last.
@@ -49,6 +51,7 @@ class Observation:
 
     blocks: tuple[str, ...]
     needs: Mapping[str, frozenset[int]]
+    buffers: Mapping[str, frozenset[int]]
     firsts: Mapping[str, str]
     uses: Mapping[str, Mapping[int, int]]
     returns: tuple[Any, ...]
@@ -62,6 +65,12 @@ class Observation:
     def needed(self, start: int, end: int) -> frozenset[str]:
         """Return the names of what the stage of the blocks from `start` to before `end` needs."""
         return frozenset(fqn for fqn, users in self.needs.items() if any(start <= user < end for user in users))
+
+    def absent_buffers(self, start: int, end: int) -> frozenset[str]:
+        """Return the names of the buffers that only other stages than this one need, statistics for example."""
+        return frozenset(
+            fqn for fqn, users in self.buffers.items() if users and not any(start <= user < end for user in users)
+        )
 
     def uses_once(self, start: int, end: int) -> bool:
         """Tell whether such a stage uses every parameter in one place, and not through what was computed before."""
@@ -142,11 +151,13 @@ class _Watch:
         self._sources: dict[int, set[Source]] = defaultdict(set)
         self._alive: list[Any] = []  # a storage that is freed may give its key to another
         self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}
-        self._storages = {self._key(p): fqn for fqn, p in skeleton.named_parameters()}
+        self._buffers = {id(b): fqn for fqn, b in skeleton.named_buffers()}
+        self._storages = {self._key(p): fqn for fqn, p in [*skeleton.named_buffers(), *skeleton.named_parameters()]}
         names = list(skeleton.named_parameters(remove_duplicate=False))
         self._firsts = {fqn: self._parameters[id(p)] for fqn, p in names}
         self._uses: dict[str, Counter[int]] = {fqn: Counter() for fqn in self._parameters.values()}
         self._needs: dict[str, set[int]] = {fqn: set() for fqn, _ in names}
+        self._buffer_needs: dict[str, set[int]] = {fqn: set() for fqn in self._buffers.values()}
         self._running: list[dict[int, str]] = []  # of the modules at work, the names of their own parameters
         self._called: list[int] = []
         self._inside: int | None = None
@@ -186,6 +197,8 @@ class _Watch:
             key = self._key(tensor)
             if id(tensor) in self._parameters:
                 found.add(self._name(tensor))
+            elif id(tensor) in self._buffers:
+                found.add(self._buffers[id(tensor)])
             elif key in self._storages and not self._sources[key]:
                 found.add(self._storages[key])
             found |= self._sources[key] if id(tensor) not in self._parameters else set()
@@ -200,12 +213,15 @@ class _Watch:
         """Note what a block uses; of other blocks' outputs it may use only that of the one before it."""
         for source in sources:
             if isinstance(source, str):
-                self._needs[source].add(block)
+                self._users(source).add(block)
             elif source != block - 1:
                 raise TransformError(
                     f'"{self._blocks[block]}" is given something that "{self._computed_by(source)}" computed, and '
                     "between stages only the hidden state travels, from each block to the next"
                 )
+
+    def _users(self, fqn: str) -> set[int]:
+        return self._needs[fqn] if fqn in self._needs else self._buffer_needs[fqn]
 
     def _computed_by(self, source: int) -> str:
         return self._blocks[source if source >= 0 else _BESIDES - source]
@@ -286,7 +302,7 @@ class _Watch:
             raise TransformError(f'the output does not depend on what "{self._blocks[last]}" returned')
         for source in sources:
             if isinstance(source, str):
-                self._needs[source].add(last)
+                self._users(source).add(last)
             elif source != last:
                 raise TransformError(
                     f'the output depends on something that "{self._computed_by(source)}" computed besides the hidden '
@@ -302,6 +318,7 @@ class _Watch:
         return Observation(
             blocks=self._blocks,
             needs={fqn: frozenset(blocks) for fqn, blocks in self._needs.items()},
+            buffers=self._settled_buffers(),
             firsts=self._firsts,
             uses=self._uses,
             returns=tuple(self._returns[index] for index in range(len(self._blocks))),
@@ -312,6 +329,18 @@ class _Watch:
             parameters_bytes=self._parameters_bytes(),
             skeleton=self._skeleton,
         )
+
+    def _settled_buffers(self) -> dict[str, frozenset[int]]:
+        settled = {}
+        for fqn, users in self._buffer_needs.items():
+            prefix, dot, _ = fqn.rpartition(".")
+            beside = [name for name, _ in self._skeleton.get_submodule(prefix).named_parameters(recurse=False)]
+            beside += [name for name, _ in self._skeleton.get_submodule(prefix).named_buffers(recurse=False)]
+            siblings = [f"{prefix}{dot}{name}" for name in beside]
+            # Statistics are written and not read, in a step: they belong where the rest of their module is.
+            known = [self._needs.get(name) or self._buffer_needs.get(name) or set() for name in siblings]
+            settled[fqn] = frozenset(users or set().union(*known))
+        return settled
 
     def _home(self, fqn: str) -> int:
         inside = (index for index, block in enumerate(self._blocks) if fqn.startswith(f"{block}."))
