@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.architectures import FAMILIES, batch_of, class_loss
 from support.models import mine, write_manifest
-from support.tensor_parallel import built, steps_of, table
+from support.tensor_parallel import built, errors, steps_of, table
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
@@ -453,26 +453,34 @@ def test_a_sequence_that_does_not_divide():
 class Normed(nn.Module):
     """A norm between the projections, of which the plan says nothing."""
 
-    def __init__(self):
+    def __init__(self, size):
         super().__init__()
-        self.up, self.norm, self.down = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.size, self.up, self.norm, self.down = size, nn.Linear(4, 8), nn.LayerNorm(size), nn.Linear(8, 4)
 
     def forward(self, x):
-        return self.down(self.norm(self.up(x)))
+        x = self.up(x)
+        return self.down(self.norm(x.view(*x.shape[:-1], -1, self.size)).flatten(-2))
 
 
 def unplanned():
-    text = entries(2, up='"colwise"', down='"rowwise"')
-    run = composer3d.compose(Normed, write_manifest(text), loss_fn=lambda output, target: output.sum())
-    with pytest.raises(composer3d.TransformError) as caught, run.step(0):
-        run.forward_backward(torch.randn(2, 4), target=torch.zeros(2))
+    text = write_manifest(entries(2, up='"colwise"', down='"rowwise"'))
+    with pytest.raises(ManifestError) as caught:
+        composer3d.compose(lambda: Normed(8), text, loss_fn=lambda output, target: output.sum())
+    torch.set_default_dtype(torch.float64)
+    x = torch.randn(2, 4, generator=torch.Generator().manual_seed(0))
+    run = composer3d.compose(lambda: Normed(2), text, loss_fn=lambda output, target: output.square().sum())
+    alone = Normed(2)
+    alone.load_state_dict({name: full(p) for name, p in run.named_parameters()})
+    (alone(x).square().sum() / 2).backward()
+    with run.step(0):
+        run.forward_backward(x, target=torch.zeros(2))
+        assert errors(run, {name: p.grad for name, p in alone.named_parameters()}) < TIGHT
     run.close()
-    return str(caught.value)
+    return str(caught.value).partition("] ")[2]
 
 
-def test_a_module_that_the_plan_does_not_mention_is_not_run_on_cut_features():
-    assert run_ranks(unplanned, 2)[0] == (
-        '"norm" has parameters and runs between the projections that cut "the root"; write "local" for it in '
-        "plan if it "
-        'works on their cut results, "replicate" if it works on whole ones'
+def test_a_module_that_the_plan_does_not_mention():
+    """Over all features a norm cannot work on a share of them; over a group of them it can, its gradient added up."""
+    assert run_ranks(unplanned, 2)[0].startswith(
+        'the plan does not fit the model\'s code: "Normed": layer_norm does not work on cut features (Given '
     )

@@ -29,7 +29,9 @@ def agree(function, *wholes, parts=None, dim=-1):
     expected = function(*wholes)
     ranks = list(zip(*(shares(whole, parts, dim) for whole in wholes), strict=True))
     for rank, mine in enumerate(ranks):
-        with Following(DEGREE, "test"):
+        following = Following(DEGREE, "test")
+        following._meeting._rank = rank
+        with following:
             found = function(*mine)
         cut = cut_of(found)
         assert cut is not None and cut.shadow.shape == expected.shape
@@ -50,6 +52,12 @@ def folded(x):
 def timm(x):
     q, k, v = x.reshape(B, S, 3, H, E).permute(2, 0, 3, 1, 4).unbind(0)
     return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, S, H * E)
+
+
+def written(x):
+    x = x * 1.0
+    x[:, 1:] = 2.0
+    return x
 
 
 def random(*shape):
@@ -75,6 +83,27 @@ FOLLOWED = {
     "expanded": (lambda x: x.view(B, S, 2, 1, E).expand(-1, -1, -1, 3, -1).reshape(B, S, 6, E), None, (B, S, 2 * E)),
     "joined": (lambda x: torch.cat([x, x.relu()], -1), None, (B, S, 8)),
     "einsum": (lambda x: torch.einsum("bshe,bthe->bhst", *[x.view(B, S, H, E)] * 2), None, (B, S, H * E)),
+    "scaled": (lambda x: x * torch.arange(8.0, dtype=x.dtype), None, (B, S, 8)),
+    "scaled parts": (lambda x: torch.arange(8.0, dtype=x.dtype) - x, (4, 2, 2), (B, S, 8)),
+    "biased heads": (
+        lambda x: x.view(B, S, H, E).transpose(1, 2) + torch.arange(1.0 * H, dtype=x.dtype).view(H, 1, 1),
+        None,
+        (B, S, H * E),
+    ),
+    "joined with whole": (
+        lambda x: torch.cat([x.view(B, S, H, E), torch.arange(1.0 * H, dtype=x.dtype).expand(B, S, 2, H).mT], -1),
+        None,
+        (B, S, H * E),
+    ),
+    "grouped keys that are whole": (
+        lambda x: F.scaled_dot_product_attention(
+            x.view(B, S, H, E).transpose(1, 2), *[random(B, 2, S, E), random(B, 2, S, E)], enable_gqa=True
+        ),
+        None,
+        (B, S, H * E),
+    ),
+    "like another": (lambda x: random(B, S, 1).type_as(x).expand_as(x) * x, None, (B, S, 8)),
+    "written": (lambda x: written(x), None, (B, S, 8)),
     "new": (lambda x: x + x.new_ones(x.shape[0], x.shape[1], 1), None, (B, S, 8)),
 }
 
@@ -89,7 +118,20 @@ REFUSED = {
     "softmax": (lambda x: x.softmax(-1), "softmax on cut features: it goes along the dim that is cut"),
     "sum": (lambda x: x.sum(-1), "sum on cut features: it mixes the features of all ranks"),
     "norm": (lambda x: F.layer_norm(x, (8,)), "layer_norm does not work on cut features"),
-    "weights": (lambda x: x * torch.ones(8), "mul does not work on cut features"),
+    "weights": (lambda x: x @ torch.ones(8, 8), "matmul does not work on cut features"),
+    "unpaired": (lambda x: torch.einsum("bsf,f->bsf", x, torch.ones(8)), "einsum does not work on cut features"),
+    "writing into whole": (lambda x: torch.zeros(2, 3, 8).add_(x), "add_ on cut features: it writes them into"),
+    "writing a share": (lambda x: x.__setitem__((..., slice(0, 4)), 0.0), "__setitem__ on cut features: it writes"),
+    "writing by mask": (lambda x: x.__setitem__(x > 0, 0.0), "__setitem__ on cut features: it writes"),
+    "key-value heads": (
+        lambda x: F.scaled_dot_product_attention(
+            x.repeat_interleave(3, -1).mT[:, :, None], *[torch.ones(2, 3, 5, 3)] * 2, enable_gqa=True
+        ),
+        "scaled_dot_product_attention on cut features: 3 heads that are not cut meet 24 that are",
+    ),
+    "normalize": (lambda x: F.normalize(x.transpose(1, 2)), "normalize on cut features: it goes along the dim"),
+    "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm on cut features: it goes along"),
+    "strides": (lambda x: x.as_strided((2, 4), (8, 1)), "as_strided on cut features: it goes along"),
     "element": (lambda x: x[..., 0], "__getitem__ on cut features: it picks elements along the dim that is cut"),
     "halves": (lambda x: x[..., :4], "__getitem__ on cut features: 0:4 of 8 is no whole part"),
     "glu": (F.glu, "glu on cut features: its halves are no parts"),

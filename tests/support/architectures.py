@@ -212,8 +212,8 @@ def batch_of(family, num_samples=4, seed=3):
     if family == "Vectors":
         inputs = torch.randn(num_samples, 8, generator=generator, dtype=torch.float64)
         return inputs, torch.randint(0, VOCAB, (num_samples,), generator=generator)
-    if family in ("vit", "mixer"):
-        shape = (3, 12, 20) if family == "vit" else (6, 5)
+    if family in ("vit", "mixer", "Convolutions"):
+        shape = (6, 5) if family == "mixer" else (3, 12, 20)
         inputs = torch.randn(num_samples, *shape, generator=generator, dtype=torch.float64)
         return inputs, torch.randint(0, VOCAB, (num_samples,), generator=generator)
     tokens = torch.randint(0, VOCAB, (num_samples, 9), generator=generator)

@@ -133,7 +133,7 @@ class Einsum(nn.Module):
 
 
 class WholeNorm(nn.Module):
-    """A norm over all heads together: attention has to stay whole, and feed-forward does not."""
+    """A norm over all heads together: the query has to stay whole, and the rest does not."""
 
     def __init__(self, dim, heads=4):
         super().__init__()

@@ -11,6 +11,7 @@ from composer3d.testing import count_collectives, full
 from support.architectures import FAMILIES, batch_of, class_loss
 from support.blocks import MODELS
 from support.models import mine, write_manifest
+from support.strangers import STRANGERS
 
 PLANS = {
     "llama": """
@@ -78,7 +79,7 @@ def table(family, settings="", more=""):
 
 def built(family, options=None):
     torch.manual_seed(0)
-    return {**FAMILIES, **MODELS}[family](**(options or {}))
+    return {**FAMILIES, **MODELS, **STRANGERS}[family](**(options or {}))
 
 
 def reference(family, options=None, num_samples=4):

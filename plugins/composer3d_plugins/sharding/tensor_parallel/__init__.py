@@ -52,10 +52,11 @@ class TensorParallel:
 
     The model's code runs on plain tensors of this rank's size.
     Memory: what is cut / tp; with sequence_parallel the activations between blocks / tp too.
-    Collectives: in a layer of attention and feed-forward 2 all-reduces forward and 2 backward. With sequence_parallel:
-        2 all-gathers and 2 reduce-scatters forward, as many backward, and one all-reduce a step for each parameter of
-        style sequence. The embedding: 1 all-reduce (reduce-scatter) forward. The head: 1 all-gather of logits, or with
-        loss_parallel 3 all-reduces of one number a token; backward 1 all-reduce.
+    Collectives: a layer of attention and feed-forward has 2 all-reduces forward and 2 backward. With sequence_parallel
+    it has 2 all-gathers and 2 reduce-scatters forward, as many backward, and one all-reduce a step for each parameter
+    that meets cut activations. The embedding: 1 all-reduce (reduce-scatter) forward. The head: 1 all-gather of logits,
+    or with loss_parallel 3 all-reduces of one number a token; backward 1 all-reduce. Whole activations or parameters
+    that meet cut features, such as a key that all heads share: 1 all-reduce of the gradient of each.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation Recomputation in
     Large Transformer Models, arXiv:2205.05198.
@@ -123,6 +124,7 @@ class TensorParallel:
                 sequence_dim=self.sequence_dim if self.sequence_parallel else None,
                 loss_parallel=self.loss_parallel,
                 follows=made.follows,
+                blocks=made.blocks,
             ).apply(fqns)
         return fqns
 

@@ -102,8 +102,11 @@ class Derivation:
         for name in sources:
             if not self.first[name].divides:
                 raise PluginError(f'"{self._full(name)}" cannot be cut: {self.first[name]}')
+        # The rest may do without the smallest: keys that all heads share, say.
+        least = min(sum(self.expanding[name]) for name in sources)
         for name in sources:
-            self._leave(name, str(self.first[name]))
+            if sum(self.expanding[name]) == least:
+                self._leave(name, str(self.first[name]))
 
     def _take_apart(self, name: str, size: int, edge: tuple[int, int]) -> bool:
         known = self.edges.setdefault(name, {0, size})
@@ -194,14 +197,6 @@ def _sequence_rules(derivation: Derivation, sequence_dim: int) -> Rules:
         rehearsal.follow(derivation.call, derivation.fqn)
     except Unfollowed as error:
         raise PluginError(f"sequence_parallel is not for this model: {error}", hint="leave it out") from error
-    for name, module in derivation.block.named_modules():
-        own = next((key for key, _ in module.named_parameters(recurse=False)), None)
-        if own is not None and next(module.children(), None) is not None:
-            raise PluginError(
-                f'sequence_parallel: "{derivation._full(name)}" has a parameter "{own}" of its own beside its modules, '
-                "whose gradient nobody would add up",
-                hint="put it into a module",
-            )
     return {
         name: Rule(style="sequence")
         for name in rehearsal.whole - rehearsal.contracting.keys()
@@ -215,13 +210,23 @@ def _matters(module: Any) -> bool:
 
 
 def _cut_sequence(traced: Traced, rules: Rules) -> None:
-    """Cut the sequence at the first block and put it together after the last one."""
-    blocks = [fqn for group in traced.forms.values() for fqn in group]
-    order = sorted(blocks, key=lambda fqn: [int(part) if part.isdigit() else part for part in fqn.split(".")])
-    if len(order) == 1:
-        rules[order[0]] = Rule(style="split_gather")
+    """Cut the sequence at the first block and put it together after the last one.
+
+    Raises:
+        PluginError: The model's own code needs it between blocks.
+    """
+    twice = [fqn for fqn in traced.order if traced.order.count(fqn) > 1]
+    if twice:
+        raise PluginError(f'sequence_parallel is not for this model: it calls "{twice[0]}" twice', hint="leave it out")
+    if traced.between is not None:
+        raise PluginError(
+            f"sequence_parallel is not for this model: it hands activations from block to block after {traced.between}",
+            hint="leave it out",
+        )
+    if len(traced.order) == 1:
+        rules[traced.order[0]] = Rule(style="split_gather")
     else:
-        rules[order[0]], rules[order[-1]] = Rule(style="split"), Rule(style="gather")
+        rules[traced.order[0]], rules[traced.order[-1]] = Rule(style="split"), Rule(style="gather")
 
 
 def _outside(model: nn.Module, traced: Traced, context: RunContext) -> Rules:

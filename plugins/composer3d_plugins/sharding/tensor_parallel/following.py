@@ -11,51 +11,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.functions import (
+    CASTS,
+    EXPANDS,
+    JOINS,
+    SIZES,
+    SPLITS,
+    VIEWS,
+    dims_of,
+    mixes,
+    name_of,
+    narrowed,
+)
+from composer3d_plugins.sharding.tensor_parallel.meeting import Meeting, is_in_place
 from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Placed, Unplaceable, inside, regroup
 
-__all__ = ["OWN", "Cut", "Following", "Unfollowed", "cut_of", "mark", "note", "strip"]
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Cut", "Following", "Unfollowed", "cut_of", "mark", "note", "strip"]
 
 ATTRIBUTE = "composer3d_cut"
-# Set, while a plan is derived, on parameters of modules that hold others.
-OWN = "composer3d_own"
-# Answered by the shadow: the code is to see whole sizes.
-SIZES = frozenset({"shape", "size", "numel", "nelement", "__len__"})
-VIEWS = frozenset({"view", "reshape", "unflatten", "flatten", "ravel", "reshape_as", "view_as"})
-EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
-SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "tensor_split"})
-CASTS = frozenset(
-    {"to", "type", "type_as", "cuda", "cpu", "float", "double", "half", "bfloat16", "contiguous", "clone"}
-)
-JOINS = frozenset({"cat", "concat", "concatenate"})
-# Same shape, other meaning: they go along a dim.
-ALONG = frozenset(
-    "softmax log_softmax softmin gumbel_softmax cumsum cumprod cummax cummin logcumsumexp diff sort argsort topk flip "
-    "roll normalize renorm gather scatter scatter_add index_select take_along_dim".split()
-)
-# Same shape, other meaning: they go along the last two dims.
-LAST_TWO = frozenset({"scaled_dot_product_attention", "flex_attention", "tril", "triu", "tril_", "triu_", "inverse"})
-# They mix neighbours, channels or groups, in ways that shapes do not show.
-MIXING = (
-    "conv",
-    "pool",
-    "interpolate",
-    "unfold",
-    "fold",
-    "fft",
-    "lstm",
-    "gru",
-    "rnn",
-    "bilinear",
-    "group_norm",
-    "shuffle",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,12 +119,21 @@ class Following(TorchFunctionMode):
     Args:
         degree: Of tp.
         where: Named in errors.
+        mesh: Of tp alone; None where a run is rehearsed.
         record: Takes the name of each function and the shapes of its results, to be compared with another run.
     """
 
-    def __init__(self, degree: int, where: str, record: list[Any] | None = None) -> None:
+    def __init__(
+        self, degree: int, where: str, *, mesh: DeviceMesh | None = None, record: list[Any] | None = None
+    ) -> None:
         super().__init__()
         self._degree, self._where, self._record = degree, where, record
+        self._meeting = Meeting(degree, mesh)
+
+    @property
+    def has_acted(self) -> bool:
+        """Whether whole tensors met cut ones in a way that code alone, run on shares, would not get right."""
+        return self._meeting.has_acted
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -153,24 +145,24 @@ class Following(TorchFunctionMode):
         return result
 
     def _run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        cuts = [cut for cut in map(cut_of, torch_compat.tree_leaves([list(args), options])) if cut is not None]
+        leaves = torch_compat.tree_leaves([list(args), options])
+        cuts = [cut for cut in map(cut_of, leaves) if cut is not None]
         if not cuts:
             return func(*args, **options)
-        own = [getattr(leaf, OWN, None) for leaf in torch_compat.tree_leaves([list(args), options])]
-        if any(own):
-            raise Unfollowed(
-                f'"{self._where}": cut features meet the parameter "{next(filter(None, own))}", whose gradient nobody '
-                "would add up",
-                sources=_sources(cuts),
-            )
-        name = _name(func)
+        name = name_of(func)
         if name in SIZES:
             return func(*torch_compat.tree_map(_shadow, list(args)), **options)
+        if name in CASTS and cut_of(args[0]) is None:
+            return func(*args, **options)
         sources = frozenset().union(*(cut.sources for cut in cuts))
         try:
             # Unseen by a module's mode around this one.
             with torch_compat.without_torch_functions():
+                if is_in_place(name) and cut_of(args[0]) is None:
+                    raise Unfollowed("it writes them into a tensor that is whole")
                 whole = self._on_shadows(func, name, args, options)
+                placed = {id(leaf): (leaf.ndim, cut.placed) for leaf in leaves if (cut := cut_of(leaf)) is not None}
+                args, options = self._meeting.prepare(name, args, options, placed)
                 return self._on_shares(func, name, args, options, whole, cuts)
         except (Unplaceable, Unfollowed) as error:
             edge = error.edge if isinstance(error, Unfollowed) else None
@@ -195,7 +187,8 @@ class Following(TorchFunctionMode):
     def _on_shares(
         self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
     ) -> Any:
-        _refuse_mixing(name, args, options, cuts)
+        if any(mixes(name, args, options, ndim=cut.shadow.ndim, dim=cut.placed.dim) for cut in cuts):
+            raise Unfollowed("it goes along the dim that is cut")
         x, cut = args[0] if args else None, cut_of(args[0]) if args else None
         if cut is not None and isinstance(x, Tensor):
             if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == cut.shadow.numel():
@@ -211,10 +204,12 @@ class Following(TorchFunctionMode):
                 if dim % x.ndim == cut.placed.dim:
                     return self._split(x, cut, whole)
             if name in ("__getitem__", "narrow"):
-                index = args[1] if name == "__getitem__" else _narrowed(args, options, x.ndim)
+                index = args[1] if name == "__getitem__" else narrowed(args, options, x.ndim)
                 return self._take(x, cut, index, whole, cuts)
             if name in ("repeat", "tile"):
                 return self._repeat(func, x, cut, args, options, whole)
+            if name == "__setitem__":
+                self._refuse_indices(args[1], x.ndim, cut)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
                 return self._glu(func, x, cut, args, options, whole)
         return self._pair(func(*args, **options), whole, cuts, name)
@@ -273,7 +268,7 @@ class Following(TorchFunctionMode):
 
     def _take(self, x: Tensor, cut: Cut, index: Any, whole: Any, cuts: Sequence[Cut]) -> Any:
         entries = list(index) if isinstance(index, tuple) else [index]
-        dims = _dims_of(entries, x.ndim)
+        dims = dims_of(entries, x.ndim)
         position = next((at for at, dim in dims.items() if dim == cut.placed.dim), None)
         entry = slice(None) if position is None else entries[position]
         if isinstance(entry, slice) and entry != slice(None):
@@ -288,18 +283,25 @@ class Following(TorchFunctionMode):
             raise Unfollowed("it picks elements along the dim that is cut")
         return self._pair(x[tuple(entries)], whole, [c for c in (cut_of(x), *cuts) if c is not None], "__getitem__")
 
+    def _refuse_indices(self, index: Any, ndim: int, cut: Cut) -> None:
+        entries = list(index) if isinstance(index, tuple) else [index]
+        at = next((at for at, dim in dims_of(entries, ndim).items() if dim == cut.placed.dim), None)
+        if (at is not None and entries[at] != slice(None)) or any(isinstance(entry, Tensor) for entry in entries):
+            raise Unfollowed("it writes into some of the dim that is cut")
+
     def _pair(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
         """Find out, result by result, which dim is cut."""
         shares, wholes = torch_compat.tree_leaves(share), torch_compat.tree_leaves(whole)
         if len(shares) != len(wholes):
             raise Unfollowed("it takes the dim that is cut apart")
-        found = False
         for one, other in zip(shares, wholes, strict=True):
             if not isinstance(one, Tensor) or not isinstance(other, Tensor):
                 continue
             differing = [dim for dim in range(one.ndim) if one.ndim != other.ndim or one.shape[dim] != other.shape[dim]]
             if not differing:
-                continue
+                if name.startswith("new_"):
+                    continue
+                raise Unfollowed("it mixes the features of all ranks")
             dim = differing[0]
             if one.ndim != other.ndim or len(differing) > 1 or one.shape[dim] * self._degree != other.shape[dim]:
                 raise Unfollowed(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
@@ -312,9 +314,6 @@ class Following(TorchFunctionMode):
             alike = {(cut.start, cut.scale) for cut in cuts if cut.sources == cuts[0].sources}
             start, scale = alike.pop() if len(alike) == 1 else (0, 1)
             self._mark(one, other, Placed(dim=dim, parts=parts), _sources(cuts), start=start, scale=scale)
-            found = True
-        if not found and any(isinstance(one, Tensor) for one in shares) and not name.startswith("new_"):
-            raise Unfollowed("it mixes the features of all ranks")
         return share
 
     def _mark(
@@ -323,21 +322,6 @@ class Following(TorchFunctionMode):
         shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
         setattr(share, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale))
         return share
-
-
-def _refuse_mixing(name: str, args: Sequence[Any], options: Mapping[str, Any], cuts: Sequence[Cut]) -> None:
-    """Refuse functions that give other numbers on a share, though the shapes fit."""
-    for cut in cuts:
-        ndim, dim = cut.shadow.ndim, cut.placed.dim
-        along = name in ALONG and _along(name, args, options, ndim, dim)
-        if along or (name in LAST_TWO and dim >= ndim - 2) or any(name.find(word) >= 0 for word in MIXING):
-            raise Unfollowed("it goes along the dim that is cut")
-
-
-def _name(func: Any) -> str:
-    """Return a function's name; properties come as the getter of their descriptor."""
-    name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
 
 
 def _shadow(value: Any) -> Any:
@@ -363,31 +347,3 @@ def _common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
     if any(len(cut.placed.parts) > 1 for cut in cuts):
         raise Unfollowed("it changes the size of a dim that is cut in parts")
     return (size,)
-
-
-def _along(name: str, args: Sequence[Any], options: Mapping[str, Any], ndim: int, cut: int) -> bool:
-    at = 2 if name in ("normalize", "roll", "topk") else 1
-    value = options.get("dim", options.get("dims", args[at] if len(args) > at else -1))
-    dims = value if isinstance(value, tuple | list) else (-1 if value is None else value,)
-    return any(dim % ndim == cut for dim in dims if isinstance(dim, int))
-
-
-def _narrowed(args: Sequence[Any], options: Mapping[str, Any], ndim: int) -> tuple[slice, ...]:
-    dim, start, length = (
-        options.get(name, args[at] if len(args) > at else 0) for at, name in enumerate(("dim", "start", "length"), 1)
-    )
-    index = [slice(None)] * ndim
-    index[dim] = slice(start, start + length)
-    return tuple(index)
-
-
-def _dims_of(entries: Sequence[Any], ndim: int) -> dict[int, int]:
-    """Return the dim that each entry of an index is about."""
-    taking = [at for at, entry in enumerate(entries) if entry is not None and entry is not Ellipsis]
-    dots = next((at for at, entry in enumerate(entries) if entry is Ellipsis), len(entries))
-    before = [at for at in taking if at < dots]
-    after = [at for at in taking if at > dots]
-    return {
-        **{at: dim for dim, at in enumerate(before)},
-        **{at: dim - len(after) for dim, at in enumerate(after, ndim)},
-    }

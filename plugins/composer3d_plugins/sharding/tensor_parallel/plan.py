@@ -20,7 +20,7 @@ __all__ = [
     "Rules",
     "Style",
     "check_rules",
-    "check_stated",
+    "check_covered",
     "features",
     "region_of",
     "resolve",
@@ -119,24 +119,6 @@ def check_rules(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
     return result
 
 
-def check_stated(model: nn.Module, rules: Rules, *, sequence_parallel: bool) -> None:
-    """Refuse a plan that leaves open what happens to a parameter.
-
-    Raises:
-        PluginError: With the parameter's owner.
-    """
-    if sequence_parallel:
-        _check_covered(model, rules)
-    for fqn, module in _owners(model):
-        around = [region_of(name, rules) for name, rule in rules.items() if rule.style in EXPANDING]
-        inside = any(region is not None and (fqn == region or fqn.startswith(f"{region}.")) for region in around)
-        if inside and fqn not in rules and next(module.children(), None) is not None:
-            raise PluginError(
-                f'"{fqn or "the root"}" has parameters of its own beside the modules that are cut',
-                hint='write "replicate" for it, if they meet no cut features',
-            )
-
-
 def _check_divides(fqn: str, module: Any, rule: Rule, degree: int) -> None:
     what, size = "", 0
     if rule.parts is not None:
@@ -223,7 +205,12 @@ def _check_ties(rules: Rules, context: RunContext) -> None:
                 )
 
 
-def _check_covered(model: nn.Module, rules: Rules) -> None:
+def check_covered(model: nn.Module, rules: Rules) -> None:
+    """Refuse a plan with sequence_parallel that leaves open what happens to a parameter.
+
+    Raises:
+        PluginError: With the parameter's owner.
+    """
     for fqn, _ in _owners(model):
         if fqn not in rules and not any(
             fqn.startswith(f"{name}.") and rules[name].style == "replicate" for name in rules

@@ -12,16 +12,16 @@ import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from composer3d import RunContext, TransformError
+from composer3d import RunContext
 from composer3d_plugins.sharding.tensor_parallel.following import Following, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Region", "site_of"]
+__all__ = ["Region", "followed", "site_of"]
 
 
 def site_of(fqn: str) -> int:
@@ -34,34 +34,34 @@ class Region:
 
     Args:
         fqn: The module's name.
-        share: Makes a whole (or sequence-cut) tensor what expanding projections take.
+        share: Makes a tensor what expanding projections take, given the dim along which it is cut, None if it is whole.
         context: For the random stream; None where nothing in the module draws numbers.
-        degree: Of tp, if the module's code computes with sizes of the whole model; else None.
-        cut: The dim along which the module's first argument is cut, if it is.
+        mesh: Of tp alone, if the module's code computes with sizes of the whole model; else None.
+        cut: The dim along which activations are cut outside of the region, if they are.
+        is_known: Whether each of them says itself that it is cut, or is whole.
     """
 
     def __init__(
         self,
         fqn: str,
-        share: Callable[[Tensor], Tensor],
+        share: Callable[[Tensor, int | None], Tensor],
         *,
         context: RunContext | None,
-        degree: int | None,
+        mesh: DeviceMesh | None,
         cut: int | None,
+        is_known: bool = False,
     ) -> None:
-        self._fqn, self._share, self._context, self._degree, self._cut = fqn, share, context, degree, cut
+        self._fqn, self._share, self._context, self._mesh, self._cut = fqn, share, context, mesh, cut
+        self._is_known = is_known
         self._shared: list[tuple[Tensor, Tensor]] = []
         self._random = contextlib.ExitStack()
         self._entries = 0
 
-    @property
-    def is_open(self) -> bool:
-        """Whether the forward is between expanding and contracting projections."""
-        return bool(self._shared)
-
     def wrap(self, module: nn.Module) -> None:
         """Replace the module's forward by one that leaves the region whatever happens, keeping its name."""
-        forward = self._followed(module.forward)
+        forward = module.forward
+        if self._mesh is not None:
+            forward = followed(forward, self._fqn, mesh=self._mesh, cut=self._cut)
 
         @functools.wraps(forward)
         def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -74,20 +74,6 @@ class Region:
 
         module.forward = bounded
 
-    def _followed(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        degree, cut = self._degree, self._cut
-        if degree is None:
-            return forward
-
-        @functools.wraps(forward)
-        def followed(*args: Any, **kwargs: Any) -> Any:
-            with Following(degree, self._fqn):
-                if cut is not None:
-                    args, kwargs = _mark_first(args, kwargs, cut, degree)
-                return forward(*args, **kwargs)
-
-        return followed
-
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """Return what the projections that read `x` share."""
         for seen, shared in self._shared:
@@ -96,7 +82,7 @@ class Region:
         if not self._shared and training and self._context is not None:
             self._random.enter_context(self._context.sharded_random(site_of(self._fqn) + self._entries))
             self._entries += 1
-        shared = self._share(strip(x))
+        shared = self._share(strip(x), None if self._is_known and cut_of(x) is None else self._cut)
         self._shared.append((x, shared))
         return shared
 
@@ -105,31 +91,29 @@ class Region:
         self._shared.clear()
         self._random.close()
 
-    def refuse_unplanned(self, fqn: str) -> Callable[..., None]:
-        """Return a hook for a module with parameters of its own that the plan says nothing about."""
 
-        def check(*_: Any) -> None:
-            if self.is_open:
-                where = self._fqn or "the root"
-                raise TransformError(
-                    f'"{fqn}" has parameters and runs between the projections that cut "{where}"; write "local" for it '
-                    'in plan if it works on their cut results, "replicate" if it works on whole ones'
-                )
+def followed(forward: Callable[..., Any], fqn: str, *, mesh: DeviceMesh, cut: int | None) -> Callable[..., Any]:
+    """Return a module's forward in which cut tensors are followed.
 
-        return check
+    Args:
+        forward: Its own.
+        fqn: Named in errors.
+        mesh: Of tp alone.
+        cut: The dim along which the activation that it takes is cut, None if it is whole.
+    """
+
+    @functools.wraps(forward)
+    def following(*args: Any, **kwargs: Any) -> Any:
+        key = None if cut is None else activation_of(args, kwargs)
+        if cut is not None and key is not None:
+            args, kwargs = replaced(args, kwargs, key, functools.partial(_marked, dim=cut, degree=mesh.size()))
+        with Following(mesh.size(), fqn, mesh=mesh):
+            return forward(*args, **kwargs)
+
+    return following
 
 
-def _mark_first(
-    args: tuple[Any, ...], kwargs: dict[str, Any], dim: int, degree: int
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Say of the first activation among a module's arguments that it is cut along the sequence."""
-    everything: list[tuple[Any, Any]] = [*enumerate(args), *kwargs.items()]
-    for key, value in everything:
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > dim:
-            if cut_of(value) is None:
-                size = value.shape[dim] * degree
-                value = mark(value.view_as(value), placed=Placed(dim=dim, parts=(size,)), degree=degree)
-            if isinstance(key, int):
-                return (*args[:key], value, *args[key + 1 :]), kwargs
-            return args, {**kwargs, key: value}
-    return args, kwargs
+def _marked(value: Tensor, *, dim: int, degree: int) -> Tensor:
+    if cut_of(value) is not None:
+        return value
+    return mark(value.view_as(value), placed=Placed(dim=dim, parts=(value.shape[dim] * degree,)), degree=degree)

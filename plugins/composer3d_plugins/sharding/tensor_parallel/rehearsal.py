@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,17 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d_plugins.sharding.tensor_parallel.following import Following, Unfollowed, cut_of, mark
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.trace import Call, Recorder, on_meta, patched
+from composer3d_plugins.sharding.tensor_parallel.trace import (
+    Call,
+    Recorder,
+    activation_of,
+    on_meta,
+    patched,
+    replaced,
+)
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
-__all__ = ["Rehearsal", "Roles", "computes_with_whole_sizes"]
+__all__ = ["SEQUENCE", "Rehearsal", "Roles", "computes_with_whole_sizes"]
 
 SEQUENCE = "the sequence"
 
@@ -27,10 +35,12 @@ class Roles:
     Attributes:
         expanding: Those whose results are cut, with the sizes of their parts.
         sequence_dim: The dim of activations that is cut outside of them, None if none is.
+        local: Modules whose parameters have their gradients added up by their style.
     """
 
     expanding: dict[str, tuple[int, ...]]
     sequence_dim: int | None = None
+    local: frozenset[str] = frozenset()
 
 
 @dataclass(kw_only=True)
@@ -42,6 +52,7 @@ class Rehearsal:
         local: Modules with parameters that worked on cut features without contracting them.
         whole: Modules that worked on whole features.
         record: Functions and shapes.
+        needs_following: Whether code alone, run on shares, would not get everything right.
     """
 
     block: nn.Module
@@ -51,6 +62,7 @@ class Rehearsal:
     local: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
     record: list[Any] = field(default_factory=list)
+    needs_following: bool = False
 
     def follow(self, call: Call, where: str) -> None:
         """Run with cut tensors followed.
@@ -59,12 +71,26 @@ class Rehearsal:
             Unfollowed: The code does with cut features what cannot be done with them.
         """
         call = self._marked(call)
-        with patched(self._answers(followed=True)), Following(self.degree, where, self.record):
+        following = Following(self.degree, where, record=self.record)
+        with patched(self._answers(followed=True)), following:
             output = on_meta(self.block, call)
+        self.needs_following = following.has_acted
         for leaf in torch_compat.tree_leaves(output):
             cut = cut_of(leaf)
             if cut is not None and cut.sources != {SEQUENCE}:
                 raise Unfollowed("its result leaves the block", sources=cut.sources)
+        if self.roles.sequence_dim is not None:
+            self._refuse_outputs(output)
+
+    def _refuse_outputs(self, output: Any) -> None:
+        """The activation that is handed on is what a block returns, or the first of several."""
+        first = output[0] if isinstance(output, tuple) and output else output
+        for leaf in torch_compat.tree_leaves(output):
+            if (cut_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):
+                what = "whole" if leaf is first else "cut along the sequence beside its activation"
+                raise Unfollowed(f"it returns a tensor that is {what}", sources=frozenset({SEQUENCE}))
+        if not isinstance(first, Tensor):
+            raise Unfollowed("it returns no activation first", sources=frozenset({SEQUENCE}))
 
     def run_plain(self, call: Call) -> None:
         """Run with tensors of a rank's size, and nothing followed; raises whatever the code raises then."""
@@ -103,7 +129,8 @@ class Rehearsal:
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             self._note(fqn, [list(args), kwargs])
-            return forward(*args, **kwargs)
+            with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
+                return forward(*args, **kwargs)
 
         return answer
 
@@ -121,13 +148,18 @@ class Rehearsal:
             contracts = self._contracts(fqn, x, inputs, followed)
             if not contracts and fqn not in self.roles.expanding:
                 self._note(fqn, [x])
-                return forward(x)
+                with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
+                    return forward(x)
             with torch_compat.without_torch_functions():
                 sources = cut.sources if cut is not None else frozenset()
                 if contracts:
                     if cut is not None:
                         self.contracting[fqn] = (sources, cut.placed.parts)
                     return self._contracted(x, outputs, followed)
+                if sources - {SEQUENCE}:
+                    raise Unfollowed(
+                        f'"{fqn}" is not given all of a dim that it does not sum over', sources=frozenset({fqn})
+                    )
                 return self._expanded(fqn, x, outputs, followed)
 
         return answer
@@ -151,7 +183,7 @@ class Rehearsal:
 
     def _expanded(self, fqn: str, x: Tensor, outputs: int, followed: bool) -> Tensor:
         shape = [*self._whole_shape(x, followed)[:-1], outputs // self.degree]
-        result = torch.empty(shape, dtype=x.dtype, device="meta")
+        result = _differentiable(shape, x)
         if not followed:
             return result
         placed = Placed(dim=result.ndim - 1, parts=self.roles.expanding[fqn])
@@ -160,18 +192,25 @@ class Rehearsal:
     def _contracted(self, x: Tensor, outputs: int, followed: bool) -> Tensor:
         shape, dim = [*x.shape[:-1], outputs], self.roles.sequence_dim
         if dim is None:
-            return torch.empty(shape, dtype=x.dtype, device="meta")
+            return _differentiable(shape, x)
         size = shape[dim]
         shape[dim] //= self.degree
-        result = torch.empty(shape, dtype=x.dtype, device="meta")
+        result = _differentiable(shape, x)
         placed = Placed(dim=dim, parts=(size,))
         return mark(result, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE})) if followed else result
+
+
+def _differentiable(shape: list[int], like: Tensor) -> Tensor:
+    """Return a result of a layer with weights that are trained; no leaf, so that it may be changed in place."""
+    return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=True).clone()
 
 
 def computes_with_whole_sizes(block: nn.Module, *, roles: Roles, degree: int, call: Call) -> bool:
     """Tell whether a block's code needs its cut tensors followed: without, it does something else, or fails."""
     followed, plain = (Rehearsal(block=block, degree=degree, roles=roles) for _ in range(2))
     followed.follow(call, type(block).__name__)
+    if followed.needs_following:
+        return True
     try:
         plain.run_plain(call)
     except Exception:  # a model's own code may raise anything
@@ -180,11 +219,9 @@ def computes_with_whole_sizes(block: nn.Module, *, roles: Roles, degree: int, ca
 
 
 def _replaced(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
-    """Change the activation that a block takes, its first floating-point argument of three dims."""
-    everything: list[tuple[Any, Any]] = [*enumerate(call.args), *call.kwargs.items()]
-    for key, value in everything:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3:
-            if isinstance(key, int):
-                return Call(args=(*call.args[:key], change(value), *call.args[key + 1 :]), kwargs=call.kwargs)
-            return Call(args=call.args, kwargs={**call.kwargs, key: change(value)})
-    raise Unfollowed("it takes no activation with a sequence", sources=frozenset({SEQUENCE}))
+    """Change the activation that a block takes."""
+    key = activation_of(call.args, call.kwargs)
+    if key is None:
+        raise Unfollowed("it takes no activation with a sequence", sources=frozenset({SEQUENCE}))
+    args, kwargs = replaced(call.args, call.kwargs, key, change)
+    return Call(args=args, kwargs=kwargs)

@@ -11,7 +11,7 @@ tensors of this rank's size. Legend: W whole on every rank, S cut along the sequ
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from composer3d import BatchError, RunContext, TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.following import cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
-from composer3d_plugins.sharding.tensor_parallel.region import Region, site_of
+from composer3d_plugins.sharding.tensor_parallel.region import Region, followed, site_of
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class Applier:
         sequence_dim: The dim of activations that is cut by sequence_parallel; None where nothing is.
         loss_parallel: Whether a head leaves its logits cut.
         follows: Whether the model's code computes with sizes of the whole model, as far as is known.
+        blocks: Where sequence_parallel cuts activations, the modules to follow as a whole, if code is followed.
     """
 
     model: nn.Module
@@ -49,6 +51,7 @@ class Applier:
     sequence_dim: int | None
     loss_parallel: bool
     follows: bool = True
+    blocks: tuple[str, ...] = ()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -77,29 +80,31 @@ class Applier:
 
     def _make_regions(self, fqns: Sequence[str]) -> dict[str, Region]:
         regions: dict[str, Region] = {}
+        followed_blocks: list[str] = []
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
                 module = self.model.get_submodule(name)
                 cut = self._cut(self.rules[fqn])
+                around = self._block_around(name) if self.follows and cut is not None else None
                 regions[name] = Region(
                     name,
-                    self._sharing(cut),
+                    self._share,
                     context=self.context if _draws(module) else None,
-                    degree=self.mesh.size() if self.follows else None,
+                    mesh=self.mesh if self.follows and around is None else None,
                     cut=cut,
+                    is_known=around is not None,
                 )
                 regions[name].wrap(module)
-                self._watch_unplanned(name, module, regions[name])
+                if around is not None and around not in followed_blocks:
+                    followed_blocks.append(around)
+        for block in followed_blocks:
+            inner = self.model.get_submodule(block)
+            inner.forward = followed(inner.forward, block, mesh=self.mesh, cut=self.sequence_dim)
         return regions
 
-    def _watch_unplanned(self, name: str, module: nn.Module, region: Region) -> None:
-        for inner, child in module.named_modules():
-            fqn = ".".join(filter(None, (name, inner)))
-            if fqn in self.rules or next(child.parameters(recurse=False), None) is None:
-                continue
-            if child is not module:
-                child.register_forward_pre_hook(region.refuse_unplanned(fqn))
+    def _block_around(self, fqn: str) -> str | None:
+        return next((block for block in self.blocks if fqn == block or fqn.startswith(f"{block}.")), None)
 
     # ---- layouts -----------------------------------------------------------------------------------------------------
 
@@ -119,14 +124,11 @@ class Applier:
 
         return torch_compat.unviewed(x.redistribute(placements=[Replicate() if dim is None else Shard(dim)]).to_local())
 
-    def _sharing(self, cut: int | None) -> Callable[[Tensor], Tensor]:
+    def _share(self, x: Tensor, cut: int | None) -> Tensor:
         from torch.distributed.tensor import Replicate
 
-        def share(x: Tensor) -> Tensor:
-            wrapped: Any = self._wrap(x, cut)
-            return wrapped if cut is None else wrapped.redistribute(placements=[Replicate()])
-
-        return share
+        wrapped: Any = self._wrap(x, cut)
+        return wrapped if cut is None else wrapped.redistribute(placements=[Replicate()])
 
     def _place(self, fqn: str, module: nn.Module, name: str, dim: int | None) -> None:
         from torch.distributed.tensor import Replicate, Shard
@@ -213,8 +215,8 @@ class Applier:
 
     def _head(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         self._place_linear(fqn, module, rule, along="outputs")
-        share = self._sharing(self._cut(rule))
-        module.register_forward_pre_hook(lambda module, args: (share(args[0]), *args[1:]))
+        cut = self._cut(rule)
+        module.register_forward_pre_hook(lambda module, args: (self._share(args[0], cut), *args[1:]))
         if self.loss_parallel:
             module.register_forward_hook(lambda *_: torch_compat.enable_loss_parallel())
         else:
@@ -230,7 +232,7 @@ class Applier:
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if has_parameters:
             # Any dim but the normed one does: which of the others is cut makes no difference to the module.
-            dim = 1 if rule.style == "local" else self.sequence_dim
+            dim = 0 if rule.style == "local" else self.sequence_dim
             forward = module.forward
 
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -273,20 +275,23 @@ class Applier:
         module.register_forward_hook(lambda module, args, output: torch_compat.unviewed(output.to_local()))
 
     def _boundary(self, fqn: str, module: nn.Module, rule: Rule) -> None:
-        """Cut the module's first argument along the sequence, or put its (first) output together."""
+        """Cut the activation that the module takes along the sequence, or put its (first) output together."""
         dim = self.sequence_dim
         assert dim is not None, "asked only then"
 
+        def cut(x: Tensor) -> Tensor:
+            self._refuse_uneven(x, dim)
+            return self._unwrap(self._wrap(x, None), dim)
+
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            name = None if args else next(iter(kwargs))
-            whole: Any = self._wrap(args[0] if name is None else kwargs[name], None)
-            self._refuse_uneven(whole, dim)
-            cut = self._unwrap(whole, dim)
-            return ((cut, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: cut})
+            key = activation_of(args, kwargs)
+            if key is None:
+                raise TransformError(f'"{fqn}" was given no activation of three dims to cut along the sequence')
+            return replaced(args, kwargs, key, cut)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
-            whole = self._unwrap(self._wrap(first, dim), None)
+            whole = self._unwrap(self._wrap(strip(first), dim), None)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         if rule.style != "gather":

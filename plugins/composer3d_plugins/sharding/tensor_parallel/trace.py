@@ -7,6 +7,7 @@ run again by itself, with its linear layers answering as they would under a plan
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, TransformError, select_fqns, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.following import OWN, note
+from composer3d_plugins.sharding.tensor_parallel.following import note
+from composer3d_plugins.sharding.tensor_parallel.functions import SIZES, name_of
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
 
-__all__ = ["Call", "Recorder", "Traced", "on_meta", "patched", "trace"]
+__all__ = ["Call", "Recorder", "Traced", "activation_of", "on_meta", "patched", "replaced", "trace"]
 
 # Image sizes that are tried where nothing tells one.
 IMAGE_SIZES = (224, 32, 28, 64, 16, 96, 48, 384)
@@ -36,6 +38,24 @@ class Call:
     kwargs: Mapping[str, Any]
 
 
+def activation_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
+    """Return the place of the activation that a block takes, its first floating-point argument of three dims."""
+    everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in everything:
+        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3:
+            return key
+    return None
+
+
+def replaced(
+    args: Sequence[Any], kwargs: Mapping[str, Any], key: int | str, change: Callable[[Tensor], Tensor]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments of which the one at `key` is changed."""
+    if isinstance(key, int):
+        return (*args[:key], change(args[key]), *args[key + 1 :]), dict(kwargs)
+    return tuple(args), {**kwargs, key: change(kwargs[key])}
+
+
 @dataclass(kw_only=True)
 class Traced:
     """What one forward of the whole model showed.
@@ -45,12 +65,16 @@ class Traced:
         calls: How those first blocks were called.
         output: What the model returned.
         results: What each linear layer and embedding outside blocks returned last.
+        order: The blocks as they were called.
+        between: What the model's own code does with activations between blocks, if it does not just hand them on.
     """
 
     forms: dict[str, list[str]]
     calls: dict[str, Call] = field(default_factory=dict)
     output: Any = None
     results: dict[str, Tensor] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    between: str | None = None
 
 
 class Recorder(TorchFunctionMode):
@@ -66,6 +90,62 @@ class Recorder(TorchFunctionMode):
         """Run one function."""
         result = func(*args, **(kwargs or {}))
         note(self._record, func, result)
+        return result
+
+
+class Handing(TorchFunctionMode):
+    """Sees whether the model hands each block's activation on to the next block, and does nothing else with it.
+
+    Attributes:
+        between: The first thing that it does with it otherwise.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.between: str | None = None
+        self._depth = 0
+        self._given: list[Tensor] = []
+        # What was done with the last block's activation: if another block follows, it was not the last.
+        self._touched: str | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function."""
+        if not self._depth and self._given:
+            leaves = torch_compat.tree_leaves([list(args), dict(kwargs or {})])
+            if any(leaf is given for leaf in leaves for given in self._given):
+                result, name = func(*args, **(kwargs or {})), name_of(func)
+                if name in SIZES or any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result)):
+                    self._touched = self._touched or name
+                return result
+        return func(*args, **(kwargs or {}))
+
+    @contextlib.contextmanager
+    def inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Enter a block with its arguments."""
+        if self._given and not self._depth:
+            with torch_compat.without_torch_functions():
+                key = activation_of(args, kwargs)
+            value = args[key] if isinstance(key, int) else kwargs.get(key or "")
+            if not any(value is given for given in self._given):
+                self.between = self.between or self._touched or "something else than the block before it returned"
+            elif self._touched is not None:
+                self.between = self.between or self._touched
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    def given(self, output: Any) -> Any:
+        """Return what a block returned as tensors of their own."""
+        if self._depth:
+            return output
+        with torch_compat.without_torch_functions():
+            result = torch_compat.tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, output)
+        self._given = [leaf for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self._touched = None
         return result
 
 
@@ -100,15 +180,13 @@ def patched(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 def on_meta(module: nn.Module, call: Call) -> Any:
-    """Run a module with all its tensors on meta; what it holds is left as it is."""
-    holders = {name for name, inner in module.named_modules() if next(inner.children(), None) is not None}
-    tensors = {}
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        tensors[name] = torch.empty_like(tensor, device="meta", requires_grad=False)
-        if isinstance(tensor, nn.Parameter) and name.rpartition(".")[0] in holders:
-            setattr(tensors[name], OWN, name)
+    """Run a module with all its tensors on meta, gradients as in training; what it holds is left as it is."""
+    tensors = {
+        name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
     # What the code makes without a device is on meta too.
-    with torch.no_grad(), torch.device("meta"):
+    with torch.enable_grad(), torch.device("meta"):
         return torch.func.functional_call(module, tensors, call.args, dict(call.kwargs))
 
 
@@ -120,14 +198,15 @@ def trace(model: nn.Module, context: RunContext) -> Traced:
     """
     failures: list[str] = []
     for call in _examples(model, context):
-        traced = Traced(forms=forms_of(model, context))
+        traced, handing = Traced(forms=forms_of(model, context)), Handing()
         try:
-            with patched(_watching(model, traced)):
+            with patched(_watching(model, traced, handing)), handing:
                 traced.output = on_meta(model, call)
         except Exception as error:  # a model's own code may raise anything
             failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
         if all(fqn in traced.calls for fqn in traced.forms):
+            traced.between = handing.between
             return traced
         failures.append("its blocks were not called")
     raise PluginError(
@@ -136,9 +215,10 @@ def trace(model: nn.Module, context: RunContext) -> Traced:
     )
 
 
-def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[..., Any]]:
+def _watching(model: nn.Module, traced: Traced, handing: Handing) -> dict[nn.Module, Callable[..., Any]]:
     """Return forwards that note calls; of blocks of one form only the first runs, and the others give its output."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
+    first_of = {fqn: first for first, group in traced.forms.items() for fqn in group}
     inside = tuple(f"{fqn}." for group in traced.forms.values() for fqn in group if fqn)
     for first, group in traced.forms.items():
         outputs: list[Any] = []
@@ -151,11 +231,14 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
             outputs[:] = [forward(*args, **kwargs)]
             return outputs[0]
 
-        def skip(*args: Any, outputs: Any = outputs, run: Any = run, **kwargs: Any) -> Any:
-            return outputs[0] if outputs else run(*args, **kwargs)
+        def called(*args: Any, fqn: str, outputs: Any = outputs, run: Any = run, **kwargs: Any) -> Any:
+            traced.order.append(fqn)
+            with handing.inside(args, kwargs):
+                output = outputs[0] if outputs and fqn != first_of[fqn] else run(*args, **kwargs)
+            # Each call gives tensors of its own, so that they can be told apart.
+            return handing.given(output)
 
-        forwards[block] = run
-        forwards |= {model.get_submodule(fqn): skip for fqn in group[1:]}
+        forwards |= {model.get_submodule(fqn): functools.partial(called, fqn=fqn) for fqn in group}
     for fqn, module in model.named_modules():
         if kind_of(module) != "other" and not fqn.startswith(inside):
 

@@ -1,0 +1,97 @@
+"""What torch functions do with the dims of their arguments, by name, and how indices name dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = ["CASTS", "EXPANDS", "JOINS", "SIZES", "SPLITS", "VIEWS", "dims_of", "mixes", "name_of", "narrowed"]
+
+# Answered by the shadow: the code is to see whole sizes.
+SIZES = frozenset({"shape", "size", "numel", "nelement", "__len__"})
+VIEWS = frozenset({"view", "reshape", "unflatten", "flatten", "ravel", "reshape_as", "view_as"})
+EXPANDS = frozenset({"expand", "expand_as", "broadcast_to"})
+SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsafe_split", "tensor_split"})
+CASTS = frozenset(
+    {"to", "type", "type_as", "cuda", "cpu", "float", "double", "half", "bfloat16", "contiguous", "clone"}
+)
+JOINS = frozenset({"cat", "concat", "concatenate"})
+# Same shape, other meaning: they go along a dim, the argument at this place, or this one where it is not given.
+ALONG: Mapping[str, tuple[int, int | None]] = {
+    **dict.fromkeys("softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp flip".split(), (1, None)),
+    **dict.fromkeys("gather scatter scatter_add scatter_reduce index_select index_add index_copy".split(), (1, None)),
+    **dict.fromkeys("index_fill renorm".split(), (1, None)),
+    **dict.fromkeys("sort argsort".split(), (1, -1)),
+    **dict.fromkeys("diff topk".split(), (2, -1)),
+    **dict.fromkeys("roll take_along_dim".split(), (2, None)),
+    "normalize": (2, 1),
+    "gumbel_softmax": (4, -1),
+}
+# Same shape, other meaning: they go along the last two dims.
+LAST_TWO = frozenset({"scaled_dot_product_attention", "flex_attention", "tril", "triu", "tril_", "triu_", "inverse"})
+# They mix neighbours, channels or groups, in ways that shapes do not show.
+MIXING = (
+    "conv",
+    "pool",
+    "interpolate",
+    "unfold",
+    "fold",
+    "fft",
+    "lstm",
+    "gru",
+    "rnn",
+    "bilinear",
+    "group_norm",
+    "instance_norm",
+    "batch_norm",
+    "response_norm",
+    "shuffle",
+    "as_strided",
+    "rot90",
+    "fliplr",
+    "flipud",
+    "multi_head_attention",
+)
+
+
+def name_of(func: Any) -> str:
+    """Return a function's name; properties come as the getter of their descriptor."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+
+
+def mixes(name: str, args: Sequence[Any], options: Mapping[str, Any], *, ndim: int, dim: int) -> bool:
+    """Tell whether a function gives other numbers on a share, cut along a dim of so many, though the shapes fit."""
+    along = (name in ALONG or name.rstrip("_") in ALONG) and _along(name, args, options, ndim, dim)
+    return along or (name in LAST_TWO and dim >= ndim - 2) or any(name.find(word) >= 0 for word in MIXING)
+
+
+def _along(name: str, args: Sequence[Any], options: Mapping[str, Any], ndim: int, cut: int) -> bool:
+    at, default = ALONG[name.rstrip("_") if name.rstrip("_") in ALONG else name]
+    value = options.get("dim", options.get("dims", args[at] if len(args) > at else default))
+    if value is None:
+        return True
+    dims = value if isinstance(value, tuple | list) else (value,)
+    return any(dim % ndim == cut for dim in dims if isinstance(dim, int))
+
+
+def narrowed(args: Sequence[Any], options: Mapping[str, Any], ndim: int) -> tuple[slice, ...]:
+    """Return the index that does what `narrow` does."""
+    dim, start, length = (
+        options.get(name, args[at] if len(args) > at else 0) for at, name in enumerate(("dim", "start", "length"), 1)
+    )
+    index = [slice(None)] * ndim
+    index[dim] = slice(start, start + length)
+    return tuple(index)
+
+
+def dims_of(entries: Sequence[Any], ndim: int) -> dict[int, int]:
+    """Return the dim that each entry of an index is about."""
+    taking = [at for at, entry in enumerate(entries) if entry is not None and entry is not Ellipsis]
+    dots = next((at for at, entry in enumerate(entries) if entry is Ellipsis), len(entries))
+    before = [at for at in taking if at < dots]
+    after = [at for at in taking if at > dots]
+    return {
+        **{at: dim for dim, at in enumerate(before)},
+        **{at: dim - len(after) for dim, at in enumerate(after, ndim)},
+    }

@@ -1,0 +1,128 @@
+"""Whole tensors that meet cut ones: each rank takes its share of them, and their gradients are added up over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed, Unplaceable
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Meeting", "is_in_place"]
+
+# Functions that pair the elements of their arguments by position, counted from the last dim.
+PAIRING = (
+    "add sub subtract mul multiply div divide truediv true_divide floordiv pow mod remainder fmod matmul bmm and or "
+    "xor eq ne lt le gt ge maximum minimum where masked_fill addcmul addcdiv lerp atan2 logaddexp heaviside "
+    "copysign hypot cat concat concatenate stack broadcast_tensors scaled_dot_product_attention"
+)
+PAIRED = frozenset(
+    form.format(name) for name in PAIRING.split() for form in ("{}", "{}_", "__{}__", "__r{}__", "__i{}__")
+)
+BATCHED = frozenset({"matmul", "bmm", "__matmul__", "__rmatmul__"})
+
+
+def is_in_place(name: str) -> bool:
+    """Tell by a function's name whether it changes its first argument."""
+    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
+
+
+class Meeting:
+    """What is done to whole tensors among the arguments of a function that works on cut ones.
+
+    Where the cut dim is one of theirs too, this rank's share is taken. Each rank then has the gradient of its share of
+    the work: those are added up, once for each tensor however often it is used.
+
+    Args:
+        degree: Of tp.
+        mesh: Of tp alone; None in a rehearsal.
+
+    Attributes:
+        has_acted: Whether anything was done that code alone, run on shares, would not do.
+    """
+
+    def __init__(self, degree: int, mesh: DeviceMesh | None) -> None:
+        self._degree, self._mesh = degree, mesh
+        self._rank = 0 if mesh is None else mesh.get_local_rank()
+        self._summed: list[tuple[Tensor, Tensor]] = []
+        self.has_acted = False
+
+    def prepare(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], cuts: Mapping[int, tuple[int, Placed]]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return arguments of which every tensor is a share, or whole in a way that fits.
+
+        Args:
+            name: The function's.
+            args: Its arguments.
+            options: Its keyword arguments.
+            cuts: Number of dims and cut dim of those that are cut, by identity.
+
+        Raises:
+            Unplaceable: They cannot fit.
+        """
+        places = {(ndim - placed.dim, placed.parts) for ndim, placed in cuts.values()}
+
+        def fit(value: Any) -> Any:
+            if not isinstance(value, Tensor) or id(value) in cuts:
+                return value
+            value = self._with_summed_gradient(value)
+            return self._share(name, value, places, options, args) if name in PAIRED else value
+
+        return torch_compat.tree_map(fit, list(args)), torch_compat.tree_map(fit, dict(options))
+
+    def _with_summed_gradient(self, whole: Tensor) -> Tensor:
+        if not whole.requires_grad or not torch.is_grad_enabled():
+            return whole
+        self.has_acted = True
+        if self._mesh is None:
+            return whole
+        for seen, summed in self._summed:
+            if seen is whole:
+                return summed
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        wrapped = DTensor.from_local(whole, self._mesh, [Replicate()], run_check=False)
+        summed = torch_compat.unviewed(wrapped.to_local(grad_placements=[Partial()]))
+        self._summed.append((whole, summed))
+        return summed
+
+    def _share(
+        self,
+        name: str,
+        whole: Tensor,
+        places: set[tuple[int, tuple[int, ...]]],
+        options: Mapping[str, Any],
+        args: Sequence[Any],
+    ) -> Tensor:
+        for back, parts in places:
+            if whole.ndim < back or whole.shape[-back] == 1 or (name in BATCHED and back <= 2):
+                continue
+            size = whole.shape[-back]
+            if name.startswith(("cat", "concat")) and self._joins_along(options, args, whole.ndim - back, whole.ndim):
+                continue
+            if name == "scaled_dot_product_attention" and size != sum(parts):
+                # Groups of query heads share a key-value head.
+                if size % self._degree or len(parts) > 1:
+                    raise Unplaceable(f"{size} heads that are not cut meet {sum(parts)} that are")
+                parts = (size,)
+            if size == sum(parts):
+                self.has_acted = True
+                whole = self._narrowed(whole, whole.ndim - back, parts)
+        return whole
+
+    def _joins_along(self, options: Mapping[str, Any], args: Sequence[Any], dim: int, ndim: int) -> bool:
+        along = options.get("dim", options.get("axis", args[1] if len(args) > 1 else 0))
+        return bool(along % ndim == dim)
+
+    def _narrowed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
+        pieces = []
+        for piece, size in zip(whole.split(list(parts), dim), parts, strict=True):
+            pieces.append(piece.narrow(dim, self._rank * (size // self._degree), size // self._degree))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)

@@ -1,0 +1,106 @@
+"""Plans derived for models of many habits: gradients equal one device, or the check says why not."""
+
+from __future__ import annotations
+
+import pytest
+from support.architectures import class_loss
+from support.models import write_manifest
+from support.strangers import STRANGERS
+from support.tensor_parallel import AUTO, built, one_step
+
+import composer3d
+from composer3d import ManifestError
+from composer3d.testing import run_ranks
+
+TIGHT = 1e-12
+SP = "sequence_parallel = true"
+ALONG = "it goes along the dim that is cut"
+UNPLANNED = "no plan can be derived for this model: it has no linear layers; write it"
+NOT_FOR = "sequence_parallel is not for this model: "
+REFUSED = {
+    "plain": {"Convolutions": UNPLANNED},
+    "four": {
+        "Falcon": '"layers.0.query_key_value" cannot be cut: "layers.0": view on cut features: 6 (of [2, 8, 6, 4]) '
+        "does not divide by tp = 4",
+    },
+    "sequence": {
+        "Convolutions": UNPLANNED,
+        "MultiQuery": f'{NOT_FOR}"layers.0": matmul on cut features: a share is [2, 2, 4, 2], the whole [2, 4, 4, 4]; '
+        "leave it out",
+        **dict.fromkeys(
+            ("MultiQueryExpanded", "Falcon", "EinsumWeights"),
+            f'{NOT_FOR}"layers.0": scaled_dot_product_attention on cut features: {ALONG}; leave it out',
+        ),
+        **dict.fromkeys(
+            ("Latent", "LatentAgnostic"),
+            f'{NOT_FOR}"layers.0": cat does not work on cut features (Sizes of tensors must match except in dimension '
+            "3. Expected 2 in dimension 1 but got 4 for tensor number 1 in the list); leave it out",
+        ),
+        "LatentFilled": f'{NOT_FOR}"layers.0": __setitem__ on cut features: it writes them into a tensor that is '
+        "whole; leave it out",
+        "Gated": f'{NOT_FOR}"layers.0": mul does not work on cut features (Attempting to broadcast a dimension of '
+        "length 2 at -2! Mismatching argument at index 1 had torch.Size([2, 2, 1]); but expected shape should be "
+        "broadcastable to [2, 4, 8]); leave it out",
+        **{
+            name: f'{NOT_FOR}"{block}": multi_head_attention_forward on cut features: {ALONG}; leave it out'
+            for name, block in (("Encoder", "encoder.layers.0"), ("Translator", "transformer.decoder.layers.0"))
+        },
+        "T5": "sequence_parallel needs to know the repeated blocks, between which activations are cut; write [model] "
+        'blocks = "layers.*"',
+    },
+}
+FOUR = ["MultiQuery", "Falcon", "Latent", "Alibi", "Gated", "Encoder"]
+SETTINGS = {"plain": (2, ""), "four": (4, ""), "sequence": (2, SP)}
+
+
+def outcomes(names, text):
+    """Return what is said of each model: the refusal, or the largest error."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = max(one_step(name, text)[:3])
+        except ManifestError as error:
+            found[name] = str(error).partition("] ")[2]
+    return found
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_gradients_equal_one_device_or_it_says_why_not(setting):
+    degree, settings = SETTINGS[setting]
+    text = f"[mesh]\ntp = {degree}\n{AUTO}{settings}\n"
+    for found in run_ranks(outcomes, degree, FOUR if degree == 4 else list(STRANGERS), text):
+        refused = {name: said for name, said in found.items() if isinstance(said, str)}
+        assert refused == REFUSED[setting]
+        assert max(error for error in found.values() if not isinstance(error, str)) < TIGHT
+
+
+# What is cut, per block of the first form: attention is not left out by the plan where it need not be.
+CUT = {
+    "GPTJ": ["down", "dense", "query_key_value", "up"],
+    "MultiQuery": ["down", "o", "q", "up"],
+    "Falcon": ["fhh", "h4h"],
+    "FalconGrouped": ["dense", "query_key_value"],
+    "Latent": ["kv_b", "o_proj", "q_proj"],
+    "LatentAgnostic": ["kv_b", "o_proj", "q_proj"],
+    "LatentFilled": ["o_proj", "q_proj"],
+    "Alibi": ["k", "o", "q", "v"],
+    "Gated": ["head_gate", "k", "o", "q", "v"],
+}
+
+
+def cut(names):
+    found = {}
+    for name in names:
+        run = composer3d.compose(built(name), write_manifest(f"[mesh]\ntp = 2\n{AUTO}"), loss_fn=class_loss)
+        rules = next(iter(run.context.state.values())).rules
+        found[name] = sorted(
+            fqn.removeprefix("layers.0.")
+            for fqn, rule in rules.items()
+            if fqn.startswith("layers.0.") and rule.style.endswith("wise")
+        )
+        run.close()
+    return found
+
+
+def test_what_is_cut():
+    assert run_ranks(cut, 2, list(CUT))[0] == {name: sorted(modules) for name, modules in CUT.items()}
