@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.architectures import FAMILIES, class_loss
+from support.architectures import FAMILIES, batch_of, class_loss
 from support.blocks import MODELS
 from support.models import write_manifest
-from support.tensor_parallel import AUTO, built, one_step, steps_of
+from support.tensor_parallel import AUTO, built, errors, one_step, reference, steps_of
 
 import composer3d
 from composer3d import ManifestError
@@ -168,23 +168,62 @@ class Config:
     base_model_tp_plan = {"h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise", "h.*.mlp.experts": "rowwise"}
 
 
-def declaring(attribute):
+OWN = {"h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise"}
+UNKNOWN = (
+    'the model declares the style "diagonal" for "h.*.ln_1", which is not one of: colwise, colwise_gather_output, '
+    "colwise_rep, embedding_rowwise, head, local, mla_kv_a_proj, packed_colwise, packed_rowwise, replicate, "
+    "replicated, replicated_with_grad_allreduce, rowwise, sequence, sequence_parallel, vocab; write the plan"
+)
+
+
+def declaring(own, base=None):
+    """Return the plan's rows, or what is refused, and the largest error of a gradient."""
     torch.set_default_dtype(torch.float64)
     model = built("gpt2")
-    if attribute == "tp_plan":
-        model.tp_plan = {"h.*.mlp.c_fc": "colwise", "h.*.mlp.c_proj": "rowwise"}
+    if base is None:
+        model.tp_plan = own
     else:
-        model.config, model._tp_plan = Config(), {"lm_head": "colwise_rep"}
-    run = composer3d.compose(model, write_manifest(auto()), loss_fn=class_loss)
+        model.config, model._tp_plan = Config(), own
+        model.config.base_model_tp_plan = {**Config.base_model_tp_plan, **base}
+    try:
+        run = composer3d.compose(model, write_manifest(auto()), loss_fn=class_loss)
+    except ManifestError as error:
+        return str(error).partition("] ")[2]
     found = {row.name.removeprefix("tensor_parallel."): row.fqns for row in run.plan}
+    _, gradients, _ = reference("gpt2")
+    inputs, targets = batch_of("gpt2")
+    with run.step(0):
+        run.forward_backward(inputs, target=targets)
+        assert errors(run, gradients) < TIGHT
     run.close()
     return found
 
 
-def test_what_a_model_declares_is_taken():
-    pair = {"colwise": layers("mlp.c_fc", blocks="h"), "rowwise": layers("mlp.c_proj", blocks="h")}
-    assert run_ranks(declaring, 2, "tp_plan")[0] == pair
-    assert run_ranks(declaring, 2, "config")[0] == {**pair, "head": ("lm_head",), "vocab": ("wte",)}
+PAIR = {"colwise": layers("mlp.c_fc", blocks="h"), "rowwise": layers("mlp.c_proj", blocks="h")}
+DECLARED = [
+    ((OWN,), PAIR),
+    (({"lm_head": "colwise_rep"}, {}), {**PAIR, "head": ("lm_head",), "vocab": ("wte",)}),
+    (
+        ({}, {"h.*.ln_1": "sequence_parallel", "h.*.ln_2": "replicate"}),
+        {**PAIR, "sequence": layers("ln_1", blocks="h"), "replicate": layers("ln_2", blocks="h")},
+    ),
+    (({**OWN, "h.*.ln_1": "diagonal"},), UNKNOWN),
+    (({}, {"h.*.ln_1": "diagonal"}), UNKNOWN),
+    (
+        ({**OWN, "h.*.mlp.gate": "colwise"},),
+        'the pattern "h.*.mlp.gate" matches nothing in the model; did you mean "h.*.mlp"?',
+    ),
+    (
+        ({"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"},),
+        'the plan does not fit the model\'s code: "GPT2Block": split on cut features: 0:16 of 48 is no whole part',
+    ),
+]
+
+
+@pytest.mark.parametrize("case", range(len(DECLARED)))
+def test_what_a_model_declares_is_taken(case):
+    given, expected = DECLARED[case]
+    assert run_ranks(declaring, 2, *given)[0] == expected
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

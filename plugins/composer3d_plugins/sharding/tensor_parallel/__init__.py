@@ -62,8 +62,9 @@ class TensorParallel:
     Large Transformer Models, arXiv:2205.05198.
 
     Args:
-        plan: Styles by pattern; or "auto": what the model declares itself (`tp_plan`, or as Hugging Face's models do),
-            else what its code does with its projections, found by running it on meta. `check` shows the result.
+        plan: Styles by pattern; or "auto": what the model declares itself (`tp_plan`, or as Hugging Face's models do;
+            not with sequence_parallel, of which declarations say nothing), else what its code does with its
+            projections, found by running it on meta. `check` shows the result.
         sequence_parallel: Keep activations outside of cut layers cut along the sequence.
         loss_parallel: Leave logits cut along the vocabulary; the loss has to be torch's cross-entropy.
         sequence_dim: The dim of activations that is the sequence.

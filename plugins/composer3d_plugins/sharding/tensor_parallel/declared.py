@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d import PatternError, PluginError, RunContext
+from composer3d import PatternError, PluginError, RunContext, select_fqns
 from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style, resolve
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
@@ -29,37 +29,42 @@ NAMES: Mapping[str, Style] = {
     "replicated_with_grad_allreduce": "local",
     "replicate": "replicate",
     "replicated": "replicate",
+    "sequence": "sequence",
+    "sequence_parallel": "sequence",
+    # What heads share is followed, and its gradient added up, by whatever projection it is made.
+    "mla_kv_a_proj": "replicate",
 }
 
 
 def declared(model: nn.Module, context: RunContext) -> Rules | None:
-    """Return the rules that the model declares; None if it declares none, or styles that are not known here.
+    """Return the rules that the model declares; None if it declares none.
 
-    A pattern of a declaration that matches nothing (a family's plan names parts that a model lacks) is left out; the
-    embedding of tokens follows the head that it is tied to.
+    A pattern of Hugging Face's declarations that matches nothing (a family's plan names parts that a model lacks) is
+    left out; the embedding of tokens follows the head that it is tied to.
 
     Raises:
-        PluginError: A `tp_plan` of the model itself has an unknown style.
+        PatternError: A pattern of a `tp_plan` of the model's own matches nothing.
+        PluginError: What is declared has a style that is not known here.
     """
     own = getattr(model, "tp_plan", None)
-    plan: Mapping[str, Any] | None = own if isinstance(own, Mapping) and own else _of_base(model)
-    if not plan:
-        return None
-    unknown = [style for style in plan.values() if style not in NAMES]
-    if unknown and plan is own and not hasattr(model, "config"):
-        raise PluginError(
-            f'the model\'s tp_plan has the style "{unknown[0]}"', hint="one of: " + ", ".join(sorted(NAMES))
-        )
-    if unknown:
-        return None
+    base = _of_base(model)
+    plan: Mapping[str, Any] = own if isinstance(own, Mapping) and own else base
     rules: Rules = {}
     for pattern, style in plan.items():
         try:
-            rules |= resolve({pattern: Rule(style=NAMES[style], is_cut=False)}, context)
+            select_fqns(pattern, [*context.fqns, *context.parameter_fqns])
         except PatternError:
-            continue
-    for fqn, rule in list(rules.items()):
-        # "colwise" without a contracting partner means a head in older declarations.
+            if base:
+                continue
+            raise
+        if style not in NAMES:
+            raise PluginError(
+                f'the model declares the style "{style}" for "{pattern}", which is not one of: '
+                + ", ".join(sorted(NAMES)),
+                hint="write the plan",
+            )
+        rules |= resolve({pattern: Rule(style=NAMES[style], is_cut=False)}, context)
+    for fqn, rule in rules.items():
         if rule.style in ("colwise", "vocab") and kind_of(model.get_submodule(fqn)) == "embedding":
             rules[fqn] = Rule(style="vocab", is_cut=False)
     return _with_ties(model, rules, context) or None
