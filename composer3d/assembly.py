@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import gradients, guard, initialisation, mesh
 from composer3d.accumulation import Accumulation
+from composer3d.agreement import agree_on_plan
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import InitialisationError, ManifestError, TransformError
 from composer3d.guard import Guard
@@ -66,6 +67,7 @@ def assemble(
     device: str | torch.device | None,
     purpose: Purpose,
     example: Example | Callable[[], Example | None] | None,
+    guarded: bool,
 ) -> Assembled:
     """Do what `compose` promises; its arguments are explained there."""
     import torch
@@ -92,6 +94,7 @@ def assemble(
         for problem in preparation.problems if dist.get_rank() == 0 else ():
             logging.getLogger(__name__).warning("%s", problem)
         context = preparation.context
+        plan = agree_on_plan(preparation) if guarded else None
         if preparation.recipe is None:
             _agree_on_weights(preparation.model, context, broadcast=weights == "rank0")
         else:
@@ -99,7 +102,7 @@ def assemble(
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
-        return _freeze(preparation, loss_fn, loss_reduction, count_fn, release)
+        return _freeze(preparation, loss_fn, loss_reduction, count_fn, release, plan)
     except BaseException as error:
         # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
         if preparation is not None:
@@ -248,12 +251,30 @@ def _agree_on_factory(recipe: Recipe, context: RunContext) -> None:
         )
 
 
+def _guard(preparation: Preparation, group: Any, device: torch.device, plan: int | None) -> Guard:
+    """Make the guard; `plan` is None where it only counts. In a fake world of many ranks nobody else answers."""
+    import torch.distributed as dist
+
+    context = preparation.context
+    return Guard(
+        layout=context.layout,
+        rank=context.rank,
+        group=group,
+        device=device,
+        plan=plan or 0,
+        compares=plan is not None and (context.world_size == 1 or dist.get_backend(group) != "fake"),
+        # A plugin that places batches cuts sequences; without one, ranks along cp are handed their own parts.
+        whole_sequences=bool(preparation.hooks.freeze("composer3d_place_batch")),
+    )
+
+
 def _freeze(
     preparation: Preparation,
     loss_fn: LossFunction | None,
     reduction: Reduction | None,
     count_fn: Callable[[Any], int] | None,
     release: Callable[[], None],
+    plan: int | None,
 ) -> Assembled:
     """Collect everything that runs in steps, so that no step looks anything up."""
     context, hooks = preparation.context, preparation.hooks
@@ -271,7 +292,7 @@ def _freeze(
     engine = StepEngine(
         context=context,
         actions=order(actions),
-        guard=Guard(layout=layout, rank=context.rank, group=group, device=device),
+        guard=_guard(preparation, group, device, plan),
         ledger=Ledger(averages=averages, contributes=contributes, group=group, device=device),
         streams=streams,
         loss_fn=loss_fn,

@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["cut", "digest", "map_tensors", "tensors", "to_device"]
+__all__ = ["Digest", "cut", "map_tensors", "tensors", "to_device"]
+
+_PIECE = 1 << 16  # weights made at a time
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
@@ -79,16 +81,58 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return Batch(args=move(batch.args), kwargs=move(batch.kwargs), target=move(batch.target))
 
 
-def digest(batch: Batch) -> int:
-    """Return a number that differs, all but surely, between batches of other content; below 2^40."""
+class Digest:
+    """Numbers that tell batches apart: every tensor's bytes as 64-bit words, each times a random word, added up.
+
+    One pass over a batch on the CPU. A batch on an accelerator is waited for.
+
+    Memory: 8 bytes of weights for every 8 bytes of the largest tensor seen; there twice that while it works.
+    """
+
+    def __init__(self) -> None:
+        self._weights: dict[str, Tensor] = {}
+
+    def __call__(self, value: Any) -> int:
+        """Return a number below 2^62 that differs, all but surely, between values whose tensors differ; 0 for none."""
+        total = 0
+        for position, tensor in enumerate(tensors(value)):
+            shape = hash(tuple(tensor.shape))
+            total += (position + 1) * (self._dot(tensor.detach()) ^ shape)
+        return total % (1 << 62)
+
+    def _dot(self, tensor: Tensor) -> int:
+        words = _words(tensor)
+        weights = self._weights_of(words)
+        if words.device.type == "cpu":
+            return int(words.dot(weights))
+        return int((words * weights).sum())  # accelerators have no dot of integers
+
+    def _weights_of(self, words: Tensor) -> Tensor:
+        import torch
+
+        device, count = str(words.device), words.numel()
+        weights = self._weights.get(device)
+        if weights is None or weights.numel() < count:
+            # In pieces with a seed each, so that all ranks have the same, whatever sizes they saw before.
+            pieces = [
+                torch.randint(-(1 << 62), 1 << 62, (_PIECE,), generator=torch.Generator().manual_seed(seed))
+                for seed in range(-(-count // _PIECE))
+            ]
+            weights = torch.cat(pieces or [words.cpu()]).to(words.device)
+            self._weights[device] = weights
+        return weights[:count]
+
+
+def _words(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor as 64-bit integers, one for each byte where they do not divide by 8."""
     import torch
 
-    result = 0
-    for position, tensor in enumerate(tensors((batch.args, batch.kwargs, batch.target))):
-        flat = tensor.detach().reshape(-1)
-        values = (
-            flat.to(torch.int64) if not flat.is_floating_point() else flat.to(torch.float32).view(torch.int32).long()
-        )
-        weights = torch.arange(1, values.numel() + 1, device=values.device) % 65_521
-        result += (position + 1) * int((values * weights).sum())
-    return result % (1 << 40)
+    flat = tensor.reshape(-1)
+    if flat.dtype is torch.int64:
+        return flat
+    if not flat.is_contiguous():
+        flat = flat.contiguous()
+    size = flat.element_size()
+    if size * flat.numel() % 8 == 0 and size * flat.storage_offset() % 8 == 0 and flat.numel():
+        return flat.view(torch.int64)
+    return flat.view(torch.uint8).to(torch.int64)

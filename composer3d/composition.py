@@ -44,6 +44,7 @@ def compose(
     device: str | torch.device | None = None,
     purpose: Purpose = "run",
     example: Example | Callable[[], Example | None] | None = None,
+    guard: bool = True,
 ) -> Composition:
     """Apply a manifest to a model.
 
@@ -66,6 +67,8 @@ def compose(
         example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
             only shapes and dtypes matter. Or a function that makes it, called only if one asks. Without it they try a
             batch of token numbers.
+        guard: Compare in every step, in the all-reduce of the counts, what ranks must have in common: step, plan,
+            micro-batches, batch. False only counts, for loops whose ranks differ on purpose.
 
     Returns:
         The composition; it starts nothing by itself.
@@ -86,6 +89,7 @@ def compose(
         device=device,
         purpose=purpose,
         example=example,
+        guarded=guard,
     )
     return Composition(assembled)
 
@@ -102,7 +106,7 @@ class Composition:
         self._optimizer: torch.optim.Optimizer | None = None
         if not assembled.has_schedule:
             module = self.parts[0].module
-            module.register_forward_pre_hook(lambda *_: self._engine.enter_own_forward())
+            module.register_forward_pre_hook(self._engine.enter_own_forward, with_kwargs=True)
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
@@ -200,9 +204,12 @@ class Composition:
             BatchError: The batch does not divide into micro-batches.
             LossError: The loss does not say how it is normalised.
         """
-        batch = self._place(args, kwargs, target)
+        identity = self._engine.identity((args, kwargs, target))
         return self._engine.forward_backward(
-            batch, size=self.context.manifest.train.microbatch, train=self._assembled.schedule.train
+            self._place(args, kwargs, target),
+            identity=identity,
+            size=self.context.manifest.train.microbatch,
+            train=self._assembled.schedule.train,
         )
 
     def backward(self, loss: Any, *, last: bool = True) -> Tensor | None:
@@ -232,11 +239,13 @@ class Composition:
             target: Passed to the loss.
             kwargs: The model's.
         """
+        identity = self._engine.identity((args, kwargs, target))
         batch = self._place(args, kwargs, target)
         self._evaluations += 1
         with evaluating(self.parts):
             loss, count = self._engine.evaluate(
                 batch,
+                identity=identity,
                 size=self.context.manifest.train.microbatch,
                 number=self._evaluations,
                 evaluate=self._assembled.schedule.evaluate,

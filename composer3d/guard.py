@@ -1,20 +1,20 @@
 """The one all-reduce at the start of a step: valid tokens are counted, and ranks prove that they run the same step.
 
 A rank that skips a step trains on in plain torch, each of its collectives paired with another step's, and nobody is
-told. Here every rank writes its step into its own slot of the vector that carries the token count, so the first
-forward of the wrong step names the ranks that differ.
+told. Here every rank writes its fingerprint into its own slots of the vector that carries the token count: step, plan,
+number of micro-batches, and identity of the batch. Slots are added to zeros, so ranks that are at different steps meet
+in the same all-reduce, and the first one of the wrong step names the ranks that differ.
 """
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.batch import Digest
 from composer3d.errors import StepError
 from composer3d.mesh import Layout, Role
 
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
-_MISSING_WAIT_S = 5.0
 # In the place of the batch's number: an evaluation is never taken for a step of the same number.
 _EVALUATION = 0xFFFF
+_PLAN_BITS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,53 +62,95 @@ def contract_group(layout: Layout, mesh: DeviceMesh) -> Any:
 
 
 class Guard:
-    """Agreement on counts and steps. Collectives: one all-reduce of 3 + 2 x ranks integers a call."""
+    """Agreement on counts and steps.
 
-    def __init__(self, *, layout: Layout, rank: int, group: Any, device: torch.device) -> None:
+    Args:
+        layout: Axes and degrees.
+        rank: This rank.
+        group: The process group that shares one global batch, None for the world.
+        device: Of the vector.
+        plan: A number that ranks have in common which run the same plan; at most 40 bits count.
+        compares: False only counts: the vector has three integers, and nobody is named.
+        whole_sequences: Whether ranks along a sequence axis are handed the same batch, which a plugin cuts for them.
+
+    Collectives: one all-reduce of 3 + 3 x ranks integers a call.
+    """
+
+    def __init__(
+        self,
+        *,
+        layout: Layout,
+        rank: int,
+        group: Any,
+        device: torch.device,
+        plan: int = 0,
+        compares: bool = True,
+        whole_sequences: bool = True,
+    ) -> None:
         import torch.distributed as dist
 
         self._ranks = dist.get_process_group_ranks(group) if group is not None else range(layout.world_size)
-        self._group, self._device = group, device
+        self._group, self._device, self._layout = group, device, layout
         self._slot = list(self._ranks).index(rank)
-        self._rank = rank
+        self._plan, self._compares = plan % (1 << _PLAN_BITS), compares
         coordinates = layout.coordinates(rank)
         others = layout.names(Role.TENSOR, Role.STAGE)
         # Ranks along tp and pp hold the same samples: only the first of them counts.
         self._counts = all(coordinates[name] == 0 for name in others)
-        self._batch_index = [layout.index(other, Role.BATCH, Role.SEQUENCE) for other in self._ranks]
-        self.compares_batches = layout.degree(Role.TENSOR, Role.STAGE) > 1
+        sharing = (Role.TENSOR, Role.STAGE, Role.SEQUENCE) if whole_sequences else (Role.TENSOR, Role.STAGE)
+        self._peers = {False: self._groups(sharing), True: self._groups((Role.TENSOR, Role.STAGE))}
+        self._digest = Digest()
 
-    def agree(self, *, step: int, call: int | None, counts: Sequence[int], digest: int) -> Totals:
-        """Add up counts over all ranks and check that they are at the same place.
+    def _groups(self, sharing: Sequence[Role]) -> tuple[tuple[int, ...], ...]:
+        """Return the positions of ranks that share their batch, those that have peers; axes of `sharing` roles."""
+        found: dict[tuple[int, ...], list[int]] = {}
+        axes = [axis.name for axis in self._layout.dense_axes if axis.role not in sharing]
+        for position, rank in enumerate(self._ranks):
+            coordinates = self._layout.coordinates(rank)
+            found.setdefault(tuple(coordinates[name] for name in axes), []).append(position)
+        return tuple(tuple(group) for group in found.values() if len(group) > 1)
+
+    def digest(self, value: Any, *, own: bool = False) -> int:
+        """Return the identity of a batch, 0 where no ranks must share theirs.
+
+        Args:
+            value: Nested tensors, as the loop handed them over.
+            own: The loop runs its own forward, and so has cut sequences itself.
+        """
+        return self._digest(value) if self._compares and self._peers[own] else 0
+
+    def agree(
+        self, *, step: int, call: int | None, counts: Sequence[int], digest: int = 0, own: bool = False
+    ) -> Totals:
+        """Add up counts over all ranks and check that they are at the same place, with what they must share.
 
         Args:
             step: The number the loop gave this step, or that of the evaluation.
             call: The how-manieth batch of this step it is; None for an evaluation.
             counts: Valid tokens of each of this rank's micro-batches.
             digest: Of the batch; compared between ranks that must hold the same one.
+            own: The loop runs its own forward, see `digest`.
 
         Raises:
-            StepError: Ranks differ, or some did not arrive; names them.
+            StepError: Ranks differ; names them, on every rank.
         """
         import torch
         import torch.distributed as dist
 
-        size = len(self._ranks)
-        vector = [0] * (3 + 2 * size)
+        size = len(self._ranks) if self._compares else 0
+        vector = [0] * (3 + 3 * size)
         if self._counts:
             vector[:3] = [sum(counts), len(counts), sum(count * count for count in counts)]
-        # Slots start at 1, so that a rank which took no part in the sum cannot look like step 0.
-        slot = (step << 16) + (_EVALUATION if call is None else call + 1)
-        vector[3 + self._slot] = slot
-        vector[3 + size + self._slot] = digest
+        if size:
+            # Places start at 1, so that a rank which took no part in the sum cannot look like step 0.
+            vector[3 + self._slot] = (step << 16) + (_EVALUATION if call is None else call + 1)
+            vector[3 + size + self._slot] = (len(counts) << _PLAN_BITS) | self._plan
+            vector[3 + 2 * size + self._slot] = digest
         tensor = torch.tensor(vector, dtype=torch.int64, device=self._device)
-        try:
-            dist.all_reduce(tensor, group=self._group)
-        except RuntimeError as error:
-            raise StepError(self._missing(slot, error)) from error
+        dist.all_reduce(tensor, group=self._group)
         total: list[int] = tensor.tolist()
-        self._same_step(total[3 : 3 + size])
-        self._same_batch(total[3 + size :], slot)
+        if size:
+            self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size :], own)
         count, microbatches, squares = total[:3]
         return Totals(count=count, num_microbatches=microbatches, equal=microbatches * squares == count * count)
 
@@ -121,49 +163,63 @@ class Guard:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [bool(vote) for vote in tensor.tolist()]
 
-    def _same_step(self, slots: list[int]) -> None:
-        if len(set(slots)) == 1:
-            return
-        usual = Counter(slots).most_common(1)[0][0]
-        odd = [(rank, slot) for rank, slot in zip(self._ranks, slots, strict=True) if slot != usual]
-        shown = ", ".join(f"rank {rank} is at {_place(slot)}" for rank, slot in odd[:4])
-        raise StepError(
-            f"ranks do not run the same step: {shown}, while {len(slots) - len(odd)} of {len(slots)} ranks are at "
-            f"{_place(usual)}; a rank skipped or repeated a batch"
-        )
+    # ---- what ranks must have in common ------------------------------------------------------------------------------
 
-    def _same_batch(self, digests: list[int], slot: int) -> None:
-        if not self.compares_batches:
-            return
-        first: dict[int, int] = {}
-        for position, index in enumerate(self._batch_index):
-            other = first.setdefault(index, position)
-            if digests[other] != digests[position]:
-                raise StepError(
-                    f"ranks {self._ranks[other]} and {self._ranks[position]} were given different batches at "
-                    f"{_place(slot)}; ranks that differ only in tp or pp must read the same samples"
+    def _compare(self, places: list[int], setups: list[int], digests: list[int], own: bool) -> None:
+        """Compare the cheap way; only a difference is looked into."""
+        if places.count(places[0]) != len(places):
+            self._differ(
+                places,
+                "ranks do not run the same step",
+                lambda place: f"is at {_place(place)}",
+                lambda place: f"are at {_place(place)}",
+                "a rank skipped or repeated a batch",
+            )
+        at = _place(places[0])
+        if setups.count(setups[0]) != len(setups):
+            plans = [setup & ((1 << _PLAN_BITS) - 1) for setup in setups]
+            if plans.count(plans[0]) != len(plans):
+                self._differ(
+                    plans,
+                    f"ranks do not run the same plan at {at}",
+                    lambda plan: f"has plan {plan:010x}",
+                    lambda plan: f"have plan {plan:010x}",
+                    "start all ranks with the same manifest, overrides and plugins",
                 )
+            self._differ(
+                [setup >> _PLAN_BITS for setup in setups],
+                f"ranks cut {at} into different numbers of micro-batches",
+                lambda num: f"has {num}",
+                lambda num: f"have {num}",
+                "collectives of micro-batches need all ranks, so hand every rank a batch of the same size",
+            )
+        for group in self._peers[own]:
+            if len({digests[position] for position in group}) != 1:
+                self._other_batch(group, digests, at)
 
-    def _missing(self, slot: int, error: RuntimeError) -> str:
-        """Find out through the store who did not arrive; only after a failure, so steps pay nothing for it."""
-        missing = []
-        deadline = time.monotonic() + _MISSING_WAIT_S
-        try:
-            store = torch_compat.default_store()
-            store.set(f"composer3d/step/{slot}/{self._rank}", "here")
-            for rank in self._ranks:
-                try:
-                    # One deadline for all: with many missing, those who are there would be waited for in vain.
-                    left_s = max(deadline - time.monotonic(), _MISSING_WAIT_S / 100)
-                    store.wait([f"composer3d/step/{slot}/{rank}"], timedelta(seconds=left_s))
-                except RuntimeError:
-                    missing.append(rank)
-        except RuntimeError:
-            return f"rank {self._rank} lost the other ranks at the start of {_place(slot)}: {error}"
-        if not missing:
-            return f"the collective at the start of {_place(slot)} failed on rank {self._rank}: {error}"
-        names = " and ".join(f"rank {rank}" for rank in missing[:8])
-        return f"{names} did not reach {_place(slot)}, which rank {self._rank} waited for: stalled, ended, or elsewhere"
+    def _differ(
+        self, values: list[int], what: str, one: Callable[[int], str], many: Callable[[int], str], advice: str
+    ) -> None:
+        usual = Counter(values).most_common(1)[0][0]
+        odd = [(rank, value) for rank, value in zip(self._ranks, values, strict=True) if value != usual]
+        shown = ", ".join(f"{self._layout.who(rank)} {one(value)}" for rank, value in odd[:4])
+        more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
+        rest = f"{len(values) - len(odd)} of {len(values)} ranks"
+        raise StepError(f"{what}: {shown}{more}, while {rest} {many(usual)}; {advice}")
+
+    def _other_batch(self, group: Sequence[int], digests: list[int], at: str) -> None:
+        usual = Counter(digests[position] for position in group).most_common(1)[0][0]
+        odd = next(position for position in group if digests[position] != usual)
+        # The nearest of those who have the usual one: it tells the axis.
+        other = min(
+            (position for position in group if digests[position] == usual),
+            key=lambda position: len(self._layout.between(self._ranks[odd], self._ranks[position])),
+        )
+        axes = " and ".join(self._layout.between(self._ranks[odd], self._ranks[other]))
+        raise StepError(
+            f"{self._layout.who(self._ranks[odd])} was given another batch than rank {self._ranks[other]}, its peer "
+            f"along {axes}, at {at}; ranks that differ only in {axes} must be handed the same samples"
+        )
 
 
 def _place(slot: int) -> str:

@@ -114,6 +114,17 @@ class Layout:
             result = result * self.degrees[name] + coordinates[name]
         return result
 
+    def who(self, rank: int) -> str:
+        """Return `rank 3 (dp_shard 1, tp 1)`: a rank with its place along the axes that have more than one."""
+        coordinates = self.coordinates(rank)
+        places = [f"{axis.name} {coordinates[axis.name]}" for axis in self.dense_axes if self.degrees[axis.name] > 1]
+        return f"rank {rank}" + (f" ({', '.join(places)})" if places else "")
+
+    def between(self, rank: int, other: int) -> tuple[str, ...]:
+        """Return the axes along which two ranks lie apart, outermost first."""
+        one, two = self.coordinates(rank), self.coordinates(other)
+        return tuple(axis.name for axis in self.dense_axes if one[axis.name] != two[axis.name])
+
     def __str__(self) -> str:
         return " x ".join(f"{axis.name}={self.degrees[axis.name]}" for axis in self.dense_axes)
 

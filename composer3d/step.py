@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients
-from composer3d.batch import cut, digest, tensors
+from composer3d.batch import cut, tensors
 from composer3d.errors import LossError, StepError
 from composer3d.guard import Guard
 from composer3d.ledger import Ledger
@@ -93,12 +93,12 @@ class StepEngine:
         context = self._context
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self._ledger.clear()
-        self._call, self._used, self._own, self._num_forwards = 0, False, None, 0
+        self._call, self._used, self._own, self._num_forwards, self._seen = 0, False, None, 0, 0
         try:
             with context.span("step", step=number):
                 self._at(StepPoint.BEGIN)
                 if target is not None:
-                    self._announce_own(Batch(args=(), target=target))
+                    self._announce_own(target, self.identity(target, own=True))
                 yield self.state
                 self._at(StepPoint.END)
         finally:
@@ -138,12 +138,18 @@ class StepEngine:
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch, *, size: int | None, train: Callable[[Sequence[Batch]], None]) -> Tensor:
+    def identity(self, value: Any, *, own: bool = False) -> int:
+        """Return what ranks that must be handed the same batch compare; before plugins cut it and devices take it."""
+        return self._guard.digest(value, own=own)
+
+    def forward_backward(
+        self, batch: Batch, *, identity: int, size: int | None, train: Callable[[Sequence[Batch]], None]
+    ) -> Tensor:
         """Run one batch of an open step; see `Composition.forward_backward`."""
         state = self.current("forward_backward")
         self._refuse_used("forward_backward")
         microbatches = cut(batch, size)
-        self._agree(batch, self._count_all(microbatches))
+        self._agree(self._count_all(microbatches), identity)
         self._scheduled = True
         try:
             with self._context.span("forward_backward", microbatches=len(microbatches)):
@@ -154,14 +160,20 @@ class StepEngine:
         return self._settle(state, len(microbatches))
 
     def evaluate(
-        self, batch: Batch, *, size: int | None, number: int, evaluate: Callable[[Sequence[Batch]], None]
+        self,
+        batch: Batch,
+        *,
+        identity: int,
+        size: int | None,
+        number: int,
+        evaluate: Callable[[Sequence[Batch]], None],
     ) -> tuple[Tensor, float]:
         """Run one batch without gradients; see `Composition.evaluate`."""
         if self._ledger.pending:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
         microbatches = cut(batch, size)
         counts = self._count_all(microbatches)
-        totals = self._guard.agree(step=number, call=None, counts=counts, digest=self._digest(batch))
+        totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
             with self._context.span("evaluate"):
@@ -210,9 +222,11 @@ class StepEngine:
 
     # ---- a loop's own forward ----------------------------------------------------------------------------------------
 
-    def enter_own_forward(self) -> None:
+    def enter_own_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start the random stream of a forward that the loop runs itself inside a step."""
         if self.state is not None and not self._scheduled and not self._evaluating:
+            if self._own is None:  # else the step was announced with its target, or by its first backward
+                self._seen += self.identity((args, kwargs), own=True)
             # By forwards, not by backwards: two forwards before one backward draw different numbers.
             self._streams.enter(self.state.step, self._num_forwards)
             self._num_forwards += 1
@@ -222,7 +236,7 @@ class StepEngine:
         state = self.current("backward")
         self._refuse_used("backward")
         if self._own is None:
-            self._announce_own(None)
+            self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
         loss = self._own.loss(value, last=last, equal=self._equal, reduction=self._told_reduction)
         state.forward_done = True
@@ -234,21 +248,18 @@ class StepEngine:
         self._streams.leave()
         return self._settle(state, self._ledger.pending) if last else None
 
-    def _announce_own(self, batch: Batch | None) -> None:
-        self._own = OwnForward() if batch is None else OwnForward(target=batch.target, count=self._count(batch.target))
-        self._agree(batch or Batch(args=()), [self._own.count])
+    def _announce_own(self, target: Any, identity: int) -> None:
+        self._own = OwnForward() if target is None else OwnForward(target=target, count=self._count(target))
+        self._agree([self._own.count], identity, own=True)
 
     # ---- counts ------------------------------------------------------------------------------------------------------
 
-    def _agree(self, batch: Batch, counts: Sequence[int]) -> None:
+    def _agree(self, counts: Sequence[int], identity: int, *, own: bool = False) -> None:
         assert self.state is not None, "inside a step"
-        totals = self._guard.agree(step=self.state.step, call=self._call, counts=counts, digest=self._digest(batch))
+        totals = self._guard.agree(step=self.state.step, call=self._call, counts=counts, digest=identity, own=own)
         self._call += 1
         self._equal = totals.equal
         self._ledger.announce(totals.count)
-
-    def _digest(self, batch: Batch) -> int:
-        return digest(batch) if self._guard.compares_batches else 0
 
     def _count_all(self, microbatches: Sequence[Batch]) -> list[int]:
         counts = [self._count(microbatch.target) for microbatch in microbatches]
