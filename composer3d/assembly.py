@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import gradients, guard, initialisation, mesh
+from composer3d import gradients, guard, initialisation, mesh, torch_compat
 from composer3d.accumulation import Accumulation
 from composer3d.agreement import agree_on_plan
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import InitialisationError, ManifestError, TransformError
+from composer3d.flight import Flight
 from composer3d.guard import Guard
 from composer3d.ledger import Ledger
 from composer3d.manifest import Manifest, load_manifest
@@ -268,6 +269,28 @@ def _guard(preparation: Preparation, group: Any, device: torch.device, plan: int
     )
 
 
+def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
+    """Make what tells of failed collectives, where there are other ranks that could answer."""
+    import torch.distributed as dist
+
+    context = preparation.context
+    if not guarded or context.world_size == 1 or dist.get_backend() == "fake":
+        return None
+    groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+    axes = [axis.name for axis in context.layout.dense_axes if context.degrees[axis.name] > 1]
+    for name, group in [("world", None), *((name, context.mesh.get_group(name)) for name in axes)]:
+        # An axis as large as the world may have the world's own group: then it is called by the axis.
+        known = torch_compat.group_name(group)
+        groups[known] = (name, tuple(dist.get_process_group_ranks(group)))
+    return Flight(
+        layout=context.layout,
+        rank=context.rank,
+        groups=groups,
+        owners={axis: registered.name for axis, registered in context.owners.items()},
+        store=torch_compat.default_store(),
+    )
+
+
 def _freeze(
     preparation: Preparation,
     loss_fn: LossFunction | None,
@@ -289,10 +312,12 @@ def _freeze(
     contributes = all(context.coordinates[name] == 0 for name in layout.names(Role.TENSOR))
     actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
     streams = Streams(seed=context.manifest.train.seed, layout=layout, rank=context.rank, device=context.device)
+    flight = _flight(preparation, guarded=plan is not None)
     engine = StepEngine(
         context=context,
         actions=order(actions),
         guard=_guard(preparation, group, device, plan),
+        flight=flight,
         ledger=Ledger(averages=averages, contributes=contributes, group=group, device=device),
         streams=streams,
         loss_fn=loss_fn,
@@ -301,15 +326,26 @@ def _freeze(
     )
     engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
     context.freeze(
-        recorders=tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
+        recorders=(
+            *([flight] if flight is not None else []),
+            *(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
+        ),
         microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
         sharded=streams.sharded,
     )
     scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
 
+    def close() -> None:
+        if flight is not None:
+            flight.close()
+        release()
+
     def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
         return tuple(function for _, function in hooks.freeze(hook))
 
+    states = {plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)}
+    if flight is not None:
+        flight.start()  # last: nothing that fails before has a thread to stop
     return Assembled(
         context=context,
         hooks=hooks,
@@ -322,6 +358,6 @@ def _freeze(
         place_batch=frozen("composer3d_place_batch"),
         measures=frozen("composer3d_measure"),
         metric_sinks=frozen("composer3d_metrics"),
-        states={plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)},
-        release=release,
+        states=states,
+        release=close,
     )

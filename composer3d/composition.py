@@ -67,11 +67,10 @@ def compose(
         example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
             only shapes and dtypes matter. Or a function that makes it, called only if one asks. Without it they try a
             batch of token numbers.
-        guard: Compare in every step, in the all-reduce of the counts, what ranks must have in common: step, plan,
-            micro-batches, batch. False only counts, for loops whose ranks differ on purpose.
+        guard: Compare step, plan and batch of all ranks as steps begin, and explain lost ones. False only counts.
 
     Returns:
-        The composition; it starts nothing by itself.
+        The composition.
 
     Raises:
         ManifestError: With every mistake of the manifest.
@@ -178,7 +177,7 @@ class Composition:
             yield state
 
     def steps(self, loader: Iterable[Any], *, start: int = 0) -> Iterator[Any]:
-        """Yield the loader's batches, each inside a step of its own, numbered from `start`."""
+        """Yield the loader's batches, each in a step of its own, numbered from `start`."""
         for number, batch in enumerate(loader, start):
             with self.step(number):
                 yield batch
@@ -188,8 +187,7 @@ class Composition:
 
         Gradient of any layout: that of the loss summed over all valid tokens of the global batch, divided by their
         number. Several calls in one step make one global batch.
-        Collectives: one all-reduce before (counts, and proof that ranks run the same step), one after (the loss), and
-        those of the plugins.
+        Collectives: one all-reduce before (counts and the guard), one after (the loss), and those of the plugins.
 
         Args:
             args: The model's, for this data-parallel rank; ranks that differ only in tp or pp pass the same.

@@ -8,12 +8,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients
-from composer3d.batch import cut, tensors
-from composer3d.errors import LossError, StepError
+from composer3d.batch import cut
+from composer3d.errors import StepError
+from composer3d.flight import Flight
 from composer3d.guard import Guard
 from composer3d.ledger import Ledger
 from composer3d.loss import Reduction, as_loss, count_valid, reduction_of
-from composer3d.protocol import Batch, GradScaler, Loss, LossFunction, Part
+from composer3d.own_forward import OwnForward
+from composer3d.protocol import Batch, GradScaler, LossFunction, Part
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.streams import Streams
 
-__all__ = ["OwnForward", "StepEngine", "StepState"]
+__all__ = ["StepEngine", "StepState"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -62,6 +64,7 @@ class StepEngine:
         context: RunContext,
         actions: Sequence[StepAction],
         guard: Guard,
+        flight: Flight | None,
         ledger: Ledger,
         streams: Streams,
         loss_fn: LossFunction | None,
@@ -69,6 +72,7 @@ class StepEngine:
         reduction: Reduction | None,
     ) -> None:
         self._context, self._guard, self._ledger, self._streams = context, guard, ledger, streams
+        self._explaining = flight.explaining if flight is not None else contextlib.nullcontext
         self._loss_fn, self._count_fn, self._reduction = loss_fn or _loss_of_model, count_fn, reduction
         self.loss_is_the_models = loss_fn is None
         self._actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
@@ -95,7 +99,7 @@ class StepEngine:
         self._ledger.clear()
         self._call, self._used, self._own, self._num_forwards, self._seen = 0, False, None, 0, 0
         try:
-            with context.span("step", step=number):
+            with self._explaining(), context.span("step", step=number):
                 self._at(StepPoint.BEGIN)
                 if target is not None:
                     self._announce_own(target, self.identity(target, own=True))
@@ -173,10 +177,11 @@ class StepEngine:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
         microbatches = cut(batch, size)
         counts = self._count_all(microbatches)
-        totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
+        with self._explaining():
+            totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
-            with self._context.span("evaluate"):
+            with self._explaining(), self._context.span("evaluate"):
                 evaluate(microbatches)
             return self._ledger.settle(len(microbatches), has_gradient=False)
         finally:
@@ -366,35 +371,3 @@ class StepEngine:
 def _loss_of_model(output: Any, target: Any) -> Any:
     """Take the loss that the model computed itself."""
     return output.loss if hasattr(output, "loss") else output
-
-
-class OwnForward:
-    """The losses of a loop that keeps its own forward.
-
-    Without a target every backward weighs the same. With one, a mean stands for the target's valid tokens.
-    """
-
-    def __init__(self, *, target: Any = None, count: int = 1) -> None:
-        self.count = count
-        self.calls = 0
-        self._told = target is not None
-        self._padded = self._told and any(count != t.numel() for t in tensors(target))
-
-    def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None) -> Loss:
-        """Give the loss of the next backward its count."""
-        import torch
-
-        self.calls += 1
-        if not isinstance(value, torch.Tensor):
-            return as_loss(value, count=self.count, equal=equal, reduction=reduction)
-        if not self._told:
-            return as_loss(value, count=1, equal=True, reduction="mean")
-        if (reduction or reduction_of(value)) == "sum":
-            # The target's count belongs to all backwards together.
-            return Loss(sum=value, count=self.count if self.calls == 1 else 0)
-        if self._padded and (self.calls > 1 or not last):
-            raise LossError(
-                "several means over parts of a padded target cannot be put together; "
-                "give backward (sum, count) of each part"
-            )
-        return as_loss(value, count=self.count, equal=equal, reduction="mean")

@@ -5,6 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -382,3 +383,30 @@ def unviewed(tensor: Any) -> Any:
     import torch
 
     return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return what torch's flight recorders hold of this process's last collectives, as torch writes it in JSON.
+
+    The recorders of gloo and of NCCL are two, each with an underscored function, the second only in builds with NCCL;
+    their other form is a pickle (torch 2.11-2.15).
+    """
+    from torch._C import _distributed_c10d
+
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []
+    return entries
+
+
+def group_name(group: Any) -> str:
+    """Return the name under which a process group, None for the default one, stands in flight records.
+
+    A property of the group in Python, typed and documented nowhere (torch 2.11-2.15).
+    """
+    import torch.distributed as dist
+
+    found: Any = dist.group.WORLD if group is None else group
+    return str(found.group_name)

@@ -14,27 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from composer3d.errors import ComposerError, ManifestError
+from composer3d.flight import lost_a_peer
 from composer3d.runner.progress import LastSeen
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
 
 FailureKind = Literal["user", "crash", "killed", "left", "stuck", "interrupted"]
 
-# What torch's backends say when the other side is gone; a rank that says so did not start the failure.
-_LOST = (
-    "connection closed by peer",
-    "connection reset by peer",
-    "connection was likely closed",
-    "connection refused",
-    "broken pipe",
-    "failed to recv, got 0 bytes",
-    "socket timeout",
-    "timed out waiting",
-    "wait timeout",
-    "remote process exited",
-    "communicator was aborted",
-    "watchdog caught collective operation timeout",
-)
 _LAUNCHER_FILES = (
     "/composer3d/runner/rank.py",
     "/composer3d/runner/launch.py",
@@ -300,7 +286,7 @@ def _lost_a_peer(error: BaseException) -> bool:
             break
         seen.add(id(before))
         error = before
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST)
+    return lost_a_peer(error)
 
 
 def _format(error: BaseException) -> str:

@@ -1,0 +1,210 @@
+"""From what every rank tells of its last collectives to the one sentence that names who is missing from which."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from composer3d.mesh import Layout
+
+__all__ = ["Account", "Collective", "diagnose"]
+
+_SHOWN = 8  # ranks whose last act is told
+# Ranks pass inputs of the same size to these; to others each may pass its own.
+_EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """One collective of one rank.
+
+    Args:
+        axis: Of its process group.
+        ranks: Of its process group.
+        number: The how-manieth of its group it is; ranks that run the same collectives have the same numbers.
+        op: The operation.
+        sizes: Of its inputs.
+        time_ns: When it was called.
+    """
+
+    axis: str
+    ranks: tuple[int, ...]
+    number: int
+    op: str
+    sizes: tuple[tuple[int, ...], ...]
+    time_ns: int
+
+    def __str__(self) -> str:
+        return f"{self.op} of {', '.join(str(list(size)) for size in self.sizes) or 'nothing'}"
+
+    @property
+    def essence(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
+        """What ranks must have in common."""
+        return self.op, self.sizes if self.op.startswith(_EQUAL_SIZES) else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Account:
+    """What a rank tells of itself.
+
+    Args:
+        rank: The rank.
+        step: Its last step, None before the first.
+        inside: Whether it is in a span.
+        spans: The open ones, outermost first, without the step's own.
+        place: The innermost line of the user's code.
+        own: Whether the last collective is composer3d's own.
+        collectives: Its last ones, oldest first.
+    """
+
+    rank: int
+    step: int | None
+    inside: bool
+    spans: tuple[str, ...]
+    place: str
+    own: bool
+    collectives: tuple[Collective, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it in values that JSON holds."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Account:
+        """Undo `to_json`."""
+        rows = tuple(
+            Collective(**{**row, "ranks": tuple(row["ranks"]), "sizes": tuple(map(tuple, row["sizes"]))})
+            for row in content["collectives"]
+        )
+        return cls(**{**content, "spans": tuple(content["spans"]), "collectives": rows})
+
+
+def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str, str], reason: str) -> str:
+    """Say which collective failed, who was missing or ran another, and what each rank did last.
+
+    Args:
+        accounts: Of the ranks that answered, the one that failed first at the front.
+        layout: Gives ranks their coordinates.
+        owners: The plugin that owns an axis, by axis.
+        reason: What the backend said.
+    """
+    first = accounts[0]
+    lines = [f"a collective failed {_when(first)}: {reason}"]
+    found = _mismatch(accounts) or _missing(accounts)
+    if found is not None:
+        collective, odd, text = found
+        own = any(account.own and account.collectives[-1:] == (collective,) for account in accounts)
+        lines.append(f"{_where(collective, owners, own)}: " + text(layout))
+    else:
+        odd = ()
+    lines += _told(accounts, odd, layout, owners)
+    return "\n".join(lines)
+
+
+def _when(account: Account) -> str:
+    if account.step is None:
+        return "before the first step"
+    return f"in step {account.step}" if account.inside else f"after step {account.step}"
+
+
+def _where(collective: Collective, owners: Mapping[str, str], own: bool) -> str:
+    ranks = " and ".join(map(str, collective.ranks)) if len(collective.ranks) <= 4 else f"{len(collective.ranks)} ranks"
+    return (
+        f"collective {collective.number} over {collective.axis} "
+        f"({'' if ' ranks' in ranks else 'ranks '}{ranks}; {_plugin(collective, owners, own)})"
+    )
+
+
+def _plugin(collective: Collective, owners: Mapping[str, str], own: bool) -> str:
+    return "composer3d" if own or collective.axis not in owners else owners[collective.axis]
+
+
+def _by_group(accounts: Sequence[Account]) -> dict[tuple[int, ...], dict[int, dict[int, Collective]]]:
+    """Return collectives by group, rank and number."""
+    groups: dict[tuple[int, ...], dict[int, dict[int, Collective]]] = {}
+    for account in accounts:
+        for collective in account.collectives:
+            groups.setdefault(collective.ranks, {}).setdefault(account.rank, {})[collective.number] = collective
+    return groups
+
+
+def _mismatch(accounts: Sequence[Account]) -> Any:
+    """Find the earliest collective of any group that ranks ran differently."""
+    found: list[tuple[Collective, dict[int, Collective]]] = []
+    for rows in _by_group(accounts).values():
+        for number in sorted(set.intersection(*(set(row) for row in rows.values()))):
+            here = {rank: row[number] for rank, row in rows.items()}
+            if len({collective.essence for collective in here.values()}) > 1:
+                found.append((min(here.values(), key=lambda collective: collective.time_ns), here))
+                break
+    if not found:
+        return None
+    collective, here = min(found, key=lambda pair: pair[0].time_ns)
+    usual = Counter(other.essence for other in here.values()).most_common(1)[0][0]
+    odd = tuple(rank for rank, other in here.items() if other.essence != usual)
+    told = next(other for other in here.values() if other.essence == usual)
+
+    def text(layout: Layout) -> str:
+        shown = ", ".join(f"{layout.who(rank)} ran {here[rank]}" for rank in odd[:_SHOWN])
+        return f"{shown}, while {_ranks(rank for rank in here if rank not in odd)} ran {told}"
+
+    return collective, odd, text
+
+
+def _missing(accounts: Sequence[Account]) -> Any:
+    """Find the collective that others wait in, and who has not run it, from the failed rank to whom all wait for."""
+    by_rank, groups = {account.rank: account for account in accounts}, _by_group(accounts)
+    rank, seen, found = accounts[0].rank, set(), None
+    while rank in by_rank and rank not in seen and by_rank[rank].collectives:
+        seen.add(rank)
+        last = by_rank[rank].collectives[-1]
+        rows = groups[last.ranks]
+        late = [other for other in last.ranks if other in by_rank and max(rows.get(other, (0,))) < last.number]
+        odd = tuple(late or [other for other in last.ranks if other not in by_rank])
+        if not odd:
+            break
+        found = (last, odd)
+        rank = odd[0]
+    if found is None:
+        return None
+    last, odd = found
+
+    def text(layout: Layout) -> str:
+        who = " and ".join(layout.who(rank) for rank in odd[:_SHOWN])
+        waits = _ranks(rank for rank in last.ranks if rank not in odd and rank in by_rank)
+        return f"{who} did not run {last}, in which {waits} waited"
+
+    return last, odd, text
+
+
+def _ranks(ranks: Iterable[int]) -> str:
+    shown = [*ranks]
+    names = " and ".join(f"rank {rank}" for rank in shown[:4])
+    return names + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
+
+
+def _told(accounts: Sequence[Account], odd: Sequence[int], layout: Layout, owners: Mapping[str, str]) -> Iterable[str]:
+    """Yield a line for each rank: those that differ first."""
+    by_rank = {account.rank: account for account in accounts}
+    order = [*odd, *(rank for rank in range(layout.world_size) if rank not in odd)]
+    for rank in order[:_SHOWN]:
+        account = by_rank.get(rank)
+        yield f"{layout.who(rank)}: " + (
+            "gave no answer: it ended, or hangs" if account is None else _act(account, owners)
+        )
+    if len(order) > _SHOWN:
+        yield f"and {len(order) - _SHOWN} more ranks"
+
+
+def _act(account: Account, owners: Mapping[str, str]) -> str:
+    parts = [f"{_when(account)}"]
+    if account.spans:
+        parts.append("in " + " in ".join(reversed(account.spans)))
+    if account.place:
+        parts.append(f"at {account.place}")
+    if account.collectives:
+        last = account.collectives[-1]
+        parts.append(f"last collective {last} over {last.axis} ({_plugin(last, owners, account.own)})")
+    return ", ".join(parts)

@@ -1,0 +1,224 @@
+"""Why a collective did not come back: what every rank did last, asked for through the store once one of them failed.
+
+Steps pay for two list operations a span. The rest happens after a failure: the rank that failed first raises an alarm
+in the store; a thread of every other rank, which looks for it twice a second, answers with its place and with what
+torch's flight recorder holds; the first rank compares the answers and publishes one text for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from composer3d import torch_compat
+from composer3d.diagnosis import Account, Collective, diagnose
+from composer3d.errors import StepError
+from composer3d.mesh import Layout
+
+__all__ = ["Flight", "Groups", "collectives", "lost_a_peer"]
+
+# What torch's backends say when the other side is gone or late; a rank that says so did not start the failure.
+_LOST = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection was likely closed",
+    "connection refused",
+    "broken pipe",
+    "failed to recv, got 0 bytes",
+    "socket timeout",
+    "timed out waiting",
+    "wait timeout",
+    "remote process exited",
+    "communicator was aborted",
+    "watchdog caught collective operation timeout",
+)
+_LOOK_S = 0.5  # how often a rank looks for an alarm
+_ANSWER_S = 2.0  # how long the first one waits for answers
+_GONE_S = 0.7  # and where a connection broke, so that one of them will not come
+_KEPT = 64  # collectives of each group that a rank tells of
+_TORCH = "/torch/"
+# Collectives whose innermost frame outside torch is here are composer3d's own.
+_OWN_FILES = ("agreement.py", "gradients.py", "guard.py", "ledger.py", "measurement.py")
+
+log = logging.getLogger(__name__)
+
+Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # by a process group's name: its axis and its ranks
+
+
+def lost_a_peer(error: BaseException) -> bool:
+    """Tell whether an exception is what torch raises where another rank is gone or late."""
+    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST)
+
+
+class Flight:
+    """What this rank does, for the others to read when a collective fails; a recorder of spans.
+
+    Args:
+        layout: Axes and degrees.
+        rank: This rank.
+        groups: Names of process groups, with their axis and ranks.
+        owners: The plugin that owns an axis, by axis.
+        store: Where ranks meet; the same name of it on all ranks.
+
+    Memory: the open spans. Collectives: none; after a failure a few messages a rank through the store.
+    """
+
+    def __init__(self, *, layout: Layout, rank: int, groups: Groups, owners: Mapping[str, str], store: Any) -> None:
+        self._layout, self._rank, self._groups, self._owners, self._store = layout, rank, groups, owners, store
+        self._open: list[tuple[str, Mapping[str, Any]]] = []
+        self._step: int | None = None
+        self._stop = threading.Event()
+        self._main = threading.main_thread().ident
+        self._thread = threading.Thread(target=self._watch, name="composer3d-flight", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look for alarms."""
+        # How many compositions this process has made: ranks make them in the same order.
+        self._prefix = f"composer3d/flight/{self._store.add(f'composer3d/flight/rank-{self._rank}', 1)}"
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=2 * _LOOK_S)
+
+    # ---- a recorder of spans -----------------------------------------------------------------------------------------
+
+    def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
+        """Note an open span."""
+        if name == "step":
+            self._step = attributes["step"]
+        span = (name, attributes)
+        self._open.append(span)
+        return span
+
+    def end(self, token: Any) -> None:
+        """Note that it is closed."""
+        if self._open and self._open[-1] is token:
+            self._open.pop()
+        else:
+            self._open[:] = [span for span in self._open if span is not token]
+
+    # ---- after a failure ---------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Turn a lost or late peer inside into an error that says what every rank did.
+
+        Raises:
+            StepError: On every rank the same text, made by the one that failed first.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not lost_a_peer(error):
+                raise
+            raise StepError(self._explain(error)) from error
+
+    def _explain(self, error: RuntimeError) -> str:
+        own = self._account([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+        late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
+        wait_s = _ANSWER_S if late else _GONE_S
+        reason = str(error).partition("\n")[0]
+        try:
+            if self._store.add(f"{self._prefix}/alarm", 1) > 1:
+                self._answer(own)
+                published = f"{self._prefix}/message"
+                self._store.wait([published], timedelta(seconds=wait_s + 1))
+                return str(self._store.get(published).decode())
+            text = diagnose(self._gather(own, wait_s), layout=self._layout, owners=self._owners, reason=reason)
+            self._store.set(f"{self._prefix}/message", text)
+            return text
+        except RuntimeError:  # the store went with the rank that held it
+            return diagnose([own], layout=self._layout, owners=self._owners, reason=reason)
+
+    def _gather(self, own: Account, wait_s: float) -> list[Account]:
+        accounts, deadline = [own], time.monotonic() + wait_s
+        missing = [rank for rank in range(self._layout.world_size) if rank != self._rank]
+        while missing and time.monotonic() < deadline:
+            for rank in list(missing):
+                key = f"{self._prefix}/account/{rank}"
+                if self._store.check([key]):
+                    accounts.append(Account.from_json(json.loads(self._store.get(key))))
+                    missing.remove(rank)
+            time.sleep(0.02)
+        return accounts
+
+    def _answer(self, account: Account) -> None:
+        self._store.set(f"{self._prefix}/account/{self._rank}", json.dumps(account.to_json()))
+
+    def _watch(self) -> None:
+        """Look for an alarm, and answer it once, whatever the main thread is stuck in, if it frees the interpreter."""
+        try:
+            while not self._stop.wait(_LOOK_S):
+                if self._store.check([f"{self._prefix}/alarm"]):
+                    self._answer(self._account(_stack(sys._current_frames().get(self._main or 0))))
+                    return
+        except RuntimeError as error:
+            log.debug("no more looking for alarms: %s", error)  # the store is gone, and with it whoever could ask
+
+    def _account(self, frames: Sequence[Any]) -> Account:
+        """Say what this rank does; `frames` from the outermost to the innermost."""
+        outside = [frame for frame in frames if _TORCH not in frame.f_code.co_filename]
+        place, own = "", False
+        if outside:
+            file = Path(outside[-1].f_code.co_filename)
+            own = file.parent.name == "composer3d" and file.name in _OWN_FILES
+            loop = [frame for frame in outside if Path(frame.f_code.co_filename).parts[-2] != "composer3d"]
+            shown = (loop or outside)[-1]
+            place = f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
+        spans = tuple(_name(name, attributes) for name, attributes in list(self._open) if name != "step")
+        return Account(
+            rank=self._rank,
+            step=self._step,
+            inside=bool(self._open),
+            spans=spans,
+            place=place,
+            own=own,
+            collectives=tuple(collectives(torch_compat.flight_records(), self._groups)),
+        )
+
+
+def collectives(entries: Sequence[Mapping[str, Any]], groups: Groups) -> list[Collective]:
+    """Read a flight recorder's entries, oldest first; only the last ones of each group are kept.
+
+    Args:
+        entries: As torch writes them in JSON; gloo's and NCCL's are alike.
+        groups: Names of process groups, with their axis and ranks.
+    """
+    found: dict[str, list[Collective]] = {}
+    for entry in sorted(entries, key=lambda entry: (int(entry["time_created_ns"]), int(entry["record_id"]))):
+        name, described = entry["process_group"]
+        if name not in groups or entry.get("is_p2p"):
+            continue
+        axis, ranks = groups[name]
+        collective = Collective(
+            axis=axis,
+            ranks=ranks,
+            number=int(entry["collective_seq_id"]),
+            op=entry["profiling_name"].partition(":")[2].lstrip("_").removesuffix("_base"),
+            sizes=tuple(tuple(size) for size in entry["input_sizes"]),
+            time_ns=int(entry["time_created_ns"]),
+        )
+        found.setdefault(name, []).append(collective)
+    kept = [collective for rows in found.values() for collective in rows[-_KEPT:]]
+    return sorted(kept, key=lambda collective: collective.time_ns)
+
+
+def _stack(frame: Any) -> list[Any]:
+    return [found for found, _ in traceback.walk_stack(frame)][::-1] if frame is not None else []
+
+
+def _name(name: str, attributes: Mapping[str, Any]) -> str:
+    numbers = ", ".join(f"{key} {value}" for key, value in attributes.items() if key in ("microbatch", "stage"))
+    return f"{name} ({numbers})" if numbers else name
