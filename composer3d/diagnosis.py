@@ -55,7 +55,7 @@ class Account:
         inside: Whether it is in a span.
         spans: The open ones, outermost first, without the step's own.
         place: The innermost line of the user's code.
-        own: Whether the last collective is composer3d's own.
+        own: Whether the last collective is composer3d's own and no plugin's; None where it has come back.
         collectives: Its last ones, oldest first.
     """
 
@@ -64,7 +64,7 @@ class Account:
     inside: bool
     spans: tuple[str, ...]
     place: str
-    own: bool
+    own: bool | None
     collectives: tuple[Collective, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -95,8 +95,8 @@ def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str
     found = _mismatch(accounts) or _missing(accounts)
     if found is not None:
         collective, odd, text = found
-        own = any(account.own and account.collectives[-1:] == (collective,) for account in accounts)
-        lines.append(f"{_where(collective, owners, own)}: " + text(layout))
+        own = next((account.own for account in accounts if account.collectives[-1:] == (collective,)), None)
+        lines.append(f"{_where(collective, layout, owners, own)}: " + text(layout))
     else:
         odd = ()
     lines += _told(accounts, odd, layout, owners)
@@ -109,16 +109,20 @@ def _when(account: Account) -> str:
     return f"in step {account.step}" if account.inside else f"after step {account.step}"
 
 
-def _where(collective: Collective, owners: Mapping[str, str], own: bool) -> str:
+def _where(collective: Collective, layout: Layout, owners: Mapping[str, str], own: bool | None) -> str:
     ranks = " and ".join(map(str, collective.ranks)) if len(collective.ranks) <= 4 else f"{len(collective.ranks)} ranks"
     return (
         f"collective {collective.number} over {collective.axis} "
-        f"({'' if ' ranks' in ranks else 'ranks '}{ranks}; {_plugin(collective, owners, own)})"
+        f"({'' if ' ranks' in ranks else 'ranks '}{ranks}; {_plugin(collective, layout, owners, own)})"
     )
 
 
-def _plugin(collective: Collective, owners: Mapping[str, str], own: bool) -> str:
-    return "composer3d" if own or collective.axis not in owners else owners[collective.axis]
+def _plugin(collective: Collective, layout: Layout, owners: Mapping[str, str], own: bool | None) -> str:
+    """Name who issued it: the owner of its axis; composer3d's own run over all ranks, which may be one axis."""
+    if own or collective.axis not in owners:
+        return "composer3d"
+    shared = own is None and len(collective.ranks) == layout.world_size
+    return owners[collective.axis] + (" or composer3d" if shared else "")
 
 
 def _by_group(accounts: Sequence[Account]) -> dict[tuple[int, ...], dict[int, dict[int, Collective]]]:
@@ -135,7 +139,7 @@ def _mismatch(accounts: Sequence[Account]) -> Any:
     found: list[tuple[Collective, dict[int, Collective]]] = []
     for rows in _by_group(accounts).values():
         for number in sorted(set.intersection(*(set(row) for row in rows.values()))):
-            here = {rank: row[number] for rank, row in rows.items()}
+            here = {rank: rows[rank][number] for rank in sorted(rows)}
             if len({collective.essence for collective in here.values()}) > 1:
                 found.append((min(here.values(), key=lambda collective: collective.time_ns), here))
                 break
@@ -161,8 +165,8 @@ def _missing(accounts: Sequence[Account]) -> Any:
         seen.add(rank)
         last = by_rank[rank].collectives[-1]
         rows = groups[last.ranks]
-        late = [other for other in last.ranks if other in by_rank and max(rows.get(other, (0,))) < last.number]
-        odd = tuple(late or [other for other in last.ranks if other not in by_rank])
+        behind = [other for other in last.ranks if other in by_rank and max(rows.get(other, (0,))) < last.number]
+        odd = tuple(behind or [other for other in last.ranks if other not in by_rank])
         if not odd:
             break
         found = (last, odd)
@@ -170,11 +174,12 @@ def _missing(accounts: Sequence[Account]) -> Any:
     if found is None:
         return None
     last, odd = found
+    late = all(rank in by_rank for rank in odd)
 
     def text(layout: Layout) -> str:
         who = " and ".join(layout.who(rank) for rank in odd[:_SHOWN])
         waits = _ranks(rank for rank in last.ranks if rank not in odd and rank in by_rank)
-        return f"{who} did not run {last}, in which {waits} waited"
+        return f"{who} did not {'run' if late else 'come through'} {last}, in which {waits} waited"
 
     return last, odd, text
 
@@ -192,13 +197,13 @@ def _told(accounts: Sequence[Account], odd: Sequence[int], layout: Layout, owner
     for rank in order[:_SHOWN]:
         account = by_rank.get(rank)
         yield f"{layout.who(rank)}: " + (
-            "gave no answer: it ended, or hangs" if account is None else _act(account, owners)
+            "gave no answer: it ended, or hangs" if account is None else _act(account, layout, owners)
         )
     if len(order) > _SHOWN:
         yield f"and {len(order) - _SHOWN} more ranks"
 
 
-def _act(account: Account, owners: Mapping[str, str]) -> str:
+def _act(account: Account, layout: Layout, owners: Mapping[str, str]) -> str:
     parts = [f"{_when(account)}"]
     if account.spans:
         parts.append("in " + " in ".join(reversed(account.spans)))
@@ -206,5 +211,5 @@ def _act(account: Account, owners: Mapping[str, str]) -> str:
         parts.append(f"at {account.place}")
     if account.collectives:
         last = account.collectives[-1]
-        parts.append(f"last collective {last} over {last.axis} ({_plugin(last, owners, account.own)})")
+        parts.append(f"last collective {last} over {last.axis} ({_plugin(last, layout, owners, account.own)})")
     return ", ".join(parts)

@@ -75,6 +75,7 @@ class Flight:
     def __init__(self, *, layout: Layout, rank: int, groups: Groups, owners: Mapping[str, str], store: Any) -> None:
         self._layout, self._rank, self._groups, self._owners, self._store = layout, rank, groups, owners, store
         self._open: list[tuple[str, Mapping[str, Any]]] = []
+        self._broken: tuple[tuple[str, Mapping[str, Any]], ...] = ()
         self._step: int | None = None
         self._stop = threading.Event()
         self._main = threading.main_thread().ident
@@ -99,11 +100,14 @@ class Flight:
         if name == "step":
             self._step = attributes["step"]
         span = (name, attributes)
+        self._broken = ()
         self._open.append(span)
         return span
 
     def end(self, token: Any) -> None:
-        """Note that it is closed."""
+        """Note that it is closed; an exception closes all, and what was open where it came from is kept."""
+        if not self._broken and sys.exc_info()[1] is not None:
+            self._broken = tuple(self._open)
         if self._open and self._open[-1] is token:
             self._open.pop()
         else:
@@ -129,7 +133,7 @@ class Flight:
         own = self._account([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         wait_s = _ANSWER_S if late else _GONE_S
-        reason = str(error).partition("\n")[0]
+        reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # advice for everybody
         try:
             if self._store.add(f"{self._prefix}/alarm", 1) > 1:
                 self._answer(own)
@@ -170,19 +174,20 @@ class Flight:
     def _account(self, frames: Sequence[Any]) -> Account:
         """Say what this rank does; `frames` from the outermost to the innermost."""
         outside = [frame for frame in frames if _TORCH not in frame.f_code.co_filename]
-        place, own = "", False
+        place, own = "", None
         if outside:
             file = Path(outside[-1].f_code.co_filename)
-            own = file.parent.name == "composer3d" and file.name in _OWN_FILES
-            loop = [frame for frame in outside if Path(frame.f_code.co_filename).parts[-2] != "composer3d"]
+            if _TORCH in frames[-1].f_code.co_filename:  # it is in a collective, not past it
+                own = file.parent.name == "composer3d" and file.name in _OWN_FILES
+            loop = [frame for frame in outside if Path(frame.f_code.co_filename).parent.name != "composer3d"]
             shown = (loop or outside)[-1]
             place = f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
-        spans = tuple(_name(name, attributes) for name, attributes in list(self._open) if name != "step")
+        spans = self._broken or tuple(self._open)
         return Account(
             rank=self._rank,
             step=self._step,
-            inside=bool(self._open),
-            spans=spans,
+            inside=bool(spans),
+            spans=tuple(_name(name, attributes) for name, attributes in spans if name != "step"),
             place=place,
             own=own,
             collectives=tuple(collectives(torch_compat.flight_records(), self._groups)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import sys
@@ -50,6 +51,8 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
     _refuse_restart(output, world_size)
     folder = attempt_folder(output)
     progress = Progress(output, rank)
+    stack = (folder / f"rank-{rank}.stack").open("w")
+    faulthandler.enable(stack)  # torch ends a rank by abort where collectives do not fit: it leaves its place here
     try:
         value = function(*args)
     except KeyboardInterrupt:
@@ -58,6 +61,8 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
         _fail(error, rank=rank, world_size=world_size, output=output, report=report)
     finally:
         progress.close()
+        faulthandler.disable()
+        stack.close()
     (folder / f"rank-{rank}.finished").touch()
     _leave_group()
     if report and rank == 0 and not (folder / "reported").exists():

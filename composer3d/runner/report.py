@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -64,6 +65,8 @@ class FailureReport:
         phase: What it did there, see `RunPhase`.
         exit_code: The exit code, negative for a signal; None if not known.
         consequence: It only lost a rank that had failed before.
+        witness: What the ranks that lost this one saw of it; only after an abort, which torch ends a rank with where
+            collectives do not fit.
         others: What became of the other ranks that failed.
     """
 
@@ -80,6 +83,7 @@ class FailureReport:
     phase: str | None = None
     exit_code: int | None = None
     consequence: bool = False
+    witness: str = ""
     others: tuple[FailureReport, ...] = ()
 
     @classmethod
@@ -128,7 +132,7 @@ class FailureReport:
         if code is None:
             kind, message = "killed", "ended without a word (it was killed, or left by os._exit)"
         elif code < 0:
-            kind, message = "killed", f"was killed by {_signal_name(-code)}"
+            kind, message = "killed", f"was killed by {_signal_name(-code)}{_place_of(folder, ending.rank)}"
         elif code == 0:
             kind, message = "left", "left early with exit code 0"
         else:
@@ -159,6 +163,8 @@ class FailureReport:
         lines = [self._headline()]
         if self.traceback:
             lines.append(self.traceback.rstrip())
+        if self.witness:
+            lines.append(self.witness)
         lines += self._rest()
         if output is not None and not wrong_manifest(self):
             lines.append(_where(output))
@@ -240,7 +246,9 @@ def root_cause(folder: Path, endings: Sequence[Ending], *, world_size: int) -> F
     if not causes:
         causes = _early_returns(folder, told, world_size) or failures
     others = tuple(failure for failure in failures if failure.rank != causes[0].rank)
-    return replace(causes[0], others=others)
+    aborted = causes[0].exit_code == -signal.SIGABRT
+    witness = next((other.message for other in others if aborted and other.kind == "user" and other.consequence), "")
+    return replace(causes[0], others=others, witness=witness)
 
 
 def read_failures(folder: Path, world_size: int) -> dict[int, FailureReport]:
@@ -297,6 +305,19 @@ def _format(error: BaseException) -> str:
         del frames[0]
     shown.stack = tracebacks.StackSummary.from_list(frames)
     return "".join(shown.format())
+
+
+def _place_of(folder: Path, rank: int) -> str:
+    """Return where a rank was that ended by a fault: the innermost line outside torch of the stack that it left."""
+    try:
+        text = (folder / f"rank-{rank}.stack").read_text()
+    except FileNotFoundError:
+        return ""
+    # Threads of the backend come first, the main thread last.
+    frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', text.rpartition("hread 0x")[2])
+    outside = [frame for frame in frames if not any(part in frame[0] for part in ("/torch/", *_LAUNCHER_FILES))]
+    loop = [frame for frame in outside if Path(frame[0]).parent.name != "composer3d"]
+    return "".join(f" in {name} ({Path(file).name}:{line})" for file, line, name in (loop or outside)[:1])
 
 
 def _short(other: FailureReport) -> str:

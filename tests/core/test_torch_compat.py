@@ -370,3 +370,26 @@ def test_an_unviewed_tensor_shares_memory_and_graph():
     assert not result._is_view() and result.data_ptr() == view.data_ptr()
     result.sum().backward()
     assert torch.equal(leaf.grad, torch.full((2, 3), 2.0))
+
+
+def recorded():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(5, 2), group=mesh.get_group("b"))
+    names = [torch_compat.group_name(group) for group in (None, mesh.get_group("b"))]
+    rows = [(entry["process_group"][0], entry["input_sizes"]) for entry in torch_compat.flight_records()]
+    return (
+        rows == [(names[0], [[3]]), (names[1], [[5, 2]])]
+        and {
+            "collective_seq_id",
+            "is_p2p",
+            "profiling_name",
+            "record_id",
+            "time_created_ns",
+        }
+        <= torch_compat.flight_records()[0].keys()
+    )
+
+
+def test_flight_records_hold_collectives_by_the_names_of_their_groups():
+    assert run_ranks(recorded, 4) == [True] * 4

@@ -242,6 +242,7 @@ def results(name):
 def test_figures_are_those_measured():
     (step,) = results("step_time")["rows"]
     hooks, engine = results("hook_overhead")["rows"]
+    (guard,) = results("guard_cost")["rows"]
     commands = {row["name"]: row for row in results("quickstart")["rows"]}
     quickstart, check = commands["quickstart"], commands["check, CPU beyond import torch"]
 
@@ -257,6 +258,9 @@ def test_figures_are_those_measured():
         "lines added or changed to embed": str(step["lines"]),
         "what hooks of 5 plugins add to a step": f"{hooks['us']:.0f} microseconds",
         "the rest of a step's bookkeeping": f"{engine['us']:.0f} microseconds",
+        "what the step guard adds to the count's all-reduce": (
+            f"{guard['us']:.0f} microseconds of CPU time, {guard['percent']:.3f} % of 100 ms"
+        ),
         "`composer3d run quickstart`, whole": f"{quickstart['seconds']:.0f} s",
         "last loss over first loss of it": f"{quickstart['loss_ratio']:.2f} ({quickstart['steps']} steps)",
         "first step of 8 ranks": f"{commands['first step, 8 ranks']['seconds']:.1f} s",
@@ -264,7 +268,7 @@ def test_figures_are_those_measured():
     }
 
 
-@pytest.mark.parametrize("name", ["step_time", "hook_overhead", "quickstart"])
+@pytest.mark.parametrize("name", ["step_time", "hook_overhead", "guard_cost", "quickstart"])
 def test_results_state_their_conditions(name):
     found = results(name)["conditions"]
     assert found.keys() >= {"date", "machine", "python", "torch", "load_1min_before"}

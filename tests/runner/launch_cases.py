@@ -75,6 +75,48 @@ def case_return(output):
     reduce_all()
 
 
+def composed(output):
+    """Return a composed run of a small model, and a function that runs a step of it."""
+    import tempfile
+
+    import torch
+
+    import composer3d
+
+    manifest = Path(tempfile.mkdtemp(dir=output)) / "run.toml"
+    manifest.write_text("composer3d = 1\n[sharding.fsdp2]\n")
+    run = composer3d.compose(lambda: torch.nn.Linear(2, 2), manifest, loss_fn=lambda out, _: out.sum(), device="cpu")
+    progress = Progress(output, run.context.rank)
+
+    def step(number, then=None):
+        progress.update(number)
+        with run.step(number):
+            run.forward_backward(torch.ones(2, 2), target=torch.ones(2))
+            if then is not None:
+                then(run.context.rank)
+
+    return run, step
+
+
+def case_mismatch(output):
+    _, step = composed(output)
+    step(0)
+    step(1, mismatched)
+
+
+def case_skip(output):
+    run, step = composed(output)
+    for number in (0, 2, 3) if run.context.rank == 1 else (0, 1, 2):
+        step(number)
+
+
+def mismatched(rank):
+    import torch
+    import torch.distributed as dist
+
+    dist.all_reduce(torch.ones(5000 if rank == 1 else 5))
+
+
 def case_user(output):
     print("attempt", flush=True)
     raise DataError("corpus/: there is no text here; name a file or a folder of text")

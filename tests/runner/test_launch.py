@@ -27,6 +27,8 @@ LOCAL = (
     "stubborn",
     "stuck:0:5",
     "linger:0:30:1",
+    "skip",
+    "mismatch",
 )
 
 
@@ -125,6 +127,33 @@ def test_a_rank_that_is_gone_is_the_cause_and_not_the_rank_that_lost_it(told, na
         case.err,
     )
     assert (error_json(case.output)["rank"], error_json(case.output)["kind"]) == (1, kind)
+
+
+def test_a_skipped_step_ends_the_run(told):
+    case = told["skip"]
+    assert case.out == ["failed 3"]
+    matches(
+        r"run failed: ranks do not run the same step: rank 1 \(dp_shard 1\) is at step 2, while 1 of 2 ranks are at "
+        r"step 1; a rank skipped or repeated a batch\n(likewise: rank [01]\n)?" + where(case.output),
+        case.err,
+    )
+
+
+def test_tensors_that_do_not_fit_are_told_by_the_rank_that_is_left(told):
+    case = told["mismatch"]
+    assert case.out == ["failed 3"]
+    _, report = case.err.split("run failed: ")
+    matches(
+        rf"rank 0 of 2 {WHO} was killed by SIGABRT in mismatched \(launch_cases.py:\d+\) at step 1\n"
+        r"a collective failed in step 1: \[[^\n]*\n"
+        r"collective \d+ over dp_shard \(ranks 0 and 1; fsdp2\): rank 0 \(dp_shard 0\) did not come through "
+        r"all_reduce of \[5000\], in which rank 1 waited\n"
+        r"rank 0 \(dp_shard 0\): gave no answer: it ended, or hangs\n"
+        r"rank 1 \(dp_shard 1\): in step 1, at launch_cases.py:\d+ in mismatched, "
+        r"last collective all_reduce of \[5000\] over dp_shard \(fsdp2\)\n"
+        r"also ended: rank 1 \(connection lost\)\n" + where(case.output),
+        report,
+    )
 
 
 def test_leaving_by_sys_exit_shows_where(told):

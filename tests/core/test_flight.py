@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import re
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import composed, mine, padded
+
+from composer3d import StepError, torch_compat
+from composer3d.diagnosis import Account, Collective, diagnose
+from composer3d.flight import collectives
+from composer3d.mesh import AXES, resolve
+from composer3d.testing import run_ranks
+
+TIMEOUT_S = 2.0
+
+
+def failing(case):
+    """Run steps of two ranks, with a fault in step 1; return what each is told, and how long that took."""
+    from datetime import timedelta
+
+    run = composed("[sharding.fsdp2]")
+    for group in (None, run.mesh.get_group("dp_shard")):
+        torch_compat.set_group_timeout(group, timedelta(seconds=TIMEOUT_S))
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    start = time.monotonic()
+    with pytest.raises(StepError) as caught:
+        faulty_step(run, case, tokens, targets)
+    return str(caught.value), time.monotonic() - start
+
+
+def faulty_step(run, case, tokens, targets):
+    with run.step(1):
+        if case == "hangs" and dist.get_rank() == 1:
+            linger()
+        run.forward_backward(tokens, target=targets)
+        if case in ("missing", "other") and dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(5))
+        if case == "other" and dist.get_rank() == 1:
+            dist.all_gather([torch.ones(5), torch.ones(5)], torch.ones(5))
+            linger()
+        if case == "missing" and dist.get_rank() == 1:
+            linger()
+
+
+def linger():
+    """Wait for what rank 0 will say, without a collective."""
+    store, deadline = torch_compat.default_store(), time.monotonic() + 20
+    while not store.check(["composer3d/flight/1/message"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    raise RuntimeError("Timed out waiting for nothing")
+
+
+REASON = r"a collective failed in step 1: \[[^\n]*\] Timed out waiting 2000ms for (recv|send) operation to complete\n"
+
+
+@pytest.mark.parametrize(
+    ("case", "missed", "first"),
+    [
+        pytest.param(
+            "hangs",
+            r"all_reduce of \[9\]",
+            r"in step 1, at test_flight.py:\d+ in faulty_step, "
+            r"last collective all_reduce of \[9\] over dp_shard \(composer3d\)",
+            id="a rank that hangs",
+        ),
+        pytest.param(
+            "missing",
+            r"all_reduce of \[5\]",
+            r"in step 1, at test_flight.py:\d+ in faulty_step, "
+            r"last collective all_reduce of \[5\] over dp_shard \(fsdp2\)",
+            id="a collective that only one rank calls",
+        ),
+    ],
+)
+def test_a_missing_collective_names_everything(case, missed, first):
+    (text, took_s), (other, _) = run_ranks(failing, 2, case)
+    plugin = "composer3d" if case == "hangs" else "fsdp2"
+    assert re.fullmatch(
+        REASON + rf"collective \d+ over dp_shard \(ranks 0 and 1; {plugin}\): "
+        rf"rank 1 \(dp_shard 1\) did not run {missed}, in which rank 0 waited\n"
+        r"rank 1 \(dp_shard 1\): in step 1, at test_flight.py:\d+ in linger, last collective \w+ of \[[\d, ]*\] "
+        r"over dp_shard \(fsdp2 or composer3d\)\n"
+        rf"rank 0 \(dp_shard 0\): {first}",
+        text,
+    ), text
+    assert other == text
+    assert took_s < TIMEOUT_S + 3
+
+
+def test_another_collective_is_named():
+    (text, took_s), (other, _) = run_ranks(failing, 2, "other")
+    assert re.fullmatch(
+        REASON
+        + r"collective (\d+) over dp_shard \(ranks 0 and 1; fsdp2\): rank 1 \(dp_shard 1\) ran all_gather of \[5\], "
+        r"while rank 0 ran all_reduce of \[5\]\n"
+        r"rank 1 \(dp_shard 1\): in step 1, at test_flight.py:\d+ in (linger|faulty_step), "
+        r"last collective all_gather of \[5\] over dp_shard \(fsdp2( or composer3d)?\)\n"
+        r"rank 0 \(dp_shard 0\): in step 1, at test_flight.py:\d+ in faulty_step, "
+        r"last collective all_reduce of \[5\] over dp_shard \(fsdp2\)",
+        text,
+    ), text
+    assert other == text
+    assert took_s < TIMEOUT_S + 3
+
+
+def row(number, op="all_reduce", size=(4,), axis="dp_shard", ranks=(0, 1)):
+    return Collective(axis=axis, ranks=ranks, number=number, op=op, sizes=(size,), time_ns=number)
+
+
+def account(rank, *rows, spans=("forward (microbatch 0)",)):
+    return Account(rank=rank, step=3, inside=True, spans=spans, place="loop.py:7 in train", own=False, collectives=rows)
+
+
+def told(accounts, **degrees):
+    layout = resolve(degrees, axes=AXES, world_size=None, default=None)
+    owners = {"dp_shard": "fsdp2", "tp": "tensor_parallel"}
+    return diagnose(accounts, layout=layout, owners=owners, reason="Timed out").splitlines()
+
+
+HERE = "in step 3, in forward (microbatch 0), at loop.py:7 in train, last collective "
+
+
+def test_a_mismatch_names_both_collectives():
+    accounts = [account(0, row(1), row(2)), account(1, row(1), row(2, "all_gather", (8,)))]
+    assert told(accounts, dp_shard=2) == [
+        "a collective failed in step 3: Timed out",
+        "collective 2 over dp_shard (ranks 0 and 1; fsdp2): rank 1 (dp_shard 1) ran all_gather of [8], "
+        "while rank 0 ran all_reduce of [4]",
+        f"rank 1 (dp_shard 1): {HERE}all_gather of [8] over dp_shard (fsdp2)",
+        f"rank 0 (dp_shard 0): {HERE}all_reduce of [4] over dp_shard (fsdp2)",
+    ]
+
+
+def test_inputs_of_an_exchange_may_have_any_sizes():
+    accounts = [account(0, row(1, "all_to_all", (4,)), row(2)), account(1, row(1, "all_to_all", (8,)))]
+    assert told(accounts, dp_shard=2)[1] == (
+        "collective 2 over dp_shard (ranks 0 and 1; fsdp2): "
+        "rank 1 (dp_shard 1) did not run all_reduce of [4], in which rank 0 waited"
+    )
+
+
+def test_the_rank_that_all_wait_for_is_found_through_the_rank_that_waits_for_it():
+    # Rank 0 waits along tp for rank 1, which waits along dp_shard for rank 3, which waits for nobody.
+    tp, other_tp = {"axis": "tp", "ranks": (0, 1)}, {"axis": "tp", "ranks": (2, 3)}
+    accounts = [
+        account(0, row(5, **tp)),
+        account(1, row(4, **tp), row(9, ranks=(1, 3))),
+        account(2, row(5, **other_tp)),
+        account(3, row(8, ranks=(1, 3)), row(4, **other_tp)),
+    ]
+    assert told(accounts, dp_shard=2, tp=2)[1] == (
+        "collective 9 over dp_shard (ranks 1 and 3; fsdp2): "
+        "rank 3 (dp_shard 1, tp 1) did not run all_reduce of [4], in which rank 1 waited"
+    )
+
+
+def test_a_rank_that_does_not_answer_is_named():
+    assert told([account(0, row(2))], dp_shard=2)[1:3] == [
+        "collective 2 over dp_shard (ranks 0 and 1; fsdp2): "
+        "rank 1 (dp_shard 1) did not come through all_reduce of [4], in which rank 0 waited",
+        "rank 1 (dp_shard 1): gave no answer: it ended, or hangs",
+    ]
+
+
+NCCL = """
+{"entries": [
+ {"record_id": 7, "pg_id": 1, "process_group": ["1", "mesh_tp"], "collective_seq_id": 3, "p2p_seq_id": 0, "op_id": 3,
+  "profiling_name": "nccl:_all_gather_base", "time_created_ns": 200, "input_sizes": [[2, 8]], "input_dtypes": ["Float"],
+  "output_sizes": [[4, 8]], "output_dtypes": ["Float"], "state": "started", "retired": false, "timeout_ms": 600000,
+  "is_p2p": false},
+ {"record_id": 6, "pg_id": 1, "process_group": ["1", "mesh_tp"], "collective_seq_id": 2, "p2p_seq_id": 0, "op_id": 2,
+  "profiling_name": "nccl:all_reduce", "time_created_ns": 100, "input_sizes": [[4]], "input_dtypes": ["Float"],
+  "output_sizes": [[4]], "output_dtypes": ["Float"], "state": "completed", "retired": true, "timeout_ms": 600000,
+  "is_p2p": false},
+ {"record_id": 8, "pg_id": 1, "process_group": ["1", "mesh_tp"], "collective_seq_id": 3, "p2p_seq_id": 1, "op_id": 4,
+  "profiling_name": "nccl:send 0->1", "time_created_ns": 300, "input_sizes": [[4]], "input_dtypes": ["Float"],
+  "output_sizes": [[4]], "output_dtypes": ["Float"], "state": "started", "retired": false, "timeout_ms": 600000,
+  "is_p2p": true}]}
+"""
+
+
+def test_records_of_nccl_are_read():
+    rows = collectives(json.loads(NCCL)["entries"], {"1": ("tp", (0, 1))})
+    assert [(row.number, str(row), row.axis) for row in rows] == [
+        (2, "all_reduce of [4]", "tp"),
+        (3, "all_gather of [2, 8]", "tp"),
+    ]
+
+
+def test_accounts_survive_json():
+    one = account(0, row(1), row(2, "all_gather", (8, 2)))
+    assert Account.from_json(json.loads(json.dumps(one.to_json()))) == one
