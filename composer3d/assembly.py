@@ -16,6 +16,7 @@ from composer3d.context import Purpose, RunContext
 from composer3d.errors import InitialisationError, ManifestError, TransformError
 from composer3d.flight import Flight
 from composer3d.guard import Guard
+from composer3d.initialisation import Slab
 from composer3d.ledger import Ledger
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
@@ -177,11 +178,15 @@ def materialise(preparation: Preparation) -> None:
     """Give every part its weights, then run the transforms that need them."""
     context, recipe = preparation.context, preparation.recipe
 
-    def load(fqn: str, tensor: Tensor) -> Tensor:
-        changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
-        return context.in_stored_order(fqn, tensor if changed is None else changed)
+    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
 
-    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter") or context.orders)
+    def load(fqn: str, tensor: Tensor | Slab) -> Tensor | Slab:
+        if has_loader:
+            tensor = tensor.read() if isinstance(tensor, Slab) else tensor  # plugins are given full tensors
+            changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
+            tensor = tensor if changed is None else changed
+        return context.in_stored_order(fqn, tensor)
+
     unmade: list[Tensor] = []
     names: list[str] = []
     for part in context.parts:
@@ -191,7 +196,7 @@ def materialise(preparation: Preparation) -> None:
                 recipe,
                 seed=context.manifest.train.seed,
                 device=context.device,
-                load=load if has_loader else None,
+                load=load if has_loader or context.orders else None,
             )
             tensors = dict([*part.module.named_parameters(), *part.module.named_buffers()])
             names += left

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from composer3d.errors import StepError, TransformError
 from composer3d.mesh import Layout, Role
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
     from composer3d.registry import Hooks, Registered
 
@@ -217,7 +218,11 @@ class RunContext:
         group = next((group for group in self.ties if fqn in group), (fqn,))
         self.orders |= dict.fromkeys(group, Order(dim, runs))
 
-    def in_stored_order(self, fqn: str, full: Tensor) -> Tensor:
+    @overload
+    def in_stored_order(self, fqn: str, full: Tensor) -> Tensor: ...
+    @overload
+    def in_stored_order(self, fqn: str, full: Slab) -> Slab: ...
+    def in_stored_order(self, fqn: str, full: Tensor | Slab) -> Tensor | Slab:
         """Return a full tensor of the parameter with this name as it is kept."""
         order = self.orders.get(fqn)
         return full if order is None else order.stored(full)

@@ -17,6 +17,7 @@ __all__ = [
     "LossError",
     "ManifestError",
     "MeshError",
+    "ModelError",
     "OrderError",
     "PatternError",
     "PluginError",
@@ -81,6 +82,14 @@ class ManifestError(ComposerError):
 
 class MeshError(ComposerError):
     """Degrees and world do not fit, or an axis is declared twice."""
+
+
+class ModelError(ComposerError):
+    """A model's folder, configuration or weights cannot be used; `key` is the option of `[model]` at fault."""
+
+    def __init__(self, message: str, *, key: str = "hf", hint: str | None = None) -> None:
+        self.message, self.key, self.hint = message, key, hint
+        super().__init__(message + (f"; {hint}" if hint else ""))
 
 
 class OrderError(ComposerError):

@@ -8,9 +8,10 @@ order: initial weights, checkpoints, comparisons.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 from composer3d.errors import TransformError
+from composer3d.initialisation import Slab
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,10 +40,16 @@ class Order:
                 raise TransformError(f"the order {list(runs)} has row {min(start, end)} twice or not at all")
             end = start + length
 
-    def stored(self, full: Tensor) -> Tensor:
+    @overload
+    def stored(self, full: Tensor) -> Tensor: ...
+    @overload
+    def stored(self, full: Slab) -> Slab: ...
+    def stored(self, full: Tensor | Slab) -> Tensor | Slab:
         """Return a tensor of the model's order in the stored one."""
         import torch
 
+        if isinstance(full, Slab):
+            return full.reordered(self.dim, self.runs)
         return torch.cat([full.narrow(self.dim, start, length) for start, length in self.runs], self.dim)
 
     def model(self, full: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import initialisation, mesh, patterns
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem, TransformError
+from composer3d.initialisation import WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Hooks, Registered
 from composer3d.transform import Transform, resolve
@@ -129,7 +130,7 @@ def prepare(
     """Join a manifest with a model, without a process group and without weights.
 
     Args:
-        model: A module, or a factory that is run once on meta.
+        model: A module, or a factory that is run once on meta; see `WeightsOnDisk`.
         manifest: Read and typed.
         world_size: None takes what the manifest's degrees multiply to.
         rank: Whose view is prepared.
@@ -146,8 +147,13 @@ def prepare(
     layout = layout_of(manifest, hooks, world_size=world_size)
     recipe = None
     if not isinstance(model, nn.Module):
+        factory = model
         try:
-            model, recipe = initialisation.record(model)
+            model, recipe = initialisation.record(factory)
+            if isinstance(factory, WeightsOnDisk):
+                recipe.source = factory.open_weights(model)
+        except ManifestError:
+            raise
         except ComposerError as error:
             raise ManifestError([manifest.document.problem(("model", "use"), str(error))]) from error
     context = RunContext(

@@ -80,10 +80,15 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
     """
     from composer3d.cli import rules
     from composer3d.registry import Hooks
+    from composer3d.runner.tokenizer import with_tokenizer
 
     manifest = _completed(inspected.manifest)
-    tables = manifest.tables
     result = Inspection(problems=list(inspected.problems))
+    try:
+        manifest = with_tokenizer(manifest)
+    except ManifestError as error:
+        result.problems += error.problems
+    tables = manifest.tables
     fitting: int | None = world_size
     try:
         hooks = Hooks(manifest.plugins)

@@ -38,17 +38,19 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
     from composer3d.runner.model import ModelFactory
 
     document, table, data = manifest.document, manifest.tables["model"], manifest.tables["data"]
+    if table.hf is not None:
+        return _find_hugging_face(manifest)
     try:
-        function = resolve(table.use, document)
+        function = resolve(table.reference, document)
     except ReferenceFailure as error:
         return None, [document.problem(("model", "use"), error.message, hint=error.hint)]
     if not callable(function):
-        message = f'"{table.use}" cannot be called: it is of type {type(function).__name__}'
+        message = f'"{table.reference}" cannot be called: it is of type {type(function).__name__}'
         return None, [document.problem(("model", "use"), message, hint="name a class or a function")]
     known = {"vocab_size": _vocab_size(data, document.folder), "max_seq_len": data.seq_len}
     derived = {key: value for key, value in known.items() if value is not None}
     problems = [
-        *_argument_problems(function, table.use, table.args, document, "model", derived=derived),
+        *_argument_problems(function, table.reference, table.args, document, "model", derived=derived),
         *(
             document.problem(("model", "args", key), f"{key} = {table.args[key]} is below that of the data, {value}")
             for key, value in derived.items()
@@ -57,7 +59,34 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
     ]
     if problems:
         return None, problems
-    return ModelFactory(manifest, vocab_size=derived.get("vocab_size")), []
+    try:
+        return ModelFactory(manifest, vocab_size=derived.get("vocab_size")), []
+    except ManifestError as error:
+        return None, list(error.problems)
+
+
+def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:
+    """Return the factory of a folder's model, or what is wrong with the folder, or with the data for it."""
+    from composer3d.runner.model import ModelFactory
+
+    document, data = manifest.document, manifest.tables["data"]
+    try:
+        factory = ModelFactory(manifest, vocab_size=None)
+    except ManifestError as error:
+        return None, list(error.problems)
+    assert factory.hf is not None, "the manifest names one"
+    problems = []
+    needed, size = _vocab_size(data, document.folder), factory.hf.vocab_size
+    if needed is not None and size is not None and needed > size:
+        message = f"the model has {size} tokens, and the data have {needed}"
+        hint = "set data.vocab_size" if data.kind == "synthetic" else "set data.tokenizer"
+        problems.append(document.problem(("model", "hf"), message, hint=hint))
+    longest = factory.hf.max_seq_len
+    if longest is not None and data.seq_len > longest:
+        message = f"seq_len = {data.seq_len} is above the model's max_position_embeddings, {longest}"
+        hint = "lower it, or set model.args.max_position_embeddings"
+        problems.append(document.problem(("data", "seq_len"), message, hint=hint))
+    return (None if problems else factory), problems
 
 
 def _vocab_size(data: DataTable, folder: Path) -> int | None:
@@ -66,6 +95,8 @@ def _vocab_size(data: DataTable, folder: Path) -> int | None:
         return data.vocab_size or (256 if data.kind == "synthetic" else None)
     if data.kind == "user":
         return data.vocab_size
+    if data.has_file:
+        return _size_of_tokenizer(data.tokenizer or "")
     from composer3d.runner.data import locate
 
     try:
@@ -73,6 +104,16 @@ def _vocab_size(data: DataTable, folder: Path) -> int | None:
     except DataError:  # `data_problems` tells it; any model fits
         return 1
     return 256 if is_text else data.vocab_size
+
+
+def _size_of_tokenizer(path: str) -> int | None:
+    """Return what the tokens of a tokenizer.json are below; None where `data_problems` tells why not."""
+    from composer3d.runner.data.bpe import read_tokenizer
+
+    try:
+        return max(read_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    except (DataError, ImportError):
+        return None
 
 
 def resolve(reference: str, document: Document) -> Any:
@@ -129,13 +170,16 @@ def _probe(table: DataTable, folder: Path) -> None:
     """Raise a DataError for text or token files that are missing, empty, of another kind, or too short."""
     import numpy as np
 
-    from composer3d.runner.data.bpe import bpe_key
+    from composer3d.runner.data.bpe import bpe_key, read_tokenizer, tokenizer_key
     from composer3d.runner.data.paths import locate
     from composer3d.runner.data.text import Text, python_docs
     from composer3d.runner.data.tokens import MappedTokens, held_out, map_token_file
 
     if table.tokenizer == "bpe":
         bpe_key("", table.vocab_size or 0)  # says which extra is missing
+    if table.has_file:
+        tokenizer_key("", Path(table.tokenizer or ""))
+        read_tokenizer(Path(table.tokenizer or ""))
     if table.kind == "python_docs":
         arrays: list[Any] = [np.frombuffer(python_docs(), np.uint8)]
     else:

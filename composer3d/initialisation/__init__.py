@@ -2,7 +2,7 @@
 
 A factory runs once on meta under a recorder. Each parameter and buffer is then replayed alone, in full, from its own
 history, cut to its placement and freed. So `__init__`, `reset_parameters` and `apply` may all initialise weights, and
-no rank ever holds more than its shards and one full tensor.
+no rank ever holds more than its shards and one full tensor. Weights that lie on disk are read part by part instead.
 """
 
 from __future__ import annotations
@@ -11,11 +11,15 @@ from composer3d.initialisation.identity import fingerprints, first_difference, s
 from composer3d.initialisation.placement import materialise, place
 from composer3d.initialisation.recipe import Recipe, TensorSpec
 from composer3d.initialisation.recording import record
+from composer3d.initialisation.source import Slab, TensorSource, WeightsOnDisk
 from composer3d.initialisation.ties import restore_ties, ties
 
 __all__ = [
     "Recipe",
+    "Slab",
+    "TensorSource",
     "TensorSpec",
+    "WeightsOnDisk",
     "fingerprints",
     "first_difference",
     "materialise",

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from composer3d.errors import InitialisationError
+from composer3d.initialisation.source import Slab
 from composer3d.initialisation.ties import named_tensors, restore_ties
 from composer3d.torch_compat import allocate, shard_of
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["materialise", "place"]
 
 
-def place(target: Tensor, full: Tensor) -> None:
+def place(target: Tensor, full: Tensor | Slab) -> None:
     """Write a full tensor into a parameter or buffer, plain or a DTensor of any placements.
 
     Each rank cuts its own piece out of `full`; the values are those that `target.full_tensor()` gathers. Memory: none
@@ -27,7 +28,7 @@ def place(target: Tensor, full: Tensor) -> None:
 
     Args:
         target: Sharded evenly or not, over any number of mesh axes; FSDP2's strided shards included.
-        full: The same on all ranks; another dtype is converted.
+        full: The same on all ranks; another dtype is converted. Of a tensor on disk only the piece is read.
 
     Raises:
         InitialisationError: The shapes do not fit, or a placement is neither a shard nor a replica.
@@ -35,20 +36,24 @@ def place(target: Tensor, full: Tensor) -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    if target.shape != full.shape:
+    if tuple(target.shape) != tuple(full.shape):
         raise InitialisationError(
             f"a tensor of shape {tuple(full.shape)} cannot be placed into one of shape {tuple(target.shape)}"
         )
     with torch.no_grad():
         if not isinstance(target, DTensor):
-            target.copy_(full)
+            target.copy_(_read(full))
             return
         piece = _piece(target, full)
-        if piece is not None:
-            target.to_local().copy_(piece)
+        if piece is not None and target.to_local().numel():
+            target.to_local().copy_(_read(piece))
 
 
-def _piece(target: DTensor, full: Tensor) -> Tensor | None:
+def _read(value: Tensor | Slab) -> Tensor:
+    return value.read() if isinstance(value, Slab) else value
+
+
+def _piece(target: DTensor, full: Tensor | Slab) -> Tensor | Slab | None:
     """Return this rank's part of `full`, None on a rank outside the mesh."""
     coordinate = target.device_mesh.get_coordinate()
     if coordinate is None:
@@ -77,7 +82,7 @@ def materialise(
     seed: int,
     device: torch.device | str,
     fqns_of: Callable[[str], str] | None = None,
-    load: Callable[[str, Tensor], Tensor] | None = None,
+    load: Callable[[str, Tensor | Slab], Tensor | Slab] | None = None,
 ) -> tuple[str, ...]:
     """Give a module on meta its weights, one full tensor at a time.
 
@@ -91,7 +96,8 @@ def materialise(
         seed: Of the run.
         device: Where the tensors go.
         fqns_of: Gives the FQN in the whole model for a name in `module`; by default they are the same.
-        load: Called with every FQN and full tensor before it is cut; what it returns is placed.
+        load: Called with every FQN and full tensor before it is cut, a `Slab` where it is on disk; what it returns is
+            placed.
 
     Returns:
         Names of tensors on meta that the recipe does not make (a transform added them): their floating-point values
@@ -105,8 +111,8 @@ def materialise(
     allocate(module, device)
     restore_ties(module, [[name for name in names if names[name] in group] for group in recipe.ties])
 
-    def full(fqn: str) -> Tensor:
-        tensor = recipe.full(fqn, seed=seed)
+    def full(fqn: str) -> Tensor | Slab:
+        tensor = recipe.value(fqn, seed=seed)
         return tensor if load is None else load(fqn, tensor)
 
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
@@ -119,5 +125,5 @@ def materialise(
         for name, value in list(vars(owner).items()):
             path = fqn_of(f"{prefix}.{name}" if prefix else name)
             if isinstance(value, torch.Tensor) and value.is_meta and path in recipe.attributes:
-                setattr(owner, name, full(path).to(device))
+                setattr(owner, name, _read(full(path)).to(device))
     return tuple(sorted(unmade))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from composer3d.errors import ComposerError, InitialisationError, did_you_mean
 from composer3d.initialisation.identity import seed_of
 from composer3d.initialisation.log import Log, Replay, TensorSpec
+from composer3d.initialisation.source import Slab, TensorSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,6 +30,7 @@ class Recipe:
     Attributes:
         ties: Groups of FQNs that are one tensor.
         attributes: FQNs of tensors that are plain attributes, neither parameters nor buffers.
+        source: What lies on disk, and is read instead of made.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class Recipe:
         self._keys = _random_keys(log, self._specs)
         self.ties = tuple(ties)
         self.attributes = frozenset(attributes)
+        self.source: TensorSource | None = None
 
     @property
     def fqns(self) -> tuple[str, ...]:
@@ -63,6 +66,10 @@ class Recipe:
             hint = did_you_mean(fqn, self.fqns)
             raise InitialisationError(f'the factory makes no "{fqn}"' + (f"; {hint}" if hint else ""))
         return self._specs[fqn]
+
+    def value(self, fqn: str, *, seed: int) -> Tensor | Slab:
+        """Return one tensor in full: still to be read, where the source has it, else made; see `full`."""
+        return Slab(self.source, fqn) if self.source is not None and fqn in self.source else self.full(fqn, seed=seed)
 
     def full(self, fqn: str, *, seed: int) -> Tensor:
         """Make one tensor on the CPU, in full, by running its history alone.
@@ -102,7 +109,7 @@ class Recipe:
             return result if self._log.covers(spec) else result.clone()
 
     def fingerprint(self) -> int:
-        """Return a 64-bit digest of everything recorded, by which ranks can compare their factories."""
+        """Return a 64-bit digest of everything recorded and of the source, by which ranks compare their factories."""
         import torch
 
         digest = hashlib.blake2b(digest_size=8)
@@ -110,7 +117,8 @@ class Recipe:
             digest.update(repr((entry.name, entry.args, sorted(entry.kwargs.items()), entry.dtype)).encode())
         for number, constant in self._log.constants.items():
             digest.update(str(number).encode() + constant.reshape(-1).view(torch.uint8).numpy().tobytes())
-        digest.update(repr((self._specs, self.ties)).encode())
+        source = None if self.source is None else self.source.fingerprint()
+        digest.update(repr((self._specs, self.ties, source)).encode())
         return int.from_bytes(digest.digest(), "big")
 
 

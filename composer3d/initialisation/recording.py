@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import InitialisationError
+from composer3d.errors import ComposerError, InitialisationError
 from composer3d.initialisation.log import Entry, Log, TensorSpec
 from composer3d.initialisation.places import is_torch, place_of_error, user_place
 from composer3d.initialisation.recipe import Recipe
@@ -54,7 +54,7 @@ def record(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
     try:
         with recorder.modes():
             module = factory()
-    except InitialisationError:
+    except ComposerError:
         raise
     except Exception as error:
         on_meta = isinstance(error, NotImplementedError) or "meta" in str(error)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.errors import ComposerError, LossError, ManifestError, PatternError
+from composer3d.errors import ComposerError, LossError, ManifestError, ModelError, PatternError
 from composer3d.manifest import Manifest, resolve_reference
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d import Loss
+    from composer3d.huggingface import HuggingFaceModel
+    from composer3d.initialisation import TensorSource
 
 __all__ = ["ModelFactory", "token_loss"]
 
@@ -35,20 +38,49 @@ class ModelFactory:
     def __init__(self, manifest: Manifest, *, vocab_size: int | None) -> None:
         self._manifest = manifest
         table, document = manifest.tables["model"], manifest.document
-        try:
-            self._function: Callable[..., nn.Module] = resolve_reference(table.use, document.folder)
-        except ComposerError as error:
-            raise ManifestError([document.problem(("model", "use"), str(error))]) from error
-        derived = {"vocab_size": vocab_size, "max_seq_len": manifest.tables["data"].seq_len}
-        accepted = _named_arguments(self._function)
-        self.args: dict[str, Any] = {k: v for k, v in derived.items() if v is not None and k in accepted} | table.args
-        _check_arguments(self._function, self.args, manifest)
+        self.hf = None if table.hf is None else _hugging_face(manifest)
+        self._function: Callable[..., nn.Module]
+        self.args: dict[str, Any] = table.args
+        if self.hf is not None:
+            self._function = self.hf
+        else:
+            try:
+                self._function = resolve_reference(table.reference, document.folder)
+            except ComposerError as error:
+                raise ManifestError([document.problem(("model", "use"), str(error))]) from error
+            derived = {"vocab_size": vocab_size, "max_seq_len": manifest.tables["data"].seq_len}
+            accepted = _named_arguments(self._function)
+            self.args = {k: v for k, v in derived.items() if v is not None and k in accepted} | table.args
+            _check_arguments(self._function, self.args, manifest)
+        self.uses_own_loss = manifest.tables["train"].loss == "model"
+        if self.uses_own_loss and self.hf is None:
+            problem = document.problem(("train", "loss"), 'loss = "model" is for a model of [model] hf', hint="remove it")
+            raise ManifestError([problem])
         self.flops_per_token = 0
         self._unmatched: list[PatternError] = []
 
     @property
+    def loss_fn(self) -> Callable[[Any, Any], Any]:
+        """The loss of the run."""
+        return self.hf.own_loss() if self.hf is not None and self.uses_own_loss else token_loss
+
+    def inputs(self, targets: Tensor) -> dict[str, Any]:
+        """Return what the model takes besides its tokens."""
+        from composer3d.huggingface import model_inputs
+
+        return model_inputs(targets) if self.uses_own_loss else {}
+
+    def record(self) -> dict[str, Any]:
+        """Return what must be the same when a run goes on."""
+        if self.hf is not None:
+            return {"hf": self.hf.record()}
+        return {"use": self._manifest.tables["model"].reference, "args": self.args}
+
+    @property
     def vocab_size(self) -> int | None:
-        """The tokens that the model has rows for, as far as its arguments say."""
+        """The tokens that the model has rows for, as far as its arguments or its configuration say."""
+        if self.hf is not None:
+            return self.hf.vocab_size
         size = self.args.get("vocab_size")
         return size if isinstance(size, int) else None
 
@@ -56,7 +88,8 @@ class ModelFactory:
         """Return the model, its frozen parameters marked; see `refuse_unmatched`."""
         from composer3d.models.flops import num_flops_per_token
 
-        model = self._function(**self.args)
+        with self._located():
+            model = self._function() if self.hf is not None else self._function(**self.args)
         self.flops_per_token = num_flops_per_token(model, self._manifest.tables["data"].seq_len)
         names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
         frozen: set[str] = set()
@@ -69,6 +102,18 @@ class ModelFactory:
             if fqn in frozen:
                 parameter.requires_grad_(False)
         return model
+
+    def open_weights(self, model: nn.Module) -> TensorSource | None:
+        """Return where the weights of a Hugging Face model lie; None where the factory makes them."""
+        with self._located():
+            return None if self.hf is None else self.hf.open_weights(model)
+
+    @contextlib.contextmanager
+    def _located(self) -> Iterator[None]:
+        try:
+            yield
+        except ModelError as error:
+            raise _at_key(error, self._manifest) from error
 
     def build(self) -> nn.Module | Callable[[], nn.Module]:
         """Return what `compose` is given: the factory, or with `build = "host"` the model.
@@ -100,6 +145,31 @@ class ModelFactory:
             raise ManifestError(problems)
 
 
+def _hugging_face(manifest: Manifest) -> HuggingFaceModel:
+    from composer3d.huggingface import HuggingFaceModel
+
+    table = manifest.tables["model"]
+    try:
+        return HuggingFaceModel(
+            table.hf,
+            beside=manifest.document.folder,
+            weights=table.weights or "pretrained",
+            dtype=table.dtype or "float32",
+            attn_implementation=table.attn_implementation,
+            trust_remote_code=table.trust_remote_code,
+            config=table.args,
+        )
+    except ModelError as error:
+        raise _at_key(error, manifest) from error
+
+
+def _at_key(error: ModelError, manifest: Manifest) -> ManifestError:
+    """Place an error at the key of `[model]` that it is about, if that is stated."""
+    document = manifest.document
+    path = next(p for p in (("model", error.key), ("model", "hf")) if p[1] == "hf" or document.get(p) is not None)
+    return ManifestError([document.problem(path, error.message, hint=error.hint)])
+
+
 def _inside(pattern: str, names: Sequence[str]) -> set[str]:
     """Return the parameters that match a pattern, or lie inside a module that does."""
     from composer3d import select_fqns
@@ -124,7 +194,7 @@ def _check_arguments(function: Callable[..., Any], args: dict[str, Any], manifes
     try:
         signature.bind(**args)
     except TypeError as error:
-        use = manifest.tables["model"].use
+        use = manifest.tables["model"].reference
         hint = f"it takes {', '.join(signature.parameters) or 'none'}"
         problem = manifest.document.problem(("model", "args"), f"{use} cannot take these arguments: {error}", hint=hint)
         raise ManifestError([problem]) from error
@@ -143,6 +213,8 @@ def token_loss(output: Any, target: Tensor) -> Loss:
     import torch.nn.functional as F
 
     from composer3d import Loss
+    from composer3d.huggingface import HuggingFaceModel
+    from composer3d.initialisation import TensorSource
 
     logits = getattr(output, "logits", output)
     if logits is not output and not any(leaf is logits for leaf in torch_compat.tree_leaves(output)):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from composer3d.huggingface.model import Dtype, Weights
 from composer3d.manifest import tables as core
 from composer3d.manifest.tables import table
 from composer3d.runner.data import DataTable
@@ -64,15 +65,42 @@ class ModelTable(core.ModelTable):
     """The model.
 
     Args:
-        use: `module:callable` that returns an nn.Module.
-        args: Its arguments.
+        use: `module:callable` that returns an nn.Module; default `composer3d.models:llama`.
+        hf: Instead of `use`: the folder of a Hugging Face causal language model, or its name in the local cache.
+        args: Arguments of `use`, or overrides of the configuration of `hf`.
         build: `deferred` makes no weight before its place is known; `host` builds the whole model on every host, for a
             factory that reads data.
+        weights: Of `hf`: `pretrained` (default) reads those in the folder, `init` draws them as the configuration says.
+        dtype: Of the parameters of `hf`, default `float32`; `auto` is that of the configuration or of the weights.
+        attn_implementation: Of `hf`: `sdpa`, `eager`, and what else transformers has.
+        trust_remote_code: Of `hf`: run Python that lies in the folder.
     """
 
-    use: str = "composer3d.models:llama"
+    use: str | None = None
+    hf: str | None = Field(default=None, min_length=1)
     args: dict[str, Any] = Field(default_factory=dict)
     build: Literal["deferred", "host"] = "deferred"
+    weights: Weights | None = None
+    dtype: Dtype | None = None
+    attn_implementation: str | None = None
+    trust_remote_code: bool = False
+
+    @property
+    def reference(self) -> str:
+        """What `use` means, where it is not stated too."""
+        return self.use or "composer3d.models:llama"
+
+    @model_validator(mode="after")
+    def _keys_belong_together(self) -> ModelTable:
+        """Refuse keys that would be ignored."""
+        if self.hf is not None and self.use is not None:
+            raise ValueError("use and hf are two models; remove one of them")
+        if self.hf is not None and self.build == "host":
+            raise ValueError('build = "host" is for use; weights of hf are read part by part')
+        for key in ("weights", "dtype", "attn_implementation", "trust_remote_code"):
+            if self.hf is None and getattr(self, key):
+                raise ValueError(f"{key} is for hf; remove it, or name a folder with hf")
+        return self
 
 
 @table
@@ -100,6 +128,7 @@ class TrainTable(core.TrainTable):
         grad_clip: Gradients are scaled down to this norm of the full model's gradient; `inf` only measures it.
         batch_ramp: Begin with a smaller global batch.
         frozen: FQN patterns of modules or parameters that are not trained.
+        loss: `cross_entropy` of the model's logits; `model` is the loss that an `hf` model computes itself.
         sync_buffers: Average floating-point buffers (batch-norm statistics) over data-parallel ranks before every
             evaluation and checkpoint.
     """
@@ -109,6 +138,7 @@ class TrainTable(core.TrainTable):
     grad_clip: float = Field(default=1.0, gt=0)
     batch_ramp: BatchRampTable | None = None
     frozen: tuple[str, ...] = ()
+    loss: Literal["cross_entropy", "model"] = "cross_entropy"
     sync_buffers: bool = True
 
     @model_validator(mode="after")

@@ -23,11 +23,12 @@ from composer3d.runner.housekeeping import (
 )
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.metrics import MetricsFile
-from composer3d.runner.model import ModelFactory, token_loss
+from composer3d.runner.model import ModelFactory
 from composer3d.runner.progress import Progress, RunPhase
 from composer3d.runner.resume import RunState, choose_checkpoint, clear_for, refuse_changes, step_of
 from composer3d.runner.signals import Preemption
 from composer3d.runner.stability import Stability
+from composer3d.runner.tokenizer import with_tokenizer
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -98,6 +99,7 @@ class Trainer:
         from composer3d.runner.data import example_of, open_source
         from composer3d.runner.optimizer import make_optimizer
 
+        manifest = with_tokenizer(manifest)
         tables, seed = manifest.tables, manifest.train.seed
         self.manifest, self.output = manifest, output_folder(manifest)
         configure_torch(tables["run"], seed=seed)
@@ -110,7 +112,7 @@ class Trainer:
             compose(
                 self.factory.build(),
                 manifest,
-                loss_fn=token_loss,
+                loss_fn=self.factory.loss_fn,
                 device=requested_device(tables["run"]),
                 example=lambda: example_of(self.source, tables["data"], seed=seed, num_samples=num_samples),
             )
@@ -159,7 +161,7 @@ class Trainer:
         """Return what must be the same when the run goes on."""
         tables = self.manifest.tables
         return {
-            "model": {"use": tables["model"].use, "args": self.factory.args},
+            "model": self.factory.record(),
             "optimizer": asdict(tables["optimizer"]),
             "train": {"seed": tables["train"].seed, "frozen": list(tables["train"].frozen)},
             "data": {**self.source.record(), "seq_len": tables["data"].seq_len, "order": tables["data"].order},
@@ -210,6 +212,8 @@ class Trainer:
         (self.output / "manifest.toml").write_text(self.manifest.document.to_toml(), encoding="utf-8")
         described = environment(self.manifest, self.run, self.source.record())
         (self.output / "environment.json").write_text(json.dumps(described, indent=1, default=str) + "\n")
+        if self.factory.hf is not None:
+            self.factory.hf.save_description(self.output / "huggingface")
         where = f"going on from {path}" if path is not None else f"training to {self.output}"
         self.display.message(f"{where}: {self.run.context.layout}, {self.num_steps} steps")
 
@@ -254,7 +258,8 @@ class Trainer:
         seed_step(self.manifest.train.seed, step)
         with self.run.step(step) as state:
             lr = self.schedule.apply(step)
-            loss = float(self.run.forward_backward(batch.tokens, target=batch.targets))
+            inputs = self.factory.inputs(batch.targets)
+            loss = float(self.run.forward_backward(batch.tokens, target=batch.targets, **inputs))
             grad_norm = float(self.run.clip_grad_norm_(self.manifest.tables["train"].grad_clip))
             objection = self.stability.judge(step + 1, loss=loss, grad_norm=grad_norm)
             if objection is None:
@@ -279,7 +284,8 @@ class Trainer:
         total = count = 0.0
         with self.ema.applied() if use_ema and self.ema is not None else averaged:
             for batch in self.loader.evaluation_batches(table.batches, batch_size=self.batch_size.largest):
-                result = self.run.evaluate(batch.tokens, target=batch.targets)
+                inputs = self.factory.inputs(batch.targets)
+                result = self.run.evaluate(batch.tokens, target=batch.targets, **inputs)
                 total += float(result.loss) * result.count
                 count += result.count
         return total / count

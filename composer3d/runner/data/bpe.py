@@ -1,4 +1,7 @@
-"""A byte-level BPE trained on the run's own text: the same text and size give the same tokens on every machine."""
+"""Text as tokens of the library `tokenizers`: of a tokenizer.json, or of a byte-level BPE trained on the text itself.
+
+The same text and size give the same tokens on every machine.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from composer3d.errors import DataError
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-__all__ = ["bpe_key", "read_meta", "write_bpe"]
+__all__ = ["bpe_key", "read_meta", "read_tokenizer", "tokenizer_key", "write_bpe", "write_encoded"]
 
 _PIECE_CHARACTERS = 1 << 20
 
@@ -30,13 +33,44 @@ def bpe_key(text_sha256: str, vocab_size: int) -> str:
     Raises:
         DataError: The extra `bpe` is not installed.
     """
+    return hashlib.sha256(f"{text_sha256} {vocab_size} tokenizers {_library('bpe')}".encode()).hexdigest()[:32]
+
+
+def tokenizer_key(text_sha256: str, file: Path) -> str:
+    """Return the cache's name for a text encoded by a tokenizer.json.
+
+    Raises:
+        DataError: The extra `bpe` is not installed.
+    """
+    tokenizer = hashlib.sha256(file.read_bytes()).hexdigest()
+    return hashlib.sha256(f"{text_sha256} {tokenizer} tokenizers {_library(str(file))}".encode()).hexdigest()[:32]
+
+
+def _library(tokenizer: str) -> str:
     try:
-        library = version("tokenizers")
+        return version("tokenizers")
     except PackageNotFoundError:
         raise DataError(
-            '[data] tokenizer = "bpe" needs the extra "bpe": pip install "composer3d[bpe]"; or set tokenizer = "bytes"'
+            f'[data] tokenizer = "{tokenizer}" needs the extra "bpe": pip install "composer3d[bpe]"; '
+            'or set tokenizer = "bytes"'
         ) from None
-    return hashlib.sha256(f"{text_sha256} {vocab_size} tokenizers {library}".encode()).hexdigest()[:32]
+
+
+def read_tokenizer(file: Path) -> Tokenizer:
+    """Return the tokenizer of a tokenizer.json, which neither cuts nor fills up.
+
+    Raises:
+        DataError: The file is none.
+    """
+    from tokenizers import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises nothing more special
+        raise DataError(f'[data] tokenizer = "{file}" cannot be read: {error}') from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def write_bpe(blocks: Callable[[], Iterable[bytes]], *, folder: Path, vocab_size: int) -> None:
@@ -50,15 +84,27 @@ def write_bpe(blocks: Callable[[], Iterable[bytes]], *, folder: Path, vocab_size
         folder: Where to write.
         vocab_size: Most tokens to train; a short text gives fewer.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     with _one_thread():
         tokenizer = _train(_pieces(blocks()), vocab_size)
+    write_encoded(blocks, folder=folder, tokenizer=tokenizer)
+
+
+def write_encoded(blocks: Callable[[], Iterable[bytes]], *, folder: Path, tokenizer: Tokenizer) -> None:
+    """Encode the text without special tokens, and write it and the tokenizer as `write_bpe` does.
+
+    Args:
+        blocks: Gives the text from its beginning.
+        folder: Where to write.
+        tokenizer: Of the library.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with _one_thread():
         size = tokenizer.get_vocab_size()
         dtype = np.dtype(np.uint16 if size <= 1 << 16 else np.uint32)
         num_tokens = 0
         with (folder / "tokens.bin").open("wb") as file:
             for piece in _pieces(blocks()):
-                tokens = np.array(tokenizer.encode(piece).ids, dtype=dtype)
+                tokens = np.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=dtype)
                 file.write(tokens.tobytes())
                 num_tokens += tokens.size
     said = tokenizer.to_str(pretty=True)

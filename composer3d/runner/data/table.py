@@ -32,7 +32,8 @@ class DataTable:
             of tokens (.npy, .bin), or `module:callable`.
         seq_len: Tokens per sequence, and the most that a sample of variable length may have.
         args: Arguments of `module:callable`.
-        tokenizer: `bytes` has one token per byte; `bpe` is trained on the text itself and needs the extra `bpe`.
+        tokenizer: `bytes` has one token per byte; `bpe` is trained on the text itself; or a tokenizer.json, or a folder
+            that holds one. The last two need the extra `bpe`. Default: that of the Hugging Face model, else `bytes`.
         vocab_size: Of `bpe` (default 4096), of `synthetic` (default 256), or of the tokens in token files.
         order: `shuffle` and `sequential` are functions of seed and step; `stream` is the order of an iterable.
         workers: Processes per rank that read ahead; 0 reads in the rank itself.
@@ -49,7 +50,7 @@ class DataTable:
     use: str = Field(default="python_docs", min_length=1)
     seq_len: int = Field(default=256, ge=1)
     args: dict[str, Any] = Field(default_factory=dict)
-    tokenizer: Literal["bytes", "bpe"] = "bytes"
+    tokenizer: str | None = Field(default=None, min_length=1)
     vocab_size: int | None = Field(default=None, ge=1)
     order: Literal["shuffle", "sequential", "stream"] = "shuffle"
     workers: int = Field(default=0, ge=0)
@@ -71,6 +72,11 @@ class DataTable:
             return "synthetic"
         return "user" if ":" in self.use else "path"
 
+    @property
+    def has_file(self) -> bool:
+        """Tell whether the tokenizer is one from a file."""
+        return self.tokenizer not in (None, "bytes", "bpe")
+
     @model_validator(mode="after")
     def _applies(self) -> DataTable:
         """Refuse keys that would be ignored, and pairs of keys that cannot be."""
@@ -88,14 +94,16 @@ class DataTable:
                 yield 'order = "stream" is for use = "module:callable"; take "shuffle" or "sequential"'
         if self.kind != "path" and self.dtype is not None:
             yield "dtype is for token files; remove it"
-        if self.kind in ("synthetic", "user") and self.tokenizer == "bpe":
-            yield 'tokenizer = "bpe" is for text; remove it'
+        if self.kind in ("synthetic", "user") and self.tokenizer not in (None, "bytes"):
+            yield f'tokenizer = "{self.tokenizer}" is for text; remove it'
 
     def _impossible(self) -> Iterator[str]:
         if self.tokenizer == "bpe" and self.vocab_size is not None and self.vocab_size <= 256:
             yield f'tokenizer = "bpe" starts from 256 bytes; vocab_size = {self.vocab_size} leaves no room for merges'
-        if self.kind == "python_docs" and self.tokenizer == "bytes" and self.vocab_size not in (None, 256):
+        if self.kind == "python_docs" and self.tokenizer in (None, "bytes") and self.vocab_size not in (None, 256):
             yield 'tokenizer = "bytes" has 256 tokens; remove vocab_size, or set tokenizer = "bpe"'
+        if self.has_file and self.vocab_size is not None:
+            yield f'tokenizer = "{self.tokenizer}" has its own tokens; remove vocab_size'
         if self.padding == "multiple" and self.pad_multiple is None:
             yield 'padding = "multiple" needs pad_multiple, for example pad_multiple = 64'
         if self.padding != "multiple" and self.pad_multiple is not None:

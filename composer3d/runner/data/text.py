@@ -12,7 +12,14 @@ from typing import Any
 import numpy as np
 
 from composer3d.errors import DataError
-from composer3d.runner.data.bpe import bpe_key, read_meta, write_bpe
+from composer3d.runner.data.bpe import (
+    bpe_key,
+    read_meta,
+    read_tokenizer,
+    tokenizer_key,
+    write_bpe,
+    write_encoded,
+)
 from composer3d.runner.data.prepare import prepare_once
 from composer3d.runner.data.source import Report
 from composer3d.runner.data.table import DataTable
@@ -139,9 +146,10 @@ def open_text(
     literal = b"" if files else python_docs()
     text = Text.from_files(files, use=table.use) if files else Text.from_bytes(literal, use=table.use)
     facts: dict[str, Any] = {"kind": "text", "use": table.use, "sha256": text.sha256, "num_bytes": text.num_bytes}
-    if table.tokenizer == "bpe":
-        array, meta = _bpe_tokens(text, table.vocab_size or _DEFAULT_BPE, cache=cache, report=report, rank=rank)
-        facts |= {"tokenizer": "bpe", "tokenizer_sha256": meta["tokenizer_sha256"]}
+    if table.tokenizer == "bpe" or table.has_file:
+        array, meta = _encoded(text, table, cache=cache, report=report, rank=rank)
+        kind = "file" if table.has_file else "bpe"
+        facts |= {"tokenizer": kind, "tokenizer_sha256": meta["tokenizer_sha256"]}
         return held_out([array], table, vocab_size=meta["vocab_size"], facts=facts)
     if table.vocab_size not in (None, _NUM_BYTES):
         raise DataError(
@@ -178,16 +186,29 @@ def _joined(text: Text, *, cache: Path, report: Report, rank: int) -> Path:
     return path
 
 
-def _bpe_tokens(
-    text: Text, vocab_size: int, *, cache: Path, report: Report, rank: int
+def _encoded(
+    text: Text, table: DataTable, *, cache: Path, report: Report, rank: int
 ) -> tuple[MappedTokens, dict[str, Any]]:
-    """Return the text as BPE tokens and what is known about them, trained and encoded once per node."""
-    folder = cache / f"bpe-{bpe_key(text.sha256, vocab_size)}"
+    """Return the text as tokens and what is known about them, encoded once per node, for `bpe` after training."""
+    if table.has_file:
+        file = Path(table.tokenizer or "")
+        folder = cache / f"tokens-{tokenizer_key(text.sha256, file)}"
+        what = f'the tokens of "{text.use}"'
+    else:
+        folder = cache / f"bpe-{bpe_key(text.sha256, table.vocab_size or _DEFAULT_BPE)}"
+        what = f'the tokenizer of "{text.use}"'
+
+    def write() -> None:
+        if table.has_file:
+            write_encoded(text.blocks, folder=folder, tokenizer=read_tokenizer(file))
+        else:
+            write_bpe(text.blocks, folder=folder, vocab_size=table.vocab_size or _DEFAULT_BPE)
+
     prepare_once(
-        lambda: write_bpe(text.blocks, folder=folder, vocab_size=vocab_size),
+        write,
         done=lambda: read_meta(folder) is not None,
         lock_path=folder.with_suffix(".lock"),
-        what=f'the tokenizer of "{text.use}"',
+        what=what,
         report=report,
         rank=rank,
     )

@@ -1,0 +1,71 @@
+"""A folder that `from_pretrained` loads, made of a checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.huggingface.conversion import reverted, tied_name
+from composer3d.initialisation import ties
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d.huggingface.model import HuggingFaceModel
+
+__all__ = ["Exporter", "save_description"]
+
+# Tokenizers, chat templates, processors, and code that comes with a model; never weights.
+_BESIDES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
+_NOT_THESE = ("config.json", "generation_config.json", "*.index.json")
+
+
+def save_description(model: HuggingFaceModel, to: Path) -> None:
+    """Write the configuration of a run, and copy what else describes a model, into a folder that is made."""
+    to.mkdir(parents=True, exist_ok=True)
+    for pattern in _BESIDES:
+        for file in sorted(model.folder.glob(pattern)):
+            if file.is_file() and not any(file.match(other) for other in _NOT_THESE):
+                shutil.copyfile(file, to / file.name)
+    generation = model.folder / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, to / generation.name)
+    model.config_to_save.save_pretrained(to)
+
+
+class Exporter:
+    """Turns tensors of a checkpoint into those that a model's folder holds, one at a time.
+
+    Args:
+        description: A folder that `save_description` wrote.
+        trust_remote_code: Run the Python in it.
+    """
+
+    def __init__(self, description: Path, *, trust_remote_code: bool = False) -> None:
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(description, local_files_only=True, trust_remote_code=trust_remote_code)
+        with torch.device("meta"):
+            self.model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        self._names = {group[0]: tied_name(self.model, group) for group in ties(self.model)}
+
+    def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors by the names in the files."""
+        return reverted(self.model, {self._names.get(name, name): tensor for name, tensor in tensors.items()})
+
+    def plan(self, shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> list[list[str]]:
+        """Return which tensors have to be converted together: one each, if taking them one by one comes to the same."""
+        import torch
+
+        blanks = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
+        together = {name: value.shape for name, value in self.convert(blanks).items()}
+        apart = dict(self._apart(blanks))
+        return [[name] for name in shapes] if apart == together else [list(shapes)]
+
+    def _apart(self, blanks: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
+        for name, blank in blanks.items():
+            yield from ((key, value.shape) for key, value in self.convert({name: blank}).items())

@@ -1,0 +1,127 @@
+"""The safetensors files of a folder: what is in them, and parts of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["INDEX", "SINGLE", "StoredTensor", "WeightFiles"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_DTYPES = {
+    **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
+    **{"I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8", "BOOL": "bool"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredTensor:
+    """What a file says of one tensor."""
+
+    file: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class WeightFiles:
+    """The weights of a folder; opening reads the headers alone.
+
+    Args:
+        folder: Holds `model.safetensors`, or several files and `model.safetensors.index.json`.
+
+    Attributes:
+        tensors: All of them, by their names in the files, sorted.
+        num_bytes_read: Of values, by this process so far.
+
+    Raises:
+        ModelError: There are no such files, one of them is missing or damaged, or the index does not fit them.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_bytes_read = 0
+        self._open: dict[str, Any] = {}
+        found = {name: stored for file in self._files() for name, stored in self._header(file).items()}
+        self.tensors: Mapping[str, StoredTensor] = dict(sorted(found.items()))
+
+    def _files(self) -> list[str]:
+        if (self.folder / INDEX).is_file():
+            try:
+                files = sorted(set(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ModelError(f'{self.folder / INDEX} is damaged: it has no "weight_map"') from error
+            missing = [file for file in files if not (self.folder / file).is_file()]
+            if missing:
+                raise ModelError(f"{self.folder / INDEX} names {missing[0]}, which is not there")
+            return files
+        if (self.folder / SINGLE).is_file():
+            return [SINGLE]
+        pickled = [name for name in _PICKLED if (self.folder / name).is_file()]
+        if pickled:
+            raise ModelError(
+                f"{self.folder} holds weights as {pickled[0]} alone, and reading that may execute code",
+                hint="load it with transformers once, and save_pretrained it as safetensors",
+            )
+        raise ModelError(
+            f"{self.folder} holds no weights ({SINGLE}, or {INDEX})",
+            key="weights",
+            hint='weights = "init" starts from the configuration alone',
+        )
+
+    def _header(self, file: str) -> dict[str, StoredTensor]:
+        handle = self._handle(file)
+        found = {}
+        for name in handle.keys():  # noqa: SIM118  # it is no mapping
+            part = handle.get_slice(name)
+            found[name] = StoredTensor(file=file, shape=tuple(part.get_shape()), dtype=str(part.get_dtype()))
+        return found
+
+    def _handle(self, file: str) -> Any:
+        from safetensors import SafetensorError, safe_open
+
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.folder / file, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise ModelError(f"{self.folder / file} cannot be read: {error}") from error
+        return self._open[file]
+
+    def read(self, name: str, ranges: Sequence[tuple[int, int]]) -> Tensor:
+        """Read a part of a tensor, on the CPU.
+
+        Args:
+            name: In the files.
+            ranges: (start, stop) of every dim.
+        """
+        handle = self._handle(self.tensors[name].file)
+        if not ranges:
+            part: Tensor = handle.get_tensor(name)
+        else:
+            part = handle.get_slice(name)[tuple(slice(start, stop) for start, stop in ranges)]
+        self.num_bytes_read += part.numel() * part.element_size()
+        return part
+
+    def dtype(self) -> torch.dtype | None:
+        """Return the dtype of the first floating-point tensor, None where there is none."""
+        import torch
+
+        names = (_DTYPES.get(stored.dtype, "") for stored in self.tensors.values())
+        dtypes = (getattr(torch, name) for name in names if name)
+        return next((dtype for dtype in dtypes if dtype.is_floating_point), None)
+
+    def fingerprint(self) -> int:
+        """Return a 64-bit digest of names, shapes, dtypes and sizes of files."""
+        sizes = [(file, (self.folder / file).stat().st_size) for file in sorted(self._open)]
+        digest = hashlib.blake2b(repr((sizes, list(self.tensors.items()))).encode(), digest_size=8)
+        return int.from_bytes(digest.digest(), "big")

@@ -1,0 +1,62 @@
+"""Where a model lies: a folder, or what the Hugging Face cache of this machine holds under a name."""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+
+from composer3d.errors import ModelError
+
+__all__ = ["CONFIG", "TOKENIZER", "find_folder", "require_extra"]
+
+CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def require_extra() -> None:
+    """Refuse to go on without transformers.
+
+    Raises:
+        ModelError: The extra `hf` is not installed.
+    """
+    if find_spec("transformers") is None:
+        raise ModelError('Hugging Face models need the extra "hf"', hint='pip install "composer3d[hf]"')
+
+
+def find_folder(name: str, *, beside: Path) -> Path:
+    """Return the folder of a model; nothing is downloaded.
+
+    Args:
+        name: A path, relative to `beside`; or the name of a model that the Hugging Face cache holds.
+        beside: The folder of the manifest.
+
+    Raises:
+        ModelError: There is neither, or the folder holds no configuration.
+    """
+    path = beside / Path(name).expanduser()
+    if not path.is_dir():
+        path = _cached(name, beside)
+    if not (path / CONFIG).is_file():
+        raise ModelError(f'the folder "{name}" holds no {CONFIG}', hint="name a folder that save_pretrained wrote")
+    return path
+
+
+def _cached(name: str, beside: Path) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    if _NAME.fullmatch(name):
+        try:
+            return Path(snapshot_download(name, local_files_only=True))
+        except (LocalEntryNotFoundError, HFValidationError):
+            pass
+    parent = (beside / name).parent
+    folders = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+    near = get_close_matches(Path(name).name, folders, n=1, cutoff=0.6)
+    shown = Path(name).parent / near[0] if near else None
+    raise ModelError(
+        f'there is no folder "{name}" beside the manifest, and no model of that name in the Hugging Face cache',
+        hint=f'did you mean "{shown}"?' if shown else f"nothing is downloaded; hf download {name} does that",
+    )
