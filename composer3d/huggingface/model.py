@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.errors import ModelError, did_you_mean
 from composer3d.huggingface.files import WeightFiles
+from composer3d.huggingface.forward import expect_no_packing
 from composer3d.huggingface.folder import TOKENIZER, find_folder, require_extra
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class HuggingFaceModel:
                 message = f'attn_implementation = "{self._attention}" cannot be used: {said}'
                 raise ModelError(message, key="attn_implementation") from error
             raise ModelError(f"transformers cannot make a causal language model of {self.folder}: {said}") from error
+        expect_no_packing(model)
         return model
 
     def open_weights(self, model: nn.Module) -> FolderWeights | None:
