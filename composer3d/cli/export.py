@@ -1,11 +1,14 @@
-"""`composer3d export`: the weights of a checkpoint as safetensors, read without executing anything."""
+"""`composer3d export`: the weights of a checkpoint as safetensors, read without executing anything.
+
+Of a run of a Hugging Face model the folder also gets what `from_pretrained` needs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,11 +21,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.checkpoint import TensorInfo
+    from composer3d.huggingface.export import Exporter
 
-__all__ = ["add", "execute", "export", "find_checkpoint"]
+__all__ = ["add", "execute", "export", "find_checkpoint", "find_description"]
 
 PREFIX = "model/"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DESCRIPTION = "huggingface"  # in a run's folder
 DEFAULT_SHARD = 5 * 1024**3
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -33,7 +38,8 @@ def add(subparsers: Subparsers) -> None:
         "export",
         help="write the weights of a checkpoint as safetensors",
         description="Write the weights of a checkpoint as safetensors: model.safetensors, or several files and "
-        "model.safetensors.index.json. Needs no process group and no GPU, and executes nothing of the checkpoint.",
+        "model.safetensors.index.json. Needs no process group and no GPU, and executes nothing of the checkpoint. A run "
+        "of a Hugging Face model becomes a folder that from_pretrained loads: configuration and tokenizer are copied.",
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint"
@@ -52,7 +58,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
     path = find_checkpoint(arguments.source)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    files = export(path, to=arguments.to, dtype=dtype, max_shard_bytes=arguments.max_shard)
+    description = find_description(path)
+    files = export(path, to=arguments.to, dtype=dtype, max_shard_bytes=arguments.max_shard, description=description)
     tensors, size_bytes = len([key for file in files.values() for key in file]), sum(f.stat().st_size for f in files)
     say(f"{path} -> {', '.join(str(file) for file in files)}: {tensors} tensors, {size_bytes / 1024**2:.1f} MiB")
     return 0
@@ -77,8 +84,33 @@ def find_checkpoint(source: Path) -> Path:
     raise CheckpointError(f"{source}: there is no checkpoint here")
 
 
+def find_description(path: Path) -> Path | None:
+    """Return the folder in which the checkpoint's run keeps the description of its Hugging Face model; None without.
+
+    Raises:
+        CheckpointError: It is such a run's, and the description is gone.
+    """
+    from composer3d.checkpoint import read_state
+
+    run = read_state(path).get("states", {}).get("attached/run", {})
+    if "hf" not in run.get("record", {}).get("model", {}):
+        return None
+    folder = path.resolve().parent.parent / DESCRIPTION
+    if not (folder / "config.json").is_file():
+        raise CheckpointError(
+            f"{path}: its run had a Hugging Face model, and {folder} with its configuration is not there; leave the "
+            "checkpoint in the run's folder"
+        )
+    return folder
+
+
 def export(
-    path: Path, *, to: Path, dtype: torch.dtype | None = None, max_shard_bytes: int = DEFAULT_SHARD
+    path: Path,
+    *,
+    to: Path,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = DEFAULT_SHARD,
+    description: Path | None = None,
 ) -> dict[Path, list[str]]:
     """Write the model's tensors of a checkpoint.
 
@@ -89,6 +121,8 @@ def export(
         to: A folder, or a file that ends with `.safetensors`.
         dtype: What floating-point tensors become; None keeps them.
         max_shard_bytes: Largest file; a single tensor may exceed it.
+        description: Of a Hugging Face model, see `find_description`: tensors get the names that `save_pretrained` gives
+            them, and the folder the rest of what is there.
 
     Returns:
         The files with the keys in each.
@@ -105,7 +139,8 @@ def export(
     infos = {key: info for key, info in contents(path).items() if key.startswith(PREFIX)}
     if not infos:
         raise CheckpointError(f"{path}: holds no weights of a model")
-    shards = _cut(infos, dtype, max_shard_bytes)
+    exporter = None if description is None else _exporter(description, to)
+    shards = _cut(infos, dtype, max_shard_bytes, _together(infos, exporter))
     files = _files(to, len(shards))
     if len(files) < len(shards):
         total = sum(_bytes(info, dtype) for info in infos.values())
@@ -114,12 +149,14 @@ def export(
     if existing is not None:
         raise CheckpointError(f"{existing} exists and is not overwritten; name another place with --to")
     files[0].parent.mkdir(parents=True, exist_ok=True)
-    written = {file: [key.removeprefix(PREFIX) for key in keys] for file, keys in zip(files, shards, strict=True)}
+    written: dict[Path, list[str]] = {}
     for file, keys in zip(files, shards, strict=True):
+        tensors = _tensors(path, keys, dtype, exporter)
+        written[file] = list(tensors)
         beside = file.with_name(f"{file.name}.tmp")
         beside.touch()
         mode = beside.stat().st_mode  # safetensors would leave it to its owner alone
-        save_file(dict(_tensors(path, keys, dtype)), beside, metadata={"format": "pt"})
+        save_file(tensors, beside, metadata={"format": "pt"})
         beside.chmod(mode)
         os.replace(beside, file)
     if len(files) > 1:
@@ -127,26 +164,53 @@ def export(
         weight_map = {key: file.name for file, keys in written.items() for key in keys}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         files[0].with_name(INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    if exporter is not None and description is not None:
+        exporter.describe(description, to, dtype)
     return written
 
 
-def _tensors(path: Path, keys: Sequence[str], dtype: torch.dtype | None) -> Iterator[tuple[str, Tensor]]:
+def _exporter(description: Path, to: Path) -> Exporter:
+    from composer3d.huggingface.export import Exporter
+
+    if to.suffix == ".safetensors":
+        raise CheckpointError(f"{to}: a Hugging Face model is exported to a folder, since from_pretrained loads folders")
+    return Exporter(description)
+
+
+def _together(infos: Mapping[str, TensorInfo], exporter: Exporter | None) -> list[list[str]]:
+    """Return which tensors have to be in one file."""
+    if exporter is None:
+        return [[key] for key in infos]
+    shapes = {key.removeprefix(PREFIX): (info.shape, info.dtype) for key, info in infos.items()}
+    return [[PREFIX + name for name in group] for group in exporter.plan(shapes)]
+
+
+def _tensors(
+    path: Path, keys: Sequence[str], dtype: torch.dtype | None, exporter: Exporter | None
+) -> dict[str, Tensor]:
     from composer3d.checkpoint import read_tensors
 
-    for key, tensor in read_tensors(path, keys):
-        yield key.removeprefix(PREFIX), tensor.to(_target(tensor.dtype, dtype)).contiguous()
+    tensors = {
+        key.removeprefix(PREFIX): tensor.to(_target(tensor.dtype, dtype)) for key, tensor in read_tensors(path, keys)
+    }
+    if exporter is not None:
+        tensors = exporter.convert(tensors)
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
-def _cut(infos: Mapping[str, TensorInfo], dtype: torch.dtype | None, max_shard_bytes: int) -> list[list[str]]:
+def _cut(
+    infos: Mapping[str, TensorInfo], dtype: torch.dtype | None, max_shard_bytes: int, together: Sequence[Sequence[str]]
+) -> list[list[str]]:
     """Fill one file after the other, in the order of the keys."""
     shards: list[list[str]] = [[]]
     filled = 0
-    for key, info in infos.items():
-        if shards[-1] and filled + _bytes(info, dtype) > max_shard_bytes:
+    for keys in together:
+        size = sum(_bytes(infos[key], dtype) for key in keys)
+        if shards[-1] and filled + size > max_shard_bytes:
             shards.append([])
             filled = 0
-        shards[-1].append(key)
-        filled += _bytes(info, dtype)
+        shards[-1] += keys
+        filled += size
     return shards
 
 

@@ -48,9 +48,9 @@ class Exporter:
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        config = AutoConfig.from_pretrained(description, local_files_only=True, trust_remote_code=trust_remote_code)
+        self._config = AutoConfig.from_pretrained(description, local_files_only=True, trust_remote_code=trust_remote_code)
         with torch.device("meta"):
-            self.model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            self.model: Any = AutoModelForCausalLM.from_config(self._config, trust_remote_code=trust_remote_code)
         self._names = {group[0]: tied_name(self.model, group) for group in ties(self.model)}
 
     def convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -63,8 +63,26 @@ class Exporter:
 
         blanks = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in shapes.items()}
         together = {name: value.shape for name, value in self.convert(blanks).items()}
-        apart = dict(self._apart(blanks))
+        try:
+            apart = dict(self._apart(blanks))
+        except Exception:  # conversions that need several tensors raise what they like where one is missing
+            apart = {}
         return [[name] for name in shapes] if apart == together else [list(shapes)]
+
+    def describe(self, description: Path, to: Path, dtype: torch.dtype | None) -> None:
+        """Copy everything but weights into a folder.
+
+        Args:
+            description: As given to the class.
+            to: Exists.
+            dtype: Of the weights there, None where it is the run's.
+        """
+        for file in sorted(description.iterdir()):
+            if not (to / file.name).exists():
+                shutil.copyfile(file, to / file.name)
+        if dtype is not None:
+            self._config.dtype = dtype
+            self._config.save_pretrained(to)
 
     def _apart(self, blanks: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
         for name, blank in blanks.items():
