@@ -49,6 +49,9 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--max-shard", metavar="SIZE", type=size, default=DEFAULT_SHARD, help="largest file; default: 5GiB"
     )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="of a Hugging Face model: run Python that came with it"
+    )
     parser.set_defaults(execute=execute)
 
 
@@ -58,8 +61,14 @@ def execute(arguments: argparse.Namespace) -> int:
 
     path = find_checkpoint(arguments.source)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    description = find_description(path)
-    files = export(path, to=arguments.to, dtype=dtype, max_shard_bytes=arguments.max_shard, description=description)
+    files = export(
+        path,
+        to=arguments.to,
+        dtype=dtype,
+        max_shard_bytes=arguments.max_shard,
+        description=find_description(path),
+        trust_remote_code=arguments.trust_remote_code,
+    )
     tensors, size_bytes = len([key for file in files.values() for key in file]), sum(f.stat().st_size for f in files)
     say(f"{path} -> {', '.join(str(file) for file in files)}: {tensors} tensors, {size_bytes / 1024**2:.1f} MiB")
     return 0
@@ -111,6 +120,7 @@ def export(
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = DEFAULT_SHARD,
     description: Path | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[Path, list[str]]:
     """Write the model's tensors of a checkpoint.
 
@@ -123,6 +133,7 @@ def export(
         max_shard_bytes: Largest file; a single tensor may exceed it.
         description: Of a Hugging Face model, see `find_description`: tensors get the names that `save_pretrained` gives
             them, and the folder the rest of what is there.
+        trust_remote_code: Run Python that lies in the description.
 
     Returns:
         The files with the keys in each.
@@ -139,7 +150,7 @@ def export(
     infos = {key: info for key, info in contents(path).items() if key.startswith(PREFIX)}
     if not infos:
         raise CheckpointError(f"{path}: holds no weights of a model")
-    exporter = None if description is None else _exporter(description, to)
+    exporter = None if description is None else _exporter(description, to, trust_remote_code)
     shards = _cut(infos, dtype, max_shard_bytes, _together(infos, exporter))
     files = _files(to, len(shards))
     if len(files) < len(shards):
@@ -169,12 +180,12 @@ def export(
     return written
 
 
-def _exporter(description: Path, to: Path) -> Exporter:
+def _exporter(description: Path, to: Path, trust_remote_code: bool) -> Exporter:
     from composer3d.huggingface.export import Exporter
 
     if to.suffix == ".safetensors":
         raise CheckpointError(f"{to}: a Hugging Face model is exported to a folder, since from_pretrained loads folders")
-    return Exporter(description)
+    return Exporter(description, trust_remote_code=trust_remote_code)
 
 
 def _together(infos: Mapping[str, TensorInfo], exporter: Exporter | None) -> list[list[str]]:

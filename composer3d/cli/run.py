@@ -90,6 +90,10 @@ def _start(arguments: argparse.Namespace) -> int:
     if not found["ok"]:
         return WRONG
     output = Path(found["output"])
+    if found["is_hugging_face"] and found["device"] == "cpu":
+        from composer3d.huggingface.folder import import_transformers
+
+        import_transformers()  # once, for all ranks that are forked
     result = launch_local(
         _train,
         (arguments.manifest, arguments.overrides, arguments.resume),
@@ -149,6 +153,7 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
         "output": str(output_of(manifest)),
         "max_restarts": getattr(options, "max_restarts", 0),
         "grace_s": getattr(options, "grace_s", 30.0),
+        "is_hugging_face": getattr(manifest.tables.get("model"), "hf", None) is not None,
     }
 
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d.errors import ModelError
 from composer3d.huggingface.conversion import reverted, tied_name
+from composer3d.huggingface.folder import import_transformers
 from composer3d.initialisation import ties
 
 if TYPE_CHECKING:
@@ -45,10 +47,18 @@ class Exporter:
     """
 
     def __init__(self, description: Path, *, trust_remote_code: bool = False) -> None:
+        import_transformers()
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self._config = AutoConfig.from_pretrained(description, local_files_only=True, trust_remote_code=trust_remote_code)
+        try:
+            self._config = AutoConfig.from_pretrained(
+                description, local_files_only=True, trust_remote_code=trust_remote_code
+            )
+        except ValueError as error:
+            raise ModelError(
+                f"{description} brings its own Python code, which is not run", hint="read it, and say --trust-remote-code"
+            ) from error
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(self._config, trust_remote_code=trust_remote_code)
         self._names = {group[0]: tied_name(self.model, group) for group in ties(self.model)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import logging
 import re
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -9,20 +11,33 @@ from pathlib import Path
 
 from composer3d.errors import ModelError
 
-__all__ = ["CONFIG", "TOKENIZER", "find_folder", "require_extra"]
+__all__ = ["CONFIG", "TOKENIZER", "find_folder", "import_transformers"]
 
 CONFIG, TOKENIZER = "config.json", "tokenizer.json"
+_TALKATIVE = ("torch", "torchao")
 _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
-def require_extra() -> None:
-    """Refuse to go on without transformers.
+def import_transformers() -> None:
+    """Import what every model of transformers needs; 2 s.
+
+    What other packages say while they are imported is left out: transformers imports torchao, which names each of its
+    kernels that is for another machine.
 
     Raises:
         ModelError: The extra `hf` is not installed.
     """
     if find_spec("transformers") is None:
         raise ModelError('Hugging Face models need the extra "hf"', hint='pip install "composer3d[hf]"')
+
+    levels = {logging.getLogger(name): logging.getLogger(name).level for name in _TALKATIVE}
+    for logger in levels:
+        logger.setLevel(logging.ERROR)
+    try:
+        importlib.import_module("transformers.modeling_utils")
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 def find_folder(name: str, *, beside: Path) -> Path:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d.errors import ModelError, did_you_mean
 from composer3d.huggingface.files import WeightFiles
 from composer3d.huggingface.forward import expect_no_packing
-from composer3d.huggingface.folder import TOKENIZER, find_folder, require_extra
+from composer3d.huggingface.folder import TOKENIZER, find_folder, import_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class HuggingFaceModel:
         trust_remote_code: bool = False,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        require_extra()
+        import_transformers()
         self.folder = find_folder(str(name), beside=beside or Path.cwd())
         self._weights, self._dtype_name = weights, dtype
         self._attention, self._trusts = attn_implementation, trust_remote_code
