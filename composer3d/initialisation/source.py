@@ -74,8 +74,10 @@ class Slab:
     def chunk(self, chunks: int, dim: int) -> tuple[Slab, ...]:
         """Cut as torch's `chunk` does, which makes fewer pieces where the dim is short."""
         size = self.shape[dim]
-        step = max(-(-size // chunks), 1)
-        return tuple(self.narrow(dim, start, min(step, size - start)) for start in range(0, max(size, 1), step))
+        if size == 0:
+            return (self,) * chunks
+        step = -(-size // chunks)
+        return tuple(self.narrow(dim, start, min(step, size - start)) for start in range(0, size, step))
 
     def reordered(self, dim: int, runs: Sequence[tuple[int, int]]) -> Slab:
         """Return the (start, length) runs of the part along a dim, one after the other."""

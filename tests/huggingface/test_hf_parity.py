@@ -1,0 +1,84 @@
+"""Hugging Face models in every layout: losses and gradients of one device, and no rank reads more than its part."""
+
+from __future__ import annotations
+
+import pytest
+from support.huggingface import make, steps_of
+
+from composer3d.huggingface.folder import import_transformers
+from composer3d.testing import run_ranks
+
+FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
+DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
+TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n"
+SEQUENCE = TP + "sequence_parallel = true\n"
+LOSS = TP + "loss_parallel = true\n"
+PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
+INTERLEAVED = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "Interleaved1F1B"\n'
+RECOMPUTED = TP + "[scheduling.activation_checkpoint]\n"
+TENSOR_PIPELINE = (
+    '[mesh]\npp = 2\ntp = 2\n[sharding.tensor_parallel]\n[scheduling.pipeline]\nschedule = "1F1B"\n'
+)
+TENSOR_SHARDS = "[mesh]\ndp_shard = 2\ntp = 2\n[sharding.tensor_parallel]\n[sharding.fsdp2]\n"
+
+# (family, layout, whether the loss is the model's own, share of the weights' bytes that a rank may read)
+CASES = {
+    "llama-fsdp": ("llama", FSDP, False, 0.5),
+    "llama-ddp": ("llama", DDP, False, 1.0),
+    "llama-tp": ("llama", TP, False, 0.51),
+    "llama-sequence": ("llama", SEQUENCE, False, 0.51),
+    "llama-loss": ("llama", LOSS, False, 0.51),
+    "llama-pp": ("llama", PP, False, 0.51),
+    "llama-recomputed": ("llama", RECOMPUTED, False, 0.51),
+    "llama-own-loss-fsdp": ("llama", FSDP, True, 0.5),
+    "llama-own-loss-pp": ("llama", PP, True, 0.51),
+    "gpt2-tp-fused": ("gpt2", TP, False, 0.54),
+    "gpt2-interleaved-tied": ("gpt2", INTERLEAVED, False, 0.55),
+    "gpt2-own-loss-tp": ("gpt2", TP, True, 0.54),
+    "qwen2-tied-tp": ("qwen2", TP, False, 0.51),
+    "qwen3-norms-of-heads-tp": ("qwen3", TP, False, 0.51),
+    "mistral-window-pp": ("mistral", PP, False, 0.51),
+    "gemma-fsdp": ("gemma", FSDP, False, 0.5),
+    "gemma-tp": ("gemma", TP, False, 0.51),
+    "gemma3-two-windows-pp": ("gemma3", PP, False, 0.6),
+    "phi3-fused-tp": ("phi3", TP, False, 0.51),
+    "neox-interleaved-heads-tp": ("neox", TP, False, 0.6),
+    "olmo2-tp": ("olmo2", TP, False, 0.66),
+}
+CASES_OF_4 = {
+    "llama-pp-tp": ("llama", TENSOR_PIPELINE, False, 0.26),
+    "llama-fsdp-tp": ("llama", TENSOR_SHARDS, False, 0.26),
+    "gpt2-fsdp-tp": ("gpt2", TENSOR_SHARDS, False, 0.28),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    import_transformers()
+    root = tmp_path_factory.mktemp("models")
+    families = {family for family, *_ in [*CASES.values(), *CASES_OF_4.values()]}
+    # Several files and an index, as large models have.
+    return {family: make(family, root / family, max_shard_size="60KB") for family in sorted(families)}
+
+
+def results_of(cases, folders, world_size):
+    work = [(folders[family], text, own_loss) for family, text, own_loss, _ in cases.values()]
+    by_rank = run_ranks(steps_of, world_size, work, timeout_s=120)
+    return {name: [results[index] for results in by_rank] for index, name in enumerate(cases)}
+
+
+@pytest.fixture(scope="module")
+def results(folders):
+    return results_of(CASES, folders, 2) | results_of(CASES_OF_4, folders, 4)
+
+
+@pytest.mark.parametrize("name", [*CASES, *CASES_OF_4])
+def test_losses_and_gradients_equal_one_device_and_each_rank_reads_its_part(name, results):
+    most = {**CASES, **CASES_OF_4}[name][3]
+    for loss, gradients, wrong, read in results[name]:
+        assert loss < 1e-12
+        assert gradients < 1e-12
+        assert wrong == []
+        assert 0 < read <= most
+    # Together they read everything.
+    assert sum(read for *_, read in results[name]) >= 0.999

@@ -1,0 +1,136 @@
+"""Tiny Hugging Face models, made on the spot, and a composed step of one beside transformers' own."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from support.models import write_manifest
+
+import composer3d
+from composer3d import Loss
+from composer3d.huggingface import HuggingFaceModel, model_inputs, model_loss
+from composer3d.testing import full
+
+_SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+
+
+def config_of(family):
+    import transformers as t
+
+    if family == "gpt2":
+        sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+        return t.GPT2Config(
+            **sizes, bos_token_id=1, eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
+        )
+    return {
+        "llama": lambda: t.LlamaConfig(**_GROUPED),
+        "qwen2": lambda: t.Qwen2Config(**_GROUPED, tie_word_embeddings=True),
+        "qwen3": lambda: t.Qwen3Config(**_GROUPED, head_dim=8),
+        "mistral": lambda: t.MistralConfig(**_GROUPED, sliding_window=8),
+        "gemma": lambda: t.GemmaConfig(**_GROUPED, head_dim=8),
+        "gemma3": lambda: t.Gemma3TextConfig(**_GROUPED, head_dim=8, sliding_window=8),
+        "phi3": lambda: t.Phi3Config(**_GROUPED, resid_pdrop=0.0, embd_pdrop=0.0),
+        "neox": lambda: t.GPTNeoXConfig(**_SIZES),
+        "olmo2": lambda: t.Olmo2Config(**_GROUPED),
+        "mixtral": lambda: t.MixtralConfig(**_GROUPED, num_local_experts=4),
+    }[family]()
+
+
+def make(family, folder, *, max_shard_size="5GB", dtype=torch.float32, **changes):
+    """Write a model's folder as `save_pretrained` does, and return it."""
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    config = config_of(family)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    torch.set_rng_state(state)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return folder
+
+
+def batch(num_sequences=4, seq_len=12):
+    """Tokens and targets; sequences have different numbers of valid targets."""
+    tokens = torch.randint(3, 60, (num_sequences, seq_len + 1), generator=torch.Generator().manual_seed(3))
+    targets = tokens[:, 1:].clone()
+    targets[0, 5:] = -100
+    targets[2, 9:] = -100
+    return tokens[:, :-1].contiguous(), targets
+
+
+def token_sum(output, targets):
+    total = F.cross_entropy(output.logits.flatten(0, -2), targets.flatten(), reduction="sum")
+    return Loss(sum=total, count=(targets != -100).sum())
+
+
+def reference(folder, own_loss):
+    """One device: transformers' model, a sequence at a time, as the runs cut their batch.
+
+    Norms of Gemma and the models' own losses compute in float32 whatever the weights are, so the cut shows at 1e-7.
+    """
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    inputs, targets = batch()
+    count = (targets != -100).sum()
+    loss = torch.zeros((), dtype=torch.float64)
+    for tokens, wanted in zip(inputs.split(1), targets.split(1), strict=True):
+        if own_loss:
+            total = model_loss(model(tokens, use_cache=False, **model_inputs(wanted)), wanted).sum
+        else:
+            total = token_sum(model(tokens, use_cache=False), wanted).sum
+        (total / count).backward()
+        loss += total.detach() / count.double()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return loss, gradients, sum(p.numel() * 4 for p in model.parameters())
+
+
+def one_step(folder, text, own_loss=False):
+    """Run on a rank: a composed step in float64 from float32 weights.
+
+    Returns (loss error, largest relative gradient error, names without one device's gradient, share of bytes read).
+    """
+    torch.set_default_dtype(torch.float64)
+    loss_1, gradients, num_bytes = reference(folder, own_loss)
+    factory = HuggingFaceModel(folder, dtype="float64")
+    loss_fn = factory.own_loss() if own_loss else token_sum
+    run = composer3d.compose(factory, write_manifest(f"{text}\n[train]\nmicrobatch = 1\n"), loss_fn=loss_fn)
+    read = factory.files.num_bytes_read / num_bytes
+    inputs, targets = (
+        tensor.chunk(run.context.data_parallel_degree)[run.context.data_parallel_rank] for tensor in batch()
+    )
+    least = 1e-3 * max(float(g.abs().max()) for g in gradients.values())
+    worst, wrong = 0.0, []
+    with run.step(0):
+        loss = run.forward_backward(inputs, target=targets, **(model_inputs(targets) if own_loss else {}))
+        run.clip_grad_norm_(float("inf"))
+        for name, parameter in run.named_parameters():
+            if (parameter.grad is None) != (name not in gradients):
+                wrong.append(name)
+            elif parameter.grad is not None:
+                found, expected = run.context.in_model_order(name, full(parameter.grad)), gradients[name]
+                scale = max(float(expected.abs().max()), least)
+                worst = max(worst, float((found - expected).abs().max()) / scale)
+    run.close()
+    # The models' own losses are float32, and so is what comes of them.
+    return float((loss - loss_1.to(loss.dtype)).abs()), worst, wrong, read
+
+
+def steps_of(cases):
+    """Run several steps on a rank: a world costs more than a step."""
+    return [one_step(*case) for case in cases]
