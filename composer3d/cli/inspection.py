@@ -80,6 +80,7 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
     """
     from composer3d.cli import rules
     from composer3d.registry import Hooks
+    from composer3d.runner.tables import ModelTable
     from composer3d.runner.tokenizer import with_tokenizer
 
     manifest = _completed(inspected.manifest)
@@ -88,6 +89,9 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
         manifest = with_tokenizer(manifest)
     except ManifestError as error:
         result.problems += error.problems
+        # Data that fit any model: what else may be wrong does not hang on the tokens.
+        data = replace(manifest.tables["data"], use="synthetic", vocab_size=1, tokenizer=None, dtype=None)
+        manifest = replace(manifest, tables={**manifest.tables, "data": data})
     tables = manifest.tables
     fitting: int | None = world_size
     try:
@@ -98,7 +102,7 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
         fitting = _lay_out(result, inspected, hooks, world_size)
     layout, factory = result.layout, None
     found = [*rules.data_problems(manifest), *rules.optimizer_problems(manifest)]
-    if tables.keys() >= {"model", "data", "train"}:
+    if tables.keys() >= {"data", "train"} and isinstance(tables.get("model"), ModelTable):
         factory, more = rules.find_factory(manifest)
         found += more
     if layout is not None and fitting == world_size and "train" in tables:
