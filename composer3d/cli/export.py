@@ -38,8 +38,8 @@ def add(subparsers: Subparsers) -> None:
         "export",
         help="write the weights of a checkpoint as safetensors",
         description="Write the weights of a checkpoint as safetensors: model.safetensors, or several files and "
-        "model.safetensors.index.json. Needs no process group and no GPU, and executes nothing of the checkpoint. A run "
-        "of a Hugging Face model becomes a folder that from_pretrained loads: configuration and tokenizer are copied.",
+        "model.safetensors.index.json. Needs no process group and no GPU, and executes nothing of the checkpoint. A "
+        "run of a Hugging Face model becomes a folder that from_pretrained loads: configuration and tokenizer are copied.",
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint"
@@ -143,8 +143,6 @@ def export(
 
     Memory: one file's tensors. Collectives: none.
     """
-    from safetensors.torch import save_file
-
     from composer3d.checkpoint import contents
 
     infos = {key: info for key, info in contents(path).items() if key.startswith(PREFIX)}
@@ -164,12 +162,7 @@ def export(
     for file, keys in zip(files, shards, strict=True):
         tensors = _tensors(path, keys, dtype, exporter)
         written[file] = list(tensors)
-        beside = file.with_name(f"{file.name}.tmp")
-        beside.touch()
-        mode = beside.stat().st_mode  # safetensors would leave it to its owner alone
-        save_file(tensors, beside, metadata={"format": "pt"})
-        beside.chmod(mode)
-        os.replace(beside, file)
+        _write(file, tensors)
     if len(files) > 1:
         total = sum(_bytes(info, dtype) for info in infos.values())
         weight_map = {key: file.name for file, keys in written.items() for key in keys}
@@ -180,11 +173,24 @@ def export(
     return written
 
 
+def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    beside = file.with_name(f"{file.name}.tmp")
+    beside.touch()
+    mode = beside.stat().st_mode  # safetensors would leave it to its owner alone
+    save_file(tensors, beside, metadata={"format": "pt"})
+    beside.chmod(mode)
+    os.replace(beside, file)
+
+
 def _exporter(description: Path, to: Path, trust_remote_code: bool) -> Exporter:
     from composer3d.huggingface.export import Exporter
 
     if to.suffix == ".safetensors":
-        raise CheckpointError(f"{to}: a Hugging Face model is exported to a folder, since from_pretrained loads folders")
+        raise CheckpointError(
+            f"{to}: a Hugging Face model is exported to a folder, since from_pretrained loads folders"
+        )
     return Exporter(description, trust_remote_code=trust_remote_code)
 
 

@@ -57,7 +57,8 @@ class Exporter:
             )
         except ValueError as error:
             raise ModelError(
-                f"{description} brings its own Python code, which is not run", hint="read it, and say --trust-remote-code"
+                f"{description} brings its own Python code, which is not run",
+                hint="read it, and say --trust-remote-code",
             ) from error
         with torch.device("meta"):
             self.model: Any = AutoModelForCausalLM.from_config(self._config, trust_remote_code=trust_remote_code)

@@ -58,7 +58,9 @@ class WeightFiles:
     def _files(self) -> list[str]:
         if (self.folder / INDEX).is_file():
             try:
-                files = sorted(set(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values()))
+                files = sorted(
+                    set(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+                )
             except (ValueError, KeyError, AttributeError) as error:
                 raise ModelError(f'{self.folder / INDEX} is damaged: it has no "weight_map"') from error
             missing = [file for file in files if not (self.folder / file).is_file()]

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.errors import ModelError, did_you_mean
 from composer3d.huggingface.files import WeightFiles
-from composer3d.huggingface.forward import expect_no_packing
 from composer3d.huggingface.folder import TOKENIZER, find_folder, import_transformers
+from composer3d.huggingface.forward import expect_no_packing
 
 if TYPE_CHECKING:
     import torch

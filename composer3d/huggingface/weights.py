@@ -83,9 +83,7 @@ class FolderWeights:
         """Convert a whole group, and keep its last result: several tensors may come from one."""
         group = self._groups[fqn]
         if self._converted is None or self._converted[0] != group.target:
-            values = {
-                name: self.files.read(name, [(0, size) for size in self._shapes[name]]) for name in group.names
-            }
+            values = {name: self.files.read(name, [(0, size) for size in self._shapes[name]]) for name in group.names}
             self._converted = (group.target, group.convert(values, self._model))
         return self._converted[1][fqn]
 

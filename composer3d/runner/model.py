@@ -54,7 +54,9 @@ class ModelFactory:
             _check_arguments(self._function, self.args, manifest)
         self.uses_own_loss = manifest.tables["train"].loss == "model"
         if self.uses_own_loss and self.hf is None:
-            problem = document.problem(("train", "loss"), 'loss = "model" is for a model of [model] hf', hint="remove it")
+            problem = document.problem(
+                ("train", "loss"), 'loss = "model" is for a model of [model] hf', hint="remove it"
+            )
             raise ManifestError([problem])
         self.flops_per_token = 0
         self._unmatched: list[PatternError] = []
@@ -213,8 +215,6 @@ def token_loss(output: Any, target: Tensor) -> Loss:
     import torch.nn.functional as F
 
     from composer3d import Loss
-    from composer3d.huggingface import HuggingFaceModel
-    from composer3d.initialisation import TensorSource
 
     logits = getattr(output, "logits", output)
     if logits is not output and not any(leaf is logits for leaf in torch_compat.tree_leaves(output)):

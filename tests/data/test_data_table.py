@@ -70,7 +70,7 @@ def test_keys_that_would_be_ignored_are_refused(keys, message):
         {"order": "random"},
         {"evaluation_fraction": 1.0},
         {"workers": -1},
-        {"tokenizer": "words"},
+        {"tokenizer": ""},
         {"dtype": "int8", "use": "a.bin"},
     ],
 )

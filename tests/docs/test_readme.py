@@ -16,6 +16,7 @@ import tomllib
 import pytest
 import torch
 from support.documents import ROOT, blocks, code, files, read, table
+from support.huggingface import make
 
 from composer3d.cli import build_parser, main
 from composer3d.errors import ManifestError
@@ -97,7 +98,7 @@ def test_every_block_is_of_a_kind_that_is_tested():
 
 def test_manifests_are_read(folder):
     manifests = [name for name in FILES if name.endswith(".toml") and name != "bad.toml"]
-    assert len(manifests) == 4
+    assert len(manifests) == 5
     for name in manifests:
         # A loop of one's own has no use for the runner's tables.
         tables = None if name == "embedded.toml" else TABLES
@@ -125,6 +126,17 @@ def test_commands_print_what_is_shown(folder, composer3d):
 def test_the_full_manifest_is_good(folder, composer3d):
     told = composer3d("composer3d check full.toml --world-size 4")
     assert told.startswith("pp=1 x dp_replicate=2 x dp_shard=2 x cp=1 x tp=1 = 4 ranks on cpu\n")
+
+
+def test_a_hugging_face_model_is_trained_and_exported(folder, composer3d):
+    from transformers import AutoModelForCausalLM
+
+    make("llama", folder / "tiny-llama", vocab_size=256)
+    composer3d("composer3d run hf.toml --nproc-per-node 2")
+    told = composer3d("composer3d export runs/hf --to trained")
+    assert told.startswith("runs/hf/checkpoints/step-2 -> trained/model.safetensors: 21 tensors")
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in ("tiny-llama", "trained"))
+    assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
 
 
 def test_the_plugin_measures(folder, composer3d):

@@ -81,8 +81,8 @@ PROBLEMS = {
     "no folder": (
         'hf = "tiny"',
         'hf = "tinny"',
-        'run.toml:7:1: [model] there is no folder "tinny" beside the manifest, and no model of that name in the Hugging '
-        'Face cache; did you mean "tiny"?',
+        'run.toml:7:1: [model] there is no folder "tinny" beside the manifest, and no model of that name in the '
+        'Hugging Face cache; did you mean "tiny"?',
     ),
     "no name": (
         'hf = "tiny"',
@@ -139,6 +139,11 @@ PROBLEMS = {
         "",
         'run.toml:13:1: [train] loss = "model" is for a model of [model] hf; remove it',
     ),
+    "no tokenizer": (
+        'use = "synthetic"\nseq_len = 16\nvocab_size = 64',
+        'use = "python_docs"\nseq_len = 16\ntokenizer = "bep"',
+        'run.toml:11:1: [data] there is no "bep"; did you mean "bpe"?',
+    ),
     "tokenizer": (
         'use = "synthetic"\nseq_len = 16\nvocab_size = 64',
         'use = "python_docs"\nseq_len = 16\ntokenizer = "tiny"',
@@ -153,7 +158,9 @@ def test_problems_are_told_with_their_line(name, edited, command):
     folder = edited(old, new)
     if name == "loss":
         text = (folder / "run.toml").read_text()
-        (folder / "run.toml").write_text(text.replace("steps = 2", 'loss = "model"\nsteps = 2').replace("[train]", "\n[train]"))
+        (folder / "run.toml").write_text(
+            text.replace("steps = 2", 'loss = "model"\nsteps = 2').replace("[train]", "\n[train]")
+        )
     code, out, err = command("check", "run.toml")
     assert (code, out) == (2, "")
     assert err.splitlines()[0].startswith(message.replace("FOLDER", str(folder)))

@@ -16,9 +16,7 @@ LOSS = TP + "loss_parallel = true\n"
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 INTERLEAVED = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "Interleaved1F1B"\n'
 RECOMPUTED = TP + "[scheduling.activation_checkpoint]\n"
-TENSOR_PIPELINE = (
-    '[mesh]\npp = 2\ntp = 2\n[sharding.tensor_parallel]\n[scheduling.pipeline]\nschedule = "1F1B"\n'
-)
+TENSOR_PIPELINE = '[mesh]\npp = 2\ntp = 2\n[sharding.tensor_parallel]\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 TENSOR_SHARDS = "[mesh]\ndp_shard = 2\ntp = 2\n[sharding.tensor_parallel]\n[sharding.fsdp2]\n"
 
 # (family, layout, whether the loss is the model's own, share of the weights' bytes that a rank may read)

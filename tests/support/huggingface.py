@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from support.models import write_manifest
 
 import composer3d
 from composer3d import Loss
 from composer3d.huggingface import HuggingFaceModel, model_inputs, model_loss
 from composer3d.testing import full
+from support.models import write_manifest
 
 _SIZES = {
     "vocab_size": 64,
@@ -30,9 +30,7 @@ def config_of(family):
 
     if family == "gpt2":
         sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
-        return t.GPT2Config(
-            **sizes, bos_token_id=1, eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0
-        )
+        return t.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     return {
         "llama": lambda: t.LlamaConfig(**_GROUPED),
         "qwen2": lambda: t.Qwen2Config(**_GROUPED, tie_word_embeddings=True),
