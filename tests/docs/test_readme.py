@@ -116,7 +116,7 @@ def test_other_toml_is_that_of_a_package():
 def test_commands_print_what_is_shown(folder, composer3d):
     shown = "".join(block.text for block in BLOCKS if block.language == "console")
     commands = re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", shown, re.MULTILINE)
-    assert len(commands) == 4
+    assert len(commands) == 5
     checker = doctest.OutputChecker()
     for line, expected in commands:
         told = composer3d(line)
