@@ -2,12 +2,14 @@
 
 Every plugin answers four questions with it. Numerics: `assert_parity`, or `run_ranks` and `assert_gradients_equal`.
 Collectives: `count_collectives`, exact, because a plugin that silently does nothing passes every comparison of numbers.
-State: `gather_full`. Refusals: `pytest.raises` around `run_ranks` or inside `fake_world`.
+State: `gather_full`. Refusals: `pytest.raises` around `run_ranks` or inside `fake_world`. Which combinations with
+others to try: `pairwise`.
 """
 
 from __future__ import annotations
 
 from composer3d.testing.collectives import Collective, Collectives, count_collectives
+from composer3d.testing.covering import pairwise
 from composer3d.testing.parity import Parity, assert_gradients_equal, assert_parity, full, gather_full
 from composer3d.testing.ranks import run_ranks
 from composer3d.testing.worlds import fake_world
@@ -22,5 +24,6 @@ __all__ = [
     "fake_world",
     "full",
     "gather_full",
+    "pairwise",
     "run_ranks",
 ]

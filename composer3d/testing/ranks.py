@@ -63,6 +63,7 @@ def run_ranks(
     timeout_s: float = 60.0,
     backend: str = "gloo",
     init: bool = True,
+    max_ranks: int = 8,
 ) -> list[Any]:
     """Run `function(*args)` on every rank of a real world, each a forked process with one thread.
 
@@ -73,11 +74,12 @@ def run_ranks(
 
     Args:
         function: Runs on each rank; `torch.distributed.get_rank()` says which one it is.
-        world_size: Number of ranks, 1 to 8.
+        world_size: Number of ranks, 1 to `max_ranks`.
         args: Passed to `function`.
         timeout_s: Seconds for all ranks together, and of the process group.
         backend: Of the process group.
         init: False leaves making the process group to `function`; only the environment is set.
+        max_ranks: That may be alive at once; more than 8 are for a machine of one's own, not for tests.
 
     Returns:
         What each rank returned, by rank; it travels through torch.save.
@@ -85,7 +87,7 @@ def run_ranks(
     Raises:
         RankError: A rank raised, was killed, left without a result, or did not finish. The text names the rank that
             was first and its traceback, not those that only lost their connection to it.
-        ForkError: This process cannot be forked, or `world_size` is above 8.
+        ForkError: This process cannot be forked, or `world_size` is above `max_ranks`.
 
     Memory: each rank shares the parent's pages until it writes to them. Collectives: those of `function`.
 
@@ -95,7 +97,7 @@ def run_ranks(
     __tracebackhide__ = True  # pytest shows the rank's traceback, not this function
     refuse_unsafe_fork()
     prewarm()
-    with limit_ranks(world_size), tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
+    with limit_ranks(world_size, limit=max_ranks), tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
         job = _Job(
             function=function,
             args=args,
