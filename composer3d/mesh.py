@@ -125,6 +125,27 @@ class Layout:
         one, two = self.coordinates(rank), self.coordinates(other)
         return tuple(axis.name for axis in self.dense_axes if one[axis.name] != two[axis.name])
 
+    def group(self, rank: int, axis: str) -> tuple[int, ...]:
+        """Return the ranks that the rank meets along an axis, itself among them, ascending.
+
+        They differ from it in that coordinate alone; along an axis that is carved out of others, in those of the
+        others that the carved one takes in.
+        """
+        stride, strides = 1, {}
+        for dense in reversed(self.dense_axes):
+            strides[dense.name] = stride
+            stride *= self.degrees[dense.name]
+        here = self.coordinates(rank)
+        if axis in strides:
+            first = rank - here[axis] * strides[axis]
+            return tuple(first + index * strides[axis] for index in range(self.degrees[axis]))
+        # cp is directly inside of dp_shard, so both together are one axis with cp's stride.
+        flat = here["dp_shard"] * self.degrees["cp"] + here["cp"]
+        first = rank - here["dp_shard"] * strides["dp_shard"] - here["cp"] * strides["cp"]
+        begin = flat - flat % self.degrees[axis]
+        members = (divmod(begin + index, self.degrees["cp"]) for index in range(self.degrees[axis]))
+        return tuple(first + shard * strides["dp_shard"] + cp * strides["cp"] for shard, cp in members)
+
     def __str__(self) -> str:
         return " x ".join(f"{axis.name}={self.degrees[axis.name]}" for axis in self.dense_axes)
 

@@ -29,6 +29,63 @@ def test_the_view_of_a_rank(folder, command):
     assert command("check", "run.toml", "--rank", "2") == (2, "", "rank 2 is not in a world of 2 ranks\n1 problem\n")
 
 
+LARGE = ("--world-size", "512", "--rank", "300", *(f"--set={t}" for t in ("mesh.pp=4", "mesh.tp=8")))
+
+
+@pytest.fixture
+def three_dimensions(folder):
+    """A manifest of the library's own plugins along pp, dp_shard and tp, on nodes of eight GPUs."""
+    (folder / "large.toml").write_text(
+        """\
+composer3d = 1
+[mesh]
+dp_shard = -1
+gpus_per_node = 8
+[model]
+use = "composer3d.models:llama"
+args = { dim = 64, num_heads = 16, num_layers = 8 }
+[data]
+use = "synthetic"
+seq_len = 64
+[train]
+steps = 1
+[sharding.fsdp2]
+[sharding.tensor_parallel]
+[scheduling.pipeline]
+"""
+    )
+
+
+def test_the_groups_of_any_rank_of_512(three_dimensions, command):
+    code, out, err = command("check", "large.toml", *LARGE)
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:5] == [
+        "pp=4 x dp_replicate=1 x dp_shard=16 x cp=1 x tp=8 = 512 ranks on cpu",
+        "rank 300: pp=2, dp_replicate=0, dp_shard=5, cp=0, tp=4, ep=0",
+        "pp           is of 4 ranks: 44-428 by 128",
+        "dp_shard     is of 16 ranks: 260-380 by 8",
+        "tp           is of 8 ranks: 296-303",
+    ]
+    code, told = report(command, "large.toml", *LARGE)
+    assert (code, told["coordinates"]["dp_shard"]) == (0, 5)
+    assert told["groups"] == {
+        "pp": [44, 172, 300, 428],
+        "dp_replicate": [300],
+        "dp_shard": list(range(260, 384, 8)),
+        "cp": [300],
+        "tp": list(range(296, 304)),
+        "ep": [300],
+    }
+
+
+def test_tensor_parallelism_that_leaves_a_node_is_warned_of(three_dimensions, command):
+    code, _, err = command("check", "large.toml", *LARGE[:2], "--set", "mesh.tp=16")
+    assert (code, err) == (
+        0,
+        "--set mesh.tp=16: warning: [mesh] tp = 16 reaches over the edge of a node of 8 GPUs\n1 warning\n",
+    )
+
+
 def test_the_report_for_programs(folder, command):
     assert report(command, "run.toml") == (
         0,
@@ -40,6 +97,7 @@ def test_the_report_for_programs(folder, command):
             "world_size": 2,
             "degrees": {"pp": 1, "dp_replicate": 1, "dp_shard": 2, "cp": 1, "tp": 1, "ep": 1},
             "coordinates": {"pp": 0, "dp_replicate": 0, "dp_shard": 0, "cp": 0, "tp": 0, "ep": 0},
+            "groups": {"pp": [0], "dp_replicate": [0], "dp_shard": [0, 1], "cp": [0], "tp": [0], "ep": [0]},
         },
     )
 

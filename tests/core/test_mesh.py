@@ -147,6 +147,27 @@ def test_flat_indices():
     assert found.names(Role.BATCH, Role.TENSOR) == ("dp_replicate", "dp_shard", "tp")
 
 
+def test_groups_are_innermost_for_tp_and_outermost_for_pp():
+    large = layout(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2)
+    groups = {axis.name: large.group(21, axis.name) for axis in large.dense_axes}
+    assert groups == {"pp": (5, 21), "dp_replicate": (21, 29), "dp_shard": (17, 21), "cp": (21, 23), "tp": (20, 21)}
+
+
+@pytest.mark.parametrize("ep", [1, 2, 4, 8])
+def test_a_group_has_the_ranks_that_differ_in_that_coordinate_alone(ep):
+    large = layout(pp=2, dp_replicate=2, dp_shard=4, cp=2, tp=2, ep=ep)
+    coordinates = [dict(large.coordinates(rank)) for rank in range(large.world_size)]
+    for rank, here in enumerate(coordinates):
+        for axis in (axis.name for axis in large.axes):
+            group = large.group(rank, axis)
+            assert rank in group and list(group) == sorted(group) and len(group) == large.degrees[axis]
+            assert sorted(coordinates[other][axis] for other in group) == list(range(large.degrees[axis]))
+            assert all(large.group(other, axis) == group for other in group)
+            taken = {axis, "ep"} if axis != "ep" else {"dp_shard", "cp", "ep"}
+            for other in group:
+                assert {name for name in here if here[name] != coordinates[other][name]} <= taken
+
+
 def test_ranks_outside_the_world():
     for rank in (-1, 4):
         assert refusal(layout(4, dp_shard=4).coordinates, rank) == f"rank {rank} is not in a world of 4 ranks"
