@@ -39,7 +39,8 @@ def add(subparsers: Subparsers) -> None:
         help="write the weights of a checkpoint as safetensors",
         description="Write the weights of a checkpoint as safetensors: model.safetensors, or several files and "
         "model.safetensors.index.json. Needs no process group and no GPU, and executes nothing of the checkpoint. A "
-        "run of a Hugging Face model becomes a folder that from_pretrained loads: configuration and tokenizer are copied.",
+        "run of a Hugging Face model becomes a folder that from_pretrained loads: configuration and tokenizer are "
+        "copied.",
     )
     parser.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint"
