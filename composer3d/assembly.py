@@ -274,6 +274,18 @@ def _guard(preparation: Preparation, group: Any, device: torch.device, plan: int
     )
 
 
+def _ledger(preparation: Preparation, group: Any, device: torch.device) -> Ledger:
+    """Make the ledger of losses, with what data-parallel plugins average over."""
+    context = preparation.context
+    averages = 1
+    for transform, _ in preparation.selected:
+        for axis in transform.averages:
+            averages *= context.degrees[axis]
+    # Ranks along tp compute the same loss: only the first of them adds it up. Along pp only the last stage has one.
+    contributes = all(context.coordinates[name] == 0 for name in context.layout.names(Role.TENSOR))
+    return Ledger(averages=averages, contributes=contributes, group=group, device=device)
+
+
 def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     """Make what tells of failed collectives, where there are other ranks that could answer."""
     import torch.distributed as dist
@@ -309,12 +321,6 @@ def _freeze(
     layout = context.layout
     group = guard.contract_group(layout, context.mesh)
     device = guard.control_device(context.device)
-    averages = 1
-    for transform, _ in preparation.selected:
-        for axis in transform.averages:
-            averages *= context.degrees[axis]
-    # Ranks along tp compute the same loss: only the first of them adds it up. Along pp only the last stage has one.
-    contributes = all(context.coordinates[name] == 0 for name in layout.names(Role.TENSOR))
     actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
     streams = Streams(seed=context.manifest.train.seed, layout=layout, rank=context.rank, device=context.device)
     flight = _flight(preparation, guarded=plan is not None)
@@ -323,7 +329,7 @@ def _freeze(
         actions=order(actions),
         guard=_guard(preparation, group, device, plan),
         flight=flight,
-        ledger=Ledger(averages=averages, contributes=contributes, group=group, device=device),
+        ledger=_ledger(preparation, group, device),
         streams=streams,
         loss_fn=loss_fn,
         count_fn=count_fn,
@@ -339,11 +345,6 @@ def _freeze(
         sharded=streams.sharded,
     )
     scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
-
-    def close() -> None:
-        if flight is not None:
-            flight.close()
-        release()
 
     def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
         return tuple(function for _, function in hooks.freeze(hook))
@@ -364,5 +365,5 @@ def _freeze(
         measures=frozen("composer3d_measure"),
         metric_sinks=frozen("composer3d_metrics"),
         states=states,
-        release=close,
+        release=release if flight is None else flight.closing(release),
     )

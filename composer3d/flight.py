@@ -7,6 +7,7 @@ torch's flight recorder holds; the first rank compares the answers and publishes
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,21 @@ class Flight:
         # How many compositions this process has made: ranks make them in the same order.
         self._prefix = f"composer3d/flight/{self._store.add(f'composer3d/flight/rank-{self._rank}', 1)}"
         self._thread.start()
+        atexit.register(self.close)  # a thread that asks the store while Python ends would end it badly
+
+    def closing(self, then: Callable[[], None]) -> Callable[[], None]:
+        """Return a function that stops looking, and then calls another."""
+
+        def close() -> None:
+            self.close()
+            then()
+
+        return close
 
     def close(self) -> None:
         """Stop looking."""
         self._stop.set()
+        atexit.unregister(self.close)
         if self._thread.is_alive():
             self._thread.join(timeout=2 * _LOOK_S)
 
