@@ -346,28 +346,6 @@ def pipeline_orders(
     ]
 
 
-def enable_loss_parallel() -> None:
-    """Let log_softmax and nll_loss work on DTensors cut along the classes, until `disable_loss_parallel`; idempotent.
-
-    torch's `loss_parallel` context does the same, and would have to be open around every forward and backward of every
-    schedule (torch 2.11-2.15).
-    """
-    from torch.distributed.tensor.parallel import loss
-
-    loss._enable_custom_loss_ops()
-
-
-def disable_loss_parallel() -> None:
-    """Undo `enable_loss_parallel`; torch's own way fails where it was undone before."""
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import loss
-
-    handlers = DTensor._op_dispatcher._custom_op_handlers
-    for operator, handler in loss.customized_loss_ops.items():
-        if handlers.get(operator) is handler:
-            del handlers[operator]
-
-
 def without_torch_functions() -> AbstractContextManager[None]:
     """Return a context in which torch functions reach no mode and no subclass; public only for use in C++."""
     import torch

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import torch_compat
 from composer3d.checkpoint import save
-from composer3d.testing import count_collectives, fake_world, full, run_ranks
+from composer3d.testing import fake_world, full, run_ranks
 
 
 def test_lazy_modules_exist():
@@ -321,27 +321,6 @@ def test_pipeline_orders_are_those_of_the_schedule():
     for rank, order in enumerate(overlapped):
         assert sorted(a for a in order if a[1] == "F") == [(s, "F", m) for s in (rank, 3 - rank) for m in range(4)]
         assert sum(kind in "BW" for _, kind, _ in order) == 2 * 4
-
-
-def vocabulary_parallel_loss():
-    from torch.distributed.tensor import DTensor, Shard
-
-    mesh = init_device_mesh("cpu", (2,))
-    logits = torch.arange(24.0).view(4, 6).cos()
-    shard = DTensor.from_local(logits.chunk(2, 1)[dist.get_rank()], mesh, [Shard(1)])
-    torch_compat.enable_loss_parallel()
-    torch_compat.enable_loss_parallel()
-    with count_collectives(mesh) as collectives:
-        loss = torch.nn.functional.cross_entropy(shard, torch.arange(4)).full_tensor()
-    torch_compat.disable_loss_parallel()
-    torch_compat.disable_loss_parallel()
-    expected = torch.nn.functional.cross_entropy(logits, torch.arange(4))
-    return float((loss - expected).abs()), collectives.count("all_gather")
-
-
-def test_cross_entropy_works_on_logits_that_are_cut():
-    for difference, gathers in run_ranks(vocabulary_parallel_loss, 2):
-        assert difference < 1e-6 and gathers == 0
 
 
 def test_modes_do_not_see_what_runs_without_torch_functions():

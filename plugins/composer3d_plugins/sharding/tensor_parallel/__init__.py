@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, torch_compat
+from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin
 from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Style
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ class TensorParallel:
     Collectives: a layer of attention and feed-forward has 2 all-reduces forward and 2 backward. With sequence_parallel
     it has 2 all-gathers and 2 reduce-scatters forward, as many backward, and one all-reduce a step for each parameter
     that meets cut activations. The embedding: 1 all-reduce (reduce-scatter) forward. The head: 1 all-gather of logits,
-    or with loss_parallel 3 all-reduces of one number a token; backward 1 all-reduce. Whole activations or parameters
-    that meet cut features, such as a key that all heads share: 1 all-reduce of the gradient of each.
+    or with loss_parallel 2 all-reduces, of one number a token and of three; backward 1 all-reduce. Whole activations
+    or parameters that meet cut features, such as a key that all heads share: 1 all-reduce of the gradient of each.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation Recomputation in
     Large Transformer Models, arXiv:2205.05198.
@@ -66,7 +66,7 @@ class TensorParallel:
             not with sequence_parallel, of which declarations say nothing), else what its code does with its
             projections, found by running it on meta. `check` shows the result.
         sequence_parallel: Keep activations outside of cut layers cut along the sequence.
-        loss_parallel: Leave logits cut along the vocabulary; the loss has to be torch's cross-entropy.
+        loss_parallel: Leave logits cut along the vocabulary; of the losses only torch's cross_entropy works on them.
         sequence_dim: The dim of activations that is the sequence.
     """
 
@@ -86,12 +86,6 @@ class TensorParallel:
             uses=("tp",),
             rows=self._rows,
         )
-
-    @hookimpl
-    def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
-        """Take back what the parallel loss has changed in torch."""
-        if self.loss_parallel:
-            torch_compat.disable_loss_parallel()
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
         from composer3d_plugins.sharding.tensor_parallel.making import make

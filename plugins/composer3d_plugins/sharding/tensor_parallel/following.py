@@ -36,7 +36,7 @@ from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Plac
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Cut", "Following", "Unfollowed", "cut_of", "mark", "note", "strip"]
+__all__ = ["Cut", "Following", "Unfollowed", "copy_mark", "cut_of", "mark", "note", "strip"]
 
 ATTRIBUTE = "composer3d_cut"
 
@@ -97,6 +97,12 @@ def mark(tensor: Tensor, *, placed: Placed, degree: int, sources: frozenset[str]
     return tensor
 
 
+def copy_mark(marked: Tensor, other: Any) -> Any:
+    """Say of a tensor what is known of another one; return it."""
+    setattr(other, ATTRIBUTE, getattr(marked, ATTRIBUTE))
+    return other
+
+
 def note(record: list[Any], func: Any, result: Any) -> None:
     """Write down the name of a function and the shapes of its results, if it returned tensors."""
     with torch_compat.without_torch_functions():
@@ -129,6 +135,7 @@ class Following(TorchFunctionMode):
         super().__init__()
         self._degree, self._where, self._record = degree, where, record
         self._meeting = Meeting(degree, mesh)
+        self.mesh = mesh
 
     @property
     def has_acted(self) -> bool:
@@ -139,12 +146,17 @@ class Following(TorchFunctionMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function on shares."""
-        result = self._run(func, args, dict(kwargs or {}))
+        result = self.run(func, args, dict(kwargs or {}))
         if self._record is not None:
             note(self._record, func, result)
         return result
 
-    def _run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run one function; where nothing is cut, as it is.
+
+        Raises:
+            Unfollowed: It cannot be run on shares.
+        """
         leaves = torch_compat.tree_leaves([list(args), options])
         cuts = [cut for cut in map(cut_of, leaves) if cut is not None]
         if not cuts:

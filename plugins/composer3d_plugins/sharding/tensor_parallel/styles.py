@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.following import cut_of, mark, strip
+from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.region import Region, followed, site_of
@@ -218,9 +219,14 @@ class Applier:
         cut = self._cut(rule)
         module.register_forward_pre_hook(lambda module, args: (self._share(args[0], cut), *args[1:]))
         if self.loss_parallel:
-            module.register_forward_hook(lambda *_: torch_compat.enable_loss_parallel())
+            module.register_forward_hook(lambda module, args, output: self._cut_logits(output))
         else:
             module.register_forward_hook(lambda module, args, output: self._unwrap(output, None))
+
+    def _cut_logits(self, output: Any) -> CutLogits:
+        local: Tensor = torch_compat.unviewed(output.to_local())
+        placed = Placed(dim=local.ndim - 1, parts=(output.shape[-1],))
+        return CutLogits.of(mark(local, placed=placed, degree=self.mesh.size()), self.mesh)
 
     def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""

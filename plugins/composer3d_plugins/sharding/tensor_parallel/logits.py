@@ -1,0 +1,152 @@
+"""Logits that stay cut along the vocabulary, and their cross-entropy: no rank ever holds all logits of a token."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer3d import TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.following import Following, Unfollowed, copy_mark, cut_of
+from composer3d_plugins.sharding.tensor_parallel.functions import name_of
+from composer3d_plugins.sharding.tensor_parallel.meeting import is_in_place
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["CutLogits"]
+
+# What hooks and graphs ask of a tensor; the answers are this rank's.
+OWN = frozenset("register_hook requires_grad requires_grad_ grad_fn is_leaf retain_grad retains_grad __hash__".split())
+
+
+class CutLogits(Tensor):
+    """A rank's share of logits. Code sees the sizes of all of them, as in a region; cross-entropy is of all of them.
+
+    Whatever else needs the logits of other ranks, such as a softmax, is an error.
+    """
+
+    composer3d_following: Following
+
+    @classmethod
+    def of(cls, local: Tensor, mesh: DeviceMesh) -> CutLogits:
+        """Return a marked share as cut logits."""
+        return cls._wrapped(local, Following(mesh.size(), "loss_parallel", mesh=mesh))
+
+    @classmethod
+    def _wrapped(cls, local: Tensor, following: Following) -> CutLogits:
+        with torch_compat.without_torch_functions():
+            result: CutLogits = copy_mark(local, local.as_subclass(cls))
+        result.composer3d_following = following
+        return result
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function on the share."""
+        options = dict(kwargs or {})
+        leaves = torch_compat.tree_leaves([list(args), options])
+        following = next(leaf for leaf in leaves if isinstance(leaf, cls)).composer3d_following
+        with torch_compat.without_torch_functions():
+            if name_of(func) in OWN:
+                return func(*args, **options)
+            if name_of(func) == "_base":
+                # FSDP2 warns of views, because hooks are lost where they are changed in place; that is refused below.
+                return None
+            args, options = torch_compat.tree_map(_plain, [list(args), options])
+            try:
+                if func is F.cross_entropy:
+                    return _cross_entropy(following.mesh, *args, **options)
+                if is_in_place(name_of(func)):
+                    raise Unfollowed(f'"loss_parallel": {name_of(func)} changes cut logits in place')
+                result = following.run(func, args, options)
+            except Unfollowed as error:
+                raise TransformError(
+                    f"{error}; of the losses only cross_entropy works on logits that are cut; leave out loss_parallel"
+                ) from error
+        return torch_compat.tree_map(functools.partial(_rewrapped, following=following), result)
+
+
+def _plain(value: Any) -> Any:
+    return copy_mark(value, value.as_subclass(Tensor)) if isinstance(value, CutLogits) else value
+
+
+def _rewrapped(value: Any, following: Following) -> Any:
+    return value if cut_of(value) is None else CutLogits._wrapped(value, following)
+
+
+def _cross_entropy(
+    mesh: DeviceMesh | None,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Do what torch's function of this name does; the arguments are its own."""
+    cut = cut_of(input)
+    assert cut is not None and mesh is not None, "it is called with cut logits"
+    dim = min(1, input.ndim - 1)
+    if cut.placed.dim != dim:
+        raise Unfollowed(f"cross_entropy takes classes along dim {dim}, and the vocabulary is dim {cut.placed.dim}")
+    if target.is_floating_point() or (weight is not None and label_smoothing):
+        what = "class weights and label smoothing together" if weight is not None else "probabilities as targets"
+        raise Unfollowed(f"cross_entropy with {what} needs whole logits")
+    if size_average is not None or reduce is not None:
+        raise Unfollowed("cross_entropy knows size_average and reduce no more; use reduction")
+    losses = _Losses.apply(input.movedim(dim, -1), target, ignore_index, label_smoothing, mesh)
+    weights = (target != ignore_index).to(losses.dtype)
+    if weight is not None:
+        weights = weights * weight[target.clamp(min=0)]
+        losses = losses * weights
+    if reduction == "none":
+        return losses
+    total: Tensor = losses.sum()
+    return total if reduction == "sum" else total / weights.sum()
+
+
+class _Losses(torch.autograd.Function):
+    """Cross-entropy a token: two small all-reduces, of a maximum and of sums; none in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, mesh: DeviceMesh
+    ) -> Tensor:
+        """Return the losses of this shape of targets, 0 where they are ignored."""
+        group, share = mesh.get_group(), logits.shape[-1]
+        x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
+        largest = x.amax(-1)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        x = x - largest.unsqueeze(-1)
+        valid = target != ignore_index
+        index = target - mesh.get_local_rank() * share
+        here = valid & (index >= 0) & (index < share)
+        index = index.masked_fill(~here, 0)
+        of_target = x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
+        mean = x.sum(-1) / (share * mesh.size())
+        x = x.exp_()
+        sums = torch.stack([x.sum(-1), of_target, mean])
+        dist.all_reduce(sums, group=group)
+        exponentials, of_target, mean = sums
+        losses = exponentials.log() - (1 - smoothing) * of_target - smoothing * mean
+        ctx.save_for_backward(x.div_(exponentials.unsqueeze(-1)), index, here, valid)
+        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, share * mesh.size(), logits.dtype
+        return losses.masked_fill(~valid, 0.0).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the share."""
+        probabilities, index, here, valid = ctx.saved_tensors
+        result = probabilities - ctx.smoothing / ctx.num_classes if ctx.smoothing else probabilities.clone()
+        result.scatter_add_(-1, index.unsqueeze(-1), here.to(result.dtype).mul(ctx.smoothing - 1).unsqueeze(-1))
+        result.mul_(gradient.masked_fill(~valid, 0.0).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None, None
