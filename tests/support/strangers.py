@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -383,41 +382,6 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return x + self.gamma * self.down(F.silu(self.up(x) * self.inner + self.shift))
-
-
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: torch.Tensor
-
-
-class Structured(nn.Module):
-    """Keyword inputs, a dictionary between blocks, and a dataclass as output."""
-
-    def __init__(self, dim=16):
-        super().__init__()
-        self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
-        self.layers = nn.ModuleList(StructuredBlock(dim) for _ in range(2))
-
-    def forward(self, input_ids=None, attention_mask=None):
-        state = {"hidden": self.emb(input_ids), "mask": attention_mask}
-        for layer in self.layers:
-            state = layer(state=state)
-        return Output(logits=self.out(state["hidden"]), hidden=state["hidden"])
-
-
-class StructuredBlock(nn.Module):
-    def __init__(self, dim, heads=4):
-        super().__init__()
-        self.H = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-
-    def forward(self, state):
-        x = state["hidden"]
-        b, n, d = x.shape
-        q, k, v = (f(x).view(b, n, self.H, d // self.H).transpose(1, 2) for f in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, d)
-        return {**state, "hidden": x + self.o(a)}
 
 
 class TiedBias(nn.Module):
