@@ -388,3 +388,13 @@ def group_name(group: Any) -> str:
 
     found: Any = dist.group.WORLD if group is None else group
     return str(found.group_name)
+
+
+def in_backward() -> bool:
+    """Tell whether autograd is running a backward on this thread: a forward inside is a recomputation.
+
+    The number of the running graph task is private (torch 2.11-2.15); it is -1 outside of backwards.
+    """
+    import torch
+
+    return torch._C._current_graph_task_id() != -1

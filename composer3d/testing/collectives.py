@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ __all__ = ["Collective", "Collectives", "count_collectives"]
 
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
 _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
+
+# Modules that stand between a collective and who called for it: this one, and modes that hand calls on.
+_TRANSPARENT = frozenset({__name__, "composer3d.torch_compat", "composer3d.proof.arithmetic", "contextlib"})
 
 # Operator -> collective, and the position of the tensors that are its payload: the result of a gather, else the input.
 _OPERATORS: Mapping[str, tuple[str, int]] = {
@@ -73,6 +77,8 @@ class Collective:
         bytes: Payload: the full result of an all_gather, what goes into any other. A ring moves (n-1)/n of that per
             rank, and twice that for an all_reduce.
         dtype: Of the payload; None for a barrier.
+        issuer: The function that called for it, `module.name`: the innermost one that is neither torch's nor this
+            module's. In a backward that autograd runs it is what started the backward.
     """
 
     op: str
@@ -80,6 +86,7 @@ class Collective:
     ranks: tuple[int, ...]
     bytes: int
     dtype: torch.dtype | None
+    issuer: str = field(default="", compare=False)
 
 
 class Collectives:
@@ -116,6 +123,7 @@ class Collectives:
                 ranks=ranks,
                 bytes=factor * sum(tensor.numel() * tensor.element_size() for tensor in payload),
                 dtype=payload[0].dtype if payload else None,
+                issuer=_issuer(),
             )
         )
 
@@ -169,6 +177,16 @@ def _record(collectives: Collectives, name: str, args: tuple[Any, ...]) -> None:
     # The functional all-gathers return their result and carry only their input; its size is known all the same.
     factor = args[1] if name.startswith("all_gather_into_tensor") else 1
     collectives._add(op, list(_tensors(args[position])), group, factor)
+
+
+def _issuer() -> str:
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] != "torch" and module not in _TRANSPARENT:
+            return f"{module}.{frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
 
 
 def _tensors(argument: Any) -> Iterator[torch.Tensor]:

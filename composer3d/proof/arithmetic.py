@@ -1,0 +1,132 @@
+"""The arithmetic of a proof: everything in float64, and nothing drawn at random, whatever the model's code asks for."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["default_dtype", "in_double_precision", "without_random_numbers"]
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors of this floating-point dtype inside."""
+    import torch
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def in_double_precision() -> Iterator[None]:
+    """Read every narrower floating-point dtype that code names as float64.
+
+    Models compute norms, rotary positions and losses "in float32" by `x.float()`, `x.to(torch.float32)` or
+    `softmax(..., dtype=torch.float32)`. In float64 such a cast would round away what the proof looks for (a correct
+    layout then differs by 6e-8 where one rounding falls otherwise), so it becomes a cast to float64. Compiled code
+    traces through the mode.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    def widen(value: Any) -> Any:
+        return torch.float64 if value in (torch.float32, torch.float16, torch.bfloat16) else value
+
+    # By name, and without a set of functions: the compiler traces through a mode, and looks no function up.
+    class Wide(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") in ("float", "half", "bfloat16"):
+                return args[0].double()
+            wide = [widen(arg) if isinstance(arg, torch.dtype) else arg for arg in args]
+            named = {key: widen(arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()}
+            return func(*wide, **named)
+
+    with default_dtype(torch.float64), Wide():
+        yield
+
+
+@contextlib.contextmanager
+def without_random_numbers() -> Iterator[None]:
+    """Make everything that draws inside return what it gives on average, modules and functionals alike.
+
+    Dropout keeps every element; attention drops nothing; a uniform draw is its middle, a normal one its mean, a
+    Bernoulli one whether its probability is above a half. What comes out is then the same in every layout.
+    """
+    from torch.overrides import TorchFunctionMode
+
+    settled = _settled()
+
+    class Settled(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = getattr(func, "__name__", "")
+            if name in settled:
+                return settled[name](func, args, dict(kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    with Settled():
+        yield
+
+
+def _settled() -> dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
+    """Return what stands for each function that draws, by its name in torch, torch.Tensor and functional."""
+    dropouts = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+    inplace = tuple(f"{name}_" for name in dropouts)
+    return {
+        **dict.fromkeys((*dropouts, *inplace, "dropout1d", "dropout2d", "dropout3d"), _kept),
+        "scaled_dot_product_attention": _attention,
+        "multi_head_attention_forward": _heads,
+        **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+        "rand": _middle,
+        "rand_like": _middle,
+        "randn": _mean,
+        "randn_like": _mean,
+        "bernoulli": _likelier,
+        "bernoulli_": _likelier,
+    }
+
+
+def _kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return args[0] if args else kwargs["input"]
+
+
+def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # (query, key, value, attn_mask, dropout_p, is_causal)
+    return func(*((*args[:4], 0.0, *args[5:]) if len(args) > 4 else args), **_zeroed(kwargs, "dropout_p"))
+
+
+def _heads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # dropout_p is the eleventh argument.
+    return func(*((*args[:10], 0.0, *args[11:]) if len(args) > 10 else args), **_zeroed(kwargs, "dropout_p"))
+
+
+def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # The probability stands in another place for packed sequences; it is the only number that is no integer.
+    return func(*(0.0 if isinstance(arg, float) else arg for arg in args), **kwargs)
+
+
+def _middle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs).fill_(0.5)
+
+
+def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs).zero_()
+
+
+def _likelier(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    probability = args[1] if len(args) > 1 else kwargs.get("p")
+    if func.__name__ == "bernoulli_":
+        return args[0].fill_(float(0.5 if probability is None else probability) >= 0.5)
+    likely = args[0] >= 0.5 if probability is None else args[0].new_full((), probability).expand_as(args[0]) >= 0.5
+    return likely.to(args[0].dtype)
+
+
+def _zeroed(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
+    return {**kwargs, name: 0.0} if name in kwargs else kwargs

@@ -1,0 +1,219 @@
+"""Collectives: those that happened beside those of the same composition traced on ranks that do not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d.batch import to_device
+from composer3d.errors import StepError
+from composer3d.guard import Totals
+from composer3d.mesh import Layout
+from composer3d.proof.reference import of_dtype
+from composer3d.proof.subject import Subject, arithmetic
+
+if TYPE_CHECKING:
+    import torch
+
+    from composer3d import Composition
+    from composer3d.testing import Collective
+
+__all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes", "trace_step"]
+
+# What the step itself agrees on, whatever the plugins: counts, losses, the norm.
+_AGREEMENTS = ("composer3d.guard.", "composer3d.ledger.", "composer3d.gradients.total_norm")
+# How many steps are run before one is counted: pipelines learn shapes in their first, and reducers their buckets.
+_WARM_UP = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """Collectives of one step on one rank.
+
+    Args:
+        totals: (count, bytes) by (op, axis).
+        of_plugins: How many there are over each axis that are not the step's own agreements.
+    """
+
+    totals: Mapping[tuple[str, str], tuple[int, int]]
+    of_plugins: Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One kind of collective over one axis, of the rank where happened and traced differ most, else of rank 0.
+
+    Args:
+        op: As in `Collective`.
+        axis: As in `Collective`.
+        count: How many happened.
+        bytes: Their payload.
+        expected: How many the trace has.
+        expected_bytes: Their payload.
+        rank: Whose.
+    """
+
+    op: str
+    axis: str
+    count: int
+    bytes: int
+    expected: int
+    expected_bytes: int
+    rank: int
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether what happened is what was expected."""
+        return (self.count, self.bytes) == (self.expected, self.expected_bytes)
+
+
+def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[Any]]:
+    """Count the collectives of one step of the composition, after one that is not counted.
+
+    Args:
+        subject: What to run.
+        alone: The other ranks do not exist.
+
+    Returns:
+        What was counted, and what this rank was sent as Python objects.
+    """
+    from composer3d.testing import count_collectives
+
+    messages: list[Any] = []
+    with arithmetic("float64"), contextlib.nullcontext() if alone else _received(messages, replay=False):
+        run = subject.compose(subject.manifest_for("float64"))
+        with run:
+            if alone:
+                run._engine._guard = _Alone(run._engine._guard)  # type: ignore[assignment]
+            optimizer = subject.make_optimizer(run)
+            for number in range(_WARM_UP):
+                _step(subject, run, optimizer, number)
+            with count_collectives(run.mesh) as collectives:
+                _step(subject, run, optimizer, _WARM_UP)
+    return _counted(collectives.rows), messages
+
+
+def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequence[Any]) -> Counted:
+    """Count the same step on one rank of a world without others; there must be no process group.
+
+    Args:
+        subject: What to run.
+        world_size: Of the run.
+        rank: The one to be.
+        messages: What this rank's real run was sent as Python objects, in order: shapes, which nobody sends here.
+    """
+    from composer3d.testing import fake_world
+
+    with fake_world(world_size, rank), _received(messages, replay=True):
+        return count_step(subject, alone=True)[0]
+
+
+def _step(subject: Subject, run: Composition, optimizer: torch.optim.Optimizer, number: int) -> None:
+    context = run.context
+    batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), "float64")
+    batch = to_device(batch, context.device)
+    with run.step(number):
+        run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
+        run.clip_grad_norm_(math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _counted(rows: Sequence[Collective]) -> Counted:
+    totals: dict[tuple[str, str], tuple[int, int]] = {}
+    of_plugins: dict[str, int] = {}
+    for row in rows:
+        count, size = totals.get((row.op, row.axis), (0, 0))
+        totals[row.op, row.axis] = (count + 1, size + row.bytes)
+        if not row.issuer.startswith(_AGREEMENTS):
+            for axis in row.axis.split("+"):
+                of_plugins[axis] = of_plugins.get(axis, 0) + 1
+    return Counted(totals=dict(sorted(totals.items())), of_plugins=of_plugins)
+
+
+def compare_collectives(happened: Sequence[Counted], traced: Sequence[Counted]) -> list[Row]:
+    """Return one row for each kind and axis, of the rank where the two differ most.
+
+    Args:
+        happened: By rank.
+        traced: By rank.
+    """
+    keys = sorted({key for counted in (*happened, *traced) for key in counted.totals})
+    rows = []
+    for op, axis in keys:
+        candidates = [
+            _row(op, axis, rank, real.totals.get((op, axis), (0, 0)), imagined.totals.get((op, axis), (0, 0)))
+            for rank, (real, imagined) in enumerate(zip(happened, traced, strict=True))
+        ]
+        rows.append(max(candidates, key=lambda row: (not row.ok, abs(row.count - row.expected), row.count, -row.rank)))
+    return rows
+
+
+def _row(op: str, axis: str, rank: int, real: tuple[int, int], imagined: tuple[int, int]) -> Row:
+    return Row(
+        op=op,
+        axis=axis,
+        count=real[0],
+        bytes=real[1],
+        expected=imagined[0],
+        expected_bytes=imagined[1],
+        rank=rank,
+    )
+
+
+def silent_axes(happened: Sequence[Counted], layout: Layout) -> list[str]:
+    """Return the axes of degree above 1 over which no plugin communicated on any rank.
+
+    A collective over several axes counts for each of them, and one over the whole world for all.
+
+    Args:
+        happened: By rank.
+        layout: Of the run.
+    """
+    seen = {axis for counted in happened for axis, number in counted.of_plugins.items() if number}
+    names = [axis.name for axis in layout.dense_axes if layout.degrees[axis.name] > 1]
+    return [] if "world" in seen else [name for name in names if name not in seen]
+
+
+@contextlib.contextmanager
+def _received(messages: Sequence[Any], *, replay: bool) -> Iterator[None]:
+    """Note down every object list that is received, or hand out what was noted down instead of receiving.
+
+    torch's pipeline stages tell each other shapes in this way, before their first step.
+    """
+    import torch.distributed as dist
+
+    receive, left = dist.recv_object_list, list(messages)
+
+    def noted(objects: list[Any], *args: Any, **kwargs: Any) -> Any:
+        sender = receive(objects, *args, **kwargs)
+        messages.append(list(objects))  # type: ignore[attr-defined]
+        return sender
+
+    def replayed(objects: list[Any], *args: Any, **kwargs: Any) -> int:
+        objects[:] = left.pop(0)
+        return 0
+
+    dist.recv_object_list = replayed if replay else noted
+    try:
+        yield
+    finally:
+        dist.recv_object_list = receive
+
+
+class _Alone:
+    """The step guard on a rank whose peers do not exist: it sends what it would send, and believes itself."""
+
+    def __init__(self, guard: Any) -> None:
+        self._guard = guard
+
+    def agree(self, *, counts: Sequence[int], **others: Any) -> Totals:
+        with contextlib.suppress(StepError):
+            self._guard.agree(counts=counts, **others)
+        return Totals(count=max(sum(counts), 1), num_microbatches=len(counts), equal=len(set(counts)) <= 1)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._guard, name)

@@ -1,0 +1,102 @@
+"""The measure by which tensors are compared, and the tolerances: 1e-12 in float64, derived elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["EXACT", "Fit", "difference", "fit", "relative", "scale_of", "tolerances"]
+
+EXACT = 1e-12
+# What float64 rounds, relative to the largest gradient of the model, must stay below EXACT: see `scale_of`.
+_FLOOR = 2.0**-52 / EXACT
+_SAFETY = 4.0
+
+
+def scale_of(tensors: Iterable[Tensor]) -> float:
+    """Return the smallest scale by which a difference in one of these tensors is judged.
+
+    A gradient that is zero by mathematics (the bias of keys before a softmax) is rounding noise on one device and
+    other noise in a layout; its relative error says nothing. The noise of float64 is 2^-52 of what was added up, which
+    is no more than the largest value of all tensors: that much, and no more, is let pass as 1e-12.
+    """
+    return _FLOOR * max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def difference(actual: Tensor, reference: Tensor, *, scale: float = 0.0) -> float:
+    """Return max|actual - reference| / max(max|reference|, scale), in float64; infinity where shapes differ."""
+    import torch
+
+    if actual.shape != reference.shape:
+        return math.inf
+    if not reference.numel():
+        return 0.0
+    one, other = actual.to("cpu", torch.float64), reference.to("cpu", torch.float64)
+    distance = float((one - other).abs().max())
+    if distance == 0.0:
+        return 0.0
+    largest = max(float(other.abs().max()), scale)
+    return distance / largest if largest else math.inf
+
+
+def relative(actual: float, reference: float) -> float:
+    """Return |actual - reference| / |reference|."""
+    if actual == reference:
+        return 0.0
+    return abs(actual - reference) / abs(reference) if reference else math.inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """How well a tensor is a multiple of another.
+
+    Args:
+        factor: The multiple.
+        residual: What is left, relative to the multiple's largest value.
+    """
+
+    factor: float
+    residual: float
+
+
+def fit(actual: Tensor, reference: Tensor) -> Fit | None:
+    """Fit a tensor by a multiple of its reference; None where there is nothing to fit."""
+    import torch
+
+    if actual.shape != reference.shape or not reference.numel():
+        return None
+    one, other = actual.to("cpu", torch.float64).flatten(), reference.to("cpu", torch.float64).flatten()
+    square = float(other @ other)
+    if not square or not math.isfinite(square):
+        return None
+    factor = float(one @ other) / square
+    rest, size = float((one - factor * other).abs().max()), float((factor * other).abs().max())
+    return Fit(factor=factor, residual=rest / size if size else 0.0 if not rest else math.inf)
+
+
+def tolerances(rounding: Mapping[str, float], dtype: torch.dtype | None) -> dict[str, float]:
+    """Return what each compared thing may differ by.
+
+    In float64 everything is 1e-12. In the run's own dtypes the composition and the reference are two roundings of one
+    exact computation, with as many roundings each and in another order: their errors are of one size, and their
+    distance at most the sum of the two. The reference's error is measured, against float64 on the same weights
+    (`rounding`, the largest over parameters and steps, and never less than one unit of the dtype). Twice that bounds
+    the distance, and twice again covers reductions over ranks, which add roundings of their own.
+
+    Args:
+        rounding: From `Reference`; empty in float64.
+        dtype: The narrowest that computes; None in float64.
+    """
+    import torch
+
+    names = ("loss", "grad_norm", "gradients", "clipped", "parameters")
+    if dtype is None:
+        return dict.fromkeys(names, EXACT)
+    unit = torch.finfo(dtype).eps
+    return {name: _SAFETY * max(rounding.get(name, 0.0), unit) for name in names}

@@ -1,0 +1,281 @@
+"""The composition on its real ranks: steps run, gathered, and compared with the reference there and then."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.gradients import local
+from composer3d.mesh import Role
+from composer3d.proof.comparison import difference, fit, relative, scale_of
+from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
+from composer3d.proof.replicas import Holding, held_buffers, held_tensors
+from composer3d.proof.subject import Arithmetic, Subject, arithmetic
+from composer3d.testing.parity import gather_full
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d import Composition
+
+__all__ = ["Deviation", "RankStep", "RankSteps", "run_composed"]
+
+_MAX_EXAMINED = 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """How far one tensor of this rank's composition is from the reference, and what would explain it.
+
+    Args:
+        rel: max|d| / max|reference|; infinite where one side has it and the other has not.
+        factor: The multiple of the reference that it is, None where it is none.
+        missing: It has no value here, and the reference has one.
+        summed: By axis, what is left if the ranks' values along it are added up.
+        averaged: By axis, what is left if they are averaged.
+        mixed: By axis, what is left if each element is taken as it is or added up, whichever is right.
+    """
+
+    rel: float
+    factor: float | None = None
+    missing: bool = False
+    summed: Mapping[str, float] = field(default_factory=dict)
+    averaged: Mapping[str, float] = field(default_factory=dict)
+    mixed: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankStep:
+    """One step on one rank.
+
+    Args:
+        loss: As the composition returned it.
+        grad_norm: As it returned it.
+        gradients: By FQN.
+        clipped: By FQN, as the optimizer sees them.
+        parameters: By FQN, after the step.
+        clip_factor: What this rank's gradients were multiplied with between backward and optimizer, if it is one number.
+        unmoved: Parameters that the step left as they were.
+        held: What this rank holds, by kind and FQN.
+        batch: A digest of what this rank was given.
+    """
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Deviation]
+    clipped: dict[str, Deviation]
+    parameters: dict[str, Deviation]
+    clip_factor: float | None
+    unmoved: tuple[str, ...]
+    held: dict[str, dict[str, Holding]]
+    batch: int
+
+
+@dataclass(kw_only=True)
+class RankSteps:
+    """All steps of one arithmetic on one rank.
+
+    Args:
+        steps: One after the other.
+        initial: Deviations of the weights before the first step.
+        placements: By FQN, how a parameter lies, as text.
+        buffers: What this rank holds of buffers after the last step and what the loop does before it saves.
+    """
+
+    steps: list[RankStep] = field(default_factory=list)
+    initial: dict[str, Deviation] = field(default_factory=dict)
+    placements: dict[str, str] = field(default_factory=dict)
+    buffers: dict[str, Holding] = field(default_factory=dict)
+
+
+def run_composed(
+    subject: Subject, which: Arithmetic, reference: Reference, *, tolerances: Mapping[str, float], keep: Path | None
+) -> RankSteps:
+    """Run the reference's steps on this rank of the composition.
+
+    Args:
+        subject: What to run.
+        which: The arithmetic.
+        reference: Of one device, in the same arithmetic.
+        tolerances: By what is compared; only what is beyond is examined further.
+        keep: Where the first step's gradients are left if they are wrong; None leaves nothing.
+
+    Memory: all gradients and parameters in full, and the reference. Collectives: the run's, and those of `gather_full`.
+    """
+    result = RankSteps()
+    with arithmetic(which):
+        run = subject.compose(subject.manifest_for(which))
+        with run:
+            optimizer = subject.make_optimizer(run)
+            result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
+            result.initial = _deviations(run, _parameters(run), reference.initial, tolerances["parameters"])
+            for number, expected in enumerate(reference.steps):
+                step = _step(subject, run, optimizer, number, which, expected, tolerances, keep)
+                result.steps.append(step)
+            if subject.average_buffers is not None:
+                subject.average_buffers(run)
+            result.buffers = held_buffers(run)
+    return result
+
+
+def _step(
+    subject: Subject,
+    run: Composition,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    which: Arithmetic,
+    expected: ReferenceStep,
+    tolerances: Mapping[str, float],
+    keep: Path | None,
+) -> RankStep:
+    from composer3d.batch import digest
+
+    context = run.context
+    batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
+    seen: list[dict[str, Tensor]] = []
+    own: list[dict[str, Tensor]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(_gradients(run))
+        own.append(_local_gradients(run))
+
+    hook = optimizer.register_step_pre_hook(look)
+    try:
+        with run.step(number):
+            loss = run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
+            norm = run.clip_grad_norm_(math.inf)
+            gradients = _gradients(run)
+            own.append(_local_gradients(run))
+            held = {"gradients": held_tensors(run, _named_gradients(run))}
+            deviations = _deviations(run, gradients, expected.gradients, tolerances["gradients"])
+            if keep is not None and number == 0 and context.rank == 0 and any(_wrong(deviations, tolerances)):
+                _keep(gradients, keep)
+            run.clip_grad_norm_(subject.grad_clip)
+            before = _parameters(run)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        hook.remove()
+    after = _parameters(run)
+    held["parameters"] = held_tensors(run, run.named_parameters())
+    clipped = seen[-1] if seen else {}
+    return RankStep(
+        loss=float(loss),
+        grad_norm=float(norm),
+        gradients=deviations,
+        clipped=_deviations(run, clipped, expected.clipped, tolerances["clipped"]),
+        parameters=_deviations(run, after, expected.parameters, tolerances["parameters"]),
+        clip_factor=_common_factor(own[-1], own[0]),
+        unmoved=tuple(f for f, tensor in after.items() if f in before and bool((tensor == before[f]).all())),
+        held=held,
+        batch=digest(batch),
+    )
+
+
+def _wrong(deviations: Mapping[str, Deviation], tolerances: Mapping[str, float]) -> list[str]:
+    return [fqn for fqn, deviation in deviations.items() if not deviation.rel <= tolerances["gradients"]]
+
+
+def _keep(gradients: Mapping[str, Tensor], keep: Path) -> None:
+    import torch
+
+    torch.save(dict(gradients), keep)
+
+
+def _named_gradients(run: Composition) -> list[tuple[str, Tensor]]:
+    return [(fqn, p.grad) for fqn, p in run.named_parameters() if p.grad is not None]
+
+
+def _local_gradients(run: Composition) -> dict[str, Tensor]:
+    return {fqn: local(grad.detach()).clone() for fqn, grad in _named_gradients(run)}
+
+
+def _gathered(run: Composition, named: Any) -> dict[str, Tensor]:
+    gathered = gather_full(named)
+    return {fqn: run.context.in_model_order(fqn, tensor).cpu() for fqn, tensor in gathered.items()}
+
+
+def _gradients(run: Composition) -> dict[str, Tensor]:
+    return _gathered(run, _named_gradients(run))
+
+
+def _parameters(run: Composition) -> dict[str, Tensor]:
+    return _gathered(run, run.named_parameters())
+
+
+def _deviations(
+    run: Composition, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float
+) -> dict[str, Deviation]:
+    """Compare every tensor; look closer, on all ranks together, at those beyond the tolerance on some rank."""
+    import torch.distributed as dist
+
+    scale = scale_of(reference.values())
+    result: dict[str, Deviation] = {}
+    for fqn in sorted({*actual, *reference}):
+        if fqn in actual and fqn in reference:
+            result[fqn] = Deviation(rel=difference(actual[fqn], reference[fqn], scale=scale))
+        elif fqn in actual:
+            # An unused parameter may have zeros in one layout and no gradient in the other.
+            result[fqn] = Deviation(rel=math.inf if bool(actual[fqn].any()) else 0.0)
+        else:
+            result[fqn] = Deviation(rel=math.inf if bool(reference[fqn].any()) else 0.0, missing=True)
+    wrong = [fqn for fqn, deviation in result.items() if not deviation.rel <= tolerance]
+    everyone: list[Any] = [None] * run.context.world_size
+    dist.all_gather_object(everyone, wrong)
+    examined = sorted({fqn for names in everyone for fqn in names} & reference.keys())
+    for fqn in examined[:_MAX_EXAMINED]:
+        result[fqn] = _examine(run, actual.get(fqn), reference[fqn], result[fqn], scale)
+    for fqn in examined[_MAX_EXAMINED:]:
+        result[fqn] = _fitted(actual.get(fqn), reference[fqn], result[fqn])
+    return result
+
+
+def _examine(
+    run: Composition, actual: Tensor | None, reference: Tensor, deviation: Deviation, scale: float
+) -> Deviation:
+    """Add up and average what the ranks along every axis have. Collectives: one all-reduce an axis above 1."""
+    import torch
+    import torch.distributed as dist
+
+    summed, averaged, mixed = {}, {}, {}
+    true = reference.double()
+    usable = actual is not None and actual.shape == reference.shape
+    mine = actual.double() if actual is not None and usable else torch.zeros_like(true)
+    for axis in run.context.layout.dense_axes:
+        degree = run.context.degrees[axis.name]
+        if degree == 1 or axis.role is Role.INDEPENDENT:
+            continue
+        total = mine.clone().to(run.context.device)
+        dist.all_reduce(total, group=run.mesh.get_group(axis.name))
+        total = total.cpu()
+        summed[axis.name] = difference(total, reference, scale=scale)
+        averaged[axis.name] = difference(total / degree, reference, scale=scale)
+        nearer = torch.where((total - true).abs() < (mine - true).abs(), total, mine)
+        mixed[axis.name] = difference(nearer, reference, scale=scale)
+    return replace(_fitted(actual, reference, deviation), summed=summed, averaged=averaged, mixed=mixed)
+
+
+def _fitted(actual: Tensor | None, reference: Tensor, deviation: Deviation) -> Deviation:
+    found = None if actual is None else fit(actual, reference)
+    exact = found is not None and found.residual <= 1e-6
+    return replace(deviation, factor=found.factor if found is not None and exact else None)
+
+
+def _common_factor(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float | None:
+    """Return what all tensors were multiplied with, None where they were not multiplied with one number."""
+    factors = []
+    for fqn in after.keys() & before.keys():
+        found = fit(after[fqn], before[fqn])
+        if found is not None:
+            if found.residual > 1e-6 and found.factor:
+                return None
+            factors.append(found.factor)
+    if not factors or max(factors) - min(factors) > 1e-6 * max(abs(factor) for factor in factors):
+        return None
+    return factors[0]
+
+

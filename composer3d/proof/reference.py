@@ -1,0 +1,235 @@
+"""One device: the whole global batch, cut as the run cuts it, through the plain model.
+
+Nothing of the step's own code is used for what it is to judge: losses are counted, divided, summed and clipped here in
+a few lines, so that a mistake there shows as a difference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d.batch import cut, map_tensors, to_device
+from composer3d.loss import as_loss, count_valid, reduction_of
+from composer3d.proof.comparison import difference, scale_of
+from composer3d.proof.subject import Arithmetic, Subject, arithmetic, without_plugins
+from composer3d.protocol import Batch, Loss
+from composer3d.testing.parity import full
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d import Composition
+
+__all__ = ["Reference", "ReferenceStep", "make_reference", "of_dtype", "pieces_of"]
+
+
+@dataclass(kw_only=True, eq=False)
+class ReferenceStep:
+    """What one step computes on one device.
+
+    Args:
+        loss: Mean over the valid tokens of the global batch.
+        grad_norm: Of the whole model's gradient.
+        gradients: By FQN, as the backward leaves them.
+        clipped: By FQN, as the optimizer sees them.
+        parameters: By FQN, after the step.
+        counts: Valid tokens of every micro-batch, in the order of data-parallel ranks.
+    """
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, Tensor]
+    clipped: dict[str, Tensor]
+    parameters: dict[str, Tensor]
+    counts: list[int]
+
+
+@dataclass(kw_only=True, eq=False)
+class Reference:
+    """Steps on one device.
+
+    Args:
+        initial: Parameters before the first step, by FQN.
+        steps: One after the other.
+        rounding: How far this arithmetic is from float64 on the same weights, by what is compared; empty in float64.
+    """
+
+    initial: dict[str, Tensor]
+    steps: list[ReferenceStep] = field(default_factory=list)
+    rounding: dict[str, float] = field(default_factory=dict)
+
+
+def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
+    """Run the steps on one device.
+
+    In the run's own arithmetic they are run twice: as they are, and in float64 from the same weights. The distance of
+    the two is what this arithmetic rounds away in this model, and what its tolerance is derived from.
+
+    Args:
+        subject: What to run.
+        which: Float64 without precision plugins, or the run's own dtypes with them.
+        degree: Data-parallel degree of the run, which decides how the global batch is cut.
+        num_steps: Optimizer steps.
+    """
+    reference = _run(subject, which, degree=degree, num_steps=num_steps)
+    if which == "own":
+        exact = _run(subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial)
+        reference.rounding = _rounding(reference, exact)
+    return reference
+
+
+def _run(
+    subject: Subject, which: Arithmetic, *, degree: int, num_steps: int, weights: Mapping[str, Tensor] | None = None
+) -> Reference:
+    with _alone(subject, which) as run:
+        if weights is not None:
+            _set_weights(run, weights)
+        optimizer = subject.make_optimizer(run)
+        reference = Reference(initial=_copies({fqn: p for fqn, p in run.named_parameters()}))
+        for number in range(num_steps):
+            with run.step(number):
+                reference.steps.append(_step(subject, run, optimizer, number, degree, which))
+    return reference
+
+
+@contextlib.contextmanager
+def _alone(subject: Subject, which: Arithmetic) -> Iterator[Composition]:
+    """Compose the model without plugins, on this process alone."""
+    with arithmetic(which):
+        run = subject.compose(without_plugins(subject.manifest, keep_precision=which == "own"))
+        with run:
+            yield run
+
+
+def _step(
+    subject: Subject, run: Composition, optimizer: torch.optim.Optimizer, number: int, degree: int, which: Arithmetic
+) -> ReferenceStep:
+    total, pieces = 0.0, _microbatches(subject, number, degree, which)
+    counts = [_count(subject, piece) for piece in pieces]
+    for piece, count in zip(pieces, counts, strict=True):
+        loss = _loss(subject, run, piece, count, counts)
+        total += float(_objective(loss, counts, backward=True))
+    parameters = {fqn: p for fqn, p in run.named_parameters() if p.grad is not None}
+    gradients = _copies({fqn: p.grad for fqn, p in parameters.items()})
+    norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients.values()))
+    factor = min(1.0, subject.grad_clip / (norm + 1e-6))
+    for parameter in parameters.values():
+        parameter.grad.mul_(factor)
+    clipped = _copies({fqn: p.grad for fqn, p in parameters.items()})
+    optimizer.step()
+    optimizer.zero_grad()
+    return ReferenceStep(
+        loss=total,
+        grad_norm=norm,
+        gradients=gradients,
+        clipped=clipped,
+        parameters=_copies(dict(run.named_parameters())),
+        counts=counts,
+    )
+
+
+def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, Tensor]]:
+    """Return, for every micro-batch of a step in float64, what it alone adds to the gradients; weights as at the start.
+
+    Args:
+        subject: What to run.
+        number: The step whose batch it is.
+        degree: Data-parallel degree.
+    """
+    result = []
+    with _alone(subject, "float64") as run, run.step(0):
+        pieces = _microbatches(subject, number, degree, "float64")
+        counts = [_count(subject, piece) for piece in pieces]
+        for piece, count in zip(pieces, counts, strict=True):
+            _objective(_loss(subject, run, piece, count, counts), counts, backward=True)
+            result.append(_copies({fqn: p.grad for fqn, p in run.named_parameters() if p.grad is not None}))
+            for _, parameter in run.named_parameters():
+                parameter.grad = None
+    return result
+
+
+def _microbatches(subject: Subject, number: int, degree: int, which: Arithmetic) -> list[Batch]:
+    """Return the micro-batches of all data-parallel ranks, rank by rank."""
+    size = subject.manifest.train.microbatch
+    return [
+        to_device(piece, subject.device)
+        for rank in range(degree)
+        for piece in cut(of_dtype(subject.batch(number, rank, degree), which), size)
+    ]
+
+
+def of_dtype(batch: Batch, which: Arithmetic) -> Batch:
+    """Return the batch as it is, or with everything floating-point in float64."""
+    import torch
+
+    if which == "own":
+        return batch
+
+    def convert(value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(torch.float64) if tensor.is_floating_point() else tensor, value)
+
+    return Batch(args=convert(batch.args), kwargs=convert(batch.kwargs), target=convert(batch.target))
+
+
+def _count(subject: Subject, piece: Batch) -> int:
+    target = piece.target
+    if target is None and subject.loss_fn is None:
+        target = piece.kwargs.get("labels")
+    if target is None:
+        return 1
+    return int(subject.count_fn(target)) if subject.count_fn is not None else count_valid(target)
+
+
+def _loss(subject: Subject, run: Composition, piece: Batch, count: int, counts: list[int]) -> Loss:
+    import torch
+
+    output = run.model(*piece.args, **piece.kwargs)
+    if subject.loss_fn is not None:
+        value = subject.loss_fn(output, piece.target)
+    else:
+        value = output.loss if hasattr(output, "loss") else output
+    scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return as_loss(
+        value, count=count, equal=len(set(counts)) == 1, reduction=reduction_of(value) if scalar else None
+    )
+
+
+def _objective(loss: Loss, counts: list[int], *, backward: bool) -> Tensor:
+    """Divide by the global count before the backward, where the run does it, and return the share of the loss."""
+    divisor = max(sum(counts), 1)
+    share = loss.sum / divisor
+    objective = share if loss.auxiliary is None else share + loss.auxiliary * (loss.count / divisor)
+    if backward:
+        objective.backward()
+    return share.detach()
+
+
+def _copies(named: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {fqn: full(tensor).clone().cpu() for fqn, tensor in named.items()}
+
+
+def _set_weights(run: Composition, weights: Mapping[str, Tensor]) -> None:
+    import torch
+
+    with torch.no_grad():
+        for fqn, parameter in run.named_parameters():
+            parameter.copy_(weights[fqn])
+
+
+def _rounding(rounded: Reference, exact: Reference) -> dict[str, float]:
+    """Return the largest distance over steps and parameters, of each thing that is compared."""
+    result: dict[str, float] = dict.fromkeys(("loss", "grad_norm", "gradients", "clipped", "parameters"), 0.0)
+    for one, other in zip(rounded.steps, exact.steps, strict=True):
+        for name in ("loss", "grad_norm"):
+            value, true = getattr(one, name), getattr(other, name)
+            result[name] = max(result[name], abs(value - true) / abs(true) if true else 0.0)
+        for name in ("gradients", "clipped", "parameters"):
+            mine, true_ones = getattr(one, name), getattr(other, name)
+            scale = scale_of(true_ones.values())
+            result[name] = max([result[name], *(difference(mine[f], true_ones[f], scale=scale) for f in true_ones)])
+    return result

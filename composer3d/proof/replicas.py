@@ -1,0 +1,129 @@
+"""Copies that must be equal to the last bit: parameters, gradients and buffers on ranks that hold the same piece."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d.gradients import local
+from composer3d.mesh import Layout, Role
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from composer3d import Composition
+
+__all__ = ["Drift", "Holding", "compare_replicas", "held_buffers", "held_tensors"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holding:
+    """What one rank holds of a tensor.
+
+    Args:
+        piece: Which piece: (axis, index) of every axis along which it is cut, and shape.
+        placement: As text, for the report.
+        digest: Of its bytes.
+    """
+
+    piece: tuple[Any, ...]
+    placement: str
+    digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drift:
+    """Copies that differ.
+
+    Args:
+        what: parameters, gradients or buffers.
+        fqn: Whose.
+        axes: Along which ranks that should agree do not; empty where several axes at once are needed to see it.
+        ranks: Two that differ.
+    """
+
+    what: str
+    fqn: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, int]
+
+
+def held_tensors(run: Composition, named: Iterable[tuple[str, Tensor]]) -> dict[str, Holding]:
+    """Return what this rank holds of each named tensor. Collectives: none."""
+    return {fqn: _holding(run, fqn, tensor) for fqn, tensor in named}
+
+
+def held_buffers(run: Composition) -> dict[str, Holding]:
+    """Return what this rank holds of every buffer that is saved; the others are computed again from nothing."""
+    found: dict[str, Holding] = {}
+    for part in run.parts:
+        persistent = part.module.state_dict(keep_vars=True).keys()
+        found |= {
+            fqn: _holding(run, fqn, buffer) for fqn, buffer in part.module.named_buffers() if fqn in persistent
+        }
+    return found
+
+
+def _holding(run: Composition, fqn: str, tensor: Tensor) -> Holding:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    piece: list[Any] = []
+    placement = "replicated"
+    if isinstance(tensor, DTensor):
+        mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate() or []
+        names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
+        cuts = [(dim, p) for dim, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(dim) > 1]
+        piece += [(names[dim], here[dim]) for dim, _ in cuts]
+        placement = ", ".join(f"{p} over {names[dim]}" for dim, p in cuts) or placement
+    own = run.context.parameter_mesh(fqn)
+    if own is not None and not isinstance(tensor, DTensor):
+        piece += zip(own.mesh.mesh_dim_names or (), own.mesh.get_coordinate() or (), strict=False)
+        placement = f"dim {own.shard_dim} over {', '.join(own.mesh.mesh_dim_names or ())}"
+    apart = run.context.layout.names(Role.INDEPENDENT)
+    piece += [(name, run.coordinates[name]) for name in apart]
+    values = local(tensor.detach()).cpu().contiguous()
+    digest = hashlib.blake2b(values.reshape(-1).view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
+    return Holding(piece=(*piece, tuple(values.shape)), placement=placement, digest=digest)
+
+
+def compare_replicas(what: str, ranks: Sequence[Mapping[str, Holding]], layout: Layout) -> list[Drift]:
+    """Return every tensor of which two ranks hold the same piece with other bits.
+
+    Args:
+        what: parameters, gradients or buffers.
+        ranks: By rank.
+        layout: Of the run.
+    """
+    holders: dict[tuple[str, Any], list[int]] = defaultdict(list)
+    for rank, held in enumerate(ranks):
+        for fqn, holding in held.items():
+            holders[fqn, holding.piece].append(rank)
+    drifts: dict[str, Drift] = {}
+    for (fqn, _), members in holders.items():
+        pairs = [
+            (one, other)
+            for index, one in enumerate(members)
+            for other in members[index + 1 :]
+            if ranks[one][fqn].digest != ranks[other][fqn].digest
+        ]
+        if pairs:
+            found = drifts.get(fqn)
+            axes = {*(found.axes if found else ()), *_axes(pairs, layout)}
+            ordered = tuple(axis.name for axis in layout.dense_axes if axis.name in axes)
+            drifts[fqn] = Drift(what=what, fqn=fqn, axes=ordered, ranks=pairs[0])
+    return sorted(drifts.values(), key=lambda drift: drift.fqn)
+
+
+def _axes(pairs: Sequence[tuple[int, int]], layout: Layout) -> set[str]:
+    """Return the axes along which neighbours, alike in everything else, differ."""
+    result = set()
+    for one, other in pairs:
+        here, there = layout.coordinates(one), layout.coordinates(other)
+        different = [axis.name for axis in layout.dense_axes if here[axis.name] != there[axis.name]]
+        if len(different) == 1:
+            result.add(different[0])
+    return result

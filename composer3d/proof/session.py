@@ -1,0 +1,263 @@
+"""The passes of a proof: one device, then the ranks, then the same ranks with nobody beside them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.mesh import Layout
+from composer3d.proof.communication import Counted, count_step, trace_step
+from composer3d.proof.comparison import tolerances
+from composer3d.proof.composed import RankSteps, run_composed
+from composer3d.proof.reference import Reference, make_reference, of_dtype, pieces_of
+from composer3d.proof.streams import Draws, recording
+from composer3d.proof.subject import Arithmetic, Subject, arithmetic, without_plugins
+
+if TYPE_CHECKING:
+    from composer3d import Composition
+
+__all__ = ["Launch", "RankReport", "ReferenceReport", "Session", "Weights"]
+
+log = logging.getLogger(__name__)
+
+# Called with a function, its arguments and a number of ranks; returns what every rank returned.
+Launch = Callable[[Callable[..., Any], Sequence[Any], int], list[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceReport:
+    """What the parent is told of the reference; tensors stay in files.
+
+    Args:
+        losses: By arithmetic, of every step.
+        grad_norms: By arithmetic, of every step.
+        tolerances: By arithmetic and what is compared.
+        counts: Valid tokens of the first step's micro-batches.
+        draws: What one device draws in one step.
+    """
+
+    losses: Mapping[str, list[float]]
+    grad_norms: Mapping[str, list[float]]
+    tolerances: Mapping[str, Mapping[str, float]]
+    counts: list[int]
+    draws: Mapping[str, Draws]
+
+
+@dataclass(kw_only=True)
+class RankReport:
+    """What one rank found.
+
+    Args:
+        steps: By arithmetic.
+        draws: What it drew in one step.
+        happened: Its collectives.
+        traced: Those of the same rank with nobody beside it; None where that could not be run.
+        untraceable: Why not.
+        keep_unsharded: The schedule asked for parameters to be kept unsharded.
+    """
+
+    steps: dict[str, RankSteps] = field(default_factory=dict)
+    draws: dict[str, Draws] = field(default_factory=dict)
+    happened: Counted | None = None
+    traced: Counted | None = None
+    untraceable: str = ""
+    keep_unsharded: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weights:
+    """The composed gradient as a weighted sum of what every micro-batch alone adds to the right one.
+
+    Args:
+        values: One a micro-batch, rank by rank; all 1 in a right gradient.
+        counts: Their valid tokens.
+        residual: What no weights explain, relative to the largest gradient.
+    """
+
+    values: list[float]
+    counts: list[int]
+    residual: float
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Session:
+    """A proof in the making.
+
+    Args:
+        make_subject: Makes the subject, in a rank; importable by name where ranks are spawned.
+        layout: Of the composition.
+        folder: Where references lie meanwhile.
+        num_steps: Optimizer steps to compare.
+        passes: The arithmetics to compare in.
+        launch: Starts ranks.
+    """
+
+    make_subject: Callable[[], Subject]
+    layout: Layout
+    folder: Path
+    num_steps: int
+    passes: tuple[Arithmetic, ...]
+    launch: Launch
+
+    def reference(self) -> ReferenceReport:
+        """Run one device."""
+        degree = _batch_degree(self.layout)
+        args = (self.make_subject, self.folder, degree, self.num_steps, self.passes)
+        report: ReferenceReport = self.launch(reference_rank, args, 1)[0]
+        return report
+
+    def composed(self, told: ReferenceReport) -> list[RankReport]:
+        """Run all ranks."""
+        args = (self.make_subject, self.folder, self.passes, told.tolerances)
+        return self.launch(composed_rank, args, self.layout.world_size)
+
+    def weigh(self) -> Weights | None:
+        """Explain wrong gradients of the first step by their micro-batches; None where none were kept."""
+        if not (self.folder / "wrong.pt").exists():
+            return None
+        weights: Weights | None = self.launch(
+            weighing_rank, (self.make_subject, self.folder, _batch_degree(self.layout)), 1
+        )[0]
+        return weights
+
+
+def _batch_degree(layout: Layout) -> int:
+    from composer3d.mesh import Role
+
+    return layout.degree(Role.BATCH)
+
+
+def reference_rank(
+    make_subject: Callable[[], Subject], folder: Path, degree: int, num_steps: int, passes: Sequence[Arithmetic]
+) -> ReferenceReport:
+    """Run the reference in every arithmetic and leave it in files; on the only rank of a world."""
+    import torch
+
+    from composer3d.world import join_world
+
+    subject = make_subject()
+    join_world(subject.device)
+    references: dict[str, Reference] = {}
+    limits: dict[str, Mapping[str, float]] = {}
+    for which in passes:
+        reference = references[which] = make_reference(subject, which, degree=degree, num_steps=num_steps)
+        torch.save(reference, folder / f"reference-{which}.pt")
+        dtypes = {tensor.dtype for tensor in reference.initial.values() if tensor.is_floating_point()}
+        narrowest = None if which == "float64" else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+        limits[which] = tolerances(reference.rounding, narrowest)
+    return ReferenceReport(
+        losses={which: [step.loss for step in ref.steps] for which, ref in references.items()},
+        grad_norms={which: [step.grad_norm for step in ref.steps] for which, ref in references.items()},
+        tolerances=limits,
+        counts=references[passes[0]].steps[0].counts,
+        draws=_draw_alone(subject, degree),
+    )
+
+
+def _draw_alone(subject: Subject, degree: int) -> dict[str, Draws]:
+    """Record what one device draws, in micro-batches of the run's size."""
+    from composer3d.batch import cut, to_device
+
+    with arithmetic("float64", draws=True):
+        run = subject.compose(without_plugins(subject.manifest, keep_precision=False))
+        with run, run.step(0), recording(run) as found:
+            batch = of_dtype(subject.batch(0, 0, degree), "float64")
+            for piece in cut(batch, subject.manifest.train.microbatch):
+                placed = to_device(piece, subject.device)
+                run.model(*placed.args, **placed.kwargs)
+    return found
+
+
+def composed_rank(
+    make_subject: Callable[[], Subject],
+    folder: Path,
+    passes: Sequence[Arithmetic],
+    limits: Mapping[str, Mapping[str, float]],
+) -> RankReport:
+    """Run every pass on one rank of the composition."""
+    import torch
+    import torch.distributed as dist
+
+    from composer3d.world import join_world
+
+    subject = make_subject()
+    join_world(subject.device)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    report = RankReport()
+    for which in passes:
+        reference = torch.load(folder / f"reference-{which}.pt", weights_only=False, map_location="cpu")
+        keep = folder / "wrong.pt" if which == "float64" else None
+        report.steps[which] = run_composed(subject, which, reference, tolerances=limits[which], keep=keep)
+    report.draws, report.keep_unsharded = _draw(subject)
+    report.happened, messages = count_step(subject)
+    _leave()
+    try:
+        report.traced = trace_step(subject, world_size=world_size, rank=rank, messages=messages)
+    except Exception as error:
+        # Some of torch's machinery works on the values that others send, and there are no others.
+        log.debug("rank %d cannot be traced", rank, exc_info=True)
+        report.untraceable = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return report
+
+
+def _draw(subject: Subject) -> tuple[dict[str, Draws], bool]:
+    """Record what this rank draws in its second step; the first may run more micro-batches than there are."""
+    with arithmetic("float64", draws=True):
+        run = subject.compose(subject.manifest_for("float64"))
+        with run:
+            optimizer = subject.make_optimizer(run)
+            _draw_step(subject, run, optimizer, 0)
+            with recording(run) as found:
+                _draw_step(subject, run, optimizer, 1)
+            split = run.context.split
+    return found, split is not None and split.keep_unsharded
+
+
+def _draw_step(subject: Subject, run: Composition, optimizer: Any, number: int) -> None:
+    context = run.context
+    batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), "float64")
+    with run.step(number):
+        run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _leave() -> None:
+    """Destroy the process group, once no rank needs another one any more."""
+    import torch.distributed as dist
+
+    from composer3d import torch_compat
+
+    store = torch_compat.default_store()
+    dist.barrier()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store.set(f"composer3d/proof/{rank}", "done")
+    # A rank that leaves while another is still in the barrier would look like one that failed.
+    store.wait([f"composer3d/proof/{other}" for other in range(world_size)])
+    dist.destroy_process_group()
+
+
+def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int) -> Weights | None:
+    """Fit the wrong gradients of the first step by the gradients of its micro-batches, on one device."""
+    import torch
+
+    from composer3d.world import join_world
+
+    subject = make_subject()
+    join_world(subject.device)
+    wrong = torch.load(folder / "wrong.pt")
+    reference: Reference = torch.load(folder / "reference-float64.pt", weights_only=False)
+    pieces = pieces_of(subject, 0, degree=degree)
+    names = sorted(set(wrong).intersection(*pieces))
+    if not names:
+        return None
+    columns = torch.stack([torch.cat([piece[fqn].double().flatten() for fqn in names]) for piece in pieces], dim=1)
+    target = torch.cat([wrong[fqn].double().flatten() for fqn in names])
+    if columns.shape[0] != target.shape[0]:
+        return None
+    values = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
+    rest = float((columns @ values - target).abs().max()) / max(float(target.abs().max()), 1e-300)
+    return Weights(values=values.tolist(), counts=reference.steps[0].counts, residual=rest)

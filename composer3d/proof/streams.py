@@ -1,0 +1,196 @@
+"""Random numbers: where the model draws them, from which state, and what the axes promise about that.
+
+A draw is told by the state of the generator before it: two draws of one size from one state are one mask. Ranks along
+a batch or sequence axis hold other samples or positions, and must draw other masks; ranks along tp hold the same
+activations between their cut regions, and must draw the same ones there, but other ones where each of them holds
+other features; and what is computed again in the backward must draw what the forward drew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d.mesh import Layout, Role
+from composer3d.torch_compat import in_backward
+
+if TYPE_CHECKING:
+    from composer3d import Composition
+
+__all__ = ["Draws", "StreamFault", "compare_streams", "recording"]
+
+_DRAWING = frozenset(
+    f"{name}{suffix}"
+    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "bernoulli", "rand", "randn")
+    for suffix in ("", "_", "_like")
+)
+_WITH_PROBABILITY = frozenset({"scaled_dot_product_attention"})
+
+
+@dataclass(kw_only=True)
+class Draws:
+    """What one call site drew in one step on one rank.
+
+    Args:
+        shape: Of what was drawn, on this rank.
+        forward: A digest of the generator's state before each draw of a forward.
+        again: The same of each draw inside a backward: a recomputation.
+    """
+
+    shape: tuple[int, ...]
+    forward: list[str] = field(default_factory=list)
+    again: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamFault:
+    """A promise that does not hold.
+
+    Args:
+        site: The call site.
+        kind: equal_over: ranks along `axis` draw alike and must not. differs_over: they must and do not. recompute: the
+            backward draws anew. repeated: micro-batches draw alike.
+        axis: Where ranks are compared.
+        ranks: Two of them.
+    """
+
+    site: str
+    kind: str
+    axis: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+@contextlib.contextmanager
+def recording(run: Composition) -> Iterator[dict[str, Draws]]:
+    """Record every draw of the model inside, by call site: module, function, and how many such calls came before.
+
+    Blocks that are compiled run eagerly inside, since a compiled graph draws where nobody sees it.
+    """
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    found: dict[str, Draws] = {}
+    open_modules: list[tuple[str, dict[str, int]]] = [("", {})]
+
+    class Recording(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            # Inside this method the mode is off, so what a drawing function calls is not counted again.
+            name = getattr(func, "__name__", "")
+            if _draws(name, args, kwargs or {}):
+                fqn, calls = open_modules[-1]
+                number = calls.get(name, 0)
+                calls[name] = number + 1
+                _note(found, f"{fqn or '(root)'}:{name}" + (f"#{number}" if number else ""), args)
+            return func(*args, **(kwargs or {}))
+
+    def enter(fqn: str) -> Any:
+        return lambda *_: open_modules.append((fqn, {}))
+
+    def leave(*_: Any) -> None:
+        open_modules.pop()
+
+    hooks = []
+    for part in run.parts:
+        for fqn, module in part.module.named_modules():
+            hooks.append(module.register_forward_pre_hook(enter(fqn), prepend=True))
+            hooks.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        with torch.compiler.set_stance("force_eager"), Recording():
+            yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if name in _WITH_PROBABILITY:
+        return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if name not in _DRAWING:
+        return False
+    if "dropout" not in name:
+        return True
+    # (input, p, training, inplace); a dropout that is off, or drops nothing, draws nothing.
+    probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+    training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
+    return bool(training) and probability > 0.0
+
+
+def _note(found: dict[str, Draws], site: str, args: tuple[Any, ...]) -> None:
+    import torch
+
+    from composer3d.gradients import local
+
+    tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+    device = torch.device("cpu") if tensor is None else tensor.device
+    if device.type == "cpu":
+        state = torch.get_rng_state()
+    else:
+        state = torch.get_device_module(device).get_rng_state(device)
+    shape = tuple(local(tensor).shape) if tensor is not None else ()
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=12).hexdigest()
+    draws = found.setdefault(site, Draws(shape=shape))
+    (draws.again if in_backward() else draws.forward).append(digest)
+
+
+def compare_streams(
+    ranks: Sequence[Mapping[str, Draws]], reference: Mapping[str, Draws], layout: Layout
+) -> list[StreamFault]:
+    """Return every promise that does not hold.
+
+    Whether a site lies in a cut region is told by its shape beside the reference's: the same one, or a part of it.
+
+    Args:
+        ranks: What every rank drew in one step.
+        reference: What one device draws in one step, cut into the same micro-batches.
+        layout: Of the run.
+    """
+    faults: list[StreamFault] = []
+    for site in sorted({site for drawn in ranks for site in drawn}):
+        members = [rank for rank, drawn in enumerate(ranks) if site in drawn]
+        faults += _inside(site, {rank: ranks[rank][site] for rank in members})
+        whole = reference[site].shape if site in reference else None
+        for axis in layout.dense_axes:
+            apart = axis.role in (Role.BATCH, Role.SEQUENCE)
+            if axis.role is Role.TENSOR:
+                apart = whole is not None and ranks[members[0]][site].shape != whole
+            elif not apart:
+                continue
+            faults += _between(site, axis.name, apart, _neighbours(members, axis.name, layout), ranks)
+    return faults
+
+
+def _inside(site: str, drawn: Mapping[int, Draws]) -> Iterator[StreamFault]:
+    for rank, draws in drawn.items():
+        if not set(draws.again) <= set(draws.forward):
+            yield StreamFault(site=site, kind="recompute", ranks=(rank,))
+            return
+    for rank, draws in drawn.items():
+        if len(set(draws.forward)) < len(draws.forward):
+            yield StreamFault(site=site, kind="repeated", ranks=(rank,))
+            return
+
+
+def _between(
+    site: str, axis: str, apart: bool, pairs: Sequence[tuple[int, int]], ranks: Sequence[Mapping[str, Draws]]
+) -> Iterator[StreamFault]:
+    for one, other in pairs:
+        first, second = set(ranks[one][site].forward), set(ranks[other][site].forward)
+        if apart and first & second:
+            yield StreamFault(site=site, kind="equal_over", axis=axis, ranks=(one, other))
+            return
+        if not apart and first != second:
+            yield StreamFault(site=site, kind="differs_over", axis=axis, ranks=(one, other))
+            return
+
+
+def _neighbours(members: Sequence[int], axis: str, layout: Layout) -> list[tuple[int, int]]:
+    """Return pairs of ranks that are alike in everything but one axis."""
+    groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for rank in members:
+        coordinates = layout.coordinates(rank)
+        groups[tuple((name, index) for name, index in coordinates.items() if name not in (axis, "ep"))].append(rank)
+    return [(group[0], other) for group in groups.values() for other in group[1:]]

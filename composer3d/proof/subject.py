@@ -1,0 +1,85 @@
+"""What is proven: a model, a manifest, batches, a loss and an optimizer, wherever they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from composer3d.proof.arithmetic import in_double_precision, without_random_numbers
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from composer3d import Batch, Composition, Manifest
+    from composer3d.protocol import LossFunction
+
+__all__ = ["Arithmetic", "Subject", "arithmetic", "without_plugins"]
+
+Arithmetic: TypeAlias = Literal["float64", "own"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Subject:
+    """What a reference and a composition are both made from.
+
+    Args:
+        manifest: Typed, with the plugins of the run.
+        build: Returns what `compose` is given: a factory, or a module with weights.
+        loss_fn: As for `compose`.
+        make_optimizer: Called with a composition.
+        batch: Called with a step, a data-parallel rank and the data-parallel degree; on the CPU.
+        grad_clip: Gradients are scaled down to this norm of the whole model's; infinity only measures.
+        average_buffers: What the loop does before it saves, to buffers that training changed; None where it does not.
+        device: Where parameters live.
+        count_fn: As for `compose`.
+    """
+
+    manifest: Manifest
+    build: Callable[[], nn.Module | Callable[[], nn.Module]]
+    loss_fn: LossFunction | None
+    make_optimizer: Callable[[Composition], torch.optim.Optimizer]
+    batch: Callable[[int, int, int], Batch]
+    grad_clip: float
+    average_buffers: Callable[[Composition], None] | None
+    device: torch.device
+    count_fn: Callable[[Any], int] | None = None
+
+    def compose(self, manifest: Manifest) -> Composition:
+        """Compose the model by a manifest, for a proof."""
+        from composer3d import compose
+
+        return compose(
+            self.build(),
+            manifest,
+            loss_fn=self.loss_fn,
+            count_fn=self.count_fn,
+            device=self.device,
+            purpose="verify",
+        )
+
+    def manifest_for(self, which: Arithmetic) -> Manifest:
+        """Return the run's manifest; in float64 without the precision plugins, whose dtypes are another question."""
+        if which == "own":
+            return self.manifest
+        plugins = tuple(plugin for plugin in self.manifest.plugins if plugin.info.family != "precision")
+        return replace(self.manifest, plugins=plugins)
+
+
+def without_plugins(manifest: Manifest, *, keep_precision: bool) -> Manifest:
+    """Return a manifest for one device: every degree 1, and no plugin but, if wanted, those of precision."""
+    kept = tuple(plugin for plugin in manifest.plugins if keep_precision and plugin.info.family == "precision")
+    return replace(manifest, plugins=kept, tables={**manifest.tables, "mesh": type(manifest.mesh)()})
+
+
+@contextmanager
+def arithmetic(which: Arithmetic, *, draws: bool = False) -> Iterator[None]:
+    """Compute inside in float64 or in the run's own dtypes, and without random numbers unless the model `draws`."""
+    with ExitStack() as stack:
+        if which == "float64":
+            stack.enter_context(in_double_precision())
+        if not draws:
+            stack.enter_context(without_random_numbers())
+        yield

@@ -1,0 +1,261 @@
+"""What all passes together say: every difference, worst first, and whether the composition holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from composer3d.mesh import Layout
+from composer3d.proof.communication import Row, compare_collectives, silent_axes
+from composer3d.proof.comparison import relative
+from composer3d.proof.replicas import Drift, compare_replicas
+from composer3d.proof.streams import StreamFault, compare_streams
+
+if TYPE_CHECKING:
+    from composer3d.proof.composed import Deviation
+    from composer3d.proof.session import RankReport, ReferenceReport, Weights
+
+__all__ = ["Evidence", "Number", "TableRow", "Verdict", "gather_evidence"]
+
+Kind = Literal["initial", "gradients", "clipped", "parameters"]
+KINDS: tuple[Kind, ...] = ("initial", "gradients", "clipped", "parameters")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """A loss or norm, of the step and rank where it is furthest off."""
+
+    reference: float
+    composed: float
+
+    @property
+    def rel(self) -> float:
+        """The relative distance."""
+        return relative(self.composed, self.reference)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TableRow:
+    """One parameter of the report.
+
+    Args:
+        fqn: Its name.
+        placement: How it lies on the first rank that holds it.
+        gradient: The error of its gradient in float64, of the worst step and rank.
+        update: The same of the updated parameter.
+    """
+
+    fqn: str
+    placement: str
+    gradient: float
+    update: float
+
+
+@dataclass(kw_only=True, eq=False)
+class Evidence:
+    """Everything that was seen, for the diagnosis.
+
+    Args:
+        layout: Of the composition.
+        told: What is known of the reference.
+        ranks: By rank.
+        microbatches: Of one rank in one step.
+        grad_clip: Of the run.
+        drifts: Copies that differ.
+        streams: Promises about random numbers that do not hold.
+        rows: Collectives.
+        silent: Axes over which no plugin communicated.
+        weights: Of the micro-batches in a wrong gradient.
+        tensor_axes: Of degree above 1.
+    """
+
+    layout: Layout
+    told: ReferenceReport
+    ranks: Sequence[RankReport]
+    microbatches: int
+    grad_clip: float
+    drifts: list[Drift] = field(default_factory=list)
+    streams: list[StreamFault] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    silent: list[str] = field(default_factory=list)
+    weights: Weights | None = None
+
+    def deviations(self, kind: Kind, which: str = "float64") -> Iterator[tuple[int, int, str, Deviation]]:
+        """Yield (step, rank, FQN, deviation) of one kind."""
+        for rank, report in enumerate(self.ranks):
+            if kind == "initial":
+                for fqn, deviation in report.steps[which].initial.items():
+                    yield 0, rank, fqn, deviation
+                continue
+            for number, step in enumerate(report.steps[which].steps):
+                for fqn, deviation in getattr(step, kind).items():
+                    yield number, rank, fqn, deviation
+
+    def wrong(self, kind: Kind, which: str = "float64", *, step: int | None = None) -> dict[str, list[Deviation]]:
+        """Return what is beyond its tolerance, by FQN; one deviation a rank that has it."""
+        limit = self.told.tolerances[which]["parameters" if kind == "initial" else kind]
+        result: dict[str, list[Deviation]] = {}
+        for number, _, fqn, deviation in self.deviations(kind, which):
+            if not deviation.rel <= limit and step in (None, number):
+                result.setdefault(fqn, []).append(deviation)
+        return result
+
+    def first_wrong_step(self) -> int | None:
+        """Return the first step in which a gradient is wrong in float64."""
+        limit = self.told.tolerances["float64"]["gradients"] if "float64" in self.told.tolerances else math.inf
+        steps = [number for number, _, _, deviation in self.deviations("gradients") if not deviation.rel <= limit]
+        return min(steps, default=None)
+
+    def number(self, name: Literal["loss", "grad_norm"], which: str) -> Number:
+        """Return a loss or norm where it is furthest off."""
+        expected = self.told.losses[which] if name == "loss" else self.told.grad_norms[which]
+        found = [
+            Number(reference=reference, composed=getattr(step, name))
+            for report in self.ranks
+            for reference, step in zip(expected, report.steps[which].steps, strict=True)
+        ]
+        return max(found, key=lambda number: math.inf if math.isnan(number.rel) else number.rel)
+
+    def largest(self, kind: Kind, which: str) -> float:
+        """Return the largest deviation of one kind; NaN is larger than any number."""
+        found = [math.inf if math.isnan(d.rel) else d.rel for _, _, _, d in self.deviations(kind, which)]
+        return max(found, default=0.0)
+
+    def holders(self, fqn: str) -> list[int]:
+        """Return the ranks that hold a parameter."""
+        which = next(iter(self.ranks[0].steps))
+        return [rank for rank, report in enumerate(self.ranks) if fqn in report.steps[which].placements]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Verdict:
+    """The outcome of a proof.
+
+    Args:
+        evidence: What it rests on; None where the ranks did not get to the end.
+        failures: What does not hold, one line each; empty means proven.
+        diagnosis: What is likely the cause, one line each.
+        reduced: What was made smaller than the manifest says.
+        notes: What was left out, and why.
+        num_steps: Steps compared.
+    """
+
+    evidence: Evidence | None
+    failures: tuple[str, ...]
+    diagnosis: tuple[str, ...]
+    reduced: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    num_steps: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """Tell whether everything holds."""
+        return not self.failures
+
+    def table(self) -> list[TableRow]:
+        """Return every parameter, the worst first."""
+        evidence = self.evidence
+        if evidence is None:
+            return []
+        which = next(iter(evidence.told.tolerances))
+        worst: dict[str, dict[str, float]] = {"gradients": {}, "parameters": {}}
+        for kind in ("gradients", "parameters"):
+            for _, _, fqn, deviation in evidence.deviations(kind, which):  # type: ignore[arg-type]
+                rel = math.inf if math.isnan(deviation.rel) else deviation.rel
+                worst[kind][fqn] = max(worst[kind].get(fqn, 0.0), rel)
+        placements: dict[str, str] = {}
+        for report in reversed(evidence.ranks):
+            placements |= report.steps[which].placements
+        rows = [
+            TableRow(
+                fqn=fqn,
+                placement=placements.get(fqn, ""),
+                gradient=worst["gradients"].get(fqn, 0.0),
+                update=worst["parameters"].get(fqn, 0.0),
+            )
+            for fqn in sorted({*worst["gradients"], *worst["parameters"]})
+        ]
+        return sorted(rows, key=lambda row: (-row.gradient, -row.update, row.fqn))
+
+
+def gather_evidence(
+    layout: Layout,
+    told: ReferenceReport,
+    ranks: Sequence[RankReport],
+    *,
+    microbatches: int,
+    grad_clip: float,
+    has_batch_buffers: bool = True,
+) -> Evidence:
+    """Compare what the ranks found with each other.
+
+    Args:
+        layout: Of the composition.
+        told: Of the reference.
+        ranks: By rank.
+        microbatches: Of one rank in one step.
+        grad_clip: Of the run.
+        has_batch_buffers: Whether buffers are to be equal on ranks that saw other samples.
+    """
+    evidence = Evidence(layout=layout, told=told, ranks=ranks, microbatches=microbatches, grad_clip=grad_clip)
+    for which in told.tolerances:
+        for number in range(len(told.losses[which])):
+            for what in ("gradients", "parameters"):
+                found = compare_replicas(what, [r.steps[which].steps[number].held[what] for r in ranks], layout)
+                known = {(drift.what, drift.fqn) for drift in evidence.drifts}
+                evidence.drifts += [drift for drift in found if (drift.what, drift.fqn) not in known]
+        if has_batch_buffers:
+            found = compare_replicas("buffers", [report.steps[which].buffers for report in ranks], layout)
+            known = {(drift.what, drift.fqn) for drift in evidence.drifts}
+            evidence.drifts += [drift for drift in found if (drift.what, drift.fqn) not in known]
+    evidence.streams = compare_streams([report.draws for report in ranks], told.draws, layout)
+    happened = [report.happened for report in ranks if report.happened is not None]
+    traced = [report.traced for report in ranks if report.traced is not None]
+    if len(traced) == len(happened) == len(ranks):
+        evidence.rows = compare_collectives(happened, traced)
+    else:
+        evidence.rows = compare_collectives(happened, happened)
+    if len(happened) == len(ranks):
+        evidence.silent = silent_axes(happened, layout)
+    return evidence
+
+
+def failures_of(evidence: Evidence) -> Iterator[str]:
+    """Yield a line for everything that does not hold."""
+    for which, limits in evidence.told.tolerances.items():
+        label = "in float64" if which == "float64" else "in the run's dtypes"
+        for name, what in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+            number = evidence.number(name, which)  # type: ignore[arg-type]
+            if not number.rel <= limits[name]:
+                yield f"{what} differs by {number.rel:.3g} of its value, more than {limits[name]:.3g} ({label})"
+        for kind in KINDS:
+            limit = limits["parameters" if kind == "initial" else kind]
+            wrong = evidence.wrong(kind, which)
+            if wrong:
+                total = len({fqn for _, _, fqn, _ in evidence.deviations(kind, which)})
+                yield f"{len(wrong)} of {total} {_WHAT[kind]} differ by more than {limit:.3g} ({label})"
+    for what in ("gradients", "parameters", "buffers"):
+        drifted = [drift for drift in evidence.drifts if drift.what == what]
+        if drifted:
+            yield f"copies of {len(drifted)} {what} are not equal on the ranks that hold them, as {drifted[0].fqn}"
+    if evidence.streams:
+        sites = {fault.site for fault in evidence.streams}
+        yield f"random numbers are not drawn as the axes promise at {len(sites)} call sites, as {min(sites)}"
+    for row in evidence.rows:
+        if not row.ok:
+            yield (
+                f"{row.op} over {row.axis}: {row.count} of {row.bytes} bytes happened on rank {row.rank}, "
+                f"{row.expected} of {row.expected_bytes} bytes were expected"
+            )
+    for axis in evidence.silent:
+        yield f"{axis} = {evidence.layout.degrees[axis]}, and no plugin communicated over {axis}"
+
+
+_WHAT: Mapping[Kind, str] = {
+    "initial": "weights before the first step",
+    "gradients": "gradients",
+    "clipped": "gradients as the optimizer sees them",
+    "parameters": "updated parameters",
+}
