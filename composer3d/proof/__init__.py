@@ -1,0 +1,17 @@
+"""The proof that a composition computes what one device computes, gathered on real ranks.
+
+A reference without plugins runs on one device; the composition runs on its ranks; everything is compared in float64,
+then in the run's own dtypes, and so are copies, random streams and collectives. `composer3d verify` and
+`composer3d.testing.assert_parity` are two ways in.
+"""
+
+from __future__ import annotations
+
+from composer3d.proof.manifest_run import read_manifest, subject_of
+from composer3d.proof.proving import prove
+from composer3d.proof.report import to_json, to_text
+from composer3d.proof.shrinking import shrink
+from composer3d.proof.subject import Subject
+from composer3d.proof.verdict import Verdict
+
+__all__ = ["Subject", "Verdict", "prove", "read_manifest", "shrink", "subject_of", "to_json", "to_text"]

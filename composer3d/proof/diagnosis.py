@@ -1,0 +1,210 @@
+"""What known mistakes look like: each rule reads the evidence and says what is likely wrong, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from composer3d.mesh import Role
+from composer3d.proof.composed import Deviation
+from composer3d.proof.shares import explain_shares
+from composer3d.proof.verdict import Evidence
+
+__all__ = ["diagnose"]
+
+_TINY = 1e-9
+_SHOWN = 4
+
+
+def diagnose(evidence: Evidence) -> list[str]:
+    """Return the likely causes, each once, the most telling first."""
+    lines = [line for rule in _RULES for line in rule(evidence)]
+    return list(dict.fromkeys(lines))
+
+
+def _some(fqns: Sequence[str]) -> str:
+    more = f" and {len(fqns) - _SHOWN} more" if len(fqns) > _SHOWN else ""
+    return ", ".join(fqns[:_SHOWN]) + more
+
+
+def _module(fqn: str) -> str:
+    return fqn.rpartition(".")[0] or "the root"
+
+
+def _silent(evidence: Evidence) -> Iterator[str]:
+    for axis in evidence.silent:
+        yield (
+            f"the owner of {axis} did nothing: every rank along {axis} computes the same, and none of them "
+            "communicates; a pattern of its plugin may match nothing"
+        )
+
+
+def _shares(evidence: Evidence) -> Iterator[str]:
+    yield from explain_shares(evidence)
+
+
+def _stage(evidence: Evidence) -> Iterator[str]:
+    """Gradients that are missing, or zero, on everything that some stages hold."""
+    wrong = _first(evidence)
+    gone = {fqn for fqn, found in wrong.items() if any(d.missing or d.factor == 0.0 for d in found)}
+    if not gone:
+        return
+    for axis in evidence.layout.names(Role.STAGE):
+        for index in range(evidence.layout.degrees[axis]):
+            held = {
+                fqn
+                for fqn in wrong
+                if {evidence.layout.coordinates(rank)[axis] for rank in evidence.holders(fqn)} == {index}
+            }
+            if held and held <= gone and evidence.layout.degrees[axis] > 1:
+                yield f"the gradients of stage {axis} = {index} are missing: all {len(held)} of its own parameters"
+                gone -= held
+    if gone:
+        yield f"no gradient reaches {_some(sorted(gone))}"
+
+
+def _partial(evidence: Evidence) -> Iterator[str]:
+    """Gradients that are right, in all or in some elements, once they are added up over tp."""
+    wrong = _first(evidence)
+    for axis in evidence.layout.names(Role.TENSOR):
+        whole = [fqn for fqn, found in wrong.items() if _all(found, axis, "summed")]
+        mixed = [fqn for fqn, found in wrong.items() if fqn not in whole and _all(found, axis, "mixed")]
+        if whole:
+            modules = list(dict.fromkeys(map(_module, whole)))
+            yield (
+                f"the gradients of {_some(whole)} are partial over {axis}: added up over its ranks they are right, so "
+                f"a reduction over {axis} is missing in the backward of {_some(modules)}"
+            )
+        if mixed:
+            yield (
+                f"a part of the gradients of {_some(mixed)} is partial over {axis}: the gradient that comes back to "
+                f"{_module(mixed[-1])} is not reduced over {axis} where a cut tensor is joined to a whole one"
+            )
+
+
+def _all(found: Sequence[Deviation], axis: str, how: str) -> bool:
+    return all(getattr(deviation, how).get(axis, 1.0) <= _TINY for deviation in found)
+
+
+def _drifted(evidence: Evidence) -> Iterator[str]:
+    ties = [axis.name for axis in evidence.layout.axes if axis.role is Role.STAGE]
+    for what in ("gradients", "parameters"):
+        groups: dict[tuple[str, ...], list[str]] = {}
+        for drift in evidence.drifts:
+            if drift.what == what:
+                groups.setdefault(drift.axes, []).append(drift.fqn)
+        for axes, fqns in groups.items():
+            over = " and ".join(axes) or "several axes"
+            if set(axes) & set(ties):
+                yield (
+                    f"the copies of the tied parameter {_some(fqns)} on several stages have other {what}: they are "
+                    "summed or updated on one stage only"
+                )
+            elif what == "gradients":
+                yield f"ranks along {over} have other gradients of {_some(fqns)}: they are not reduced over {over}"
+            elif not any(drift.what == "gradients" for drift in evidence.drifts):
+                yield f"the copies of {_some(fqns)} drift apart along {over}: their ranks update them differently"
+    buffers = [drift for drift in evidence.drifts if drift.what == "buffers"]
+    if buffers:
+        over = " and ".join(dict.fromkeys(axis for drift in buffers for axis in drift.axes))
+        yield f"the buffers {_some([drift.fqn for drift in buffers])} are not synchronised over {over}"
+
+
+def _clipping(evidence: Evidence) -> Iterator[str]:
+    """Right gradients that reach the optimizer scaled otherwise."""
+    if _first(evidence) or not evidence.wrong("clipped"):
+        return
+    expected = [min(1.0, evidence.grad_clip / (norm + 1e-6)) for norm in evidence.told.grad_norms["float64"]]
+    for number, right in enumerate(expected):
+        factors = [report.steps["float64"].steps[number].clip_factor for report in evidence.ranks]
+        wrong = {
+            rank: factor for rank, factor in enumerate(factors) if factor is None or abs(factor - right) > 1e-9 * right
+        }
+        if wrong:
+            shown = ", ".join(
+                f"{'no single number' if factor is None else format(factor, '.4g')} on rank {rank}"
+                for rank, factor in list(wrong.items())[:_SHOWN]
+            )
+            apart = len({factor and round(factor, 12) for factor in factors}) > 1
+            cause = "every rank clips by its local norm" if apart else "they are scaled after the core has clipped them"
+            yield f"gradients are scaled by {shown} between backward and optimizer, where {right:.4g} is right: {cause}"
+            return
+
+
+def _skipped(evidence: Evidence) -> Iterator[str]:
+    wrong = evidence.wrong("parameters")
+    if _first(evidence) or evidence.wrong("clipped") or not wrong:
+        return
+    unmoved = {fqn for report in evidence.ranks for step in report.steps["float64"].steps for fqn in step.unmoved}
+    still = sorted(unmoved & wrong.keys())
+    if still:
+        yield f"the optimizer skips {_some(still)}: the gradients are right, and the parameters stay as they are"
+    moved = sorted(wrong.keys() - unmoved)
+    if moved:
+        yield f"the optimizer updates {_some(moved)} otherwise than on one device, from the same gradients"
+
+
+def _zero_bubble(evidence: Evidence) -> Iterator[str]:
+    """A schedule that looks at parameters after they were freed."""
+    if not _first(evidence) or not any(report.keep_unsharded for report in evidence.ranks):
+        return
+    for axis in evidence.layout.names(Role.BATCH):
+        gathers = sum(row.count for row in evidence.rows if row.axis == axis and row.op == "all_gather")
+        scatters = sum(row.count for row in evidence.rows if row.axis == axis and row.op == "reduce_scatter")
+        if gathers > scatters > 0:
+            yield (
+                "the schedule needs parameters unsharded from the first forward to the last backward (zero bubble), "
+                f"and they are freed in between: {gathers} all-gathers over {axis} beside {scatters} reduce-scatters"
+            )
+
+
+def _forward(evidence: Evidence) -> Iterator[str]:
+    """A loss that is wrong before anything was updated."""
+    loss = [report.steps["float64"].steps[0].loss for report in evidence.ranks]
+    right = evidence.told.losses["float64"][0]
+    limit = evidence.told.tolerances["float64"]["loss"]
+    off = max(abs(value - right) / abs(right) if right else abs(value) for value in loss)
+    if off <= limit or evidence.weights is not None and evidence.weights.residual <= 1e-6:
+        return
+    biases = [fqn for fqn in _first(evidence) if fqn.endswith("bias")]
+    axes = [axis for axis in evidence.layout.names(Role.TENSOR) if evidence.layout.degrees[axis] > 1]
+    yield f"the forward computes another loss before any update (off by {off:.3g}); the backward is not to blame"
+    if axes and biases:
+        yield (
+            f"with {axes[0]} = {evidence.layout.degrees[axes[0]]} a bias that is added before the reduction of a "
+            "row-cut projection is added once a rank: see the modules with biases"
+        )
+
+
+def _streams(evidence: Evidence) -> Iterator[str]:
+    kinds: Mapping[str, str] = {
+        "equal_over": "ranks along {axis} draw the same random numbers at {sites}, and hold other samples or features",
+        "differs_over": "ranks along {axis} draw other random numbers at {sites}, and hold the same activations there",
+        "recompute": "what is computed again in the backward draws other random numbers than the forward did, at "
+        "{sites}: activation checkpointing without the state of the generator",
+        "repeated": "micro-batches draw the same random numbers at {sites}",
+    }
+    groups: dict[tuple[str, str], list[str]] = {}
+    for fault in evidence.streams:
+        groups.setdefault((fault.kind, fault.axis), []).append(fault.site)
+    for (kind, axis), sites in groups.items():
+        yield kinds[kind].format(axis=axis, sites=_some(sites))
+
+
+def _first(evidence: Evidence) -> dict[str, list[Deviation]]:
+    """Return the wrong gradients of the first step that has any."""
+    step = evidence.first_wrong_step()
+    return {} if step is None else evidence.wrong("gradients", step=step)
+
+
+_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _silent,
+    _shares,
+    _stage,
+    _drifted,
+    _partial,
+    _zero_bubble,
+    _clipping,
+    _skipped,
+    _forward,
+    _streams,
+)

@@ -1,0 +1,144 @@
+"""A subject made of a manifest: its model, its data, its optimizer, as a run would make them."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ManifestError
+from composer3d.protocol import Batch
+from composer3d.proof.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from composer3d import Manifest
+
+__all__ = ["read_manifest", "subject_of", "truncate_blocks"]
+
+
+def read_manifest(source: str, overrides: Sequence[str]) -> Manifest:
+    """Read a manifest with the runner's tables."""
+    from composer3d.manifest import load_manifest
+    from composer3d.runner import TABLES
+
+    return load_manifest(source, overrides=overrides, tables=TABLES)
+
+
+def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, device: str) -> Subject:
+    """Make the subject of a manifest, in a rank.
+
+    The learning rate is the optimizer's own, without a schedule, so that a warm-up does not hide the updates. Text is
+    prepared in a folder of this process, so that nothing of the run's own folder is touched.
+
+    Args:
+        source: A path, or the name of a shipped manifest.
+        overrides: As given to `--set`, and what was reduced.
+        max_blocks: Of the model's repeated blocks so many are kept; None keeps all.
+        device: Where the ranks compute.
+    """
+    from composer3d.runner.buffers import average_buffers
+    from composer3d.runner.model import ModelFactory, token_loss
+    from composer3d.runner.optimizer import make_optimizer
+    from composer3d.world import default_device
+
+    manifest = read_manifest(source, overrides)
+    batch, vocab_size = _reader(manifest)
+    factory = ModelFactory(manifest, vocab_size=vocab_size)
+    built = factory.build()
+    tables = manifest.tables
+    where = default_device() if device != "cpu" else _cpu()
+
+    def build() -> nn.Module | Callable[[], nn.Module]:
+        if max_blocks is None:
+            return factory.build()
+        if not callable(built) or _is_module(built):
+            return truncate_blocks(factory(), manifest.model.blocks, max_blocks)
+        return lambda: truncate_blocks(factory(), manifest.model.blocks, max_blocks)
+
+    return Subject(
+        manifest=manifest,
+        build=build,
+        loss_fn=token_loss,
+        make_optimizer=lambda run: make_optimizer(run, manifest),
+        batch=batch,
+        grad_clip=tables["train"].grad_clip,
+        average_buffers=average_buffers if tables["train"].sync_buffers else None,
+        device=where,
+    )
+
+
+def _cpu() -> Any:
+    import torch
+
+    return torch.device("cpu")
+
+
+def _is_module(value: Any) -> bool:
+    from torch import nn
+
+    return isinstance(value, nn.Module)
+
+
+def _reader(manifest: Manifest) -> tuple[Callable[[int, int, int], Batch], int | None]:
+    """Return what reads batches, and the data's vocabulary."""
+    from composer3d.runner.batch_size import BatchSize
+    from composer3d.runner.data import Loader, open_source
+
+    data, train = manifest.tables["data"], manifest.tables["train"]
+    folder = Path(tempfile.mkdtemp(prefix="composer3d-proof-data-"))
+    source = open_source(data, seed=train.seed, folder=manifest.document.folder, cache=folder)
+
+    @cache
+    def loader(rank: int, degree: int) -> Loader:
+        sizes = BatchSize(train, degree=degree)
+        return Loader(
+            source,
+            data,
+            seed=train.seed,
+            rank=rank,
+            degree=degree,
+            batch_size_of=sizes.of,
+            position_of=sizes.position_of,
+            vocab_size=None,
+        )
+
+    def batch(step: int, rank: int, degree: int) -> Batch:
+        read = loader(rank, degree).batch(step)
+        return Batch(args=(read.tokens,), target=read.targets)
+
+    return batch, source.vocab_size
+
+
+def truncate_blocks(model: nn.Module, pattern: str | None, limit: int) -> nn.Module:
+    """Keep the first `limit` of the model's repeated blocks, and return the model.
+
+    Args:
+        model: Changed in place.
+        pattern: `[model] blocks`; None finds the one list of equal blocks.
+        limit: Blocks to keep.
+
+    Raises:
+        ManifestError: The blocks are no list of the model.
+    """
+    from torch import nn
+
+    from composer3d import patterns
+
+    pattern = pattern or patterns.find_blocks(model)
+    parent = None if pattern is None or not pattern.endswith(".*") else model.get_submodule(pattern[:-2])
+    if isinstance(parent, nn.ModuleList | nn.Sequential):
+        while len(parent) > limit:
+            del parent[len(parent) - 1]
+    elif isinstance(parent, nn.ModuleDict):
+        for name in list(parent)[limit:]:
+            del parent[name]
+    else:
+        from composer3d.errors import Problem
+
+        message = "max_blocks: the model has no single list of equal blocks; name it with [model] blocks"
+        raise ManifestError([Problem(message=message, file="--max-blocks")])
+    return model

@@ -1,0 +1,74 @@
+"""A proof from beginning to end."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from composer3d.mesh import Layout
+from composer3d.proof.diagnosis import diagnose
+from composer3d.proof.session import Launch, Session
+from composer3d.proof.subject import Arithmetic, Subject
+from composer3d.proof.verdict import Verdict, failures_of, gather_evidence
+
+__all__ = ["prove"]
+
+
+def prove(
+    make_subject: Callable[[], Subject],
+    *,
+    layout: Layout,
+    launch: Launch,
+    num_steps: int,
+    microbatches: int,
+    grad_clip: float,
+    passes: tuple[Arithmetic, ...] = ("float64", "own"),
+    reduced: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+) -> Verdict:
+    """Compare a composition with one device, and its ranks with each other.
+
+    Args:
+        make_subject: Makes the subject in every rank; importable by name where ranks are spawned.
+        layout: Of the composition.
+        launch: Starts ranks.
+        num_steps: Optimizer steps to compare.
+        microbatches: Of one rank in one step.
+        grad_clip: Of the run.
+        passes: The arithmetics to compare in.
+        reduced: What the caller has made smaller, for the report.
+        notes: What the caller has left out, for the report.
+
+    Memory: on every rank the model's gradients and parameters in full, twice. Collectives: on real ranks those of the
+    composition in each pass, and what gathers its tensors.
+    """
+    with tempfile.TemporaryDirectory(prefix="composer3d-proof-") as folder:
+        session = Session(
+            make_subject=make_subject,
+            layout=layout,
+            folder=Path(folder),
+            num_steps=num_steps,
+            passes=passes,
+            launch=launch,
+        )
+        told = session.reference()
+        ranks = session.composed(told)
+        evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
+        failures = tuple(failures_of(evidence))
+        if failures:
+            evidence.weights = session.weigh()
+    untraceable = sorted({report.untraceable for report in ranks if report.untraceable})
+    verdict = Verdict(
+        evidence=evidence,
+        failures=failures,
+        diagnosis=tuple(diagnose(evidence)) if failures else (),
+        reduced=reduced,
+        notes=notes,
+        num_steps=num_steps,
+    )
+    if not untraceable:
+        return verdict
+    note = f"collectives were counted, and not compared: the composition cannot be traced ({untraceable[0]})"
+    return replace(verdict, notes=(*notes, note))

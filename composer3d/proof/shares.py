@@ -1,0 +1,124 @@
+"""Gradients explained by their micro-batches: which of them count, and how much."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from composer3d.mesh import Role
+
+if TYPE_CHECKING:
+    from composer3d.proof.session import Weights
+    from composer3d.proof.verdict import Evidence
+
+__all__ = ["explain_shares"]
+
+_CLOSE = 1e-6
+
+
+def explain_shares(evidence: Evidence) -> Iterator[str]:
+    """Yield what the micro-batches' weights say, where they explain the wrong gradients; all are 1 in a right one."""
+    weights = evidence.weights
+    if weights is not None and weights.residual <= _CLOSE:
+        line = _of_weights(evidence, weights)
+        if line:
+            yield line
+            return
+    factors = _common_factors(evidence)
+    if len(factors) == 1:
+        ((factor, number),) = factors.items()
+        yield f"the gradients of {number} parameters are {factor:.6g} times the right ones{_meaning(evidence, factor)}"
+
+
+def _of_weights(evidence: Evidence, weights: Weights) -> str:
+    values = weights.values
+    if _equal(values):
+        factor = sum(values) / len(values)
+        if math.isclose(factor, 1.0, rel_tol=_CLOSE):
+            return ""
+        return f"all gradients are {factor:.6g} times the right ones{_meaning(evidence, factor)}"
+    per_rank = evidence.microbatches
+    if _equal([value * count for value, count in zip(values, weights.counts, strict=True)]):
+        return _MEAN_OF_MEANS.format(what="micro-batch")
+    ranks = [values[start : start + per_rank] for start in range(0, len(values), per_rank)]
+    counts = [sum(weights.counts[start : start + per_rank]) for start in range(0, len(values), per_rank)]
+    inside = [sum(rank) / len(rank) for rank in ranks]
+    if all(map(_equal, ranks)) and _equal([mean * count for mean, count in zip(inside, counts, strict=True)]):
+        return _MEAN_OF_MEANS.format(what="rank")
+    alive = [index for index, rank in enumerate(ranks) if any(abs(value) > _CLOSE for value in rank)]
+    if len(alive) < len(ranks):
+        return _of_some_ranks(evidence, alive, len(ranks))
+    dead = [index for index in range(per_rank) if all(abs(rank[index]) <= _CLOSE for rank in ranks)]
+    if dead:
+        shown = ", ".join(map(str, dead))
+        return (
+            f"the micro-batches {shown} of every rank do not count in the gradients: they are overwritten instead of "
+            "accumulated, or never run"
+        )
+    shown = ", ".join(f"{value:.4g}" for value in values)
+    return f"the micro-batches weigh {shown} in the gradients, where each should weigh 1"
+
+
+_MEAN_OF_MEANS = (
+    "the gradients are a mean of means: every {what} weighs the same, whatever its number of valid tokens; the loss "
+    "has to be summed and divided by the global count"
+)
+
+
+def _of_some_ranks(evidence: Evidence, alive: Sequence[int], num_ranks: int) -> str:
+    shown = " and ".join(map(str, alive))
+    axes = [name for name in evidence.layout.names(Role.BATCH) if evidence.layout.degrees[name] > 1]
+    if any(drift.what == "gradients" for drift in evidence.drifts):
+        over = " and ".join(axes)
+        return (
+            f"the gradients on rank 0 hold the samples of data-parallel rank {shown} alone, of {num_ranks}: a "
+            f"reduction over {over} is missing"
+        )
+    return (
+        f"the gradients hold the samples of data-parallel rank {shown} alone, of {num_ranks}, and are equal on all "
+        "ranks: all ranks saw the same batch"
+    )
+
+
+def _equal(values: Sequence[float]) -> bool:
+    largest = max(abs(value) for value in values)
+    return max(values) - min(values) <= _CLOSE * largest if largest else True
+
+
+def _common_factors(evidence: Evidence) -> Counter[float]:
+    """Count the parameters whose gradients are a multiple of the right ones, by the multiple."""
+    step = evidence.first_wrong_step()
+    found: Counter[float] = Counter()
+    if step is None:
+        return found
+    for deviations in evidence.wrong("gradients", step=step).values():
+        factors = {float(f"{d.factor:.5g}") for d in deviations if d.factor is not None}
+        if len(factors) == 1 and all(d.factor is not None for d in deviations):
+            found[factors.pop()] += 1
+    found.pop(0.0, None)
+    return found
+
+
+def _meaning(evidence: Evidence, factor: float) -> str:
+    """Return which degree, or number of micro-batches, a factor equals."""
+    layout = evidence.layout
+    meanings = []
+    sizes = {name: degree for name, degree in layout.degrees.items() if degree > 1}
+    if layout.degree(Role.BATCH) not in sizes.values():
+        sizes["the data-parallel degree"] = layout.degree(Role.BATCH)
+    for name, degree in sizes.items():
+        is_tensor = name in layout.names(Role.TENSOR)
+        if math.isclose(factor, degree, rel_tol=1e-4):
+            how = "added up once too often" if is_tensor else "reduced once too often, or not averaged"
+            meanings.append(f"{name} = {degree}: {how}")
+        if math.isclose(factor, 1 / degree, rel_tol=1e-4):
+            how = "averaged where it is to be added up" if is_tensor else "averaged once too often"
+            meanings.append(f"1 / {name} = 1 / {degree}: {how}")
+    number = evidence.microbatches
+    if number > 1 and math.isclose(factor, number, rel_tol=1e-4):
+        meanings.append(f"the {number} micro-batches of a rank: the loss is not divided by their number")
+    if number > 1 and math.isclose(factor, 1 / number, rel_tol=1e-4):
+        meanings.append(f"1 / the {number} micro-batches of a rank: the loss is divided by their number twice")
+    return "; that is " + ", or ".join(meanings) if meanings else ""

@@ -1,0 +1,175 @@
+"""A large manifest made small enough for one machine, without losing its shape: every axis above 1 stays above 1."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError
+from composer3d.mesh import Layout, Role
+
+if TYPE_CHECKING:
+    from composer3d import Manifest
+
+__all__ = ["Shrunk", "reduce_degrees", "reduce_sizes", "shrink"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shrunk:
+    """What a manifest becomes.
+
+    Args:
+        overrides: For `--set`.
+        reduced: What was made smaller, one line each.
+    """
+
+    overrides: tuple[str, ...]
+    reduced: tuple[str, ...]
+
+
+def reduce_degrees(layout: Layout, max_ranks: int) -> dict[str, int]:
+    """Return degrees whose product is at most `max_ranks`; each that is above 1 stays above 1.
+
+    The largest degree is reduced first, to its largest divisor, and a prime one to 2.
+
+    Args:
+        layout: Of the manifest.
+        max_ranks: Of the machine.
+
+    Raises:
+        ComposerError: Even with 2 ranks on every axis there are more.
+
+    >>> from composer3d.mesh import AXES, resolve
+    >>> stated = dict.fromkeys((axis.name for axis in AXES), 1) | {"pp": 4, "dp_shard": 16, "tp": 8}
+    >>> reduce_degrees(resolve(stated, axes=AXES, world_size=None, default=None), 8)
+    {'pp': 2, 'dp_shard': 2, 'tp': 2}
+    """
+    dense = {axis.name: layout.degrees[axis.name] for axis in layout.dense_axes}
+    degrees = {name: degree for name, degree in dense.items() if degree > 1}
+    smallest = 2 ** len(degrees)
+    if smallest > max_ranks:
+        names = ", ".join(degrees)
+        raise ComposerError(
+            f"{names} are all above 1, so the smallest world of this shape has {smallest} ranks, and {max_ranks} are "
+            f"allowed; pass --max-ranks {smallest}, or set one of the axes to 1 with --set and verify in several calls"
+        )
+    size = layout.world_size
+    while size > max_ranks:
+        name = max(degrees, key=lambda axis: degrees[axis])
+        divisors = [d for d in range(2, degrees[name] // 2 + 1) if degrees[name] % d == 0]
+        smaller = divisors[-1] if divisors else 2
+        size = size // degrees[name] * smaller
+        degrees[name] = smaller
+    return degrees
+
+
+def shrink(manifest: Manifest, layout: Layout, *, max_ranks: int, max_dim: int | None) -> Shrunk:
+    """Return what makes a manifest fit a machine.
+
+    Args:
+        manifest: With the runner's tables.
+        layout: Its degrees.
+        max_ranks: Of the machine.
+        max_dim: Sizes of the model above it are halved until they are not; None leaves them.
+    """
+    overrides: list[str] = []
+    reduced: list[str] = []
+    degrees = reduce_degrees(layout, max_ranks)
+    for name, degree in degrees.items():
+        # Stated even where it stays: an open degree would take the ranks of the run.
+        overrides.append(f"mesh.{name}={degree}")
+        if degree != layout.degrees[name]:
+            reduced.append(f"{name}: {layout.degrees[name]} -> {degree} ranks")
+    for axis in layout.names(Role.EXPERT):
+        carved = degrees.get("dp_shard", 1) * degrees.get("cp", 1)
+        degree = layout.degrees[axis]
+        if degree > 1 and carved % degree:
+            overrides.append(f"mesh.{axis}={carved}")
+            reduced.append(f"{axis}: {degree} -> {carved} ranks")
+    if reduced:
+        _shrink_batch(manifest, layout, degrees, overrides, reduced)
+    if max_dim is not None:
+        for key, (old, new) in reduce_sizes(manifest, max_dim, degrees).items():
+            overrides.append(f"{key}={new}")
+            reduced.append(f"{key}: {old} -> {new}")
+    return Shrunk(overrides=tuple(overrides), reduced=tuple(reduced))
+
+
+def _shrink_batch(
+    manifest: Manifest, layout: Layout, degrees: Mapping[str, int], overrides: list[str], reduced: list[str]
+) -> None:
+    """Keep what a rank gets, but for micro-batches beyond what a pipeline of the new depth is filled by."""
+    train = manifest.train
+    if train.global_batch is None:
+        return
+    size = train.microbatch or 1
+    before = train.global_batch // (size * layout.degree(Role.BATCH))
+    ranks = 1
+    for name in layout.names(Role.BATCH):
+        ranks *= degrees.get(name, 1)
+    stages = max([degrees.get(name, 1) for name in layout.names(Role.STAGE)], default=1)
+    number = max(1, min(before, max(2, 4 * stages if stages > 1 else 2)))
+    overrides.append(f"train.global_batch={number * size * ranks}")
+    overrides.append("train.batch_ramp=false") if getattr(train, "batch_ramp", None) is not None else None
+    reduced.append(f"train.global_batch: {train.global_batch} -> {number * size * ranks} sequences")
+
+
+def reduce_sizes(manifest: Manifest, max_dim: int, degrees: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return (old, new) of every size that is halved, by its key in the manifest.
+
+    Sizes are the factory's whole-number arguments above `max_dim`, but for counts of layers. Numbers of heads are
+    halved too while a head would be narrower than 8, and stay a multiple of the tensor degree. Sequences become as
+    short.
+
+    Args:
+        manifest: With the runner's tables.
+        max_dim: The largest size.
+        degrees: Reduced ones, by axis.
+    """
+    from composer3d.manifest import resolve_reference
+
+    table, data = manifest.tables["model"], manifest.tables["data"]
+    result: dict[str, tuple[int, int]] = {}
+    seq_len = _halved(data.seq_len, max_dim)
+    if seq_len != data.seq_len:
+        result["data.seq_len"] = (data.seq_len, seq_len)
+    function: Any = resolve_reference(table.use, manifest.document.folder)
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if isinstance(parameter.default, int) and not isinstance(parameter.default, bool)
+    }
+    stated = {
+        name: value for name, value in table.args.items() if isinstance(value, int) and not isinstance(value, bool)
+    }
+    sizes: dict[str, int] = {**defaults, **stated}
+    narrow = {
+        name: _halved(value, max_dim) for name, value in sizes.items() if "layer" not in name and "vocab" not in name
+    }
+    shrunk = max([sizes[name] // narrow[name] for name in narrow], default=1)
+    tensor = degrees.get("tp", 1)
+    width = next((narrow[name] for name in ("dim", "hidden_size", "d_model", "n_embd") if name in narrow), None)
+    heads = [name for name in narrow if "head" in name and name in narrow]
+    factor = 1
+    most = max([sizes[name] for name in heads if "dim" not in name], default=0)
+    while width and most // factor > tensor and width // max(1, most // factor) < 8 and factor < shrunk:
+        factor *= 2
+    for name in heads:
+        if "dim" not in name:
+            narrow[name] = max(min(sizes[name], tensor), sizes[name] // factor)
+    for name, value in sizes.items():
+        if "vocab" in name:
+            narrow[name] = value if value <= max(max_dim, 512) else _halved(value, max(max_dim, 512))
+    return result | {
+        f"model.args.{name}": (sizes[name], new)
+        for name, new in narrow.items()
+        if new != sizes[name] and (name in stated or name not in ("max_seq_len", "vocab_size"))
+    }
+
+
+def _halved(value: int, limit: int) -> int:
+    while value > limit and value % 2 == 0:
+        value //= 2
+    return value
