@@ -197,7 +197,8 @@ def _received(messages: Sequence[Any], *, replay: bool) -> Iterator[None]:
         objects[:] = left.pop(0)
         return 0
 
-    dist.recv_object_list = replayed if replay else noted
+    standing_in: Any = replayed if replay else noted
+    dist.recv_object_list = standing_in
     try:
         yield
     finally:

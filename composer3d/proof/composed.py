@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.gradients import local
 from composer3d.mesh import Role
-from composer3d.proof.comparison import difference, fit, relative, scale_of
+from composer3d.proof.comparison import difference, fit, scale_of
 from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors
 from composer3d.proof.subject import Arithmetic, Subject, arithmetic
@@ -58,7 +58,7 @@ class RankStep:
         gradients: By FQN.
         clipped: By FQN, as the optimizer sees them.
         parameters: By FQN, after the step.
-        clip_factor: What this rank's gradients were multiplied with between backward and optimizer, if it is one number.
+        clip_factor: What this rank's gradients were multiplied with before the optimizer, if it is one number.
         unmoved: Parameters that the step left as they were.
         held: What this rank holds, by kind and FQN.
         batch: A digest of what this rank was given.
@@ -277,5 +277,3 @@ def _common_factor(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) ->
     if not factors or max(factors) - min(factors) > 1e-6 * max(abs(factor) for factor in factors):
         return None
     return factors[0]
-
-

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ManifestError
-from composer3d.protocol import Batch
 from composer3d.proof.subject import Subject
+from composer3d.protocol import Batch
 
 if TYPE_CHECKING:
     from torch import nn

@@ -27,6 +27,7 @@ def prove(
     passes: tuple[Arithmetic, ...] = ("float64", "own"),
     reduced: tuple[str, ...] = (),
     notes: tuple[str, ...] = (),
+    tolerance: float | None = None,
 ) -> Verdict:
     """Compare a composition with one device, and its ranks with each other.
 
@@ -40,6 +41,7 @@ def prove(
         passes: The arithmetics to compare in.
         reduced: What the caller has made smaller, for the report.
         notes: What the caller has left out, for the report.
+        tolerance: In float64, instead of 1e-12.
 
     Memory: on every rank the model's gradients and parameters in full, twice. Collectives: on real ranks those of the
     composition in each pass, and what gathers its tensors.
@@ -54,6 +56,9 @@ def prove(
             launch=launch,
         )
         told = session.reference()
+        if tolerance is not None and "float64" in told.tolerances:
+            limits = dict.fromkeys(told.tolerances["float64"], tolerance)
+            told = replace(told, tolerances={**told.tolerances, "float64": limits})
         ranks = session.composed(told)
         evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
         failures = tuple(failures_of(evidence))

@@ -89,6 +89,7 @@ def _run(
     with _alone(subject, which) as run:
         if weights is not None:
             _set_weights(run, weights)
+        run._engine.scaler = None  # nothing is scaled here, so nothing is to be unscaled
         optimizer = subject.make_optimizer(run)
         reference = Reference(initial=_copies({fqn: p for fqn, p in run.named_parameters()}))
         for number in range(num_steps):
@@ -119,6 +120,7 @@ def _step(
     norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients.values()))
     factor = min(1.0, subject.grad_clip / (norm + 1e-6))
     for parameter in parameters.values():
+        assert parameter.grad is not None, "chosen so"
         parameter.grad.mul_(factor)
     clipped = _copies({fqn: p.grad for fqn, p in parameters.items()})
     optimizer.step()
@@ -194,9 +196,7 @@ def _loss(subject: Subject, run: Composition, piece: Batch, count: int, counts: 
     else:
         value = output.loss if hasattr(output, "loss") else output
     scalar = isinstance(value, torch.Tensor) and value.numel() == 1
-    return as_loss(
-        value, count=count, equal=len(set(counts)) == 1, reduction=reduction_of(value) if scalar else None
-    )
+    return as_loss(value, count=count, equal=len(set(counts)) == 1, reduction=reduction_of(value) if scalar else None)
 
 
 def _objective(loss: Loss, counts: list[int], *, backward: bool) -> Tensor:

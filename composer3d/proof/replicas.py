@@ -61,9 +61,7 @@ def held_buffers(run: Composition) -> dict[str, Holding]:
     found: dict[str, Holding] = {}
     for part in run.parts:
         persistent = part.module.state_dict(keep_vars=True).keys()
-        found |= {
-            fqn: _holding(run, fqn, buffer) for fqn, buffer in part.module.named_buffers() if fqn in persistent
-        }
+        found |= {fqn: _holding(run, fqn, buffer) for fqn, buffer in part.module.named_buffers() if fqn in persistent}
     return found
 
 
@@ -74,7 +72,8 @@ def _holding(run: Composition, fqn: str, tensor: Tensor) -> Holding:
     piece: list[Any] = []
     placement = "replicated"
     if isinstance(tensor, DTensor):
-        mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate() or []
+        mesh = tensor.device_mesh
+        here: Any = mesh.get_coordinate() or []
         names = mesh.mesh_dim_names or tuple(str(dim) for dim in range(mesh.ndim))
         cuts = [(dim, p) for dim, p in enumerate(tensor.placements) if not p.is_replicate() and mesh.size(dim) > 1]
         piece += [(names[dim], here[dim]) for dim, _ in cuts]

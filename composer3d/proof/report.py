@@ -24,7 +24,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
     }
     evidence = verdict.evidence
     if evidence is None:
-        empty = {"loss": None, "gradients": None, "grad_norm": None, "collectives": [], "tolerance": {}}
+        empty: dict[str, Any] = {"loss": None, "gradients": None, "grad_norm": None, "collectives": [], "tolerance": {}}
         return base | empty | tail
     which = next(iter(evidence.told.tolerances))
     return _plain(
@@ -83,7 +83,7 @@ def _numbers(evidence: Evidence, which: str) -> dict[str, Any]:
 def _own(evidence: Evidence) -> dict[str, Any] | None:
     if "own" not in evidence.told.tolerances:
         return None
-    largest = {kind: {"max_rel": evidence.largest(kind, "own")} for kind in ("gradients", "parameters")}  # type: ignore[arg-type]
+    largest = {kind: {"max_rel": evidence.largest(kind, "own")} for kind in ("gradients", "parameters")}
     return {**_numbers(evidence, "own"), **largest}
 
 
@@ -106,7 +106,8 @@ def to_text(verdict: Verdict) -> str:
     lines = [f"reduced: {line}" for line in verdict.reduced]
     evidence = verdict.evidence
     if evidence is not None:
-        lines += [f"{evidence.layout} = {evidence.layout.world_size} ranks, {verdict.num_steps} steps, against one device"]
+        size = evidence.layout.world_size
+        lines.append(f"{evidence.layout} = {size} ranks, {verdict.num_steps} steps, against one device")
         lines += _text_of_numbers(evidence)
         rows = verdict.table()
         lines += ["", *_columns(("parameter", "placement", "gradient", "update"), _cells(verdict))]
@@ -140,9 +141,7 @@ def _text_of_numbers(evidence: Evidence) -> list[str]:
 
 
 def _cells(verdict: Verdict) -> list[tuple[str, ...]]:
-    return [
-        (row.fqn, row.placement, f"{row.gradient:.2g}", f"{row.update:.2g}") for row in verdict.table()[:_SHOWN]
-    ]
+    return [(row.fqn, row.placement, f"{row.gradient:.2g}", f"{row.update:.2g}") for row in verdict.table()[:_SHOWN]]
 
 
 def _collective_cells(evidence: Evidence) -> list[tuple[str, ...]]:

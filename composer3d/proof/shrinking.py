@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["Shrunk", "reduce_degrees", "reduce_sizes", "shrink"]
 
 
+_VOCABULARY = 512
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shrunk:
     """What a manifest becomes.
@@ -112,7 +115,8 @@ def _shrink_batch(
     stages = max([degrees.get(name, 1) for name in layout.names(Role.STAGE)], default=1)
     number = max(1, min(before, max(2, 4 * stages if stages > 1 else 2)))
     overrides.append(f"train.global_batch={number * size * ranks}")
-    overrides.append("train.batch_ramp=false") if getattr(train, "batch_ramp", None) is not None else None
+    if getattr(train, "batch_ramp", None) is not None:
+        overrides.append("train.batch_ramp=false")
     reduced.append(f"train.global_batch: {train.global_batch} -> {number * size * ranks} sequences")
 
 
@@ -159,9 +163,10 @@ def reduce_sizes(manifest: Manifest, max_dim: int, degrees: Mapping[str, int]) -
     for name in heads:
         if "dim" not in name:
             narrow[name] = max(min(sizes[name], tensor), sizes[name] // factor)
-    for name, value in sizes.items():
-        if "vocab" in name:
-            narrow[name] = value if value <= max(max_dim, 512) else _halved(value, max(max_dim, 512))
+    if data.kind == "synthetic" and (data.vocab_size or 0) > _VOCABULARY:
+        # Tokens are made up, so there may be fewer; tokens of text are what they are.
+        result["data.vocab_size"] = (data.vocab_size, _VOCABULARY)
+        narrow |= {name: _VOCABULARY for name, value in sizes.items() if "vocab" in name and value > _VOCABULARY}
     return result | {
         f"model.args.{name}": (sizes[name], new)
         for name, new in narrow.items()

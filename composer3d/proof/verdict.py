@@ -162,7 +162,7 @@ class Verdict:
         which = next(iter(evidence.told.tolerances))
         worst: dict[str, dict[str, float]] = {"gradients": {}, "parameters": {}}
         for kind in ("gradients", "parameters"):
-            for _, _, fqn, deviation in evidence.deviations(kind, which):  # type: ignore[arg-type]
+            for _, _, fqn, deviation in evidence.deviations(kind, which):
                 rel = math.inf if math.isnan(deviation.rel) else deviation.rel
                 worst[kind][fqn] = max(worst[kind].get(fqn, 0.0), rel)
         placements: dict[str, str] = {}

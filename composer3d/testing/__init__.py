@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from composer3d.testing.collectives import Collective, Collectives, count_collectives
 from composer3d.testing.covering import pairwise
-from composer3d.testing.parity import Parity, assert_gradients_equal, assert_parity, full, gather_full
+from composer3d.testing.parity import assert_gradients_equal, full, gather_full
+from composer3d.testing.proving import Parity, assert_parity
 from composer3d.testing.ranks import run_ranks
 from composer3d.testing.worlds import fake_world
 

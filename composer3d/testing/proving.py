@@ -1,0 +1,159 @@
+"""`composer3d verify` as a call, for the tests of a plugin or of a model."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.batch import cut, tensors
+from composer3d.manifest import load_manifest
+from composer3d.mesh import Role
+from composer3d.sampling import local_slice
+from composer3d.testing.ranks import run_ranks
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from composer3d.proof import Subject, Verdict
+    from composer3d.protocol import Batch, LossFunction
+
+__all__ = ["Parity", "assert_parity"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parity:
+    """How far a composition is from one device.
+
+    Args:
+        loss: |composed - reference| / |reference|, of the rank and step where it is largest.
+        grad_norm: The same of the norm of the full gradient.
+        gradients: By FQN the measure of `assert_gradients_equal`, of the rank and step where it is largest.
+        collectives: (count, bytes) by (op, axis) as rank 0 issued them in one step.
+        verdict: Everything else that was looked at.
+    """
+
+    loss: float
+    grad_norm: float
+    gradients: Mapping[str, float]
+    collectives: Mapping[tuple[str, str], tuple[int, int]]
+    verdict: Verdict
+
+
+def assert_parity(
+    model_factory: Callable[[], nn.Module],
+    manifest: str | Path,
+    batch: Batch,
+    *,
+    world_size: int | None = None,
+    loss_fn: LossFunction | None = None,
+    tolerance: float = 1e-12,
+    microbatch: int | None = None,
+    steps: int = 1,
+    grad_clip: float = math.inf,
+    own_dtype: bool = False,
+    optimizer: Callable[[Any], Any] | None = None,
+) -> Parity:
+    """Assert that a manifest's composition computes what one device computes; what `composer3d verify` asserts.
+
+    Compared are the loss, the gradient norm, every gradient and every updated parameter, in float64; copies on the
+    ranks that hold them, to the last bit; random numbers with what the axes promise; and collectives with a trace of
+    the same composition. The reference is the same factory without plugins, its batch cut into the same micro-batches.
+    Both start from the same weights, because composed factories do in every layout.
+
+    Args:
+        model_factory: Makes the model. Random numbers that it draws in its forward are switched off for the comparison.
+        manifest: A path, with the tables that embedding uses.
+        batch: The global batch of every step, on the CPU; each data-parallel rank takes its cut of dim 0.
+        world_size: Ranks, 1 to 8; default: what the manifest's degrees multiply to.
+        loss_fn: As for `compose`.
+        tolerance: Of every measure in float64, inclusive.
+        microbatch: Instead of the manifest's.
+        steps: Optimizer steps.
+        grad_clip: Gradients are scaled down to this norm.
+        own_dtype: Compare in the default dtype too, with the precision plugins, by a bound derived from the reference.
+        optimizer: Called with the composition; default: AdamW with a learning rate of 1e-3.
+
+    Raises:
+        AssertionError: With all that differs, the five worst gradients, and what is likely the cause.
+        RankError: A rank failed.
+
+    Memory: the model, its full gradients and the reference on every rank. Collectives: those of the steps, and of
+    `gather_full`.
+    """
+    __tracebackhide__ = True
+    # Here, because the proof is written on this package's own parts.
+    from composer3d.preparation import layout_of
+    from composer3d.proof import prove
+    from composer3d.registry import Hooks
+
+    typed = load_manifest(manifest, overrides=[] if microbatch is None else [f"train.microbatch={microbatch}"])
+    layout = layout_of(typed, Hooks(typed.plugins), world_size=world_size)
+    degree = layout.degree(Role.BATCH)
+    size = typed.train.microbatch or max(_length(batch) // degree, 1)
+    verdict = prove(
+        functools.partial(_subject, model_factory, typed, batch, loss_fn, grad_clip, optimizer),
+        layout=layout,
+        launch=_launch,
+        num_steps=steps,
+        microbatches=max(_length(batch) // degree // size, 1),
+        grad_clip=grad_clip,
+        passes=("float64", "own") if own_dtype else ("float64",),
+        tolerance=tolerance,
+    )
+    if not verdict.ok:
+        raise AssertionError(_text(verdict, tolerance))
+    return _parity(verdict)
+
+
+def _launch(function: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
+    return run_ranks(function, num_ranks, *args)
+
+
+def _subject(
+    model_factory: Callable[[], nn.Module],
+    manifest: Any,
+    batch: Batch,
+    loss_fn: LossFunction | None,
+    grad_clip: float,
+    optimizer: Callable[[Any], Any] | None,
+) -> Subject:
+    import torch
+
+    from composer3d.proof import Subject
+
+    return Subject(
+        manifest=manifest,
+        build=lambda: model_factory,
+        loss_fn=loss_fn,
+        make_optimizer=optimizer or (lambda run: run.optimizer(torch.optim.AdamW, lr=1e-3)),
+        batch=lambda step, rank, degree: cut(batch, len(local_slice(range(_length(batch)), rank, degree)))[rank],
+        grad_clip=grad_clip,
+        average_buffers=None,
+        device=torch.device("cpu"),
+    )
+
+
+def _length(batch: Batch) -> int:
+    return next(tensor.shape[0] for tensor in tensors((batch.args, batch.kwargs, batch.target)) if tensor.dim())
+
+
+def _parity(verdict: Verdict) -> Parity:
+    evidence = verdict.evidence
+    assert evidence is not None and evidence.ranks[0].happened is not None, "the ranks got to the end"
+    return Parity(
+        loss=evidence.number("loss", "float64").rel,
+        grad_norm=evidence.number("grad_norm", "float64").rel,
+        gradients={row.fqn: row.gradient for row in sorted(verdict.table(), key=lambda row: row.fqn)},
+        collectives=evidence.ranks[0].happened.totals,
+        verdict=verdict,
+    )
+
+
+def _text(verdict: Verdict, tolerance: float) -> str:
+    worst = [f"  {row.fqn}: {row.gradient:.3g}" for row in verdict.table()[:5] if not row.gradient <= tolerance]
+    lines = [*verdict.failures, *(["worst gradients:", *worst] if worst else [])]
+    return "\n".join([*lines, *(f"likely: {line}" for line in verdict.diagnosis)])
