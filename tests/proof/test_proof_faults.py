@@ -1,0 +1,216 @@
+"""Faults that people make, each planted in a plugin or a model: the proof fails, and names the cause."""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from support.faults import VOCAB, Even, Latent
+from support.models import sum_loss, write_manifest
+
+from composer3d import Batch
+from composer3d.testing import assert_parity
+
+
+def batch(*, padded=True):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, VOCAB, (12, 5), generator=generator)
+    targets = torch.randint(0, VOCAB, (12, 4), generator=generator)
+    if padded:
+        for row, length in enumerate(torch.randint(0, 3, (12,), generator=generator)):
+            targets[row, :length] = -100
+    return Batch(args=(tokens[:, :4].contiguous(),), target=targets)
+
+
+def refuted(text, *, factory=Even, **options):
+    """Return what the proof says of a composition that does not hold."""
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(factory, write_manifest(text), batch(), loss_fn=sum_loss, **options)
+    return str(caught.value)
+
+
+def plugin(family, name, options=""):
+    title = "".join(word.capitalize() for word in name.split("_"))
+    return f'[{family}.{name}]\nuse = "support.faults:{title}"\n{options}\n'
+
+
+DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
+FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
+TP = "[mesh]\ntp = 2\n"
+PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n'
+
+
+def spoilt(fault, factor=1.0):
+    return plugin("communication", "gradients", f'fault = "{fault}"\nfactor = {factor}')
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "cause"),
+    [
+        pytest.param(
+            "[mesh]\ndp_replicate = 2\n" + plugin("sharding", "not_reduced"),
+            {"microbatch": 2},
+            r"hold the samples of data-parallel rank 0 alone, of 2: a reduction over dp_replicate is missing",
+            id="missing all-reduce",
+        ),
+        pytest.param(
+            DDP + spoilt("add_up"),
+            {"microbatch": 2},
+            r"all gradients are 2 times the right ones; that is dp_replicate = 2: reduced once too often",
+            id="double all-reduce",
+        ),
+        pytest.param(
+            FSDP + spoilt("scale", 3.0),
+            {"microbatch": 2},
+            r"all gradients are 3 times the right ones; that is the 3 micro-batches of a rank: the loss is not divided",
+            id="not divided by accumulation steps",
+        ),
+        pytest.param(
+            FSDP + spoilt("scale", 1 / 3),
+            {"microbatch": 2},
+            r"0.333333 times the right ones; that is 1 / the 3 micro-batches of a rank: .* their number twice",
+            id="divided twice",
+        ),
+        pytest.param(
+            FSDP + plugin("scheduling", "mean_of_means"),
+            {"microbatch": 2},
+            r"mean of means: every micro-batch weighs the same",
+            id="mean of means",
+        ),
+        pytest.param(
+            FSDP + plugin("sharding", "same_batch"),
+            {"microbatch": 2},
+            r"hold the samples of data-parallel rank 0 alone, of 2, and are equal on all ranks: .* the same batch",
+            id="same batch",
+        ),
+        pytest.param(
+            TP + plugin("sharding", "hand_made", 'fault = "nothing"'),
+            {},
+            r"the owner of tp did nothing",
+            id="silent pattern",
+        ),
+        pytest.param(
+            TP + plugin("sharding", "hand_made", 'fault = "bias"'),
+            {},
+            r"with tp = 2 a bias that is added before the reduction of a row-cut projection is added once a rank",
+            id="rowwise bias",
+        ),
+        pytest.param(
+            TP + plugin("sharding", "hand_made"),
+            {"factory": functools.partial(Even, block=Latent)},
+            r"a part of the gradients of .*layers.1.kv.weight is partial over tp",
+            id="latent attention",
+        ),
+        pytest.param(
+            TP
+            + "[sharding.tensor_parallel]\nsequence_parallel = true\n"
+            + 'plan = { "layers.*.up" = "colwise", "layers.*.down" = "rowwise", "layers.*.norm" = "sequence", '
+            + '"layers.*" = "boundary" }\n'
+            + spoilt("unreduced_norms"),
+            {},
+            r"norm\.(bias|weight).* are partial over tp: added up over its ranks they are right",
+            id="norm under sequence parallel",
+        ),
+    ],
+)
+def test_a_wrong_gradient_is_explained(text, options, cause):
+    told = refuted(text, **options)
+    likely = [line for line in told.splitlines() if line.startswith("likely: ")]
+    assert any(re.search(cause, line) for line in likely), told
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "cause"),
+    [
+        pytest.param(
+            PP + spoilt("lost_stage", 0.0),
+            {"microbatch": 6},
+            r"the gradients of stage pp = 1 are missing",
+            id="a stage's gradients",
+        ),
+        pytest.param(
+            PP + spoilt("untied"),
+            {"microbatch": 6, "factory": functools.partial(Even, tied=True)},
+            r"the copies of the tied parameter tok.weight on several stages",
+            id="tied head",
+        ),
+        pytest.param(
+            '[mesh]\npp = 2\ndp_shard = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n[sharding.fsdp2]\n'
+            + plugin("scheduling", "freed"),
+            {"microbatch": 1, "factory": functools.partial(Even, num_layers=4)},
+            r"the schedule needs parameters unsharded .* \(zero bubble\), and they are freed in between",
+            id="zero bubble and resharding",
+        ),
+    ],
+)
+def test_a_wrong_stage_is_explained(text, options, cause):
+    told = refuted(text, **options)
+    assert re.search(f"likely: .*{cause}", told), told
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        pytest.param(
+            FSDP + "[scheduling.activation_checkpoint]\npreserve_rng_state = false\n",
+            r"computed again in the backward draws other random numbers .* layers.0.dropout:dropout, layers.1",
+            id="another mask",
+        ),
+        pytest.param(
+            FSDP + plugin("scheduling", "seeded", 'fault = "ranks"'),
+            r"ranks along dp_shard draw the same random numbers at layers.0.dropout:dropout",
+            id="equal on all ranks",
+        ),
+        pytest.param(
+            FSDP + plugin("scheduling", "seeded", 'fault = "microbatches"'),
+            r"micro-batches draw the same random numbers at layers.0.dropout:dropout",
+            id="equal in all micro-batches",
+        ),
+        pytest.param(
+            TP + plugin("sharding", "hand_made") + plugin("scheduling", "seeded", 'fault = "microbatches"'),
+            r"ranks along tp draw other random numbers at layers.0.dropout:dropout",
+            id="different along tp",
+        ),
+    ],
+)
+def test_wrong_random_numbers_are_found(text, cause):
+    told = refuted(text, factory=functools.partial(Even, dropout=0.3), microbatch=3)
+    assert re.search(f"likely: .*{cause}", told), told
+    assert "gradients differ" not in told
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "cause"),
+    [
+        pytest.param(
+            FSDP + plugin("communication", "local_clip", "norm = 0.1"),
+            {"grad_clip": 0.1},
+            r"every rank clips by its local norm",
+            id="local norm",
+        ),
+        pytest.param(
+            FSDP + plugin("communication", "forgetful"),
+            {},
+            r"the optimizer skips layers.0.norm.bias, layers.0.norm.weight",
+            id="skipped group",
+        ),
+        pytest.param(
+            DDP + plugin("communication", "drift", 'axis = "dp_replicate"'),
+            {},
+            r"the copies of .* drift apart along dp_replicate: their ranks update them differently",
+            id="drift",
+        ),
+        pytest.param(
+            DDP,
+            {"factory": functools.partial(Even, batch_norm=True)},
+            r"the buffers statistics.running_mean, statistics.running_var are not synchronised over dp_replicate",
+            id="running statistics",
+        ),
+    ],
+)
+def test_a_wrong_update_is_explained(text, options, cause):
+    told = refuted(text, **options)
+    assert re.search(f"likely: .*{cause}", told), told
+    assert " gradients differ" not in told
