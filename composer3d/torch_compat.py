@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 
 def set_group_timeout(group: Any, timeout: timedelta) -> None:
@@ -398,3 +398,23 @@ def in_backward() -> bool:
     import torch
 
     return torch._C._current_graph_task_id() != -1
+
+
+def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None = None, **options: Any) -> None:
+    """Do what `torch.autograd.backward` does, with the torch-function modes that are on staying on.
+
+    torch takes a mode off while that mode handles a call, so what a backward computes again would run without it; the
+    engine itself, which takes no mode off, has no public name (torch 2.11-2.15).
+    """
+    import torch
+
+    several, given, targets = (
+        (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
+        for value in (tensors, gradients, options.get("inputs"))
+    )
+    starts = [torch.ones_like(t) if t.requires_grad and t.numel() == 1 else None for t in several]
+    starts = [start if gradient is None else gradient for start, gradient in zip(starts, given or starts, strict=True)]
+    engine, again = cast(Any, torch.autograd.Variable), bool(options.get("create_graph"))
+    kept = again if retain_graph is None else retain_graph
+    # The last two: parameters that are not reached are no error, and gradients are accumulated in them.
+    engine._execution_engine.run_backward(several, tuple(starts), kept, again, targets, True, True)

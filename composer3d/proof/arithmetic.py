@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from composer3d.torch_compat import run_backward
+
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["default_dtype", "in_double_precision", "without_random_numbers"]
+__all__ = ["backward_inside", "default_dtype", "in_double_precision", "without_random_numbers"]
 
 
 @contextlib.contextmanager
@@ -43,7 +45,10 @@ def in_double_precision() -> Iterator[None]:
     # By name, and without a set of functions: the compiler traces through a mode, and looks no function up.
     class Wide(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if getattr(func, "__name__", "") in ("float", "half", "bfloat16"):
+            name = getattr(func, "__name__", "")
+            if name == "backward":
+                return backward_inside(self, args, kwargs or {})
+            if name in ("float", "half", "bfloat16"):
                 return args[0].double()
             wide = [widen(arg) if isinstance(arg, torch.dtype) else arg for arg in args]
             named = {key: widen(arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()}
@@ -51,6 +56,14 @@ def in_double_precision() -> Iterator[None]:
 
     with default_dtype(torch.float64), Wide():
         yield
+
+
+def backward_inside(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run `backward` of a tensor, or of torch.autograd, with a mode on, which torch takes off while it handles a call: backwards recompute."""
+    # Under either of its two names the gradient is the second argument.
+    named = {"gradients" if key in ("gradient", "grad_tensors") else key: value for key, value in kwargs.items()}
+    with mode:
+        run_backward(*args, **named)
 
 
 @contextlib.contextmanager
@@ -67,6 +80,8 @@ def without_random_numbers() -> Iterator[None]:
     class Settled(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             name = getattr(func, "__name__", "")
+            if name == "backward":
+                return backward_inside(self, args, kwargs or {})
             if name in settled:
                 return settled[name](func, args, dict(kwargs or {}))
             return func(*args, **(kwargs or {}))

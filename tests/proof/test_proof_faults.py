@@ -107,7 +107,7 @@ def spoilt(fault, factor=1.0):
             TP
             + "[sharding.tensor_parallel]\nsequence_parallel = true\n"
             + 'plan = { "layers.*.up" = "colwise", "layers.*.down" = "rowwise", "layers.*.norm" = "sequence", '
-            + '"layers.*" = "boundary" }\n'
+            + '"layers.*" = "split_gather", tok = "replicate", out = "replicate" }\n'
             + spoilt("unreduced_norms"),
             {},
             r"norm\.(bias|weight).* are partial over tp: added up over its ranks they are right",
