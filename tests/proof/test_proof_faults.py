@@ -6,22 +6,11 @@ import functools
 import re
 
 import pytest
-import torch
-from support.faults import VOCAB, Even, Latent
+from support.faults import Even, Latent
 from support.models import sum_loss, write_manifest
+from support.proofs import batch
 
-from composer3d import Batch
 from composer3d.testing import assert_parity
-
-
-def batch(*, padded=True):
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, VOCAB, (12, 5), generator=generator)
-    targets = torch.randint(0, VOCAB, (12, 4), generator=generator)
-    if padded:
-        for row, length in enumerate(torch.randint(0, 3, (12,), generator=generator)):
-            targets[row, :length] = -100
-    return Batch(args=(tokens[:, :4].contiguous(),), target=targets)
 
 
 def refuted(text, *, factory=Even, **options):

@@ -1,0 +1,72 @@
+"""Correct compositions: the proof holds, with several steps, clipping, dropout and the run's own dtypes."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from support.faults import Even
+from support.models import Net, padded, sum_loss, write_manifest
+from support.proofs import batch
+
+from composer3d import Batch
+from composer3d.testing import assert_parity
+
+FSDP = "[sharding.fsdp2]\n"
+AC = "[scheduling.activation_checkpoint]\n"
+PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n"
+TP = '[mesh]\ntp = 2\n[sharding.tensor_parallel]\nplan = { "layers.*.up" = "colwise", "layers.*.down" = "rowwise" }\n'
+
+
+def with_dropout():
+    return Even(dropout=0.2)
+
+
+def proven(text, *, factory=with_dropout, batch=batch, **options):
+    path = write_manifest(text)
+    found = assert_parity(
+        factory, path, batch(), loss_fn=sum_loss, steps=2, grad_clip=0.5, own_dtype=True, **options
+    ).verdict
+    assert (found.failures, found.diagnosis) == ((), ())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        pytest.param(FSDP + "zero = 1\n[mesh]\ndp_shard = 2\n", {"microbatch": 2}, id="zero 1"),
+        pytest.param(FSDP + "zero = 2\n[mesh]\ndp_shard = 2\n" + AC, {"microbatch": 2}, id="zero 2, recomputed"),
+        pytest.param("[mesh]\ndp_shard = 2\n[precision.mixed]\n" + FSDP, {"microbatch": 3}, id="zero 3, mixed"),
+        pytest.param("[mesh]\ndp_replicate = 2\ndp_shard = 2\n" + FSDP, {"microbatch": 3}, id="hybrid"),
+        pytest.param("[mesh]\ndp_replicate = 2\n[sharding.ddp]\n" + AC, {"microbatch": 6}, id="ddp, recomputed"),
+        pytest.param(TP, {}, id="tp"),
+        pytest.param(TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, {"microbatch": 3}, id="tp and fsdp2"),
+    ],
+)
+def test_a_right_composition_is_proven(text, options):
+    found = proven(text, **options)
+    assert all(row.ok for row in found.evidence.rows) and found.notes == ()
+    assert found.evidence.told.draws.keys() == {"layers.0.dropout:dropout", "layers.1.dropout:dropout"}
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
+def test_a_right_pipeline_is_proven(schedule):
+    factory = functools.partial(Even, num_layers=4, dropout=0.2, tied=True)
+    found = proven(PP + f'schedule = "{schedule}"\n', factory=factory, microbatch=3)
+    rows = {(row.op, row.axis): (row.count, row.expected) for row in found.evidence.rows}
+    assert rows["send", "pp"][0] == rows["send", "pp"][1] > 0
+
+
+def test_uneven_shards_and_padding_are_no_alarm():
+    def global_batch():
+        tokens, targets = padded(8)
+        return Batch(args=(tokens,), target=targets)
+
+    proven("[mesh]\ndp_shard = 4\n" + FSDP, factory=Net, batch=global_batch, microbatch=1)
+
+
+def test_what_cannot_be_traced_is_said():
+    found = proven('[mesh]\ndp_replicate = 2\n[sharding.ddp]\nreducer = "bucketed"\n', microbatch=3)
+    assert len(found.notes) == 1 and found.notes[0].startswith(
+        "collectives were counted, and not compared: the composition cannot be traced (RuntimeError: "
+    )
