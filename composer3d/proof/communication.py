@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from composer3d import Composition
-    from composer3d.testing import Collective
+    from composer3d.testing.collectives import Collective
 
 __all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes", "trace_step"]
 
@@ -80,7 +80,7 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
     Returns:
         What was counted, and what this rank was sent as Python objects.
     """
-    from composer3d.testing import count_collectives
+    from composer3d.testing.collectives import count_collectives
 
     messages: list[Any] = []
     with arithmetic("float64"), contextlib.nullcontext() if alone else _received(messages, replay=False):
@@ -105,7 +105,7 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
         rank: The one to be.
         messages: What this rank's real run was sent as Python objects, in order: shapes, which nobody sends here.
     """
-    from composer3d.testing import fake_world
+    from composer3d.testing.worlds import fake_world
 
     with fake_world(world_size, rank), _received(messages, replay=True):
         return count_step(subject, alone=True)[0]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from composer3d.mesh import Layout
 from composer3d.proof.diagnosis import diagnose
-from composer3d.proof.session import Launch, Session
+from composer3d.proof.session import Launch, RankReport, Session
 from composer3d.proof.subject import Arithmetic, Subject
 from composer3d.proof.verdict import Verdict, failures_of, gather_evidence
 
@@ -64,16 +64,17 @@ def prove(
         failures = tuple(failures_of(evidence))
         if failures:
             evidence.weights = session.weigh()
-    untraceable = sorted({report.untraceable for report in ranks if report.untraceable})
-    verdict = Verdict(
+    return Verdict(
         evidence=evidence,
         failures=failures,
         diagnosis=tuple(diagnose(evidence)) if failures else (),
         reduced=reduced,
-        notes=notes,
+        notes=(*notes, *_untraceable(ranks)),
         num_steps=num_steps,
     )
-    if not untraceable:
-        return verdict
-    note = f"collectives were counted, and not compared: the composition cannot be traced ({untraceable[0]})"
-    return replace(verdict, notes=(*notes, note))
+
+
+def _untraceable(ranks: Sequence[RankReport]) -> list[str]:
+    reasons = sorted({report.untraceable for report in ranks if report.untraceable})
+    told = "collectives were counted, and not compared: the composition cannot be traced"
+    return [f"{told} ({reasons[0]})"] if reasons else []

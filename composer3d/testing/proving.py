@@ -59,10 +59,9 @@ def assert_parity(
 ) -> Parity:
     """Assert that a manifest's composition computes what one device computes; what `composer3d verify` asserts.
 
-    Compared are the loss, the gradient norm, every gradient and every updated parameter, in float64; copies on the
-    ranks that hold them, to the last bit; random numbers with what the axes promise; and collectives with a trace of
-    the same composition. The reference is the same factory without plugins, its batch cut into the same micro-batches.
-    Both start from the same weights, because composed factories do in every layout.
+    Compared are loss, gradient norm, gradients and updated parameters in float64; copies, to the last bit; random
+    numbers with what the axes promise; collectives with a trace. The reference is the factory without plugins, its
+    batch cut into the same micro-batches; both start from the same weights, as composed factories do.
 
     Args:
         model_factory: Makes the model. Random numbers that it draws in its forward are switched off for the comparison.
@@ -81,8 +80,7 @@ def assert_parity(
         AssertionError: With all that differs, the five worst gradients, and what is likely the cause.
         RankError: A rank failed.
 
-    Memory: the model, its full gradients and the reference on every rank. Collectives: those of the steps, and of
-    `gather_full`.
+    Memory: full gradients and the reference on every rank. Collectives: those of the steps, and of `gather_full`.
     """
     __tracebackhide__ = True
     # Here, because the proof is written on this package's own parts.
@@ -104,9 +102,7 @@ def assert_parity(
         passes=("float64", "own") if own_dtype else ("float64",),
         tolerance=tolerance,
     )
-    if not verdict.ok:
-        raise AssertionError(_text(verdict, tolerance))
-    return _parity(verdict)
+    return _parity(verdict, tolerance)
 
 
 def _launch(function: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
@@ -141,7 +137,10 @@ def _length(batch: Batch) -> int:
     return next(tensor.shape[0] for tensor in tensors((batch.args, batch.kwargs, batch.target)) if tensor.dim())
 
 
-def _parity(verdict: Verdict) -> Parity:
+def _parity(verdict: Verdict, tolerance: float) -> Parity:
+    __tracebackhide__ = True
+    if not verdict.ok:
+        raise AssertionError(_text(verdict, tolerance))
     evidence = verdict.evidence
     assert evidence is not None and evidence.ranks[0].happened is not None, "the ranks got to the end"
     return Parity(

@@ -1,0 +1,131 @@
+"""`composer3d verify`: proven, refuted, refused; what it reduces; its JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from composer3d.cli import main
+from composer3d.forking import limit_ranks
+from composer3d.proof.manifest_run import read_manifest
+from composer3d.proof.shrinking import reduce_sizes
+
+
+@pytest.fixture
+def verify(folder, capfd):
+    """Run the command while no other test has ranks."""
+
+    def run(*arguments):
+        with limit_ranks(4):
+            code = main(["verify", "run.toml", *arguments])
+        told = capfd.readouterr()
+        return code, told.out, told.err
+
+    return run
+
+
+def test_a_right_manifest_is_proven(folder, verify):
+    code, out, err = verify("--json", "--set", "precision.mixed.param_dtype=bfloat16")
+    report = json.loads(out)
+    assert (code, err) == (0, "")
+    assert report["ok"] and report["composer3d"] == 1 and report["steps"] == 2
+    assert report["failures"] == report["diagnosis"] == report["reduced"] == []
+    assert report["notes"] == ["in float64 without mixed, whose dtypes the second pass has"]
+    assert report["loss"]["abs"] <= 1e-12 and report["gradients"]["max_rel"] <= 1e-12
+    assert report["parameters"]["max_rel"] <= 1e-12 and report["grad_norm"]["rel"] <= 1e-12
+    assert {row["fqn"] for row in report["gradients"]["worst"]} >= {"embedding.weight", "head.bias", "layers.2.bias"}
+    assert report["gradients"]["worst"][0].keys() == {"fqn", "rel", "placement"}
+    # Four units, and per rank two micro-batches of one sequence; the step's own agreements, two and the norm.
+    assert [(row["op"], row["axis"], row["count"], row["expected"]) for row in report["collectives"]] == [
+        ("all_gather", "dp_shard", 14, 14),
+        ("all_reduce", "dp_shard", 3, 3),
+        ("reduce_scatter", "dp_shard", 8, 8),
+    ]
+    own = report["own_dtype"]["gradients"]["max_rel"]
+    assert 0.0 < own <= report["tolerance"]["own"]["gradients"] < 0.5
+
+
+def test_a_wrong_plugin_is_refuted(folder, verify):
+    (folder / "wrong.py").write_text(
+        "from composer3d import StepAction, StepPoint, hookimpl, plugin\n"
+        "@plugin(family='communication')\n"
+        "class Twice:\n"
+        "    @hookimpl\n"
+        "    def composer3d_step_actions(self, context):\n"
+        "        return StepAction(name='twice', point=StepPoint.GRADIENTS_REDUCED, run=self.run)\n"
+        "    def run(self, state):\n"
+        "        for part in state.parts:\n"
+        "            for p in part.module.parameters():\n"
+        "                p.grad.mul_(2)\n"
+    )
+    code, out, err = verify("--steps", "1", "--set", "communication.twice.use=wrong:Twice")
+    assert (code, err) == (1, "")
+    lines = out.splitlines()
+    assert lines[-1] == "not proven"
+    assert "differs: 9 of 9 gradients differ by more than 1e-12 (in float64)" in lines
+    assert any(
+        line.startswith("likely: all gradients are 2 times the right ones; that is dp_shard = 2") for line in lines
+    )
+
+
+def test_buffers_that_the_run_does_not_average_are_refuted(folder, verify):
+    models = folder / "cli_models.py"
+    models.write_text(models.read_text().replace("nn.Linear(dim, vocab_size)", "Head(dim, vocab_size)") + HEAD)
+    code, out, _ = verify("--steps", "1", "--set", "train.microbatch=2", "--set", "train.sync_buffers=false")
+    assert code == 1
+    assert "likely: the buffers head.norm.running_mean, head.norm.running_var are not synchronised over dp_shard" in out
+    assert verify("--steps", "1", "--set", "train.microbatch=2")[0] == 0
+
+
+HEAD = """
+
+class Head(nn.Linear):
+    def __init__(self, dim, vocab_size):
+        super().__init__(dim, vocab_size)
+        self.norm = nn.BatchNorm1d(dim)
+
+    def forward(self, x):
+        return super().forward(self.norm(x.transpose(1, 2)).transpose(1, 2))
+"""
+
+
+def test_a_large_world_is_reduced(folder, verify):
+    code, out, err = verify(
+        *("--steps", "1", "--max-blocks", "2", "--max-ranks", "4", "--max-dim", "8"),
+        *("--set", "mesh.dp_shard=16", "--set", "mesh.dp_replicate=32", "--set", "train.global_batch=2048"),
+        *("--set", "model.args.dim=64"),
+    )
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:6] == [
+        "reduced: dp_replicate: 32 -> 2 ranks",
+        "reduced: dp_shard: 16 -> 2 ranks",
+        "reduced: train.global_batch: 2048 -> 8 sequences",
+        "reduced: data.seq_len: 16 -> 8",
+        "reduced: model.args.dim: 64 -> 8",
+        "reduced: blocks: 3 -> 2",
+    ]
+    assert "pp=1 x dp_replicate=2 x dp_shard=2 x cp=1 x tp=1 = 4 ranks, 1 steps, against one device" in out
+    assert "layers.1.weight" in out and "layers.2.weight" not in out
+
+
+def test_a_wrong_manifest_is_refused_before_ranks_start(folder, verify):
+    code, out, err = verify("--set", "sharding.fsdp2.zeero=3")
+    assert (code, out) == (2, "")
+    assert err.startswith('--set sharding.fsdp2.zeero=3: [sharding.fsdp2] unknown key "zeero"; did you mean "zero"?')
+
+
+def test_sizes_are_halved_and_heads_stay_wide(folder):
+    sizes = ("dim=8192", "num_layers=80", "num_heads=64", "num_kv_heads=8", "ffn_dim=28672", "vocab_size=128256")
+    overrides = [f"model.args.{size}" for size in sizes]
+    overrides += ["model.use=composer3d.models:llama", "data.use=synthetic", "data.vocab_size=128256"]
+    manifest = read_manifest("run.toml", [*overrides, "data.seq_len=4096"])
+    assert reduce_sizes(manifest, 64, {"tp": 4}) == {
+        "data.seq_len": (4096, 64),
+        "data.vocab_size": (128256, 512),
+        "model.args.dim": (8192, 64),
+        "model.args.num_heads": (64, 8),
+        "model.args.num_kv_heads": (8, 4),
+        "model.args.ffn_dim": (28672, 56),
+        "model.args.vocab_size": (128256, 512),
+    }
