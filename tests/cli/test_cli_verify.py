@@ -43,7 +43,8 @@ def test_a_right_manifest_is_proven(folder, verify):
         ("reduce_scatter", "dp_shard", 8, 8),
     ]
     own = report["own_dtype"]["gradients"]["max_rel"]
-    assert 0.0 < own <= report["tolerance"]["own"]["gradients"] < 0.5
+    limit = report["tolerance"]["own"]["gradients"]
+    assert 0.0 <= own <= limit and limit > 1e-3  # bfloat16 rounds as much
 
 
 def test_a_wrong_plugin_is_refuted(folder, verify):

@@ -372,3 +372,25 @@ def recorded():
 
 def test_flight_records_hold_collectives_by_the_names_of_their_groups():
     assert run_ranks(recorded, 4) == [True] * 4
+
+
+def test_a_recomputation_knows_that_it_is_in_a_backward():
+    seen = []
+
+    def function(x):
+        seen.append(torch_compat.in_backward())
+        return x.sin()
+
+    x = torch.ones(2, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(function, x, use_reentrant=False).sum().backward()
+    assert seen == [False, True] and not torch_compat.in_backward()
+
+
+def test_a_backward_under_a_mode_is_that_of_torch():
+    x, y = torch.ones(2, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+    torch_compat.run_backward((x.pow(2).sum(), y * 3), (None, torch.ones(3)))
+    assert x.grad.tolist() == [2.0, 2.0] and y.grad.tolist() == [3.0, 3.0, 3.0]
+    loss = (x * x).sum()
+    torch_compat.run_backward(loss, retain_graph=True, inputs=[x])
+    torch_compat.run_backward(loss, torch.tensor(0.5))
+    assert x.grad.tolist() == [5.0, 5.0]
