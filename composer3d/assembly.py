@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import gradients, guard, initialisation, mesh, torch_compat
+from composer3d import gradients, guard, initialisation, mesh, spans, torch_compat
 from composer3d.accumulation import Accumulation
 from composer3d.agreement import agree_on_plan
 from composer3d.context import Purpose, RunContext
@@ -344,6 +344,7 @@ def _freeze(
         microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
         sharded=streams.sharded,
     )
+    spans.watch_sharding(context)
     scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
 
     def frozen(hook: str) -> tuple[Callable[..., Any], ...]:

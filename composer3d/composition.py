@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import gradients
+from composer3d import gradients, spans
 from composer3d.assembly import Assembled, assemble
 from composer3d.batch import to_device
 from composer3d.errors import StepError
@@ -106,6 +106,7 @@ class Composition:
         if not assembled.has_schedule:
             module = self.parts[0].module
             module.register_forward_pre_hook(self._engine.enter_own_forward, with_kwargs=True)
+            spans.watch_own_forward(module, self.context, lambda: self._engine.is_own_forward)
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
@@ -178,7 +179,7 @@ class Composition:
 
     def steps(self, loader: Iterable[Any], *, start: int = 0) -> Iterator[Any]:
         """Yield the loader's batches, each in a step of its own, numbered from `start`."""
-        for number, batch in enumerate(loader, start):
+        for number, batch in enumerate(spans.waits(loader, self.context), start):
             with self.step(number):
                 yield batch
 
@@ -270,15 +271,17 @@ class Composition:
         Returns:
             The norm before, the same on every rank.
         """
-        return gradients.clip_norm_(
-            self._engine.gradients_ready("clip_grad_norm_"),
-            max_norm,
-            layout=self.context.layout,
-            norm_type=norm_type,
-            group=self._assembled.group,
-            device=self._assembled.control_device,
-            copies=self.context.copies(),
-        )
+        parameters = self._engine.gradients_ready("clip_grad_norm_")
+        with self.context.span("all_reduce", group="norm", axis="world"):
+            return gradients.clip_norm_(
+                parameters,
+                max_norm,
+                layout=self.context.layout,
+                norm_type=norm_type,
+                group=self._assembled.group,
+                device=self._assembled.control_device,
+                copies=self.context.copies(),
+            )
 
     # ---- around steps ------------------------------------------------------------------------------------------------
 

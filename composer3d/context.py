@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from composer3d.errors import StepError, TransformError
@@ -240,6 +241,16 @@ class RunContext:
         """
         assert self._sharded is not None, "the composition sets it"
         return self._sharded(site)
+
+    @property
+    def output(self) -> Path:
+        """The run's folder, which `[run] output` names; plugins write below it, and make it where it is not there."""
+        return self.manifest.output
+
+    @property
+    def has_recorders(self) -> bool:
+        """Whether spans go anywhere; who has to prepare something for them asks before."""
+        return bool(self._recorders)
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""

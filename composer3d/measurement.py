@@ -45,7 +45,8 @@ def measure(
 
     own = torch.tensor([metric.value for metric in metrics], dtype=torch.float64, device=device)
     everyone = [torch.empty_like(own) for _ in range(context.world_size)]
-    dist.all_gather(everyone, own)
+    with context.span("all_gather", group="metrics", axis="world"):
+        dist.all_gather(everyone, own)
     columns = zip(*(values.tolist() for values in everyone), strict=True)
     return {metric.name: _REDUCE[metric.reduction](values) for metric, values in zip(metrics, columns, strict=True)}
 

@@ -49,7 +49,7 @@ class Persistence:
             tensors |= more
         for prefix, stateful in self._stateful().items():
             state["states"][prefix] = _take_out(stateful.state_dict(), prefix, tensors)
-        with self._assembled.context.span("checkpoint"):
+        with self._assembled.context.span("checkpoint", action="save", asynchronous=asynchronous):
             tensors |= {key: _rewritten(tensor, order.model) for key, tensor, order in self._reordered(tensors)}
             if asynchronous:
                 self._saver = self._saver or checkpoint.AsyncSaver()
@@ -79,7 +79,8 @@ class Persistence:
             _take_out(value, prefix, tensors)
         reordered = self._reordered(tensors)
         tensors |= {key: tensor.clone() for key, tensor, _ in reordered}
-        checkpoint.load(path, tensors=tensors, allow_extra=() if optimizer is not None else ("optimizer/",))
+        with self._assembled.context.span("checkpoint", action="load"):
+            checkpoint.load(path, tensors=tensors, allow_extra=() if optimizer is not None else ("optimizer/",))
         for key, tensor, order in reordered:
             initialisation.place(tensor, order.stored(_full(tensors[key])))
         if optimizer is not None:

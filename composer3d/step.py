@@ -220,16 +220,23 @@ class StepEngine:
         return self.scaler.scale(loss) if self.scaler is not None else loss
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
-        loss, _ = self._ledger.settle(num_microbatches)
+        with self._context.span("all_reduce", group="loss", axis="world"):
+            loss, _ = self._ledger.settle(num_microbatches)
         if self._ledger.auxiliary:
             state.metrics["auxiliary_loss"] = self._ledger.auxiliary
         return loss
 
     # ---- a loop's own forward ----------------------------------------------------------------------------------------
 
+    @property
+    def is_own_forward(self) -> bool:
+        """Whether a forward that begins now is the loop's own, inside a step."""
+        return self.state is not None and not self._scheduled and not self._evaluating
+
     def enter_own_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start the random stream of a forward that the loop runs itself inside a step."""
-        if self.state is not None and not self._scheduled and not self._evaluating:
+        if self.is_own_forward:
+            assert self.state is not None, "inside a step"
             if self._own is None:  # else the step was announced with its target, or by its first backward
                 self._seen += self.identity((args, kwargs), own=True)
             # By forwards, not by backwards: two forwards before one backward draw different numbers.
@@ -261,7 +268,8 @@ class StepEngine:
 
     def _agree(self, counts: Sequence[int], identity: int, *, own: bool = False) -> None:
         assert self.state is not None, "inside a step"
-        totals = self._guard.agree(step=self.state.step, call=self._call, counts=counts, digest=identity, own=own)
+        with self._context.span("all_reduce", group="counts", axis="world"):
+            totals = self._guard.agree(step=self.state.step, call=self._call, counts=counts, digest=identity, own=own)
         self._call += 1
         self._equal = totals.equal
         self._ledger.announce(totals.count)
@@ -338,7 +346,8 @@ class StepEngine:
         if not names:
             return ()
         votes = [action.run(state) is not None for action in actions] + ([self._overflow] if self.scaler else [])
-        agreed = self._guard.any(votes)
+        with self._context.span("all_reduce", group="votes", axis="world"):
+            agreed = self._guard.any(votes)
         return tuple(name for name, veto in zip(names, agreed, strict=True) if veto)
 
     def parameters_loaded(self) -> None:

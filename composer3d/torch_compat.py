@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any, NamedTuple, cast
@@ -418,3 +418,15 @@ def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None 
     kept = again if retain_graph is None else retain_graph
     # The last two: parameters that are not reached are no error, and gradients are accumulated in them.
     engine._execution_engine.run_backward(several, tuple(starts), kept, again, targets, True, True)
+
+
+def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (group, all-gather, reduce-scatter) of a module that FSDP2 handles; torch only lets them be replaced.
+
+    One group a module in torch 2.11, a list of them from 2.13 on.
+    """
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+        if group is not None:
+            yield group, group._all_gather_comm, group._reduce_scatter_comm

@@ -52,6 +52,11 @@ class Manifest:
         return table
 
     @property
+    def output(self) -> Path:
+        """The run's folder: `[run] output`, else `runs/` and the manifest's name."""
+        return Path(getattr(self.tables.get("run"), "output", None) or f"runs/{self.document.stem}")
+
+    @property
     def degrees(self) -> dict[str, int | None]:
         """The degrees that `[mesh]` states, by axis."""
         names = [name for name in vars(self.mesh) if name != "gpus_per_node" and not name.startswith("_")]

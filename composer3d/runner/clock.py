@@ -25,6 +25,7 @@ class StepClock:
 
     def __init__(self, run: Composition, loader: Loader, *, flops_per_token: int) -> None:
         context = run.context
+        self._span = context.span
         self._loader, self._flops_per_token = loader, flops_per_token
         # Ranks that share a data-parallel coordinate read the same tokens.
         self._share = context.data_parallel_degree / context.world_size
@@ -41,7 +42,8 @@ class StepClock:
     def read(self, step: int) -> Batch:
         """Read a batch, and note how long the step had to wait for it."""
         before = time.perf_counter()
-        batch = self._loader.batch(step)
+        with self._span("data_wait", step=step):
+            batch = self._loader.batch(step)
         self._wait_s = time.perf_counter() - before
         return batch
 
@@ -55,7 +57,8 @@ class StepClock:
 
         tokens = int((batch.targets != -100).sum()) * self._share
         shared = torch.tensor([tokens, self._wait_s / self._world_size, float(stop)], dtype=torch.float64)
-        dist.all_reduce(shared)
+        with self._span("all_reduce", group="tokens", axis="world"):
+            dist.all_reduce(shared)
         num_tokens = round(float(shared[0]))
         time_s = time.perf_counter() - self._begin
         row |= {"tokens": num_tokens, "step_time_s": time_s, "tokens_per_s": num_tokens / time_s}

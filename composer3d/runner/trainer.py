@@ -57,7 +57,7 @@ class Outcome:
 
 def output_folder(manifest: Manifest) -> Path:
     """Return the folder that a run writes to: `[run] output`, else `runs/` and the manifest's name."""
-    return Path(manifest.tables["run"].output or f"runs/{manifest.document.stem}")
+    return manifest.output
 
 
 def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False) -> Outcome:

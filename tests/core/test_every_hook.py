@@ -361,7 +361,9 @@ def test_spans_are_nested_and_named():
         ("end", 3, "backward"),
     ]
     for spans in run_ranks(spans_of_a_step, 2):
-        assert spans == [
+        # Those of collectives are in test_spans.py.
+        phases = [span for span in spans if span[2] not in ("all_gather", "all_reduce", "reduce_scatter")]
+        assert phases == [
             ("begin", 1, "step", {"step": 3}),
             ("begin", 2, "forward_backward", {"microbatches": 2}),
             *inner,

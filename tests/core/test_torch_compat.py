@@ -394,3 +394,21 @@ def test_a_backward_under_a_mode_is_that_of_torch():
     torch_compat.run_backward(loss, retain_graph=True, inputs=[x])
     torch_compat.run_backward(loss, torch.tensor(0.5))
     assert x.grad.tolist() == [5.0, 5.0]
+
+
+def sharded_groups():
+    from torch import nn
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    found = {name: list(torch_compat.fsdp_groups(module)) for name, module in model.named_modules()}
+    (group, all_gather, reduce_scatter) = found[""][0]
+    names = {"mesh_info", "post_backward", "reduce_grads", "all_reduce_grads"}
+    callables = callable(all_gather) and callable(reduce_scatter)
+    return {name: len(groups) for name, groups in found.items()}, names <= set(dir(group)), callables
+
+
+def test_groups_of_sharded_units_are_found():
+    assert run_ranks(sharded_groups, 1) == [({"": 1, "0": 1, "1": 0}, True, True)]

@@ -146,7 +146,7 @@ class PipelineRuntime:
         def run_forward(index: int, *args: Any, **kwargs: Any) -> Any:
             self._restore_buffers()
             context.begin_microbatch(index, index == num_microbatches - 1, number)
-            with context.span("forward", microbatch=index, stage=number):
+            with context.span("forward", microbatch=index, stage=number, kind="F"):
                 return forward(index, *args, **kwargs)
 
         runner = runner_of(stage.submod)
@@ -154,7 +154,8 @@ class PipelineRuntime:
         def run_backward(index: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
             full_backward = full_backward or not runner.has_halves
             context.resume_microbatch(index, number)
-            with context.span("backward" if full_backward else "backward_input", microbatch=index, stage=number):
+            name, kind = ("backward", "B") if full_backward else ("backward_input", "I")
+            with context.span(name, microbatch=index, stage=number, kind=kind):
                 result = backward(index, *args, full_backward=full_backward, **kwargs)
             if full_backward:
                 context.end_microbatch()
@@ -164,7 +165,7 @@ class PipelineRuntime:
             if not runner.has_halves:
                 return None
             context.resume_microbatch(index, number)
-            with context.span("backward_weight", microbatch=index, stage=number):
+            with context.span("backward_weight", microbatch=index, stage=number, kind="W"):
                 result = weights(index, *args, **kwargs)
             context.end_microbatch()
             return result

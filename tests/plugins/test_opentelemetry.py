@@ -1,0 +1,446 @@
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+from composer3d_plugins.profiling.opentelemetry.courier import Counts
+from composer3d_plugins.profiling.opentelemetry.recorder import Batch, DeviceClock, Record, SpanRecorder
+from composer3d_plugins.profiling.opentelemetry.traces import Identity, merge
+from support.collectors import collector, oteltap
+from support.models import Net, composed, mean_loss, mine, one_step, padded, seeded, sum_loss
+from support.traces import read, tree
+
+from composer3d import ManifestError
+from composer3d.testing import count_collectives, run_ranks
+
+FSDP = "[sharding.fsdp2]\n"
+
+
+def table(folder=None, **options):
+    options = {**({"folder": str(folder)} if folder else {}), **options}
+    return "[profiling.opentelemetry]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items())
+
+
+def train(text, *, steps=2, microbatch=3, options=None, report=True):
+    """Train on a rank; return what became of its spans, and how long the steps took."""
+    run = composed(f"{text}\n[train]\nmicrobatch = {microbatch}\n", partial(seeded, **(options or {})))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
+    tokens, targets = padded()
+    times = []
+    for number, (x, y) in enumerate([(mine(run, tokens), mine(run, targets))] * steps):
+        started = time.perf_counter()
+        with run.step(number):
+            loss = run.forward_backward(x, target=y)
+            norm = run.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        times.append(time.perf_counter() - started)
+        if report:
+            row = {"loss": float(loss), "grad_norm": float(norm), "tokens": 7, "tokens_per_s": 1.0, "skipped_steps": 0}
+            run.report(number, row)
+    (session,) = [value for value in run.context.state.values() if hasattr(value, "courier")]
+    run.close()
+    return vars(session.counts), times
+
+
+# ---- numerics and collectives ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("detail", ["phase", "layer"])
+@pytest.mark.parametrize("layout", [FSDP, "[sharding.ddp]\n", "[mesh]\ndp_replicate = 2\n" + FSDP])
+def test_gradients_equal_one_device_and_collectives_stay(tmp_path, layout, detail):
+    world_size = 4 if "dp_replicate" in layout else 2
+    plain = run_ranks(partial(one_step, microbatch=1), world_size, layout)
+    for (*errors, counted), (*_, expected) in zip(
+        run_ranks(partial(one_step, microbatch=1), world_size, layout + table(tmp_path, detail=detail)),
+        plain,
+        strict=True,
+    ):
+        assert max(errors) < 1e-12
+        assert counted == expected
+
+
+def starting(text):
+    with count_collectives() as collectives:
+        composed(text).close()
+    return collectives.count("broadcast"), collectives.count()
+
+
+def test_the_start_costs_the_broadcast_of_the_traces_name(tmp_path):
+    """An object travels as its size and its bytes."""
+    plain = run_ranks(starting, 2, FSDP)
+    for (broadcasts, total), (before, all_before) in zip(
+        run_ranks(starting, 2, FSDP + table(tmp_path)), plain, strict=True
+    ):
+        assert (broadcasts - before, total - all_before) == (2, 2)
+
+
+# ---- what is traced --------------------------------------------------------------------------------------------------
+
+
+def test_one_trace_over_all_ranks(tmp_path):
+    run_ranks(train, 2, FSDP + table(tmp_path))
+    (zero, first), (one, second) = (read(tmp_path / f"rank-{rank}.jsonl") for rank in (0, 1))
+    (run,) = [span for span in first if span.name == "run"]
+    assert run.parent == "" and [span.name for span in second if span.name == "run"] == []
+    assert {span.trace for span in first + second} == {run.trace}
+    assert [resource["composer3d.mesh.dp_shard"] for resource in (zero, one)] == [0, 1]
+    assert zero["composer3d.manifest.sha256"] == one["composer3d.manifest.sha256"]
+    assert one["composer3d.rank"] == 1 and one["host.name"] and zero["process.pid"] != one["process.pid"]
+    for spans in (first, second):
+        steps = [span for span in spans if span.name == "step"]
+        assert [span.attributes for span in steps] == [{"step": 0}, {"step": 1}]
+        assert {span.parent for span in steps} == {run.id}
+        forward = ("forward", [("all_gather", [])])
+        backward = ("backward", [("all_gather", []), ("reduce_scatter", [])])
+        assert tree(spans, steps[0]) == (
+            "step",
+            [
+                ("all_reduce counts", []),
+                ("forward_backward", [forward, backward]),
+                ("all_reduce loss", []),
+                ("all_reduce norm", []),
+                ("optimizer", []),
+            ],
+        )
+
+
+def test_collectives_of_a_group_are_one_span_with_their_bytes(tmp_path):
+    run_ranks(train, 2, FSDP + table(tmp_path))
+    _, spans = read(tmp_path / "rank-0.jsonl")
+    # Rows are cut in two, and filled up where they are odd.
+    padded_bytes = sum(2 * -(-p.shape[0] // 2) * p[0].numel() for p in Net().parameters()) * 4
+    (gathers, *_) = [span for span in spans if span.name == "all_gather"]
+    # 2 micro-batches, 4 units each.
+    assert gathers.attributes["count"] == 2 * 4 and gathers.attributes["axis"] == "dp_shard"
+    assert gathers.attributes["bytes"] == 2 * padded_bytes
+    assert 0 < gathers.attributes["busy_ns"] <= gathers.end - gathers.start
+    (scatters, *_) = [span for span in spans if span.name == "reduce_scatter"]
+    assert scatters.attributes["count"] == 2 * 4 and "unit" not in scatters.attributes
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_every_action_of_a_pipeline(tmp_path, schedule):
+    text = f'[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "{schedule}"\n'
+    results = run_ranks(
+        partial(train, steps=1, options={"num_layers": 4}), 2, text + table(tmp_path, detail="microbatch")
+    )
+    stages = 2 if schedule == "1F1B" else 4
+    seen = Counter()
+    for rank, (counts, _) in enumerate(results):
+        _, spans = read(tmp_path / f"rank-{rank}.jsonl")
+        actions = [span.attributes for span in spans if "kind" in span.attributes]
+        seen.update((a["stage"], a["microbatch"], a["kind"]) for a in actions)
+        assert counts["made"] == counts["delivered"] == len(spans)
+    forwards = {(stage, microbatch) for stage, microbatch, kind in seen if kind == "F"}
+    assert forwards == {(stage, microbatch) for stage in range(stages) for microbatch in range(4)}
+    backwards = {(stage, microbatch) for stage, microbatch, kind in seen if kind in "BI"}
+    assert backwards == forwards and set(seen.values()) == {1}
+    assert any(kind == "W" for *_, kind in seen) == (schedule != "1F1B")
+
+
+def test_every_block(tmp_path):
+    run_ranks(partial(train, steps=1), 1, table(tmp_path, detail="layer"))
+    _, spans = read(tmp_path / "rank-0.jsonl")
+    by_id = {span.id: span for span in spans}
+    for name, inside, count in (("block", "forward", 4), ("block_backward", "backward", 4)):
+        blocks = [span for span in spans if span.name == name]
+        assert Counter(span.attributes["block"] for span in blocks) == {f"layers.{n}": count for n in range(3)}
+        assert {by_id[span.parent].name for span in blocks} == {inside}
+    (first, *_) = [span for span in spans if span.name == "backward"]
+    order = [span for span in spans if span.parent == first.id]
+    assert [span.attributes["block"] for span in sorted(order, key=lambda span: span.start)] == [
+        "layers.2",
+        "layers.1",
+        "layers.0",
+    ]
+
+
+def test_a_recomputed_block_has_its_recomputation_in_its_backward(tmp_path):
+    text = "[scheduling.activation_checkpoint]\n" + table(tmp_path, detail="layer")
+    run_ranks(partial(train, steps=1, microbatch=12), 1, text)
+    _, spans = read(tmp_path / "rank-0.jsonl")
+    for name in ("block", "block_backward"):
+        found = Counter(span.attributes["block"] for span in spans if span.name == name)
+        assert found == {f"layers.{n}": 1 for n in range(3)}
+
+
+def test_details_that_are_not_asked_for(tmp_path):
+    run_ranks(partial(train, steps=4), 1, table(tmp_path / "a", detail="step"))
+    _, spans = read(tmp_path / "a" / "rank-0.jsonl")
+    assert Counter(span.name for span in spans) == {"step": 4, "run": 1}
+    run_ranks(partial(train, steps=4), 1, table(tmp_path / "b", every=2))
+    _, spans = read(tmp_path / "b" / "rank-0.jsonl")
+    steps = {span.id: span.attributes["step"] for span in spans if span.name == "step"}
+    assert {steps[span.parent] for span in spans if span.name == "optimizer"} == {0, 2} and len(steps) == 4
+
+
+def test_the_launchers_trace_is_the_parent(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRACEPARENT", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01")
+    run_ranks(train, 2, FSDP + table(tmp_path))
+    spans = [span for rank in (0, 1) for span in read(tmp_path / f"rank-{rank}.jsonl")[1]]
+    assert {span.trace for span in spans} == {"0af7651916cd43dd8448eb211c80319c"}
+    assert [span.parent for span in spans if span.name == "run"] == ["b7ad6b7169203331"]
+
+
+def test_long_runs_rotate_with_links(tmp_path):
+    run_ranks(partial(train, steps=5), 2, FSDP + table(tmp_path, rotate_steps=2))
+    spans = [span for rank in (0, 1) for span in read(tmp_path / f"rank-{rank}.jsonl")[1]]
+    runs = sorted((span for span in spans if span.name == "run"), key=lambda span: span.attributes["segment"])
+    assert len({span.trace for span in runs}) == 3
+    first = {"traceId": runs[0].trace, "spanId": runs[0].id}
+    assert [span.links for span in runs] == [[], [first], [first]]
+    for number, run in enumerate(runs):
+        inside = [span for span in spans if span.name == "step" and span.parent == run.id]
+        assert sorted(span.attributes["step"] for span in inside) == sorted(
+            step for step in range(5) for _ in range(2) if step // 2 == number
+        )
+        assert {span.trace for span in inside} == {run.trace}
+
+
+def own_loop(folder, text):
+    run = composed(text, loss_fn=mean_loss)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = padded()
+    for x, y in run.steps([(tokens, targets)] * 2):
+        loss, count = sum_loss(run.model(x), y)
+        run.backward((loss, count))
+        optimizer.step()
+    run.save(folder / "checkpoint")
+    run.close(RuntimeError("the end"))
+
+
+def test_a_loop_of_ones_own(tmp_path):
+    run_ranks(own_loop, 1, tmp_path, table(tmp_path))
+    _, spans = read(tmp_path / "rank-0.jsonl")
+    (run,) = [span for span in spans if span.name == "run"]
+    (_, step) = [span for span in spans if span.name == "step"]
+    assert tree(spans, step) == (
+        "step",
+        [("forward", []), ("all_reduce counts", []), ("backward", []), ("all_reduce loss", []), ("optimizer", [])],
+    )
+    around = Counter(span.name for span in spans if span.parent == run.id)
+    assert around == {"step": 2, "data_wait": 3, "checkpoint": 1}
+
+
+# ---- collectors ------------------------------------------------------------------------------------------------------
+
+
+def test_a_real_receiver_gets_every_span_and_metric(tmp_path):
+    with oteltap(tmp_path) as (url, received):
+        results = run_ranks(train, 2, FSDP + table(exporter="otlp", endpoint=url))
+        made = sum(counts["made"] for counts, _ in results)
+        deadline = time.monotonic() + 10
+        while True:  # the receiver writes to its file in its own time
+            rows = [json.loads(line) for line in received.read_text().splitlines() if line.endswith("}")]
+            spans = [row for row in rows if "spanId" in row]
+            metrics = {row.get("name") for row in rows} - {span["name"] for span in spans}
+            if len(spans) >= made and len(metrics) > 6 or time.monotonic() > deadline:
+                break
+    assert len(spans) == made and len({span["traceId"] for span in spans}) == 1
+    assert sum(counts["delivered"] for counts, _ in results) == made
+    assert Counter(span["name"] for span in spans)["step"] == 4
+    names = {"loss", "tokens", "tokens_per_s", "grad_norm", "skipped_steps", "memory.resident", "spans.lost", "steps"}
+    assert {f"composer3d.{name}" for name in names} <= metrics
+
+
+def test_grpc_and_a_collector_that_refuses_some(tmp_path, capfd):
+    with collector("grpc") as (url, stop):
+        results = run_ranks(train, 2, FSDP + table(exporter="otlp", protocol="grpc", endpoint=url))
+        received = stop()
+    spans = [line.split() for line in received if not line.startswith("metric")]
+    assert len({trace for trace, _ in spans}) == 1
+    for counts, _ in results:
+        assert (counts["refused"], counts["delivered"]) == (2, counts["made"] - 2)
+    assert len(spans) == sum(counts["delivered"] for counts, _ in results)
+    assert "metric composer3d.loss" in received
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("dead", "could not be sent"),
+        ("error", "could not be sent"),
+        ("html", "what answers there is no OTLP collector: '<html><body>It works!"),
+        ("partial", "quota"),
+        ("silent", "could not be sent"),
+    ],
+)
+def test_bad_collectors_cost_nothing_and_are_told(kind, reason, tmp_path):
+    def rank(url):
+        import logging
+
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("composer3d_plugins.profiling.opentelemetry.courier").addHandler(handler)
+        text = table(exporter="otlp", endpoint=url, timeout_s=0.5, interval_s=0.01)
+        started = time.perf_counter()
+        counts, times = train(text, steps=20)
+        return counts, times, time.perf_counter() - started, told
+
+    if kind == "dead":
+        (counts, times, total, told) = run_ranks(rank, 1, "http://127.0.0.1:9")[0]
+    else:
+        with collector(kind) as (url, _):
+            (counts, times, total, told) = run_ranks(rank, 1, url)[0]
+    lost = Counts(**counts).lost
+    if kind == "partial":
+        assert (
+            counts["refused"] >= 2
+            and counts["made"] == counts["delivered"] + counts["refused"] == lost + counts["delivered"]
+        )
+    else:
+        assert counts["delivered"] == 0 and lost == counts["made"] + counts["unconverted"] + counts["overflowed"] > 0
+    # No step waits for an export, which takes half a second; closing waits for one at most.
+    assert sorted(times)[10] < 0.25 and total < 20 * 0.25 + 5
+    assert told and reason in told[-1] and f"{lost} spans are lost" in told[-1]
+
+
+def test_a_full_queue_drops_and_counts(tmp_path):
+    with collector("silent") as (url, _):
+        text = table(exporter="otlp", endpoint=url, timeout_s=0.5, interval_s=0.01, queue_size=20)
+        counts, _ = run_ranks(partial(train, steps=30), 1, text)[0]
+    assert counts["overflowed"] > 0 and counts["delivered"] == 0
+    everything = counts["overflowed"] + counts["unconverted"]
+    assert 0 < everything <= counts["recorded"]
+
+
+def test_the_console(tmp_path, capfd):
+    run_ranks(partial(train, steps=1), 1, table(exporter="console"))
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
+    assert {"step", "forward", "run"} <= {line.get("name") for line in lines}
+
+
+# ---- device times ----------------------------------------------------------------------------------------------------
+
+
+class Mark:
+    """A mark in the stream of a device that is `lag` behind the host; the device comes to marks when it is told."""
+
+    now_ms, reached_ms = 0.0, 0.0
+
+    def record(self):
+        self.at = Mark.now_ms + 5.0
+
+    def query(self):
+        return Mark.reached_ms >= self.at
+
+    def elapsed_time(self, later):
+        assert self.query() and later.query()
+        return later.at - self.at
+
+
+def test_marks_of_a_device_become_times_without_waiting():
+    Mark.now_ms = Mark.reached_ms = 0.0
+    batches = []
+    recorder = SpanRecorder(batches.append, make_event=Mark)
+    anchor = Mark()
+    anchor.record()
+    step = recorder.begin("step", {"step": 0})
+    Mark.now_ms = 1.0
+    forward = recorder.begin("forward", {})
+    Mark.now_ms = 3.0
+    recorder.end(forward)
+    wait = recorder.begin("data_wait", {})
+    recorder.end(wait)
+    recorder.end(step)
+    (batch,) = batches
+    assert [record.is_ready for record in batch.records] == [False, True, False]
+    Mark.reached_ms = 100.0
+    clock = DeviceClock(anchor, 1_000_000_000)
+    by_name = {merged.first.name: merged for merged in merge(batch.records, clock, together=True)}
+    assert (by_name["forward"].start_ns, by_name["forward"].end_ns) == (1_001_000_000, 1_003_000_000)
+    assert by_name["forward"].attributes == {"clock": "device"} and by_name["data_wait"].attributes == {}
+    clock.move_to(step.end_event)
+    assert clock.time_ns(forward.begin_event) == 1_001_000_000
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_has_device_times(tmp_path):
+    run_ranks(partial(train, steps=3), 1, table(tmp_path))
+    _, spans = read(tmp_path / "rank-0.jsonl")
+    assert {span.attributes.get("clock") for span in spans if span.name in ("forward", "step")} == {"device"}
+
+
+def test_spans_left_open_by_an_exception_end_with_what_is_around_them():
+    batches = []
+    recorder = SpanRecorder(batches.append)
+    step = recorder.begin("step", {"step": 0})
+    recorder.begin("forward", {})
+    recorder.end(step)
+    other = recorder.begin("step", {"step": 1})
+    recorder.end(other)
+    assert [[record.name for record in batch.records] for batch in batches] == [["step"], ["step"]]
+    assert other.parent is None and batches[1].num_steps == 2
+    assert isinstance(batches[0], Batch) and isinstance(other, Record)
+
+
+def test_every_rank_derives_the_same_segments():
+    identity = Identity.make(None)
+    assert Identity.make("not one").parent_id is None
+    assert identity.segment(0) is identity and identity.segment(3) == identity.segment(3)
+    assert len({identity.segment(number).trace_id for number in range(5)}) == 5
+
+
+# ---- state and refusals ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_opened_outside_a_run(tmp_path):
+    def checked():
+        run = composed(table(tmp_path / "none"), purpose="verify")
+        state, recorders = dict(run.context.state), run.context.has_recorders
+        run.report(0, {"loss": 1.0})
+        run.close()
+        return [type(value).__name__ for value in state.values()], recorders
+
+    assert run_ranks(checked, 1) == [([], False)] and not (tmp_path / "none").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"endpoint": "http://x"},
+            'endpoint has no effect with exporter = "file"; write exporter = "otlp"',
+        ),
+        (
+            {"exporter": "console", "headers": {"key": "x"}},
+            'headers has no effect with exporter = "console"; write exporter = "otlp"',
+        ),
+        (
+            {"exporter": "otlp", "folder": "x"},
+            'folder has no effect with exporter = "otlp"; write exporter = "file"',
+        ),
+    ],
+)
+def test_refusals(options, message):
+    def refused():
+        text = "[profiling.opentelemetry]\n" + "".join(
+            f'{key} = {{ key = "x" }}\n' if isinstance(value, dict) else f"{key} = {json.dumps(value)}\n"
+            for key, value in options.items()
+        )
+        with pytest.raises(ManifestError) as caught:
+            composed(text)
+        return str(caught.value)
+
+    (text,) = run_ranks(refused, 1)
+    assert text.endswith(f"run.toml:2:12: [profiling.opentelemetry] {message}")
+
+
+def test_an_exporter_that_is_not_installed_is_named(monkeypatch):
+    import composer3d_plugins.profiling.opentelemetry as plugin
+
+    def refused():
+        monkeypatch.setattr(plugin, "_MODULES", {"http": "opentelemetry.not_there.at_all"})
+        with pytest.raises(ManifestError) as caught:
+            composed(table(exporter="otlp"))
+        return str(caught.value)
+
+    assert run_ranks(refused, 1)[0].endswith(
+        'the OTLP exporter for http is not installed; pip install "composer3d[otlp]"'
+    )
