@@ -1,0 +1,188 @@
+"""Throughput: rates, percentiles of step times, utilisation, and the bandwidth of collectives."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import Field
+
+from composer3d import Batch, Metric, Recorder, Role, RunContext, StepAction, StepPoint, StepState, hookimpl, plugin
+
+__all__ = ["Throughput"]
+
+_GIB, _TERA = 2**30, 1e12
+
+
+@plugin(family="profiling")
+class Throughput:
+    """Report tokens/s, percentiles of step times, FLOP/s and utilisation, and what collectives move in a second.
+
+    Two conventions, named in the metrics. `model_6n`: 6 operations for every token and every parameter that multiplies
+    (2 forward, 4 backward), without attention and without recomputation; MFU is its share of the peak.
+    `hardware_counted`: the operations that torch counts in one real step, attention and recomputation included; HFU is
+    its share. Tokens are all positions of the batch, padding too, since all of them are computed.
+
+    Memory: the last `window` step times. Collectives: none of its own; its metrics travel with all others.
+    Source: Aakanksha Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, arXiv:2204.02311, 2022.
+
+    Args:
+        window: Steps over which percentiles are taken.
+        peak_tflops: Of one device in the dtype of the run; without it there is no MFU and no HFU.
+        count_step: The how-manieth step's operations are counted, which takes longer; the first is 1, 0 counts none.
+    """
+
+    window: int = Field(default=100, ge=1)
+    peak_tflops: float | None = Field(default=None, gt=0)
+    count_step: int = Field(default=2, ge=0)
+
+    @hookimpl
+    def composer3d_recorder(self, context: RunContext) -> Recorder:
+        """Time steps and collectives."""
+        meter = context.state[self] = _Meter(context, self)
+        return meter
+
+    @hookimpl
+    def composer3d_place_batch(self, context: RunContext, batch: Batch) -> None:
+        """Count the tokens of a training batch by its shape."""
+        context.state[self].batch(batch)
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
+        """Count the operations of one step."""
+        if not self.count_step:
+            return []
+        return [
+            StepAction(name="throughput.count", point=StepPoint.BEGIN, run=self._begin_counting),
+            StepAction(name="throughput.counted", point=StepPoint.BEFORE_OPTIMIZER, run=self._end_counting),
+        ]
+
+    @hookimpl
+    def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
+        """Give this rank's figures of the last step."""
+        meter: _Meter = context.state[self]
+        return meter.metrics()
+
+    @hookimpl
+    def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
+        """End counting, if a step broke off inside."""
+        if self in context.state:
+            context.state[self].stop_counting()
+
+    def _begin_counting(self, state: StepState) -> None:
+        state.context.state[self].start_counting()
+
+    def _end_counting(self, state: StepState) -> None:
+        state.context.state[self].stop_counting()
+
+
+class _Meter:
+    """A recorder that keeps sums."""
+
+    def __init__(self, context: RunContext, options: Throughput) -> None:
+        self._context, self._options = context, options
+        self._times: deque[float] = deque(maxlen=options.window)
+        # Ranks along tp and pp share a batch; each answers for its share of it, so that sums over ranks come out.
+        self._share = context.data_parallel_degree / context.world_size
+        self._axes = [axis for axis, degree in context.degrees.items() if degree > 1]
+        self._flops_per_token = 6.0 * _num_multiplying(context) / context.layout.degree(Role.TENSOR)
+        self._in_step = False
+        self._num_steps = self._tokens = self._counting_tokens = 0
+        self._counted_per_token: float | None = None
+        self._counter: Any = None
+        self._moved: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+
+    def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
+        if name == "step":
+            self._in_step, self._tokens = True, 0
+            self._moved.clear()
+            self._num_steps += 1
+        elif "bytes" not in attributes:
+            return None
+        return name, attributes, time.perf_counter_ns()
+
+    def end(self, token: Any) -> None:
+        if token is None:
+            return
+        name, attributes, started = token
+        elapsed = time.perf_counter_ns() - started
+        if name == "step":
+            self._in_step = False
+            self._times.append(elapsed / 1e9)
+        else:
+            sums = self._moved[attributes["axis"]]
+            sums[0] += attributes["bytes"]
+            sums[1] += elapsed
+
+    def batch(self, batch: Batch) -> None:
+        if self._in_step:
+            tensor = batch.target if hasattr(batch.target, "numel") else next(iter(batch.args), None)
+            self._tokens += tensor.numel() if tensor is not None and hasattr(tensor, "numel") else 0
+
+    def start_counting(self) -> None:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        if self._num_steps == self._options.count_step:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def stop_counting(self) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            if self._tokens:
+                self._counted_per_token = self._counter.get_total_flops() / self._tokens
+            self._counter = None
+
+    def metrics(self) -> list[Metric]:
+        """Return the figures; their names depend on the manifest alone."""
+        if not self._times:
+            return []
+        last, ordered = self._times[-1], sorted(self._times)
+        rate = self._tokens / last
+        result = [
+            Metric(name="throughput_tokens_per_s", value=rate * self._share, reduction="sum"),
+            *(
+                Metric(name=f"step_time_p{percent}_s", value=_percentile(ordered, percent), reduction="max")
+                for percent in (50, 95, 99)
+            ),
+        ]
+        for name, utilisation, per_token in (
+            ("model_6n", "mfu_6n", self._flops_per_token),
+            ("hardware_counted", "hfu_counted", self._counted_per_token),
+        ):
+            if per_token is not None:
+                result.append(Metric(name=f"{name}_tflops_per_s", value=rate * per_token / _TERA, reduction="sum"))
+                if self._options.peak_tflops is not None:
+                    share = rate * per_token / _TERA / self._options.peak_tflops
+                    result.append(Metric(name=utilisation, value=share, reduction="mean"))
+        # NCCL returns before the transfer is done: what the host sees there is no bandwidth.
+        for axis in self._axes if self._context.device.type == "cpu" else ():
+            moved, elapsed = self._moved[axis]
+            value = moved / _GIB / (elapsed / 1e9) if elapsed else 0.0
+            result.append(Metric(name=f"collective_gib_per_s_{axis}", value=value, reduction="mean"))
+        return result
+
+
+def _percentile(ordered: list[float], percent: int) -> float:
+    """Return the smallest value that so many percent are not above."""
+    return ordered[max(0, -(-len(ordered) * percent // 100) - 1)]
+
+
+def _num_multiplying(context: RunContext) -> int:
+    """Count parameters of this rank's parts in full, without tables that are only looked up."""
+    from torch import nn
+
+    total = 0
+    for part in context.parts:
+        modules = list(part.module.modules())
+        looked_up = {id(module.weight) for module in modules if isinstance(module, nn.Embedding)}
+        looked_up -= {
+            id(parameter)
+            for module in modules
+            if not isinstance(module, nn.Embedding)
+            for parameter in module.parameters(recurse=False)
+        }
+        total += sum(p.numel() for p in part.module.parameters() if id(p) not in looked_up)
+    return total

@@ -1,0 +1,60 @@
+"""Weights & Biases as a place for metrics."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from composer3d import PluginError, RunContext, hookimpl, plugin
+
+__all__ = ["Wandb"]
+
+
+@plugin(family="profiling", extra="wandb")
+class Wandb:
+    """Log every metric of every step to Weights & Biases, with the resolved manifest as the run's configuration.
+
+    Memory: that of the library's process on the first rank's machine. Collectives: none; the first rank logs.
+
+    Args:
+        project: The project; default: the library's.
+        name: The run's; default: the library makes one.
+        mode: `online` sends, `offline` writes into the run's folder for `wandb sync`.
+    """
+
+    project: str | None = None
+    name: str | None = None
+    mode: Literal["online", "offline"] = "online"
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse a run without the library."""
+        if importlib.util.find_spec("wandb") is None:
+            raise PluginError("wandb is not installed", hint='pip install "composer3d[wandb]"')
+
+    @hookimpl
+    def composer3d_metrics(self, context: RunContext, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand a step's row to the library, which sends it in its own time."""
+        if context.rank != 0 or context.purpose != "run":
+            return
+        if self not in context.state:
+            context.state[self] = self._start(context)
+        context.state[self].log(dict(metrics), step=step)
+
+    @hookimpl
+    def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
+        """Say how the run ended, and wait until the library has written it."""
+        if self in context.state:
+            context.state[self].finish(exit_code=0 if error is None else 1)
+
+    def _start(self, context: RunContext) -> Any:
+        context.output.mkdir(parents=True, exist_ok=True)
+        return importlib.import_module("wandb").init(
+            project=self.project,
+            name=self.name,
+            mode=self.mode,
+            dir=str(context.output),
+            config={"manifest": context.manifest.document.to_toml(), "layout": str(context.layout)},
+        )

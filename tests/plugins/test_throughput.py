@@ -1,0 +1,79 @@
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from composer3d_plugins.profiling.throughput import _percentile
+from support.models import Net, one_step
+from support.reporting import train
+
+from composer3d.testing import run_ranks
+
+FSDP, TABLE = "[sharding.fsdp2]\n", "[profiling.throughput]\npeak_tflops = 0.5\n"
+TOKENS = 12 * 5
+
+
+def multiplying(**options):
+    net = Net(**options)
+    return sum(p.numel() for p in net.parameters()) - (0 if options.get("tied") else net.tok.weight.numel())
+
+
+def test_gradients_equal_one_device_and_collectives_stay():
+    plain = run_ranks(partial(one_step, microbatch=3), 2, FSDP)
+    watched = run_ranks(partial(one_step, microbatch=3), 2, FSDP + TABLE + "count_step = 1\n")
+    for (*errors, counted), (*_, expected) in zip(watched, plain, strict=True):
+        assert max(errors) < 1e-12 and counted == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size"),
+    [("", 1), (FSDP, 2), ("[mesh]\npp = 2\n[scheduling.pipeline]\n", 2)],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_rates_are_of_the_whole_run(text, world_size, tied):
+    if tied and "pp" in text:
+        pytest.skip("copies of a tied weight are counted by both stages that multiply with it")
+    for rows, _ in run_ranks(partial(train, options={"tied": tied}), world_size, text + TABLE + "window = 1\n"):
+        row = rows[-1]
+        per_token = row["model_6n_tflops_per_s"] * 1e12 / row["throughput_tokens_per_s"]
+        # Ranks end a step at slightly different times.
+        assert per_token == pytest.approx(6 * multiplying(tied=tied), rel=0.3 if world_size > 1 else 1e-9)
+        assert row["mfu_6n"] == pytest.approx(row["model_6n_tflops_per_s"] / 0.5 / world_size, rel=1e-6)
+        # Every rank has its own time of the step; the percentile is the longest.
+        slowest = TOKENS / row["step_time_p50_s"]
+        assert row["throughput_tokens_per_s"] >= slowest * (1 - 1e-9)
+        assert world_size > 1 or row["throughput_tokens_per_s"] == pytest.approx(slowest)
+
+
+def counted(text):
+    rows, _ = train(text, steps=3)
+    return [row.get("hardware_counted_tflops_per_s", 0) * 1e12 / row["throughput_tokens_per_s"] for row in rows]
+
+
+def test_operations_are_counted_in_one_step_with_recomputation():
+    """Without attention, what multiplies is counted as 6 a weight; gradients of the first layer's input are not needed.
+
+    Recomputation does the forward of the blocks again: 2 a weight of theirs.
+    """
+    matrices = sum(p.numel() for name, p in Net().named_parameters() if p.ndim == 2 and name != "tok.weight")
+    (before, exact, after) = run_ranks(counted, 1, TABLE)[0]
+    assert before == 0 and exact == pytest.approx(after) == pytest.approx(6 * matrices)
+    blocks = sum(p.numel() for name, p in Net().named_parameters() if p.ndim == 2 and name.startswith("layers"))
+    (_, again, _) = run_ranks(counted, 1, TABLE + "[scheduling.activation_checkpoint]\n")[0]
+    assert again > exact and again <= 6 * matrices + 2 * blocks + 1e-6
+
+
+def test_bandwidth_of_every_axis():
+    text = "[mesh]\ndp_replicate = 2\n" + FSDP + TABLE
+    for rows, _ in run_ranks(train, 4, text):
+        names = {name for name in rows[-1] if name.startswith("collective")}
+        assert names == {"collective_gib_per_s_dp_replicate", "collective_gib_per_s_dp_shard"}
+        assert rows[-1]["collective_gib_per_s_dp_shard"] > 0
+
+
+def test_percentiles():
+    values = [float(n) for n in range(1, 101)]
+    assert [_percentile(values, percent) for percent in (50, 95, 99)] == [50.0, 95.0, 99.0]
+    assert _percentile([3.0], 99) == 3.0
+    rows, _ = run_ranks(partial(train, steps=5), 1, "[profiling.throughput]\nwindow = 2\ncount_step = 0\n")[0]
+    assert rows[-1]["step_time_p50_s"] <= rows[-1]["step_time_p95_s"] and "mfu_6n" not in rows[-1]

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import importlib.util
+from functools import partial
+
+import pytest
+from support.models import composed, one_step
+from support.reporting import train
+
+from composer3d import ManifestError
+from composer3d.testing import run_ranks
+
+FSDP, TABLE = "[sharding.fsdp2]\n", '[profiling.wandb]\nmode = "offline"\nproject = "test"\n'
+needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs the package wandb")
+
+
+@needs_wandb
+def test_gradients_equal_one_device_and_collectives_stay():
+    (*errors, counted) = run_ranks(partial(one_step, microbatch=3), 2, FSDP + TABLE)[0]
+    assert max(errors) < 1e-12
+    assert counted == run_ranks(partial(one_step, microbatch=3), 2, FSDP)[0][-1]
+
+
+@needs_wandb
+def test_every_metric_is_logged(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+
+    def logged():
+        return train(TABLE, inside=lambda run: dict(next(iter(run.context.state.values())).summary))
+
+    rows, summary = run_ranks(logged, 1)[0]
+    # The library takes the last step as done when it is finished.
+    assert summary.items() >= rows[-2].items()
+    assert len(list(tmp_path.glob("runs/run/wandb/offline-run-*/*.wandb"))) == 1
+
+
+def test_without_the_library(monkeypatch):
+    def refused():
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ManifestError) as caught:
+            composed(TABLE)
+        return str(caught.value)
+
+    assert run_ranks(refused, 1)[0].endswith('wandb is not installed; pip install "composer3d[wandb]"')
