@@ -117,7 +117,7 @@ class Persistence:
             buffers = {fqn: b for fqn, b in module.named_buffers() if fqn in persistent}
             for fqn, tensor in {**parameters, **buffers}.items():
                 # Of several copies on this rank the first one is the optimizer's; the others are filled from it.
-                result.setdefault(f"model/{first.get(fqn, fqn)}", tensor.detach())
+                result.setdefault(f"model/{first.get(fqn, fqn)}", checkpoint.unwrapped(tensor.detach()))
         return result
 
     def _reordered(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Order]]:
@@ -173,7 +173,7 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        tensors[key] = value.detach()
+        tensors[key] = checkpoint.unwrapped(value.detach())
         return {TENSOR: [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, Mapping):
         return {name: _take_out(item, f"{key}/{name}", tensors) for name, item in value.items()}

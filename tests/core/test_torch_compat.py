@@ -357,3 +357,22 @@ def test_an_unviewed_tensor_shares_memory_and_graph():
     assert not result._is_view() and result.data_ptr() == view.data_ptr()
     result.sum().backward()
     assert torch.equal(leaf.grad, torch.full((2, 3), 2.0))
+
+
+def test_torchao_is_imported_without_noise():
+    code = (
+        "from composer3d import torch_compat\n"
+        "print(torch_compat.import_torchao('torchao.float8').convert_to_float8_training.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "convert_to_float8_training\n", "")
+    assert torch_compat.import_torchao("torchao.float8").__name__ == "torchao.float8"
+
+
+def test_tensors_are_gathered_under_either_name():
+    def gathered():
+        output = torch.empty(4)
+        torch_compat.all_gather_single(output, torch.full((2,), float(dist.get_rank())), group=dist.group.WORLD)
+        return output.tolist()
+
+    assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
