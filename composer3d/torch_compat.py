@@ -390,3 +390,10 @@ def all_gather_single(output: Any, piece: Any, *, group: Any, async_op: bool = F
 
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, piece, group=group, async_op=async_op)
+
+
+def with_local(tensor: Any, local: Any) -> Any:
+    """Return a DTensor laid out as another one, on memory that `from_local` would move to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False)

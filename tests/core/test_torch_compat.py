@@ -376,3 +376,17 @@ def test_tensors_are_gathered_under_either_name():
         return output.tolist()
 
     assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def test_a_layout_is_given_to_other_memory():
+    def other():
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        tensor = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        local = tensor.to_local() + 10
+        made = torch_compat.with_local(tensor, local)
+        return made.to_local().data_ptr() == local.data_ptr(), made.placements == tensor.placements, full(made)
+
+    for same, placed, value in run_ranks(other, 2):
+        assert same and placed
+        assert value.tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
