@@ -34,7 +34,7 @@ if TYPE_CHECKING:
         TransformError,
     )
     from composer3d.evaluation import Evaluation
-    from composer3d.manifest import Manifest, load_manifest
+    from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
     from composer3d.patterns import select as select_fqns
     from composer3d.preparation import PlanRow
@@ -82,7 +82,7 @@ _MODULES = {
         "TransformError",
     ),
     "evaluation": ("Evaluation",),
-    "manifest": ("Manifest", "load_manifest"),
+    "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "preparation": ("PlanRow",),
     "protocol": (
@@ -157,6 +157,7 @@ __all__ = [
     "load_manifest",
     "map_tensors",
     "plugin",
+    "resolve_reference",
     "select_fqns",
     "torch_compat",
 ]

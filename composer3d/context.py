@@ -45,6 +45,7 @@ class RunContext:
         parts: This rank's stages, once the model is split.
         split: The answer to `composer3d_split`, if a plugin gave one.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
+        own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class RunContext:
         self.fqns: tuple[str, ...] = ()
         self.parameter_fqns: tuple[str, ...] = ()
         self.ties: tuple[tuple[str, ...], ...] = ()
+        self.own_units: tuple[str, ...] = ()
         self.state: dict[Any, Any] = {}
         self.parts: tuple[Part, ...] = ()
         self.split: Split | None = None
@@ -173,7 +175,8 @@ class RunContext:
         """Return the FQNs of the modules that data parallelism handles as one, the root ("") last.
 
         Args:
-            patterns: Of the units inside the root; None takes the blocks, or the root alone where there are none.
+            patterns: Of the units inside the root; None takes the blocks, or the root alone where there are none. The
+                modules in `own_units` are units as well.
 
         Raises:
             PatternError: A pattern matches nothing.
@@ -181,7 +184,7 @@ class RunContext:
         if patterns is None:
             patterns = () if self._blocks is None else (self._blocks,)
         found = [fqn for pattern in patterns for fqn in select_fqns(pattern, self.fqns)]
-        return [*dict.fromkeys(found), ""]
+        return [*(fqn for fqn in dict.fromkeys([*found, *self.own_units]) if fqn), ""]
 
     def select(self, model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
         """Return the modules of `model` that match.

@@ -243,7 +243,9 @@ class HookSpecs:
             groups: Parameter groups with all hyperparameters.
 
         Returns:
-            A real `torch.optim.Optimizer`, or None.
+            A real `torch.optim.Optimizer`, or None. If its state is not plain tensors cut as their parameters are, it
+            has a method `plain_state(*, write: bool)` that returns a context in which it is, for checkpoints; with
+            `write` what was filled in is taken back at the end.
         """
 
     # ---- communication -----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,10 @@ class Persistence:
 
     def save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
         """Save everything; see `Composition.save`."""
+        with _plain_state(optimizer, write=False):
+            self._save(path, optimizer, asynchronous=asynchronous)
+
+    def _save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
         tensors: dict[str, Tensor] = self._model_tensors()
         state: dict[str, Any] = {"format": FORMAT, "states": {}}
         if optimizer is not None:
@@ -68,6 +73,15 @@ class Persistence:
             raise CheckpointError(f"{path}: holds no optimizer state, and this run has an optimizer")
         if optimizer is not None:
             checkpoint.match_optimizer_state(optimizer, self._parameters(), saved)
+        with _plain_state(optimizer, write=True):
+            self._fill(path, state, optimizer, tensors)
+
+    def _fill(
+        self, path: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, tensors: dict[str, Tensor]
+    ) -> None:
+        """Read into everything that exists now."""
+        saved: Mapping[str, Any] = state.get("optimizer", {})
+        if optimizer is not None:
             tensors |= checkpoint.optimizer_tensors(optimizer, self._parameters())[0]
         stateful = self._stateful()
         self._refuse_other_states(path, set(stateful), set(state["states"]))
@@ -118,7 +132,7 @@ class Persistence:
             buffers = {fqn: b for fqn, b in module.named_buffers() if fqn in persistent}
             for fqn, tensor in {**parameters, **buffers}.items():
                 # Of several copies on this rank the first one is the optimizer's; the others are filled from it.
-                result.setdefault(f"model/{first.get(fqn, fqn)}", tensor.detach())
+                result.setdefault(f"model/{first.get(fqn, fqn)}", checkpoint.unwrapped(tensor.detach()))
         return result
 
     def _reordered(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Order]]:
@@ -151,6 +165,18 @@ class Persistence:
             raise CheckpointError(f'{path}: holds the state "{extra[0]}", which nothing in this run takes')
 
 
+def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]:
+    """Open a context in which an optimizer's state is plain tensors, cut as their parameters are.
+
+    An optimizer that keeps its state in another form, or elsewhere, has a method `plain_state(write=...)` that returns
+    it; with `write` it takes the values back at the end.
+    """
+    if not hasattr(optimizer, "plain_state"):
+        return nullcontext()
+    opened: AbstractContextManager[None] = optimizer.plain_state(write=write)
+    return opened
+
+
 def _full(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
@@ -174,7 +200,7 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     import torch
 
     if isinstance(value, torch.Tensor):
-        tensors[key] = value.detach()
+        tensors[key] = checkpoint.unwrapped(value.detach())
         return {TENSOR: [list(value.shape), str(value.dtype).removeprefix("torch.")]}
     if isinstance(value, Mapping):
         return {name: _take_out(item, f"{key}/{name}", tensors) for name, item in value.items()}

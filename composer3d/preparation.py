@@ -226,6 +226,8 @@ def _select(preparation: Preparation) -> None:
         with _located(problems, partial(_at_plugin, registered, context)):
             fqns = tuple(transform.select(preparation.model, context) or ())
             _check_selection(transform, fqns, context)
+            if transform.own_units:
+                context.own_units += fqns
             preparation.selected.append((transform, fqns))
 
 

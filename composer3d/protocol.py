@@ -174,7 +174,7 @@ class GradScaler(Protocol):
         """Divide this rank's gradients; tell whether one of them was not finite."""
 
     def update(self, skipped: bool) -> None:
-        """Adapt the scale after a step that was, or was not, skipped on all ranks."""
+        """Adapt the scale after a step that was, or was not, skipped on all ranks because some rank found overflow."""
 
 
 class Stateful(Protocol):

@@ -336,7 +336,7 @@ class StepEngine:
             for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
                 self._at(point)
         if self.scaler is not None:
-            self.scaler.update(bool(state.vetoes))
+            self.scaler.update("grad_scaler" in state.vetoes)
         return None if state.vetoes else result
 
     def _decide(self, state: StepState) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -430,3 +431,36 @@ def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
     for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
         if group is not None:
             yield group, group._all_gather_comm, group._reduce_scatter_comm
+
+
+def import_torchao(name: str) -> Any:
+    """Import a module of torchao without its noise.
+
+    It logs that it cannot load kernels of other devices, and registers an enum as torch 2.13 warns not to (torchao
+    0.17-0.18).
+    """
+    import importlib
+    import warnings
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return importlib.import_module(name)
+    finally:
+        logging.disable(before)
+
+
+def all_gather_single(output: Any, piece: Any, *, group: Any, async_op: bool = False) -> Any:
+    """Gather equal tensors into one; torch 2.13 deprecates the name that torch 2.11 has."""
+    import torch.distributed as dist
+
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, piece, group=group, async_op=async_op)
+
+
+def with_local(tensor: Any, local: Any) -> Any:
+    """Return a DTensor laid out as another one, on memory that `from_local` would move to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False)

@@ -70,6 +70,8 @@ class Transform:
         before: Names of transforms of the same phase that come later, where present.
         rows: Says, after `select`, what is done to which of the selected modules: FQNs by label, one row of the plan
             each, named `name.label`.
+        own_units: Data-parallel plugins take each of the selected modules as a unit of its own, beside those they were
+            told; only in phases before DATA.
     """
 
     name: str
@@ -83,6 +85,7 @@ class Transform:
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     rows: Callable[[Any], Mapping[str, Sequence[str]]] | None = None
+    own_units: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from composer3d.checkpoint.optimizer_state import (
 )
 from composer3d.checkpoint.reader import TensorInfo, contents, read_tensor, read_tensors
 from composer3d.checkpoint.state_file import read_state
+from composer3d.checkpoint.wrappers import unwrapped
 from composer3d.checkpoint.writer import AsyncSaver, save
 
 __all__ = [
@@ -30,4 +31,5 @@ __all__ = [
     "read_tensor",
     "read_tensors",
     "save",
+    "unwrapped",
 ]

@@ -412,3 +412,36 @@ def sharded_groups():
 
 def test_groups_of_sharded_units_are_found():
     assert run_ranks(sharded_groups, 1) == [({"": 1, "0": 1, "1": 0}, True, True)]
+
+
+def test_torchao_is_imported_without_noise():
+    code = (
+        "from composer3d import torch_compat\n"
+        "print(torch_compat.import_torchao('torchao.float8').convert_to_float8_training.__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "convert_to_float8_training\n", "")
+    assert torch_compat.import_torchao("torchao.float8").__name__ == "torchao.float8"
+
+
+def test_tensors_are_gathered_under_either_name():
+    def gathered():
+        output = torch.empty(4)
+        torch_compat.all_gather_single(output, torch.full((2,), float(dist.get_rank())), group=dist.group.WORLD)
+        return output.tolist()
+
+    assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def test_a_layout_is_given_to_other_memory():
+    def other():
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        tensor = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
+        local = tensor.to_local() + 10
+        made = torch_compat.with_local(tensor, local)
+        return made.to_local().data_ptr() == local.data_ptr(), made.placements == tensor.placements, full(made)
+
+    for same, placed, value in run_ranks(other, 2):
+        assert same and placed
+        assert value.tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import Net, composed, mine, one_step, padded, seeded
+from torch import nn
 
 from composer3d import ManifestError
 from composer3d.testing import run_ranks
@@ -10,7 +11,15 @@ from composer3d.testing import run_ranks
 TIGHT = 1e-12
 AC = "[scheduling.activation_checkpoint]\n"
 FSDP = "[sharding.fsdp2]\n"
-MODES = ["", "every = 2\n", 'mode = "selective"\n', 'mode = "selective"\nsave = ["aten.tanh"]\n']
+SELECTIVE = 'mode = "selective"\n'
+EVERY_SECOND = SELECTIVE + 'policy = "every_second_product"\n'
+OWN = SELECTIVE + 'policy = "plugins.test_activation_checkpoint:keep_tanh"\n'
+MODES = ["", "every = 2\n", SELECTIVE, SELECTIVE + 'save = ["aten.tanh"]\n', EVERY_SECOND, OWN]
+
+
+def keep_tanh(operator, *args, **kwargs):
+    """A user's policy."""
+    return operator is torch.ops.aten.tanh.default
 
 
 def step_with(text, microbatch=None, options=None):
@@ -56,10 +65,47 @@ def operations(mode):
         (AC + "every = 2", 7 + 2, 3 + 2),
         (AC + 'mode = "selective"', 7, 3 + 3),
         (AC + 'mode = "selective"\nsave = ["aten.tanh"]', 7 + 3, 3),
+        (AC + OWN, 7 + 3, 3),
+        (AC + SELECTIVE + 'policy = "expensive"', 7, 3 + 3),
+        (AC + SELECTIVE + 'policy = "attention"', 7 + 3, 3 + 3),
+        # Of a block's two products the first is kept; the second is its last operation, whose result nothing needs.
+        (AC + EVERY_SECOND, 7, 3 + 3),
     ],
 )
 def test_what_is_recomputed(mode, products, tanhs):
     assert run_ranks(operations, 1, mode)[0] == (products, tanhs)
+
+
+class ThreeProducts(nn.Module):
+    """A chain, of whose products all but the last are needed again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(*(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh()) for _ in range(5))) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x + 0.0
+
+
+def products(mode):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    run = composed(mode, seeded(ThreeProducts), loss_fn=lambda y, _: y.sum())
+    rows = torch.ones(2, 4)
+    with FlopCounterMode(display=False) as counter, run.step(0):
+        run.forward_backward(rows, target=rows)
+    run.close()
+    return counter.get_total_flops() // (2 * 2 * 4 * 4)
+
+
+@pytest.mark.parametrize(("mode", "more"), [("", 10), (SELECTIVE, 0), (EVERY_SECOND, 4)])
+def test_every_second_product_is_recomputed(mode, more):
+    # Two blocks of five products: the second and the fourth of each.
+    assert run_ranks(products, 1, AC + mode)[0] - run_ranks(products, 1, "")[0] == more
 
 
 def test_collectives_of_fsdp2_are_not_repeated():
@@ -114,6 +160,28 @@ def refusal(text):
         (
             'mode = "selective"\nsave = ["aten.mmm"]',
             ':2:13: [scheduling.activation_checkpoint] save names the operator "aten.mmm", which torch does not have',
+        ),
+        (
+            'policy = "attention"',
+            ':2:13: [scheduling.activation_checkpoint] policy has no effect with mode = "full"; write mode = '
+            '"selective"',
+        ),
+        (
+            SELECTIVE + 'policy = "attention"\nsave = ["aten.mm"]',
+            ":2:13: [scheduling.activation_checkpoint] policy and save both say what is kept; leave one of them out",
+        ),
+        (
+            SELECTIVE + 'policy = "attn"',
+            ':2:13: [scheduling.activation_checkpoint] policy = "attn" is not one of expensive, attention, '
+            "every_second_product, nor a function as module:function",
+        ),
+        (
+            SELECTIVE + 'policy = "math:pi"',
+            ':2:13: [scheduling.activation_checkpoint] policy = "math:pi" is no function',
+        ),
+        (
+            SELECTIVE + 'policy = "math:pie"',
+            ':2:13: [scheduling.activation_checkpoint] module "math" has no "pie"; did you mean "pi"?',
         ),
         (
             'units = ["blocks.*"]',

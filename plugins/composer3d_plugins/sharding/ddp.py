@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
-    Dtypes,
     Phase,
     PluginError,
     Role,
@@ -137,7 +136,7 @@ class DDP:
         if self.broadcast_buffers:
             group = context.mesh["dp_replicate"].get_group()
             model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, group))
-        _compute_in(model, context.dtypes(""))
+        _compute_in(model, context)
         torch_compat.replicate_buckets(model, device_mesh=context.mesh["dp_replicate"], **options)
         return list(fqns)
 
@@ -155,19 +154,19 @@ class DDP:
                 module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
 
 
-def _compute_in(model: nn.Module, dtypes: Dtypes) -> None:
-    """Let every module compute on its parameters in `dtypes.param`, cast anew in each forward.
+def _compute_in(model: nn.Module, context: RunContext) -> None:
+    """Let every module compute on its parameters in the dtype asked for, cast anew in each forward.
 
     DistributedDataParallel's own mixed precision needs to hold the model's forward. The casts are inside the modules'
     forwards, not in hooks around a unit, so that recomputation repeats them; through them gradients reach the float32
     weights.
     """
-    if dtypes.param is not None:
-        for module in model.modules():
-            if any(parameter is not None for parameter in module._parameters.values()):
-                module.forward = _casting(module, module.forward, dtypes.param)
-    if dtypes.output is not None:
-        model.register_forward_hook(lambda _, args, output: _cast(output, dtypes.output))
+    for fqn, module in model.named_modules():
+        dtypes = context.dtypes(fqn)
+        if dtypes.param is not None and any(parameter is not None for parameter in module._parameters.values()):
+            module.forward = _casting(module, module.forward, dtypes.param)
+        if dtypes.output is not None:
+            module.register_forward_hook(lambda _, args, output, dtype=dtypes.output: _cast(output, dtype))
 
 
 def _casting(module: nn.Module, forward: Callable[..., Any], dtype: torch.dtype) -> Callable[..., Any]:

@@ -1,0 +1,187 @@
+"""Linear layers multiplied in float8, by torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from composer3d import (
+    Phase,
+    PluginError,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    Transform,
+    hookimpl,
+    plugin,
+    torch_compat,
+)
+from composer3d_plugins.precision.float8.gather import gather_as_bytes, needs_bytes, precompute_scales
+from composer3d_plugins.precision.float8.layers import choose, convert
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@plugin(family="precision")
+class Float8:
+    """Multiply the matrices of linear layers in float8; weights, gradients and the optimizer stay as they are.
+
+    Every operand is scaled so that its largest element is the largest of float8. The recipes differ in what has a scale
+    of its own: "tensorwise" a whole tensor, "rowwise" every row, "rowwise_with_gw_hp" every row, and the gradients of
+    weights are computed in the dtype of the activations. Where the device has no float8 products they are emulated by
+    rounding to float8 and multiplying in the wider dtype, and the plan says so.
+    Memory: float8 copies of the operands of the layer at work.
+    Collectives: none of its own under data parallelism alone. all_gather = true: FSDP2 gathers converted weights as one
+        byte an element, and after every optimizer step one all-reduce a mesh agrees on their scales. Under tp the
+        scales of cut tensors are agreed by all-reduces of one number, or one a row, for every cut operand and product.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433; torchao.float8.
+
+    Args:
+        recipe: What has a scale of its own.
+        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose
+            dims are multiples of 16, as the hardware needs.
+        exclude: Patterns of those that are left as they are.
+        min_dim: Leave layers whose input or output is smaller.
+        auto: Leave layers that are too small to gain anything, by torchao's thresholds for the recipe.
+        all_gather: FSDP2 gathers weights in float8. Only with "tensorwise".
+        emulate: Emulate, or not; default: where the device has no float8 products.
+    """
+
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    modules: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    min_dim: int | None = Field(default=None, ge=1)
+    auto: bool = False
+    all_gather: bool = False
+    emulate: bool | None = None
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse what torchao does not have."""
+        if self.all_gather and self.recipe != "tensorwise":
+            raise PluginError(
+                f'all_gather = true needs one scale a weight, and recipe = "{self.recipe}" has one a row; a rank holds '
+                "only some of a weight's rows",
+                hint='write recipe = "tensorwise", or leave all_gather out',
+            )
+        if self.auto and self.recipe == "rowwise_with_gw_hp":
+            raise PluginError(
+                'auto = true has no thresholds for recipe = "rowwise_with_gw_hp": none were measured',
+                hint="state min_dim, modules or exclude",
+            )
+        if self.emulate is False and not _has_products(context.device):
+            raise PluginError(
+                f"emulate = false, and this device ({_name(context.device)}) has no float8 products",
+                hint="leave emulate out; the plan says where products are emulated",
+            )
+
+    @hookimpl
+    def composer3d_convert(self, context: RunContext) -> list[Transform]:
+        """Convert the layers; FSDP2 gathers them as bytes where the backend knows no float8."""
+        return list(self._transforms())
+
+    def _transforms(self) -> Iterator[Transform]:
+        reason = "weights are gathered in float8 by FSDP2; nothing else gathers them"
+        yield Transform(
+            name="float8",
+            phase=Phase.CONVERT,
+            select=self._select,
+            apply=self._apply,
+            rows=self._rows,
+            requires={"fsdp2": f"all_gather = true: {reason}"} if self.all_gather else {},
+        )
+        if self.all_gather:
+            yield Transform(
+                name="float8.all_gather",
+                phase=Phase.COMMUNICATE,
+                select=lambda model, context: context.units(None),
+                apply=_apply_gather,
+            )
+            # Otherwise the first step would scale each rank's cut along tp by itself, and all others the whole.
+            yield Transform(
+                name="float8.scales",
+                phase=Phase.MATERIALISE,
+                select=lambda model, context: context.state[self],
+                apply=_apply_scales,
+            )
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> StepAction | None:
+        """Agree on the scales of weights once they are final."""
+        if not self.all_gather:
+            return None
+        return StepAction(name="float8", point=StepPoint.PARAMETERS_FINAL, run=_precompute)
+
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        chosen = choose(
+            model,
+            context.fqns,
+            recipe=self.recipe,
+            modules=self.modules,
+            exclude=self.exclude,
+            min_dim=self.min_dim or 1,
+            auto=self.auto,
+        )
+        context.state[self] = chosen
+        return chosen
+
+    def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
+        label = f"{self.recipe}_emulated" if self._emulates(context.device) else self.recipe
+        return {label: context.state[self]}
+
+    def _emulates(self, device: torch.device) -> bool:
+        return not _has_products(device) if self.emulate is None else self.emulate
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        float8: Any = torch_compat.import_torchao("torchao.float8")
+        recipe = float8.Float8LinearConfig.from_recipe_name(self.recipe)
+        config = replace(recipe, emulate=self._emulates(context.device))
+        gathered = replace(config, enable_fsdp_float8_all_gather=True) if self.all_gather else config
+        tied = {fqn for group in context.ties for fqn in group}
+        for fqn in fqns:
+            # A tied weight is also what an embedding looks up, in full precision.
+            convert(model.get_submodule(fqn), config if f"{fqn}.weight" in tied else gathered)
+        return list(fqns)
+
+
+def _apply_gather(model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+    if needs_bytes(context.mesh["dp_shard"].get_group()):
+        gather_as_bytes(model)
+    cut = tuple(axis for axis in ("dp_shard", "tp") if context.degrees[axis] > 1)
+    if len(cut) > 1:
+        # DTensor takes the largest over both axes in one all-reduce where they are known as one.
+        torch_compat.flatten(context.mesh[cut], "float8_scales")
+    return list(fqns)
+
+
+def _apply_scales(model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+    precompute_scales(model)
+    return list(fqns)
+
+
+def _precompute(state: StepState) -> None:
+    for part in state.parts:
+        precompute_scales(part.module)
+
+
+def _has_products(device: torch.device) -> bool:
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _name(device: torch.device) -> str:
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    return torch.cuda.get_device_name(device)

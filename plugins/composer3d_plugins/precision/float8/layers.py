@@ -1,0 +1,118 @@
+"""Which linear layers are converted, and how a module becomes another in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import PluginError, select_fqns, torch_compat
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["choose", "convert", "is_worthwhile"]
+
+MULTIPLE = 16
+
+
+def choose(
+    model: nn.Module,
+    fqns: Sequence[str],
+    *,
+    recipe: str,
+    modules: Sequence[str] | None,
+    exclude: Sequence[str],
+    min_dim: int,
+    auto: bool,
+) -> list[str]:
+    """Return the FQNs of the layers to convert.
+
+    Args:
+        model: The whole one.
+        fqns: Of its modules.
+        recipe: The recipe.
+        modules: Patterns; None takes every linear layer whose dims are multiples of 16.
+        exclude: Patterns of what is left out.
+        min_dim: Elements.
+        auto: Whether thresholds decide as well.
+
+    Raises:
+        PatternError: A pattern matches nothing.
+        PluginError: A layer that was named cannot be converted, or none is left.
+    """
+    linear = {fqn: module for fqn, module in model.named_modules() if _is_linear(module)}
+    chosen = [fqn for fqn in linear if not _odd(linear[fqn])] if modules is None else []
+    for pattern in modules or ():
+        inside = [fqn for name in select_fqns(pattern, fqns) for fqn in linear if f"{fqn}.".startswith(f"{name}.")]
+        if not inside:
+            raise PluginError(f'the pattern "{pattern}" matches modules without linear layers')
+        for fqn in inside:
+            if _odd(linear[fqn]):
+                raise PluginError(
+                    f'"{fqn}" is a linear layer of {linear[fqn].in_features} x {linear[fqn].out_features}; '
+                    f"float8 products need multiples of {MULTIPLE}",
+                    hint="exclude it",
+                )
+        chosen += inside
+    left_out = {
+        fqn
+        for pattern in exclude
+        for name in select_fqns(pattern, fqns)
+        for fqn in linear
+        if f"{fqn}.".startswith(f"{name}.")
+    }
+    result = [
+        fqn
+        for fqn in dict.fromkeys(chosen)
+        if fqn not in left_out
+        and min(linear[fqn].in_features, linear[fqn].out_features) >= min_dim
+        and (not auto or is_worthwhile(linear[fqn].in_features, linear[fqn].out_features, recipe=recipe))
+    ]
+    if not result:
+        raise PluginError(
+            f"no layer is left to convert: of {len(linear)} linear layers, {len(chosen)} are named or have dims that "
+            f"are multiples of {MULTIPLE}, and exclude, min_dim or auto leave out the rest"
+        )
+    return result
+
+
+def is_worthwhile(in_features: int, out_features: int, *, recipe: str) -> bool:
+    """Tell whether a layer gains by float8, by the thresholds that torchao measured on H100.
+
+    Source: torchao.float8, performance tables of its README and `_auto_filter_for_recipe`.
+    """
+    if in_features % MULTIPLE or out_features % MULTIPLE:
+        return False
+    if recipe == "tensorwise":
+        return not (in_features <= 4096 and out_features <= 1024)
+    return out_features > 2048 and in_features > 1024 and not (out_features <= 4096 and in_features <= 2048)
+
+
+def convert(module: Any, config: Any) -> None:
+    """Let a linear layer compute as torchao's does.
+
+    The module stays the object that it is, so that hooks on it and other names of it stay too.
+    """
+    from torch import nn
+
+    float8: Any = torch_compat.import_torchao("torchao.float8")
+    holder = nn.Module()
+    holder.add_module("linear", module)
+    # torchao swaps children of what it is given, and prepares the compiler.
+    made: Any = float8.convert_to_float8_training(holder, config=config).linear
+    for name, value in vars(made).items():
+        if name not in vars(module):
+            setattr(module, name, value)
+    module.weight = made.weight
+    module.__class__ = type(made)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Leave subclasses alone: their forward may be another, or, as in torch's attention, is not called."""
+    from torch import nn
+
+    return type(module) is nn.Linear
+
+
+def _odd(module: Any) -> bool:
+    return bool(module.in_features % MULTIPLE or module.out_features % MULTIPLE)

@@ -1,0 +1,64 @@
+"""Adam's moments in 8 or 4 bits an element, in torchao's formats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from composer3d import PluginError, RunContext, hookimpl, plugin
+from composer3d_plugins.precision.low_bit_optimizer.adam import low_bit
+from composer3d_plugins.precision.low_bit_optimizer.moments import FORMATS, Format
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+
+@plugin(family="precision")
+class LowBitOptimizer:
+    """Keep the moments of Adam or AdamW block-wise quantised; the step itself computes in float32.
+
+    A block of elements shares a float32 scale. "8bit" and "4bit" look elements up in a table that is denser near zero,
+    "fp8" rounds them to float8. It works on what a rank holds of a parameter, so every layout does. Checkpoints hold
+    the moments in float32: they load in any layout, and into AdamW itself; in the same layout a resumed run is the same
+    to the last bit.
+    Memory: a byte ("4bit": half) an element and moment, 4 bytes a block, for the tables 1 KiB ("4bit": 64 bytes, "fp8":
+        none) a moment and parameter; small tensors keep float32. One parameter's moments in float32 while it is
+        stepped; all of them while a checkpoint is saved or loaded.
+    Collectives: none.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861; Li et al., Memory Efficient
+    Optimizers with 4-bit States, arXiv:2309.01507; torchao.optim.
+
+    Args:
+        format: How moments are kept.
+        block_size: Elements that share a scale; default 256, and 128 for "4bit".
+        min_numel: Tensors of which a rank holds fewer elements keep float32 moments, as those that are no multiple of
+            block_size.
+    """
+
+    format: Literal["8bit", "4bit", "fp8"] = "8bit"
+    block_size: int | None = Field(default=None, ge=2, multiple_of=2)
+    min_numel: int = Field(default=4096, ge=1)
+
+    @hookimpl
+    def composer3d_optimizer(
+        self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
+    ) -> Optimizer:
+        """Make the optimizer in place of Adam or AdamW."""
+        import torch
+
+        if cls not in (torch.optim.AdamW, torch.optim.Adam):
+            raise PluginError(
+                f"low_bit_optimizer keeps the moments of Adam and AdamW, and the optimizer is {cls.__name__}",
+                hint="choose another optimizer, or leave [precision.low_bit_optimizer] out",
+            )
+        for name in ("maximize", "capturable", "differentiable"):
+            if any(group.get(name) for group in groups):
+                raise PluginError(f"low_bit_optimizer does not do what {name} = true asks of {cls.__name__}")
+        default = FORMATS[self.format]
+        form = Format(kind=self.format, block_size=self.block_size or default.block_size, min_numel=self.min_numel)
+        # One kernel for all parameters is what these two choose, and here every parameter is stepped by itself.
+        kept = [{key: value for key, value in group.items() if key not in ("fused", "foreach")} for group in groups]
+        return low_bit(cls, form)(kept)

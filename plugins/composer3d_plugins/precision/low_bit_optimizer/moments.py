@@ -1,0 +1,141 @@
+"""Moments quantised block by block, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FORMATS", "Format", "dequantised", "requantise_"]
+
+_NEIGHBOURS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How moments are kept.
+
+    Args:
+        kind: Which of torchao's tensors.
+        block_size: Elements that share a scale.
+        min_numel: Smaller tensors stay as they are.
+    """
+
+    kind: Literal["8bit", "4bit", "fp8"]
+    block_size: int
+    min_numel: int = 4096
+
+    def zeros(self, like: Tensor, *, signed: bool) -> Tensor:
+        """Return a moment of a plain tensor: quantised if it is large enough and consists of whole blocks."""
+        import torch
+
+        if like.numel() < self.min_numel or like.numel() % self.block_size:
+            return torch.zeros_like(like, dtype=torch.float32)
+        # The tensors have no public name; torchao.optim exports the optimizers that hold them.
+        module: Any = torch_compat.import_torchao(f"torchao.optim.subclass_{self.kind}")
+        made: Tensor
+        if self.kind == "fp8":
+            made = module.OptimStateFp8.zeros(like.shape, self.block_size, like.device, dtype=torch.float32)
+        else:
+            cls = module.OptimState8bit if self.kind == "8bit" else module.OptimState4bit
+            made = cls.zeros(like.shape, signed, self.block_size, like.device, dtype=torch.float32)
+        return made
+
+
+FORMATS = {
+    "8bit": Format(kind="8bit", block_size=256),
+    "4bit": Format(kind="4bit", block_size=128),
+    "fp8": Format(kind="fp8", block_size=256),
+}
+
+
+def dequantised(moment: Any) -> Tensor:
+    """Return a moment's values in float32; itself if it is not quantised."""
+    result: Tensor = moment.dequantize() if hasattr(moment, "dequantize") and hasattr(moment, "codes") else moment
+    return result
+
+
+def requantise_(moment: Any, values: Tensor) -> None:
+    """Write values into a moment so that values which came out of such a moment come out of it again, bit for bit.
+
+    Quantising takes a block's largest element for its scale, and the table's smallest entry is not minus the largest:
+    if the largest element was negative, its rounded value gives another scale. So the scales that may have been are
+    tried, each with its nearest numbers, and a block takes the first that gives its values back. Where none does, since
+    another layout cut the blocks, it is quantised anew.
+
+    Args:
+        moment: Quantised or not; changed in place.
+        values: Of its shape, float32.
+    """
+    import torch
+
+    if not hasattr(moment, "codes"):
+        moment.copy_(values)
+        return
+    moment.copy_(values)
+    size = values.numel() // moment.scale.numel()
+    blocks = values.reshape(-1, size)
+    best_codes, best_scale = moment.codes.clone(), moment.scale.clone()
+    done = (dequantised(moment).reshape(-1, size) == blocks).all(-1)
+    largest = blocks.abs().amax(-1)
+    for entry in _entries(moment):
+        for offset in range(-_NEIGHBOURS, _NEIGHBOURS + 1):
+            if bool(done.all()):
+                break
+            scale = _shifted(largest / entry, offset)
+            _write(moment, blocks, scale)
+            fits = (dequantised(moment).reshape(-1, size) == blocks).all(-1) & ~done
+            chosen = fits.repeat_interleave(best_codes.numel() // fits.numel()).view(best_codes.shape)
+            best_codes = _where(chosen, moment.codes, best_codes)
+            best_scale = torch.where(fits, scale, best_scale)
+            done |= fits
+    moment.codes.copy_(best_codes)
+    moment.scale.copy_(best_scale)
+
+
+def _entries(moment: Any) -> list[float]:
+    """Return the absolute table entries that a block's largest element may have been rounded to."""
+    import torch
+
+    if not hasattr(moment, "qmap"):
+        return [float(torch.finfo(moment.codes.dtype).max)]
+    return [1.0, abs(float(moment.qmap[0]))]
+
+
+def _shifted(scale: Tensor, offset: int) -> Tensor:
+    """Return the numbers that are `offset` steps away."""
+    import torch
+
+    towards = torch.full_like(scale, float("inf") if offset > 0 else 0.0)
+    for _ in range(abs(offset)):
+        scale = torch.nextafter(scale, towards)
+    return scale
+
+
+def _write(moment: Any, blocks: Tensor, scale: Tensor) -> None:
+    """Quantise blocks with given scales: a largest element of the right size makes torchao take that scale."""
+    import torch
+
+    normalised = blocks / scale.clamp(min=1e-38).view(-1, 1)
+    if not hasattr(moment, "qmap"):
+        codes = normalised.to(moment.codes.dtype)
+    else:
+        borders = (moment.qmap[1:] + moment.qmap[:-1]) / 2
+        codes = torch.bucketize(normalised, borders, right=True).to(torch.uint8).reshape(-1)
+        if moment.codes.numel() < codes.numel():
+            codes = (codes[::2] << 4) | codes[1::2]
+    moment.codes.copy_(codes.view(moment.codes.shape))
+    moment.scale.copy_(scale)
+
+
+def _where(chosen: Tensor, one: Tensor, other: Tensor) -> Tensor:
+    """Select codes; float8 has no kernel for it, so they are compared as bytes."""
+    import torch
+
+    if one.dtype is torch.uint8:
+        return torch.where(chosen, one, other)
+    return torch.where(chosen, one.view(torch.uint8), other.view(torch.uint8)).view(one.dtype)

@@ -1,0 +1,211 @@
+"""Mixed precision: narrow compute, wide weights and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from composer3d import (
+    Dtypes,
+    GradScaler,
+    Metric,
+    Phase,
+    PluginError,
+    Role,
+    RunContext,
+    Stateful,
+    Transform,
+    hookimpl,
+    plugin,
+    select_fqns,
+)
+from composer3d_plugins.precision.mixed.norms import compute_in_float32, find_norms
+from composer3d_plugins.precision.mixed.scaler import DynamicScaler
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+Name = Literal["bfloat16", "float16", "float32"]
+SCALE = ("initial_scale", "growth_factor", "backoff_factor", "growth_interval")
+
+
+@plugin(family="precision")
+class Mixed:
+    """Compute in bfloat16 or float16 on weights that stay float32 in the optimizer, and reduce gradients in float32.
+
+    The data-parallel plugin applies it to its units. Without one, the policy is applied here, over a mesh of one rank,
+    so that it means the same thing in every layout. With float16 the loss is scaled, so that small gradients survive;
+    a step in which a gradient of any rank is not finite is skipped on all ranks, and all of them lower the scale.
+    The metrics then have `loss_scale` and `overflow_steps`, the number of steps skipped so far.
+    Memory: float32 shards, and the unit at work in param_dtype.
+    Collectives: none of its own; all-gathers carry param_dtype, reductions reduce_dtype. float16: the one vote a step
+        that every reason to skip shares. norms = "float32_units": those of one unit more for every norm.
+
+    Source: Micikevicius et al., Mixed Precision Training, arXiv:1710.03740.
+
+    Args:
+        param_dtype: Of parameters and activations in forward and backward.
+        reduce_dtype: Of gradients on the wire.
+        output_dtype: Of the model's outputs; default: as they come, and float32 with float16, in which a summed loss
+            would overflow.
+        buffer_dtype: Floating-point buffers are kept in it; default: as they are.
+        norms: "as_others": on weights and inputs in param_dtype. "float32": the same weights and inputs, computed on in
+            float32. "float32_units": on float32 weights, which are gathered and reduced as units of their own.
+        norm_modules: Patterns of the norms; default: torch's norms, and modules whose class name ends in "Norm".
+        initial_scale: Of the loss; default 65536. Only with float16, as all that follow.
+        growth_factor: What the scale is multiplied with after growth_interval steps without overflow; default 2.
+        backoff_factor: What it is multiplied with after an overflow; default 0.5.
+        growth_interval: Steps; default 2000.
+    """
+
+    param_dtype: Name = "bfloat16"
+    reduce_dtype: Name = "float32"
+    output_dtype: Name | None = None
+    buffer_dtype: Name | None = None
+    norms: Literal["as_others", "float32", "float32_units"] = "as_others"
+    norm_modules: tuple[str, ...] | None = None
+    initial_scale: float | None = Field(default=None, gt=0)
+    growth_factor: float | None = Field(default=None, gt=1)
+    backoff_factor: float | None = Field(default=None, gt=0, lt=1)
+    growth_interval: int | None = Field(default=None, ge=1)
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse options that would do nothing."""
+        stated = [name for name in SCALE if getattr(self, name) is not None]
+        if stated and self.param_dtype != "float16":
+            raise PluginError(
+                f'{stated[0]} has no effect with param_dtype = "{self.param_dtype}": its exponents need no loss scale',
+                hint='write param_dtype = "float16"',
+            )
+        if self.norm_modules is not None and self.norms == "as_others":
+            raise PluginError(
+                'norm_modules has no effect with norms = "as_others"', hint='write norms = "float32" or "float32_units"'
+            )
+
+    @hookimpl
+    def composer3d_dtypes(self, context: RunContext, fqn: str) -> Dtypes:
+        """Give units their dtypes: norms that are units of their own compute in float32, and only the root is cast."""
+        param, reduce = _dtype(self.param_dtype), _dtype(self.reduce_dtype)
+        if any(f"{fqn}.".startswith(f"{unit}.") for unit in context.own_units):
+            return Dtypes(param=_dtype("float32"), reduce=_dtype("float32"), output=param)
+        output = self.output_dtype or ("float32" if self.param_dtype == "float16" else None)
+        return Dtypes(param=param, reduce=reduce, output=_dtype(output) if output is not None and not fqn else None)
+
+    @hookimpl
+    def composer3d_convert(self, context: RunContext) -> list[Transform]:
+        """Change norms and buffers; apply the policy over a mesh of one rank where no data-parallel plugin would."""
+        return list(self._transforms(context))
+
+    def _transforms(self, context: RunContext) -> Iterator[Transform]:
+        if self.norms != "as_others":
+            yield Transform(
+                name="mixed.norms",
+                phase=Phase.CONVERT,
+                select=self._select_norms,
+                apply=self._apply_norms,
+                own_units=self.norms == "float32_units",
+            )
+        if self.buffer_dtype is not None:
+            yield Transform(
+                name="mixed.buffers", phase=Phase.CONVERT, select=_select_buffers, apply=self._apply_buffers
+            )
+        if not any(axis in context.owners for axis in context.layout.names(Role.BATCH)):
+            yield Transform(
+                name="mixed", phase=Phase.DATA, select=lambda model, context: context.units(None), apply=self._apply
+            )
+
+    @hookimpl
+    def composer3d_grad_scaler(self, context: RunContext) -> GradScaler | None:
+        """Scale the loss where exponents are short."""
+        return self._scaler(context)
+
+    @hookimpl
+    def composer3d_state(self, context: RunContext) -> Mapping[str, Stateful] | None:
+        """Save the scale."""
+        scaler = self._scaler(context)
+        return None if scaler is None else {"loss_scale": scaler}
+
+    @hookimpl
+    def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric] | None:
+        """Report the scale and the steps that overflowed."""
+        scaler: DynamicScaler | None = context.state.get(self)
+        if scaler is None:
+            return None
+        return [
+            Metric(name="loss_scale", value=scaler.factor, reduction="rank0"),
+            Metric(name="overflow_steps", value=float(scaler.num_overflows), reduction="rank0"),
+        ]
+
+    def _scaler(self, context: RunContext) -> DynamicScaler | None:
+        if self.param_dtype != "float16":
+            return None
+        if self not in context.state:
+            context.state[self] = DynamicScaler(
+                scale=65536.0 if self.initial_scale is None else self.initial_scale,
+                growth=2.0 if self.growth_factor is None else self.growth_factor,
+                backoff=0.5 if self.backoff_factor is None else self.backoff_factor,
+                interval=2000 if self.growth_interval is None else self.growth_interval,
+            )
+        scaler: DynamicScaler = context.state[self]
+        return scaler
+
+    def _select_norms(self, model: nn.Module, context: RunContext) -> list[str]:
+        if self.norm_modules is not None:
+            return [fqn for pattern in self.norm_modules for fqn in select_fqns(pattern, context.fqns)]
+        found = find_norms(model)
+        if not found:
+            raise PluginError(
+                f'norms = "{self.norms}", and the model has no norm that is known as one',
+                hint="name them: norm_modules = [...]",
+            )
+        return found
+
+    def _apply_norms(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        if self.norms == "float32":
+            for fqn in fqns:
+                compute_in_float32(model.get_submodule(fqn))
+        return list(fqns)
+
+    def _apply_buffers(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        assert self.buffer_dtype is not None, "declared only with it"
+        for fqn in fqns:
+            for _, buffer in model.get_submodule(fqn).named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    buffer.data = buffer.data.to(_dtype(self.buffer_dtype))
+        return list(fqns)
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
+            dtypes = context.dtypes(fqn)
+            fully_shard(
+                model.get_submodule(fqn),
+                mesh=context.mesh["dp_shard"],
+                reshard_after_forward=False,
+                mp_policy=MixedPrecisionPolicy(
+                    param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
+                ),
+            )
+        return list(fqns)
+
+
+def _select_buffers(model: nn.Module, context: RunContext) -> list[str]:
+    found = [
+        fqn
+        for fqn, module in model.named_modules()
+        if any(buffer.is_floating_point() for buffer in module.buffers(recurse=False))
+    ]
+    if not found:
+        raise PluginError("buffer_dtype has no effect: the model has no floating-point buffer")
+    return found
+
+
+def _dtype(name: Name) -> torch.dtype:
+    import torch
+
+    return {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[name]

@@ -1,0 +1,84 @@
+"""Dynamic loss scaling: the largest power of two that does not overflow, found by trying."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["DynamicScaler"]
+
+
+class DynamicScaler:
+    """Multiply losses so that small gradients survive float16; the core agrees with all ranks on what overflowed.
+
+    torch's own GradScaler asks only the mesh of each parameter: ranks with other parameters, as stages of a pipeline
+    are, would keep other scales and nobody would be told. Here a rank only says what it found.
+
+    Args:
+        scale: To begin with.
+        growth: What the scale is multiplied with after `interval` good steps in a row.
+        backoff: What it is multiplied with after a skipped step.
+        interval: Steps.
+    """
+
+    def __init__(self, *, scale: float, growth: float, backoff: float, interval: int) -> None:
+        self.factor, self.num_good, self.num_overflows = scale, 0, 0
+        self._growth, self._backoff, self._interval = growth, backoff, interval
+        self._overflowed = False
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Multiply in float32: a float16 loss times the scale would overflow by itself."""
+        return (loss.float() if loss.dtype.itemsize < 4 else loss) * self.factor
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Divide this rank's gradients; tell whether one of them was not finite.
+
+        Memory: a number a gradient. Collectives: none; the core asks all ranks.
+        """
+        import torch
+
+        grads: dict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    local = _local(parameter.grad)
+                    if local.numel():
+                        grads[local.dtype, local.device].append(local)
+        finite = True
+        for tensors in grads.values():
+            torch_compat.foreach_mul_(tensors, 1.0 / self.factor)
+            # The largest element of each: infinite or NaN if any element is.
+            finite &= bool(torch.stack(torch_compat.foreach_norm(tensors, float("inf"))).isfinite().all())
+        return not finite
+
+    def update(self, skipped: bool) -> None:
+        """Adapt after a step that was, or was not, skipped on all ranks, for whatever reason."""
+        self.num_good = 0 if skipped else self.num_good + 1
+        if skipped:
+            self.num_overflows += 1
+            self.factor *= self._backoff
+        elif self.num_good == self._interval:
+            self.factor *= self._growth
+            self.num_good = 0
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a resumed run goes on with."""
+        return {"scale": self.factor, "num_good": self.num_good, "num_overflows": self.num_overflows}
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        """Take it back."""
+        self.factor, self.num_good = float(state["scale"]), int(state["num_good"])
+        self.num_overflows = int(state["num_overflows"])
+
+
+def _local(tensor: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,118 @@
+"""An optimizer of any class whose state comes to the device a piece at a time."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING, Any
+
+from composer3d_plugins.sharding.cpu_offload.transfers import Transfers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+__all__ = ["offloaded"]
+
+
+def offloaded(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int, transfers: Transfers) -> Any:
+    """Return a subclass, of the same name, that steps pieces of its parameters one after the other.
+
+    Args:
+        cls: Any optimizer whose parameters do not look at each other.
+        kept: Parameters whose state is in host memory between steps.
+        piece_bytes: Parameters of at most this size are stepped at once.
+        transfers: Between host and device.
+    """
+    base: Any = cls
+    # The bare step: hooks on the optimizer run once a step, not once a piece.
+    inner = inspect.unwrap(base.step)
+    hosts: dict[Any, Tensor] = {}
+
+    class Offloaded(base):
+        param_groups: list[dict[str, Any]]
+
+        def step(self, closure: Any = None) -> None:
+            """Step every piece, fetching the next one meanwhile."""
+            import torch
+
+            assert closure is None, "the composition refuses closures"
+            groups = self.param_groups
+            pieces = list(_pieces(groups, kept, piece_bytes))
+            try:
+                with torch.no_grad():
+                    self._fetch(pieces, 0)
+                    for index, piece in enumerate(pieces):
+                        self._fetch(pieces, index + 1)
+                        transfers.wait(index)
+                        self.param_groups = piece
+                        inner(self)
+                        self._store(piece, index)
+                    transfers.finish()
+            finally:
+                self.param_groups = groups
+
+        def _fetch(self, pieces: list[list[dict[str, Any]]], index: int) -> None:
+            if index < len(pieces):
+                places = _moments(self.state, pieces[index], kept)
+                moved = transfers.fetch(index, [state[name] for _, state, name in places])
+                for (_, state, name), tensor in zip(places, moved, strict=True):
+                    state[name] = tensor
+
+        def _store(self, piece: list[dict[str, Any]], index: int) -> None:
+            pairs = []
+            for parameter, state, name in _moments(self.state, piece, kept):
+                key = (parameter, name)
+                if key not in hosts:
+                    hosts[key] = transfers.allocate(state[name])
+                pairs.append((hosts[key], state[name]))
+                state[name] = hosts[key]
+            transfers.store(index, pairs)
+
+    Offloaded.__name__ = Offloaded.__qualname__ = cls.__name__
+    return Offloaded
+
+
+def _moments(
+    states: Any, piece: list[dict[str, Any]], kept: Set[nn.Parameter]
+) -> list[tuple[Any, dict[str, Any], str]]:
+    """Return where the state of a piece's kept parameters is that has their shape; counters stay on the device."""
+    return [
+        (parameter, states[parameter], name)
+        for group in piece
+        for parameter in group["params"]
+        if parameter in kept
+        for name, value in states.get(parameter, {}).items()
+        if getattr(value, "shape", None) == parameter.shape and parameter.shape
+    ]
+
+
+def _pieces(groups: list[dict[str, Any]], kept: Set[nn.Parameter], piece_bytes: int) -> Iterator[list[dict[str, Any]]]:
+    """Cut groups into pieces; parameters whose state is on the device anyway are the first, all of them at once."""
+    others = [{**group, "params": [p for p in group["params"] if p not in kept]} for group in groups]
+    if any(group["params"] for group in others):
+        yield [group for group in others if group["params"]]
+    piece: list[dict[str, Any]] = []
+    size_bytes = 0
+    for group in groups:
+        for parameter in group["params"]:
+            if parameter not in kept or parameter.grad is None:
+                continue
+            own_bytes = _bytes(parameter)
+            if piece and size_bytes + own_bytes > piece_bytes:
+                yield piece
+                piece, size_bytes = [], 0
+            if piece and piece[-1]["of"] is group:
+                piece[-1]["params"].append(parameter)
+            else:
+                piece.append({**group, "params": [parameter], "of": group})
+            size_bytes += own_bytes
+    if piece:
+        yield piece
+
+
+def _bytes(parameter: Any) -> int:
+    from torch.distributed.tensor import DTensor
+
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.numel() * local.element_size()

@@ -1,0 +1,161 @@
+"""Copies between host and device: on a stream of their own where there is one, else at once."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["HostTransfers", "StreamTransfers", "Transfers", "transfers_for"]
+
+
+def transfers_for(device: torch.device) -> Transfers:
+    """Return the transfers of a device."""
+    return StreamTransfers(device) if device.type == "cuda" else HostTransfers()
+
+
+class Transfers(ABC):
+    """Moves the tensors of numbered pieces; DTensors keep their placements."""
+
+    def fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Begin to bring a piece to the device, and return what will be there after `wait`."""
+        return [_with_local(tensor, local) for tensor, local in zip(tensors, self._fetch(index, tensors), strict=True)]
+
+    def store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Begin to bring a piece back, as (host, device); it is there after `finish`."""
+        self._store(index, [(_local(host), _local(tensor)) for host, tensor in pairs])
+
+    def allocate(self, tensor: Tensor) -> Tensor:
+        """Return host memory for a tensor of the device, cut as it is."""
+        return _with_local(tensor, self._allocate(_local(tensor)))
+
+    @abstractmethod
+    def wait(self, index: int) -> None:
+        """Let what follows on the device wait until the piece is there."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """Return when everything that was stored is in host memory."""
+
+    @abstractmethod
+    def _fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None: ...
+
+    @abstractmethod
+    def _allocate(self, local: Tensor) -> Tensor: ...
+
+
+class HostTransfers(Transfers):
+    """Host memory for both: every copy is made at once, so what is proven is their order.
+
+    Attributes:
+        log: (what, piece) of the last step.
+        largest_bytes: The most that was on the device at once.
+    """
+
+    def __init__(self) -> None:
+        self.log: list[tuple[str, int]] = []
+        self.largest_bytes = 0
+        self._here: dict[int, int] = {}
+
+    def wait(self, index: int) -> None:
+        """Nothing is under way."""
+        self.log.append(("wait", index))
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+        self.log.append(("finish", len(self._here)))
+
+    def _fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        if index == 0:
+            self.log.clear()
+        self.log.append(("fetch", index))
+        moved = [_local(tensor).clone() for tensor in tensors]
+        self._here[index] = sum(each.numel() * each.element_size() for each in moved)
+        self.largest_bytes = max(self.largest_bytes, sum(self._here.values()))
+        return moved
+
+    def _store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self.log.append(("store", index))
+        for host, local in pairs:
+            host.copy_(local)
+        self._here.pop(index, None)
+
+    def _allocate(self, local: Tensor) -> Tensor:
+        import torch
+
+        return torch.empty_like(local)
+
+
+class StreamTransfers(Transfers):
+    """Pinned host memory, and a stream beside the one that computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._arrived: dict[int, tuple[torch.cuda.Event, list[Tensor]]] = {}
+
+    def wait(self, index: int) -> None:
+        """Let the computing stream wait for the piece."""
+        import torch
+
+        event, tensors = self._arrived.pop(index)
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(event)
+        for tensor in tensors:
+            tensor.record_stream(current)
+
+    def finish(self) -> None:
+        """Block until all copies are done: a checkpoint may read them next."""
+        self._stream.synchronize()
+
+    def _fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        import torch
+
+        with torch.cuda.stream(self._stream):
+            moved = [_local(tensor).to(self._device, non_blocking=True) for tensor in tensors]
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        self._arrived[index] = (event, moved)
+        return moved
+
+    def _store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        import torch
+
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for host, local in pairs:
+                host.copy_(local, non_blocking=True)
+                # Its memory is not given to the next piece before the copy has read it.
+                local.record_stream(self._stream)
+
+    def _allocate(self, local: Tensor) -> Tensor:
+        import torch
+
+        return torch.empty(local.shape, dtype=local.dtype, pin_memory=True)
+
+
+def _local(tensor: Any) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _with_local(tensor: Any, local: Tensor) -> Tensor:
+    """Return a tensor that is cut as another one, of other memory."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return local
+    made: Tensor = torch_compat.with_local(tensor, local)
+    return made

@@ -1,0 +1,413 @@
+"""Float8 beside one device that converts the same layers and cuts the batch as the run does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.models import VOCAB, composed, full, mine, padded, seeded, sum_loss
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from composer3d import ManifestError, torch_compat
+from composer3d.testing import count_collectives, run_ranks
+
+# Before ranks are forked: each of them would import it anew.
+float8 = torch_compat.import_torchao("torchao.float8")
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+NUM_LAYERS, CONVERTED = 3, 3 * 2 * 16 * 32
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Wide(nn.Module):
+    """Linear layers whose dims are multiples of 16, but for the last."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        size = 16 if tied else VOCAB
+        self.tok = nn.Embedding(size, 16)
+        self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(16)
+        self.out = nn.Linear(16, size, bias=not tied)
+        if tied:
+            self.out.weight = self.tok.weight
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.norm(x)) + 0.0
+
+
+def converted(recipe):
+    """One device's model, converted by torchao itself."""
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    return float8.convert_to_float8_training(
+        seeded(Wide), config=config, module_filter_fn=lambda module, fqn: fqn.startswith("layers.")
+    )
+
+
+def reference(recipe, chunks, num_steps):
+    """Train one device, chunk by chunk as ranks do; return losses, the last gradients, and weights."""
+    model = converted(recipe)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    tokens, targets = padded()
+    count, losses = (targets != -100).sum(), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        pairs = zip(tokens.chunk(chunks), targets.chunk(chunks), strict=True)
+        total = 0.0
+        for part, wanted in pairs:
+            loss, _ = sum_loss(model(part), wanted)
+            (loss * (1 / count)).backward()
+            total += float(loss.detach())
+        losses.append(total / int(count))
+        optimizer.step()
+    named = dict(model.named_parameters())
+    return losses, {name: p.grad for name, p in named.items()}, {name: p.detach() for name, p in named.items()}
+
+
+def trained(text, recipe, chunks, num_steps=3):
+    """Train in a layout; return losses beside the reference's, and the largest errors of gradients and weights."""
+    losses_1, gradients, weights = reference(recipe, chunks, num_steps)
+    run = composed(text, seeded(Wide))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    losses = []
+    for number in range(num_steps):
+        optimizer.zero_grad()
+        with run.step(number):
+            losses.append(float(run.forward_backward(tokens, target=targets)))
+            optimizer.step()
+    found = {name: (full(p.grad), full(p)) for name, p in run.named_parameters()}
+    run.close()
+    errors = [
+        max(float((pair[index] - wanted[name]).abs().max() / wanted[name].abs().max()) for name, pair in found.items())
+        for index, wanted in enumerate((gradients, weights))
+    ]
+    return losses, losses_1, *errors
+
+
+def table(recipe, more=""):
+    return f'[precision.float8]\nrecipe = "{recipe}"\n{more}\n'
+
+
+# ---- numerics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        (1, ""),
+        (2, "[sharding.fsdp2]\n"),
+        (2, "[sharding.fsdp2]\nzero = 1\n"),
+        (2, "[sharding.ddp]\n"),
+        (2, '[sharding.ddp]\nreducer = "bucketed"\n'),
+    ],
+)
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout, recipe):
+    for losses, losses_1, gradients, weights in run_ranks(
+        trained, world_size, layout + table(recipe), recipe, world_size
+    ):
+        assert (gradients, weights) == (0.0, 0.0)
+        assert losses == pytest.approx(losses_1, rel=1e-6)
+        assert losses[-1] < losses[0]
+
+
+def test_gathered_in_float8_equals_one_device_bit_for_bit():
+    # From the second step on with the scales that were agreed on after the first.
+    text = "[sharding.fsdp2]\n" + table("tensorwise", "all_gather = true")
+    for losses, _, gradients, weights in run_ranks(trained, 2, text, "tensorwise", 2):
+        assert (gradients, weights) == (0.0, 0.0)
+        assert losses[-1] < losses[0]
+
+
+TP_PLAN = '"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
+TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n{}[sharding.tensor_parallel.plan]\n" + TP_PLAN
+
+
+PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 6\n"
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("layout", "chunks"), [(TP.format(""), 1), (PP, 2)])
+def test_tensor_and_pipeline_parallel_equal_one_device(layout, chunks, recipe):
+    # Scales are those of the whole tensor, on every rank; what is left is the order of float32 sums.
+    for _, _, gradients, weights in run_ranks(trained, 2, layout + table(recipe), recipe, chunks):
+        assert gradients < 2e-6
+        assert weights < 2e-6
+
+
+SEQUENCE = (
+    "[mesh]\ntp = 2\n{}[sharding.tensor_parallel]\nsequence_parallel = true\nsequence_dim = 1\n"
+    '[sharding.tensor_parallel.plan]\ntok = "vocab"\n"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
+    'norm = "sequence"\nout = "head"\n'
+)
+
+
+def even():
+    """A sequence and a vocabulary that divide by tp."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 16, (8, 7), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def sequence_parallel(text, recipe, num_steps=2):
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    model = float8.convert_to_float8_training(
+        seeded(Even), config=config, module_filter_fn=lambda module, fqn: fqn.startswith("layers.")
+    )
+    run = composed(text, seeded(Even))
+    tokens, targets = even()
+    degree = run.context.data_parallel_degree
+    local = mine(run, tokens), mine(run, targets)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2), run.optimizer(torch.optim.SGD, lr=0.2)]
+    for number in range(num_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part, wanted in zip(tokens.chunk(degree), targets.chunk(degree), strict=True):
+            (sum_loss(model(part), wanted)[0] / targets.numel()).backward()
+        with run.step(number):
+            run.forward_backward(local[0], target=local[1])
+            optimizers[1].step()
+        optimizers[0].step()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    error = max(
+        float((full(p.grad) - gradients[name]).abs().max() / gradients[name].abs().max())
+        for name, p in run.named_parameters()
+    )
+    run.close()
+    return error
+
+
+class Even(Wide):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.out = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "recipe", "more"),
+    [
+        (2, "", "tensorwise", ""),
+        (2, "", "rowwise", ""),
+        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "rowwise", ""),
+        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "tensorwise", "all_gather = true\n"),
+    ],
+)
+def test_sequence_parallel_equals_one_device(world_size, layout, recipe, more):
+    text = SEQUENCE.format(layout) + table(recipe, more + 'modules = ["layers"]')
+    for error in run_ranks(sequence_parallel, world_size, text, recipe):
+        assert error < 2e-6
+
+
+def test_auto_decides_as_torchao():
+    from composer3d_plugins.precision.float8.layers import is_worthwhile
+    from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
+
+    sizes = (1000, 1024, 1040, 2048, 2064, 4096, 4112)
+    for recipe in RECIPES[:2]:
+        wanted = _auto_filter_for_recipe(recipe, filter_fqns=[])
+        decisions = set()
+        for inputs in sizes:
+            for outputs in sizes:
+                decision = wanted(nn.Linear(inputs, outputs, device="meta"), "x")
+                assert is_worthwhile(inputs, outputs, recipe=recipe) == decision, (recipe, inputs, outputs)
+                decisions.add(decision)
+        assert decisions == {True, False}
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def counted(text, number=1):
+    """Return the collectives of one step as (op, axis): (count, bytes), and what all-gathers carry."""
+    run = composed(text, seeded(Wide))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    for step in range(number + 1):
+        optimizer.zero_grad()
+        with count_collectives(run.mesh) as collectives, run.step(step):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+    dtypes = {str(row.dtype) for row in collectives.rows if row.op == "all_gather"}
+    run.close()
+    return collectives.summary(), dtypes
+
+
+def test_data_parallel_collectives_are_those_without_it():
+    for recipe in RECIPES:
+        plain, with_float8 = (run_ranks(counted, 2, "[sharding.fsdp2]\n" + text)[0][0] for text in ("", table(recipe)))
+        assert with_float8 == plain
+
+
+def test_all_gathers_carry_bytes_and_scales_need_one_all_reduce():
+    plain, _ = run_ranks(counted, 2, "[sharding.fsdp2]\n")[0]
+    gathered, dtypes = run_ranks(counted, 2, "[sharding.fsdp2]\n" + table("tensorwise", "all_gather = true"))[0]
+    assert dtypes == {"torch.uint8"}
+    gather, scales = ("all_gather", "dp_shard"), ("all_reduce", "dp_shard")
+    assert gathered[gather][0] == plain[gather][0]
+    # Twice a step each converted weight, 3 bytes an element less.
+    assert plain[gather][1] - gathered[gather][1] == 2 * 3 * CONVERTED
+    assert gathered[scales][0] - plain[scales][0] == 1
+    assert gathered[scales][1] - plain[scales][1] == 4 * 2 * NUM_LAYERS
+
+
+@pytest.mark.parametrize(("recipe", "more"), [("tensorwise", 8), ("rowwise", 4), ("rowwise_with_gw_hp", 5)])
+def test_scales_of_cut_operands_are_agreed_under_tp(recipe, more):
+    plain, with_float8 = (run_ranks(counted, 2, TP.format("") + text)[0][0] for text in ("", table(recipe)))
+    key = ("all_reduce", "tp")
+    assert with_float8[key][0] - plain[key][0] == more * NUM_LAYERS
+    assert {k: v for k, v in with_float8.items() if k != key} == {k: v for k, v in plain.items() if k != key}
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def saved(path, text, load, num_steps):
+    """Train from a checkpoint or to one; return full weights."""
+    run = composed(text, seeded(Wide))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2, fused=True)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    if load:
+        run.load(path)
+    for step in range(num_steps):
+        if step == 2 and not load:
+            run.save(path)
+        with run.step(step + 2 if load else step):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: full(p) for name, p in run.named_parameters()}
+    plain = {type(p.to_local() if isinstance(p, DTensor) else p) for p in weights.values()}
+    run.close()
+    return weights, plain
+
+
+@pytest.mark.parametrize("more", ["", "all_gather = true\n"])
+def test_a_resumed_run_is_the_same_and_reshards(tmp_path, more):
+    text = "[sharding.fsdp2]\n" + table("tensorwise", more)
+    whole, _ = run_ranks(saved, 2, tmp_path / "step-2", text, False, 4)[0]
+    resumed, _ = run_ranks(saved, 2, tmp_path / "step-2", text, True, 2)[0]
+    assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+    # What is saved are the weights themselves: they load without float8, in any layout.
+    two, _ = run_ranks(saved, 2, tmp_path / "step-2", text, True, 0)[0]
+    four, _ = run_ranks(saved, 4, tmp_path / "step-2", "[sharding.fsdp2]\n", True, 0)[0]
+    assert all(torch.equal(two[name], four[name]) for name in two)
+
+
+def names(text, tied=False):
+    run = composed(text, seeded(Wide, tied=tied))
+    found = [name for name, _ in run.parts[0].module.named_parameters()]
+    classes = {fqn: type(module).__name__ for fqn, module in run.parts[0].module.named_modules()}
+    hooks = len(run.parts[0].module.layers[0].up._forward_hooks)
+    plan = run.describe().splitlines()[1:]
+    run.close()
+    return found, classes, plan, hooks
+
+
+def test_names_stay_and_the_plan_says_that_products_are_emulated():
+    found, classes, plan, _ = run_ranks(names, 1, table("rowwise"))[0]
+    assert found == [name for name, _ in Wide().named_parameters()]
+    assert [fqn for fqn, name in classes.items() if name == "Float8Linear"] == [
+        f"layers.{index}.{name}" for index in range(NUM_LAYERS) for name in ("up", "down")
+    ]
+    assert plan == ["CONVERT      float8.rowwise_emulated  layers.0.up, layers.0.down, layers.1.up, ... 6 in all"]
+
+
+def test_a_tied_weight_is_gathered_as_it_is():
+    text = "[sharding.fsdp2]\n" + table("tensorwise", "all_gather = true")
+    found, classes, _, _ = run_ranks(names, 1, text, True)[0]
+    assert found == [name for name, _ in Wide(tied=True).named_parameters()]
+    assert classes["out"] == "Float8Linear"
+
+
+def test_which_layers():
+    def chosen(more):
+        return run_ranks(names, 1, table("tensorwise", more))[0][2][0].partition("emulated ")[2]
+
+    assert chosen('modules = ["layers.0", "layers.2.down"]') == "layers.0.up, layers.0.down, layers.2.down"
+    assert chosen('exclude = ["layers.*.up"]') == "layers.0.down, layers.1.down, layers.2.down"
+    assert chosen('exclude = ["layers.1"]\nmin_dim = 16') == "layers.0.up, layers.0.down, layers.2.up, ... 4 in all"
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text, seeded(Wide))
+    return str(caught.value).partition("run.toml")[2]
+
+
+LEFT = (
+    ":2:12: [precision.float8] no layer is left to convert: of 7 linear layers, 6 are named or have dims that are "
+    "multiples of 16, and exclude, min_dim or auto leave out the rest"
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            'recipe = "rowwise"\nall_gather = true\n[sharding.fsdp2]',
+            ':2:12: [precision.float8] all_gather = true needs one scale a weight, and recipe = "rowwise" has one a '
+            'row; a rank holds only some of a weight\'s rows; write recipe = "tensorwise", or leave all_gather out',
+        ),
+        (
+            "all_gather = true",
+            ':2:12: [precision.float8] "float8" requires "fsdp2", which the manifest does not have: all_gather = true: '
+            "weights are gathered in float8 by FSDP2; nothing else gathers them",
+        ),
+        (
+            'recipe = "rowwise_with_gw_hp"\nauto = true',
+            ':2:12: [precision.float8] auto = true has no thresholds for recipe = "rowwise_with_gw_hp": none were '
+            "measured; state min_dim, modules or exclude",
+        ),
+        (
+            "emulate = false",
+            ":2:12: [precision.float8] emulate = false, and this device (cpu) has no float8 products; leave emulate "
+            "out; the plan says where products are emulated",
+        ),
+        ("min_dim = 17", LEFT),
+        ("auto = true", LEFT),
+        (
+            'modules = ["out"]',
+            ':2:12: [precision.float8] "out" is a linear layer of 16 x 11; float8 products need multiples of 16; '
+            "exclude it",
+        ),
+        (
+            'modules = ["norm"]',
+            ':2:12: [precision.float8] the pattern "norm" matches modules without linear layers',
+        ),
+        (
+            'recipe = "blockwise"',
+            ':3:1: [precision.float8] recipe = "blockwise" is not one of "tensorwise", "rowwise", '
+            '"rowwise_with_gw_hp"; did you mean "rowwise"?',
+        ),
+    ],
+)
+def test_refusals(text, message):
+    assert run_ranks(refusal, 1, "[precision.float8]\n" + text)[0] == message
+
+
+def test_torchao_is_imported_only_where_it_is_named():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys; from composer3d_plugins.precision import float8; from composer3d.registry import info_of\n"
+        "info_of(float8.Float8); sys.exit('torchao' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

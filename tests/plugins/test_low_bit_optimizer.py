@@ -1,0 +1,280 @@
+"""Quantised moments beside torchao's own optimizers, run without its compiler."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from unittest import mock
+
+import pytest
+import torch
+from support.models import composed, full, mine, padded, seeded, sum_loss
+from torch import nn
+
+from composer3d import ComposerError, torch_compat
+from composer3d.testing import count_collectives, run_ranks
+
+# Before ranks are forked: each of them would import it anew.
+optim = torch_compat.import_torchao("torchao.optim")
+
+TABLE = "[precision.low_bit_optimizer]\n"
+FORMATS = {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}
+VOCAB, DIM = 11, 64
+
+
+class Wide(nn.Module):
+    """Matrices of 64 x 128, which are whole blocks on every rank, and one that is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, DIM)
+        self.up, self.down = nn.Linear(DIM, 2 * DIM), nn.Linear(2 * DIM, DIM, bias=False)
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        return self.out(x + self.down(torch.tanh(self.up(x)))) + 0.0
+
+
+@contextlib.contextmanager
+def eager():
+    """Let torchao's optimizers step without compiling; what they compute is the same."""
+    namespace = types.SimpleNamespace(**{name: getattr(torch, name) for name in dir(torch) if name[0] != "_"})
+    namespace.compile, namespace._dynamo = (lambda function, **_: function), torch._dynamo
+    with mock.patch.object(torch_compat.import_torchao("torchao.optim.adam"), "torch", namespace):
+        yield
+
+
+def reference(kind, chunks, num_steps):
+    """Train one device with torchao's optimizer, chunk by chunk as ranks do."""
+    model = seeded(Wide)
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = (getattr(optim, FORMATS[kind]) if kind else torch.optim.AdamW)(model.parameters(), **options)
+    tokens, targets = padded()
+    losses = []
+    with eager():
+        for _ in range(num_steps):
+            optimizer.zero_grad()
+            total = 0.0
+            for part, wanted in zip(tokens.chunk(chunks), targets.chunk(chunks), strict=True):
+                loss, _ = sum_loss(model(part), wanted)
+                (loss / (targets != -100).sum()).backward()
+                total += float(loss.detach())
+            optimizer.step()
+            losses.append(total / int((targets != -100).sum()))
+    return losses, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def trained(text, kind, chunks, num_steps=8):
+    losses_1, weights = reference(kind, chunks, num_steps)
+    plain, _ = reference(None, chunks, num_steps)
+    run = composed(text, seeded(Wide))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2, weight_decay=0.1, fused=True)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    losses = []
+    for number in range(num_steps):
+        with run.step(number):
+            losses.append(float(run.forward_backward(tokens, target=targets)))
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: full(p) for name, p in run.named_parameters()}
+    error = max(float((found[name] - weight).abs().max() / weight.abs().max()) for name, weight in weights.items())
+    kinds = {name: type(state["exp_avg"]).__name__ for name, state in named_state(run, optimizer).items()}
+    run.close()
+    return losses, losses_1, plain, error, kinds, isinstance(optimizer, torch.optim.AdamW)
+
+
+def named_state(run, optimizer):
+    return {name: optimizer.state[p] for name, p in run.named_parameters() if p in optimizer.state}
+
+
+LAYOUTS = [
+    pytest.param(1, "", id="plain"),
+    pytest.param(2, "[sharding.fsdp2]\n", id="fsdp2"),
+    pytest.param(2, "[sharding.ddp]\n", id="ddp"),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("8bit", "8bit"), ("4bit", "4bit"), ("fp8", "Fp8")])
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+def test_equals_torchao_on_one_device(world_size, layout, kind, name):
+    # Blocks lie within shards, so they are the same, and so is every bit.
+    results = run_ranks(trained, world_size, f'{layout}{TABLE}format = "{kind}"\n', kind, world_size)
+    for losses, losses_1, plain, error, kinds, is_adamw in results:
+        assert losses == results[0][0]
+        assert losses == pytest.approx(losses_1, rel=1e-6)
+        assert losses == pytest.approx(plain, rel=0.1)
+        assert losses[-1] < 0.8 * losses[0]
+        assert error == 0.0
+        assert is_adamw
+        assert (kinds["up.weight"], kinds["up.bias"]) == (f"OptimState{name}", "Tensor")
+
+
+TP = '[mesh]\ntp = 2\n[sharding.tensor_parallel.plan]\nup = "colwise"\ndown = "rowwise"\n'
+
+
+def test_tensor_parallel_shards():
+    # What is cut along its columns has other blocks than on one device.
+    for losses, losses_1, _, error, kinds, _ in run_ranks(trained, 2, TP + TABLE, "8bit", 1):
+        assert losses == pytest.approx(losses_1, rel=1e-2)
+        assert 0.0 < error < 0.1
+        assert (kinds["up.weight"], kinds["down.weight"]) == ("OptimState8bit", "OptimState8bit")
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def state_bytes(text, model_size):
+    run = composed(text, nn.Linear(model_size, model_size, bias=False), loss_fn=lambda y, _: y.sum())
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    rows = torch.ones(2 // run.context.data_parallel_degree, model_size)
+    with run.step(0):
+        run.forward_backward(rows, target=rows)
+        optimizer.step()
+    (state,) = optimizer.state.values()
+    run.close()
+    return sum(storage_bytes(state[name]) for name in ("exp_avg", "exp_avg_sq"))
+
+
+def storage_bytes(tensor):
+    tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    inner = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]] if hasattr(tensor, "codes") else [tensor]
+    return sum(each.untyped_storage().nbytes() for each in inner)
+
+
+@pytest.mark.parametrize(
+    ("kind", "bytes_of", "ratio"),
+    [
+        ("8bit", lambda n: 2 * (n + 4 * n // 256 + 1024), 0.30),
+        ("4bit", lambda n: 2 * (n // 2 + 4 * n // 128 + 64), 0.15),
+        ("fp8", lambda n: 2 * (n + 4 * n // 256), 0.26),
+    ],
+)
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS[:2])
+def test_bytes_of_the_state(world_size, layout, kind, bytes_of, ratio):
+    numel = 256 * 256 // world_size
+    for found in run_ranks(state_bytes, world_size, f'{layout}{TABLE}format = "{kind}"\n', 256):
+        assert found == bytes_of(numel)
+        assert found < ratio * 8 * numel
+    for found in run_ranks(state_bytes, world_size, layout, 256):
+        assert found == 8 * numel
+
+
+# ---- collectives and state -------------------------------------------------------------------------------------------
+
+
+def counts(text):
+    run = composed(text, seeded(Wide))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with count_collectives(run.mesh) as collectives, run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+    run.close()
+    return collectives.summary()
+
+
+def test_collectives_are_those_without_it():
+    assert run_ranks(counts, 2, "[sharding.fsdp2]\n" + TABLE) == run_ranks(counts, 2, "[sharding.fsdp2]\n")
+
+
+def resumed(path, text, load, num_steps):
+    """Train to a checkpoint and on, or from it; return weights, moments and names."""
+    run = composed(text, seeded(Wide))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    if load:
+        run.load(path)
+    for step in range(num_steps):
+        if step == 3 and not load:
+            run.save(path)
+        with run.step(step + 3 if load else step):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: full(p) for name, p in run.named_parameters()}
+    with optimizer.plain_state(write=False) if hasattr(optimizer, "plain_state") else contextlib.nullcontext():
+        moments = {name: full(state["exp_avg"]) for name, state in named_state(run, optimizer).items()}
+    run.close()
+    return weights, moments
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("layout", ["[sharding.fsdp2]\n", "[sharding.ddp]\n"])
+def test_a_resumed_run_is_the_same_and_reshards(tmp_path, layout, kind):
+    path, text = tmp_path / "step-3", f'{layout}{TABLE}format = "{kind}"\n'
+    whole, _ = run_ranks(resumed, 2, path, text, False, 6)[0]
+    again, _ = run_ranks(resumed, 2, path, text, True, 3)[0]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    _, moments = run_ranks(resumed, 2, path, text, True, 0)[0]
+    # Into AdamW itself they come as they were, and into other shards within a block's rounding.
+    _, plain = run_ranks(resumed, 1, path, "", True, 0)[0]
+    _, other = run_ranks(resumed, 4, path, f'[sharding.fsdp2]\n{TABLE}format = "{kind}"\n', True, 0)[0]
+    for name, moment in moments.items():
+        assert torch.equal(plain[name], moment)
+        assert (other[name] - moment).abs().max() <= 0.15 * moment.abs().max()
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("signed", [True, False])
+def test_what_was_quantised_is_quantised_alike(kind, signed):
+    from composer3d_plugins.precision.low_bit_optimizer.moments import FORMATS as ALL
+    from composer3d_plugins.precision.low_bit_optimizer.moments import dequantised, requantise_
+
+    torch.manual_seed(0)
+    values = torch.randn(4096, 256) * torch.logspace(-30, 3, 4096)[:, None]
+    values[:8] = 0.0
+    moment, other = (ALL[kind].zeros(values, signed=signed) for _ in range(2))
+    moment.copy_(values if signed else values.abs())
+    requantise_(other, dequantised(moment))
+    assert torch.equal(dequantised(other), dequantised(moment))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(cls, options):
+    run = composed(TABLE, seeded(Wide))
+    with pytest.raises(ComposerError) as caught:
+        run.optimizer(cls, lr=1e-2, **options)
+    run.close()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (
+            torch.optim.SGD,
+            {},
+            "low_bit_optimizer keeps the moments of Adam and AdamW, and the optimizer is SGD; choose another "
+            "optimizer, or leave [precision.low_bit_optimizer] out",
+        ),
+        (
+            torch.optim.AdamW,
+            {"maximize": True},
+            "low_bit_optimizer does not do what maximize = true asks of AdamW",
+        ),
+    ],
+)
+def test_refusals(cls, options, message):
+    assert run_ranks(refusal, 1, cls, options)[0] == message
+
+
+def test_amsgrad_and_adam():
+    def losses(text):
+        run = composed(text, seeded(Wide))
+        optimizer = run.optimizer(torch.optim.Adam, lr=1e-2, amsgrad=True, weight_decay=0.01)
+        tokens, targets = padded()
+        found = []
+        for number in range(6):
+            with run.step(number):
+                found.append(float(run.forward_backward(tokens, target=targets)))
+                optimizer.step()
+                optimizer.zero_grad()
+        run.close()
+        return found
+
+    low, plain = (run_ranks(losses, 1, text)[0] for text in (TABLE, ""))
+    assert low == pytest.approx(plain, rel=2e-2)
+    assert low[-1] < 0.9 * low[0]
