@@ -65,12 +65,8 @@ def compose(
         device: Default: the accelerator if there is one, else the CPU.
         purpose: Why it is composed.
         example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
-            only shapes and dtypes matter. Or a function that makes it, called only if one asks. Without it they try a
-            batch of token numbers.
+            only shapes and dtypes matter. Or a function that makes it, if one asks. Default: token numbers are tried.
         guard: Compare step, plan and batch of all ranks as steps begin, and explain lost ones. False only counts.
-
-    Returns:
-        The composition.
 
     Raises:
         ManifestError: With every mistake of the manifest.

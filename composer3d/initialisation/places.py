@@ -8,7 +8,7 @@ from types import FrameType
 
 __all__ = ["is_torch", "place_of_error", "user_place"]
 
-_OWN = (str(Path(__file__).parent) + "/", str(Path(__file__).parent.parent / "torch_compat.py"))
+_OWN = (f"{Path(__file__).parent}/", f"{Path(__file__).parent.parent / 'torch_compat'}/")
 
 
 def is_torch(filename: str) -> bool:

@@ -59,7 +59,10 @@ def in_double_precision() -> Iterator[None]:
 
 
 def backward_inside(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run `backward` of a tensor, or of torch.autograd, with a mode on, which torch takes off while it handles a call: backwards recompute."""
+    """Run `backward` of a tensor, or of torch.autograd, with a mode on.
+
+    Backwards recompute, and torch takes a mode off while it handles a call.
+    """
     # Under either of its two names the gradient is the second argument.
     named = {"gradients" if key in ("gradient", "grad_tensors") else key: value for key, value in kwargs.items()}
     with mode:

@@ -132,7 +132,7 @@ def _step(
     tolerances: Mapping[str, float],
     keep: Path | None,
 ) -> RankStep:
-    from composer3d.batch import digest
+    from composer3d.batch import Digest
 
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
@@ -172,7 +172,7 @@ def _step(
         clip_factor=_common_factor(own[-1], own[0]),
         unmoved=tuple(f for f, tensor in after.items() if f in before and bool((tensor == before[f]).all())),
         held=held,
-        batch=digest(batch),
+        batch=Digest()(batch),
     )
 
 

@@ -1,0 +1,90 @@
+"""Meshes, sharded modules and placements."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+__all__ = [
+    "ShardOf",
+    "clear_sharding_caches",
+    "flatten",
+    "fsdp_groups",
+    "replicate_buckets",
+    "replicate_units",
+    "shard_of",
+    "with_local",
+]
+
+
+def flatten(mesh: Any, name: str) -> Any:
+    """Return several axes of a mesh as one; public only as an underscore method (torch 2.11-2.15)."""
+    return mesh._flatten(name)
+
+
+def clear_sharding_caches() -> None:
+    """Forget what DTensor's operators returned, meshes included; torch has only underscored functions for it.
+
+    DTensor takes meshes of equal ranks for one, whichever rank this process was when they were made, so that another
+    rank's world in one process would get results with the first one's coordinates (torch 2.11-2.15).
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import debug
+
+    debug._clear_python_sharding_prop_cache()
+    debug._clear_fast_path_sharding_prop_cache()
+
+
+def replicate_units(module: Any, **options: Any) -> Any:
+    """Replicate a unit over FSDP2's machinery: DTensor parameters, the same setters (torch 2.11-2.15, not public)."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(module, **options)
+
+
+def replicate_buckets(module: Any, **options: Any) -> Any:
+    """Attach a true DistributedDataParallel to a module without wrapping it (torch 2.11-2.15, not public)."""
+    from torch.distributed._composable.replicate import replicate
+
+    return replicate(module, **options)
+
+
+class ShardOf(NamedTuple):
+    """How a placement cuts a tensor: along which dim, and into how many pieces that dim was cut before."""
+
+    dim: int
+    split_factor: int
+
+
+def shard_of(placement: Any) -> ShardOf | None:
+    """Return how a DTensor placement shards, None for replicas and partial sums.
+
+    FSDP2 places a tensor that tensor parallelism has cut before with `_StridedShard`, which is private and, depending
+    on the version, a subclass of Shard or not (torch 2.11-2.15).
+    """
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    if isinstance(placement, _StridedShard):
+        return ShardOf(int(placement.dim), int(placement.split_factor))
+    return ShardOf(placement.dim, 1) if isinstance(placement, Shard) else None
+
+
+def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
+    """Yield (group, all-gather, reduce-scatter) of a module that FSDP2 handles; torch only lets them be replaced.
+
+    One group a module in torch 2.11, a list of them from 2.13 on.
+    """
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    groups = getattr(state, "_fsdp_param_groups", None)
+    for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+        if group is not None:
+            yield group, group._all_gather_comm, group._reduce_scatter_comm
+
+
+def with_local(tensor: Any, local: Any) -> Any:
+    """Return a DTensor laid out as another one, on memory that `from_local` would move to the mesh's device."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor(local, tensor._spec, requires_grad=False)

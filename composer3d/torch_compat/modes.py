@@ -1,0 +1,87 @@
+"""Modes, autograd and imports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+__all__ = ["dispatch_mode", "import_torchao", "in_backward", "run_backward", "without_torch_functions"]
+
+
+def dispatch_mode(
+    handler: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any], *, compiles: bool = True
+) -> AbstractContextManager[Any]:
+    """Return a context in which every dispatched operator goes to `handler(operator, types, args, kwargs)`.
+
+    TorchDispatchMode is how operators are seen below autograd; torch documents it under a private module only
+    (torch 2.11-2.15). `handler` may return NotImplemented, so that a tensor subclass takes the operator apart first.
+    `compiles=False` promises that nothing inside is compiled; else the first operator imports torch._dynamo, for 1 s.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Mode(TorchDispatchMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return compiles
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handler(func, types, args, kwargs or {})
+
+    return Mode()
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Return a context in which torch functions reach no mode and no subclass; public only for use in C++."""
+    import torch
+
+    return torch._C.DisableTorchFunction()
+
+
+def in_backward() -> bool:
+    """Tell whether autograd is running a backward on this thread: a forward inside is a recomputation.
+
+    The number of the running graph task is private (torch 2.11-2.15); it is -1 outside of backwards.
+    """
+    import torch
+
+    return torch._C._current_graph_task_id() != -1
+
+
+def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None = None, **options: Any) -> None:
+    """Do what `torch.autograd.backward` does, with the torch-function modes that are on staying on.
+
+    torch takes a mode off while that mode handles a call, so what a backward computes again would run without it; the
+    engine itself, which takes no mode off, has no public name (torch 2.11-2.15).
+    """
+    import torch
+
+    several, given, targets = (
+        (value,) if isinstance(value, torch.Tensor) else tuple(value or ())
+        for value in (tensors, gradients, options.get("inputs"))
+    )
+    starts = [torch.ones_like(t) if t.requires_grad and t.numel() == 1 else None for t in several]
+    starts = [start if gradient is None else gradient for start, gradient in zip(starts, given or starts, strict=True)]
+    engine, again = cast(Any, torch.autograd.Variable), bool(options.get("create_graph"))
+    kept = again if retain_graph is None else retain_graph
+    # The last two: parameters that are not reached are no error, and gradients are accumulated in them.
+    engine._execution_engine.run_backward(several, tuple(starts), kept, again, targets, True, True)
+
+
+def import_torchao(name: str) -> Any:
+    """Import a module of torchao without its noise.
+
+    It logs that it cannot load kernels of other devices, and registers an enum as torch 2.13 warns not to (torchao
+    0.17-0.18).
+    """
+    import importlib
+    import warnings
+
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            return importlib.import_module(name)
+    finally:
+        logging.disable(before)

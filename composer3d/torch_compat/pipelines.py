@@ -1,0 +1,58 @@
+"""Pipeline schedules and their orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+__all__ = ["custom_pipeline_schedule", "pipeline_orders", "pipeline_schedule"]
+
+
+def pipeline_schedule(name: str) -> Any:
+    """Return the class of a pipeline schedule by its name; the lookup is not exported (torch 2.11-2.15)."""
+    from torch.distributed.pipelining.schedules import get_schedule_class
+
+    return get_schedule_class(name)
+
+
+def custom_pipeline_schedule(stages: Any, orders: Sequence[Sequence[tuple[int, str, int]]], **options: Any) -> Any:
+    """Return a schedule that runs the given actions; torch's runtime for these has no public name (torch 2.11-2.15).
+
+    Args:
+        stages: This rank's.
+        orders: Of every rank, as (stage, kind, micro-batch); kinds are F, B, I and W.
+        options: Of the schedule's constructor.
+    """
+    from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRuntime
+
+    schedule = _PipelineScheduleRuntime(stages, **options)
+    schedule.pipeline_order = {
+        rank: [_Action.from_str(f"{stage}{kind}{index}") for stage, kind, index in order]
+        for rank, order in enumerate(orders)
+    }
+    schedule._prepare_schedule_with_comms(schedule.pipeline_order)
+    return schedule
+
+
+def pipeline_orders(
+    name: str, degree: int, num_microbatches: int, stages_per_rank: int
+) -> list[list[tuple[int, str, int]]]:
+    """Return the actions of every rank as (stage, kind, micro-batch), for schedules of several stages a rank.
+
+    Kinds are F, B, I and W. The lists are those that a schedule makes in its constructor; torch gives them without
+    process groups only in a private module, its visualizer (torch 2.11-2.15). Overlapped pairs are taken apart, idle
+    places left out.
+    """
+    from torch.distributed.pipelining._schedule_visualizer import get_schedule_ops
+
+    kinds = {"FORWARD": "F", "FULL_BACKWARD": "B", "BACKWARD_INPUT": "I", "BACKWARD_WEIGHT": "W"}
+    orders = get_schedule_ops(name, degree, num_microbatches, num_stages_per_rank=stages_per_rank)
+    return [
+        [
+            (single.stage_index, kinds[single.computation_type.name], single.microbatch_index or 0)
+            for action in order
+            if action is not None
+            for single in (getattr(action, "sub_actions", None) or (action,))
+        ]
+        for order in orders
+    ]

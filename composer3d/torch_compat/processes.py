@@ -1,0 +1,174 @@
+"""Process groups, stores, launchers and what they record."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+__all__ = [
+    "CHECKPOINT_METADATA_GLOBALS",
+    "all_gather_single",
+    "default_store",
+    "fake_store",
+    "flight_records",
+    "group_name",
+    "lazy_modules",
+    "local_agent",
+    "process_group",
+    "set_group_timeout",
+]
+
+
+def set_group_timeout(group: Any, timeout: timedelta) -> None:
+    """Set the timeout of one process group, None for the default one, after it was made.
+
+    Public functions take it only before; torch's own private one does nothing but warn for groups that the debug level
+    DETAIL has wrapped (torch 2.11-2.15).
+    """
+    import torch.distributed as dist
+
+    group = dist.group.WORLD if group is None else group
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group; torch has no public way to it (torch 2.11-2.15)."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
+
+
+def lazy_modules() -> tuple[str, ...]:
+    """Return the modules that a first FSDP2, DTensor, pipeline or checkpoint step imports.
+
+    Found by comparing `sys.modules` before and after such steps: about 920 modules, nearly all of them through
+    torch._dynamo, which DTensor and the optimizers import at their first use (torch 2.11-2.15).
+    """
+    return (
+        "torch._dynamo",
+        "torch.distributed._composable.replicate_with_fsdp",
+        "torch.distributed.checkpoint.state_dict",
+        "torch.distributed.fsdp",
+        "torch.distributed.pipelining",
+        "torch.distributed.tensor.parallel",
+        "torch.utils.checkpoint",
+    )
+
+
+def fake_store() -> Any:
+    """Return the store of the `fake` backend; importing it registers the backend, and it has no public home."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def process_group(argument: Any) -> Any:
+    """Return the process group that an operator's argument stands for.
+
+    The c10d operators carry a boxed group and the functional ones its name or the group itself; the lookup by name is
+    private (torch 2.11-2.15).
+    """
+    from torch.distributed import ProcessGroup
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    if isinstance(argument, ProcessGroup):
+        return argument
+    resolve: Any = _resolve_process_group
+    return resolve(argument) if isinstance(argument, str) else ProcessGroup.unbox(argument)
+
+
+CHECKPOINT_METADATA_GLOBALS = frozenset(
+    # The classes of which `.metadata` of torch's distributed checkpoints consists (torch 2.11-2.15), two of them
+    # private; a safe reader must name them, because torch's own unpickles whatever it finds.
+    {
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.metadata", "BytesStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    }
+)
+
+
+def local_agent(
+    spec: Any,
+    start_method: str,
+    *,
+    started: Callable[[dict[int, int]], None],
+    look: Callable[[], None],
+    failed: Callable[[dict[int, int]], None],
+) -> Any:
+    """Return torch's local elastic agent with an eye on its ranks.
+
+    torch documents these underscore methods as the ones to extend, and has no public way to the processes: its agent
+    names one failed rank, takes exit code 0 for success, and waits 30 s for the others (torch 2.11-2.15).
+
+    Args:
+        spec: The agent's WorkerSpec.
+        start_method: `fork` or `spawn`.
+        started: Told the process of each rank.
+        look: Called before each look of the agent's; what it raises ends `agent.run()`.
+        failed: Told the exit codes of ranks that the agent saw fail before `look` did; it raises as well.
+    """
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+
+    class Agent(LocalElasticAgent):
+        def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+            pids = super()._start_workers(worker_group)
+            started({worker.global_rank: pids[worker.local_rank] for worker in worker_group.workers})
+            return pids
+
+        def _monitor_workers(self, worker_group: Any) -> Any:
+            look()
+            result = super()._monitor_workers(worker_group)
+            if result.failures:
+                failed({rank: failure.exitcode for rank, failure in result.failures.items()})
+            return result
+
+    return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
+
+
+def flight_records() -> list[dict[str, Any]]:
+    """Return what torch's flight recorders hold of this process's last collectives, as torch writes it in JSON.
+
+    The recorders of gloo and of NCCL are two, each with an underscored function, the second only in builds with NCCL;
+    their other form is a pickle (torch 2.11-2.15).
+    """
+    from torch._C import _distributed_c10d
+
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(_distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []
+    return entries
+
+
+def group_name(group: Any) -> str:
+    """Return the name under which a process group, None for the default one, stands in flight records.
+
+    A property of the group in Python, typed and documented nowhere (torch 2.11-2.15).
+    """
+    import torch.distributed as dist
+
+    found: Any = dist.group.WORLD if group is None else group
+    return str(found.group_name)
+
+
+def all_gather_single(output: Any, piece: Any, *, group: Any, async_op: bool = False) -> Any:
+    """Gather equal tensors into one; torch 2.13 deprecates the name that torch 2.11 has."""
+    import torch.distributed as dist
+
+    gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(output, piece, group=group, async_op=async_op)

@@ -1,0 +1,122 @@
+"""Tensors: their storages, trees of them, operators on many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = [
+    "allocate",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "foreach_norm",
+    "has_argument",
+    "is_wrapper_subclass",
+    "neg_view",
+    "num_flops",
+    "storage_key",
+    "tree_leaves",
+    "tree_map",
+    "unviewed",
+    "written_tensors",
+]
+
+
+def is_wrapper_subclass(cls: type) -> bool:
+    """Tell whether a tensor class wraps other tensors (DTensor, AsyncCollectiveTensor, float8), so dispatches again."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+    return is_traceable_wrapper_subclass_type(cls)
+
+
+def storage_key(tensor: Any) -> int:
+    """Return what identifies a tensor's memory while it lives, on meta too, where every data pointer is 0."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def written_tensors(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes to, as its schema says; schemas have no public home."""
+    written: list[Any] = []
+    for index, argument in enumerate(operator._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if leaf is not None]
+    return written
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """Apply a function to the leaves of nested tuples, lists and dicts; torch's pytree has no public home."""
+    from torch.utils._pytree import tree_map
+
+    return tree_map(function, tree)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested tuples, lists and dicts; torch's pytree has no public home."""
+    from torch.utils._pytree import tree_leaves
+
+    return tree_leaves(tree)
+
+
+def neg_view(tensor: Any) -> Any:
+    """Return a tensor that is read negated; torch makes such views for imaginary parts, and names it privately."""
+    import torch
+
+    return torch._neg_view(tensor)
+
+
+def allocate(module: Any, device: Any) -> None:
+    """Give a module's tensors on meta memory on a device, and move the others there with their values.
+
+    `Module.to_empty` would empty those too, and `Module._apply`, which FSDP2 overrides to follow, is not public.
+    """
+    import torch
+
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def has_argument(operator: Any, name: str) -> bool:
+    """Tell whether an operator has an argument of a name, as its schema says; schemas have no public home."""
+    return any(argument.name == name for argument in operator._schema.arguments)
+
+
+def foreach_mul_(tensors: Any, factor: Any) -> None:
+    """Multiply a list of tensors in place in one kernel; foreach functions have no public names (torch 2.11-2.15)."""
+    import torch
+
+    torch._foreach_mul_(tensors, factor)
+
+
+def foreach_lerp_(tensors: Any, ends: Any, weight: float) -> None:
+    """Move a list of tensors towards others in place in one kernel; see `foreach_mul_`."""
+    import torch
+
+    torch._foreach_lerp_(tensors, ends, weight)
+
+
+def foreach_norm(tensors: Any, norm_type: float) -> Any:
+    """Return the norm of every tensor of a list in one kernel; see `foreach_mul_`."""
+    import torch
+
+    return torch._foreach_norm(tensors, norm_type)
+
+
+def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Return the floating-point operations of an operator by torch's own formulas; 0 for those without one.
+
+    The formulas are found by the operator's packet, which has no public name (torch 2.11-2.15).
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    formula = flop_registry.get(operator._overloadpacket)
+    return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
+
+
+def unviewed(tensor: Any) -> Any:
+    """Return a tensor that shares memory and graph, and is no view to autograd; aten operators have no public names.
+
+    What DTensor's `to_local` returns may not be changed in place, and FSDP2 warns about modules that return views.
+    """
+    import torch
+
+    return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
