@@ -27,7 +27,7 @@ def test_plugins_for_programs(command):
         "compile": ["COMPILE"],
         "ddp": ["DATA"],
         "fsdp2": ["DATA"],
-        "mixed": ["DATA"],
+        "mixed": ["CONVERT", "DATA"],
     }
     assert all(plugin["error"] is None for plugin in found.values())
     fsdp2 = found["fsdp2"]
@@ -49,10 +49,10 @@ def test_one_plugin_is_shown_with_its_options(command):
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert lines[0].startswith("[precision.mixed]  from composer3d_plugins.precision.mixed:Mixed")
-    assert lines[1:4] == ["owns: -", "phases: DATA", "devices: any"]
+    assert lines[1:4] == ["owns: -", "phases: CONVERT, DATA", "devices: any"]
     assert "Memory: float32 shards" in out
     row = next(line for line in lines if line.startswith("param_dtype"))
-    assert row.split("  ")[1:] and '"bfloat16"' in row and '"bfloat16" or "float32"' in row
+    assert row.split("  ")[1:] and '"bfloat16"' in row and '"bfloat16", "float16" or "float32"' in row
 
 
 def test_an_unknown_plugin(command):

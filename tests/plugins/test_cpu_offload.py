@@ -90,6 +90,11 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout, cls, option
         assert with_offload[3] == without[3]
 
 
+def test_collectives_are_those_without_it():
+    plain, with_offload = (run_ranks(trained, 2, FSDP + text, torch.optim.AdamW, {}, 1)[0][3] for text in ("", TABLE))
+    assert plain == with_offload
+
+
 # ---- order and memory ------------------------------------------------------------------------------------------------
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,9 @@ from composer3d_plugins.precision.float8.layers import choose, convert
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+
+_FSDP2_GATHERS = "all_gather = true: weights are gathered in float8 by FSDP2; nothing else gathers them"
 
 
 @plugin(family="precision")
@@ -85,32 +88,30 @@ class Float8:
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> list[Transform]:
         """Convert the layers; FSDP2 gathers them as bytes where the backend knows no float8."""
-        return list(self._transforms())
-
-    def _transforms(self) -> Iterator[Transform]:
-        reason = "weights are gathered in float8 by FSDP2; nothing else gathers them"
-        yield Transform(
+        convert = Transform(
             name="float8",
             phase=Phase.CONVERT,
             select=self._select,
             apply=self._apply,
             rows=self._rows,
-            requires={"fsdp2": f"all_gather = true: {reason}"} if self.all_gather else {},
+            requires={"fsdp2": _FSDP2_GATHERS} if self.all_gather else {},
         )
-        if self.all_gather:
-            yield Transform(
-                name="float8.all_gather",
-                phase=Phase.COMMUNICATE,
-                select=lambda model, context: context.units(None),
-                apply=_apply_gather,
-            )
-            # Otherwise the first step would scale each rank's cut along tp by itself, and all others the whole.
-            yield Transform(
-                name="float8.scales",
-                phase=Phase.MATERIALISE,
-                select=lambda model, context: context.state[self],
-                apply=_apply_scales,
-            )
+        if not self.all_gather:
+            return [convert]
+        gather = Transform(
+            name="float8.all_gather",
+            phase=Phase.COMMUNICATE,
+            select=lambda model, context: context.units(None),
+            apply=_apply_gather,
+        )
+        # Otherwise the first step would scale each rank's cut along tp by itself, and all others the whole.
+        scales = Transform(
+            name="float8.scales",
+            phase=Phase.MATERIALISE,
+            select=lambda model, context: context.state[self],
+            apply=_apply_scales,
+        )
+        return [convert, gather, scales]
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> StepAction | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
@@ -98,25 +98,28 @@ class Mixed:
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> list[Transform]:
         """Change norms and buffers; apply the policy over a mesh of one rank where no data-parallel plugin would."""
-        return list(self._transforms(context))
-
-    def _transforms(self, context: RunContext) -> Iterator[Transform]:
+        transforms = []
         if self.norms != "as_others":
-            yield Transform(
-                name="mixed.norms",
-                phase=Phase.CONVERT,
-                select=self._select_norms,
-                apply=self._apply_norms,
-                own_units=self.norms == "float32_units",
+            transforms.append(
+                Transform(
+                    name="mixed.norms",
+                    phase=Phase.CONVERT,
+                    select=self._select_norms,
+                    apply=self._apply_norms,
+                    own_units=self.norms == "float32_units",
+                )
             )
         if self.buffer_dtype is not None:
-            yield Transform(
-                name="mixed.buffers", phase=Phase.CONVERT, select=_select_buffers, apply=self._apply_buffers
+            transforms.append(
+                Transform(name="mixed.buffers", phase=Phase.CONVERT, select=_select_buffers, apply=self._apply_buffers)
             )
         if not any(axis in context.owners for axis in context.layout.names(Role.BATCH)):
-            yield Transform(
-                name="mixed", phase=Phase.DATA, select=lambda model, context: context.units(None), apply=self._apply
+            transforms.append(
+                Transform(
+                    name="mixed", phase=Phase.DATA, select=lambda model, context: context.units(None), apply=self._apply
+                )
             )
+        return transforms
 
     @hookimpl
     def composer3d_grad_scaler(self, context: RunContext) -> GradScaler | None:
