@@ -6,7 +6,6 @@ cell that refuses for another reason has failed, and so has one that is on the l
 
 from __future__ import annotations
 
-import logging
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import composer3d
+from composer3d import torch_compat
 from composer3d.errors import ComposerError, RankError
 from composer3d.manifest import load_manifest
 from composer3d.models import llama
@@ -213,8 +213,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def train(text: str) -> dict[str, Any]:
     """Run the steps on this rank in float64; return by what is compared and by name every full tensor it has."""
     torch.set_default_dtype(torch.float64)
-    # That gathering a tensor which is cut twice takes two collectives is no news, and every rank would tell it.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    torch_compat.silence_redistribution()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cell.toml"
         path.write_text(text)

@@ -13,6 +13,7 @@ from composer3d.torch_compat.layouts import (
     replicate_buckets,
     replicate_units,
     shard_of,
+    silence_redistribution,
     with_local,
 )
 from composer3d.torch_compat.modes import (
@@ -84,6 +85,7 @@ __all__ = [
     "run_backward",
     "set_group_timeout",
     "shard_of",
+    "silence_redistribution",
     "storage_key",
     "tree_leaves",
     "tree_map",

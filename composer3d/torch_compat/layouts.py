@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ __all__ = [
     "replicate_buckets",
     "replicate_units",
     "shard_of",
+    "silence_redistribution",
     "with_local",
 ]
 
@@ -88,3 +90,11 @@ def with_local(tensor: Any, local: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, tensor._spec, requires_grad=False)
+
+
+def silence_redistribution() -> None:
+    """Stop DTensor from telling, on every rank, that gathering a tensor which is cut twice takes two collectives.
+
+    The logger is named after a private module (torch 2.11-2.15).
+    """
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
