@@ -14,7 +14,8 @@ __all__ = ["TensorBoard"]
 class TensorBoard:
     """Write every metric of every step as a scalar for TensorBoard.
 
-    Memory: the events of two minutes. Collectives: none; the first rank writes.
+    Memory: the events of two minutes.
+    Collectives: none; the first rank writes.
 
     Args:
         folder: Of the event files; default: `tensorboard` in the run's folder.

@@ -25,7 +25,8 @@ class Throughput:
     `hardware_counted`: the operations that torch counts in one real step, attention and recomputation included; HFU is
     its share. Tokens are all positions of the batch, padding too, since all of them are computed.
 
-    Memory: the last `window` step times. Collectives: none of its own; its metrics travel with all others.
+    Memory: the last `window` step times.
+    Collectives: none of its own; its metrics travel with all others.
     Source: Aakanksha Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, arXiv:2204.02311, 2022.
 
     Args:

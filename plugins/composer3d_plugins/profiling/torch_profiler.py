@@ -31,7 +31,8 @@ class TorchProfiler:
     Nsight they are NVTX ranges. Each cycle of a rank becomes `rank-R-cycle-C.json.gz`; at the end the first of the
     ranks writes `all-ranks.json.gz`, where processes are ranks.
 
-    Memory: the events of `active` steps, in host memory: kilobytes for every operator. Collectives: none.
+    Memory: the events of `active` steps, in host memory: kilobytes for every operator.
+    Collectives: none.
 
     Args:
         wait: Steps before each cycle that are not profiled.

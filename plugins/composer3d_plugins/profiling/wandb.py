@@ -16,7 +16,8 @@ __all__ = ["Wandb"]
 class Wandb:
     """Log every metric of every step to Weights & Biases, with the resolved manifest as the run's configuration.
 
-    Memory: that of the library's process on the first rank's machine. Collectives: none; the first rank logs.
+    Memory: that of the library's process on the first rank's machine.
+    Collectives: none; the first rank logs.
 
     Args:
         project: The project; default: the library's.

@@ -27,7 +27,8 @@ class Prometheus:
     when the last step ended. `python -m composer3d_plugins.profiling.prometheus dashboard` prints a Grafana dashboard,
     `rules` in place of `dashboard` alert rules: a stalled step, a loss that is not finite, a straggler, memory.
 
-    Memory: below 1 MiB. Collectives: none of its own; its metrics travel with all others.
+    Memory: below 1 MiB.
+    Collectives: none of its own; its metrics travel with all others.
 
     Args:
         port: On which the node's first rank listens; 0 takes a free one, which the log names.

@@ -1,0 +1,75 @@
+"""`composer3d timeline`: what a run did, drawn from its trace files."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.cli.options import Subparsers, add_json, positive
+from composer3d.cli.output import say, say_json
+from composer3d.errors import ComposerError
+
+if TYPE_CHECKING:
+    from composer3d.timeline import Report
+
+__all__ = ["add", "execute"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "timeline",
+        help="draw what a run did, from its trace files",
+        description="Read the trace files of a run with [profiling.opentelemetry]; write a page that shows ranks by "
+        "time, and say where the time went: bubble, exposed communication, straggler.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="the page; default: timeline.html in the folder")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also write the picture as SVG")
+    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="last steps that are drawn; default: 2")
+    add_json(parser)
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Read, measure, draw; 2 if there is no trace."""
+    from composer3d.timeline import draw_page, draw_svg, measure, read_trace
+
+    trace = read_trace(arguments.run)
+    report = measure(trace)
+    if not report.steps:
+        raise ComposerError(f"{arguments.run}: no step is in the trace files of all ranks")
+    drawn = report.steps[-arguments.steps :]
+    title = f"{arguments.run.resolve().name}: {len(trace.ranks)} ranks"
+    page = arguments.html or arguments.run / "timeline.html"
+    _write(page, draw_page(trace, report, drawn, title=title))
+    if arguments.svg is not None:
+        _write(arguments.svg, draw_svg(trace, drawn, title=title))
+    if arguments.json:
+        say_json({**_report(report), "page": str(page)})
+        return 0
+    for rank, times in report.ranks.items():
+        figures = ", ".join(f"{name.replace('_', ' ')} {1e3 * value:.1f} ms" for name, value in vars(times).items())
+        say(f"rank {rank}: {figures}")
+    say(f"straggler: rank {report.straggler}, which computes {report.straggler_ratio:.2f} times the mean")
+    if report.bubble is not None:
+        say(f"bubble: {report.bubble.measured:.1%} measured, {report.bubble.simulated:.1%} simulated")
+    say(str(page))
+    return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def _report(report: Report) -> dict[str, Any]:
+    return {
+        "steps": list(report.steps),
+        "ranks": {str(rank): vars(times) for rank, times in report.ranks.items()},
+        "straggler": {"rank": report.straggler, "ratio": report.straggler_ratio},
+        "bubble": None if report.bubble is None else vars(report.bubble),
+    }

@@ -1,0 +1,177 @@
+"""What spans say: where each rank's time went, the straggler, and the pipeline's bubble beside the simulated one."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from composer3d.planning import Costs, simulate
+from composer3d.protocol import Action
+from composer3d.timeline.reading import Span, Trace
+
+__all__ = ["Bubble", "RankTimes", "Report", "measure"]
+
+_COMPUTING = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes:
+    """Where a rank's steps went, seconds a step in the mean.
+
+    Args:
+        step: Of the step, from its first span to its last.
+        computing: Forward and backward, without the collectives inside.
+        collectives: In which this rank did nothing else: the exposed communication, waiting for others included.
+        optimizer: Of the optimizer.
+        data_wait: Before the step.
+    """
+
+    step: float
+    computing: float
+    collectives: float
+    optimizer: float
+    data_wait: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bubble:
+    """Idle time of a pipeline between its first forward and its last backward, as a part of that time.
+
+    Args:
+        measured: Over all measured steps.
+        simulated: Of the same order of actions with the mean times that they took, and messages that take none.
+    """
+
+    measured: float
+    simulated: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a trace says.
+
+    Args:
+        steps: Numbers of the steps that were measured: all but the first, which allocates and compiles.
+        ranks: By rank.
+        straggler: The rank that computes longest.
+        straggler_ratio: Its computing time over the mean of all.
+        bubble: None without a pipeline, or without its actions in the trace.
+    """
+
+    steps: tuple[int, ...]
+    ranks: Mapping[int, RankTimes]
+    straggler: int
+    straggler_ratio: float
+    bubble: Bubble | None
+
+
+def measure(trace: Trace) -> Report:
+    """Measure a trace.
+
+    Args:
+        trace: As it was read.
+    """
+    found = {rank: _steps(spans) for rank, spans in trace.ranks.items()}
+    numbers = sorted(set.intersection(*(set(steps) for steps in found.values())))
+    numbers = numbers[1:] or numbers
+    ranks = {rank: _times(trace.ranks[rank], [steps[number] for number in numbers]) for rank, steps in found.items()}
+    computing = {rank: times.computing for rank, times in ranks.items()}
+    straggler = max(computing, key=lambda rank: computing[rank])
+    mean = fmean(computing.values())
+    return Report(
+        steps=tuple(numbers),
+        ranks=ranks,
+        straggler=straggler,
+        straggler_ratio=computing[straggler] / mean if mean else math.nan,
+        bubble=_bubble(trace, found, numbers),
+    )
+
+
+def _steps(spans: Sequence[Span]) -> dict[int, list[Span]]:
+    """Return every step with all spans inside it, itself first."""
+    inside: dict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        inside[span.parent].append(span)
+    result = {}
+    for span in spans:
+        if span.name == "step":
+            members = [span]
+            for member in members:
+                members += inside[member.id]
+            result[int(span.attributes["step"])] = members
+    return result
+
+
+def _times(spans: Sequence[Span], steps: Sequence[Sequence[Span]]) -> RankTimes:
+    if not steps:
+        return RankTimes(step=0.0, computing=0.0, collectives=0.0, optimizer=0.0, data_wait=0.0)
+    numbers = {step[0].attributes["step"] for step in steps}
+    waits = [span for span in spans if span.name == "data_wait" and span.attributes.get("step") in numbers]
+
+    def mean(values: Sequence[float]) -> float:
+        return math.fsum(values) / len(steps)
+
+    members = [span for step in steps for span in step]
+    by_id = {span.id: span for span in members}
+    nested = [
+        span
+        for span in members
+        if span.is_collective and span.parent in by_id and by_id[span.parent].name in _COMPUTING
+    ]
+    return RankTimes(
+        step=mean([step[0].duration_s for step in steps]),
+        computing=mean(
+            [span.duration_s for span in members if span.name in _COMPUTING] + [-span.duration_s for span in nested]
+        ),
+        collectives=mean([span.duration_s for span in members if span.is_collective]),
+        optimizer=mean([span.duration_s for span in members if span.name == "optimizer"]),
+        data_wait=mean([span.duration_s for span in waits]),
+    )
+
+
+def _bubble(trace: Trace, found: Mapping[int, Mapping[int, Sequence[Span]]], numbers: Sequence[int]) -> Bubble | None:
+    """Measure the pipeline that rank 0 is in; others with other data run beside it."""
+    first = min(trace.ranks)
+    own = {axis: index for axis, index in trace.coordinates[first].items() if axis != "pp"}
+    members = [
+        rank
+        for rank in sorted(trace.ranks, key=lambda rank: trace.coordinates[rank].get("pp", 0))
+        if {axis: index for axis, index in trace.coordinates[rank].items() if axis != "pp"} == own
+    ]
+    actions = [
+        [[span for span in found[rank][number] if {"kind", "microbatch"} <= span.attributes.keys()] for rank in members]
+        for number in numbers
+    ]
+    if len(members) < 2 or not actions or not all(rank for step in actions for rank in step):
+        return None
+    idle, whole = 0.0, 0.0
+    for step in actions:
+        start = min(span.start for rank in step for span in rank)
+        end = max(span.end for rank in step for span in rank)
+        whole += len(members) * (end - start) / 1e9
+        idle += sum((end - start) / 1e9 - math.fsum(span.duration_s for span in rank) for rank in step)
+    return Bubble(measured=idle / whole, simulated=_simulated(actions))
+
+
+def _simulated(actions: Sequence[Sequence[Sequence[Span]]]) -> float:
+    orders = [
+        [
+            Action(span.attributes["stage"], span.attributes["kind"], span.attributes["microbatch"])
+            for span in sorted(rank, key=lambda span: span.start)
+        ]
+        for rank in actions[-1]
+    ]
+    taken: dict[str, list[float]] = defaultdict(list)
+    for step in actions:
+        for rank in step:
+            for span in rank:
+                taken[span.attributes["kind"]].append(span.duration_s)
+    per_rank = len({action.stage for order in orders for action in order}) // len(orders)
+    mean = {kind: fmean(values) * per_rank for kind, values in taken.items()}
+    weight = mean.get("W", 0.0)
+    backward = mean["B"] if "B" in mean else mean["I"] + weight
+    costs = Costs(forward=mean["F"], backward=max(backward, weight), weight=weight, transfer=0.0)
+    return simulate(orders, costs).bubble_share

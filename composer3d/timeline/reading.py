@@ -1,0 +1,148 @@
+"""Reading trace files: OTLP's JSON encoding, a line an export, a file a rank."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from composer3d.errors import ComposerError
+
+__all__ = ["Span", "Trace", "read_trace"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """One span of one rank; times are ns since 1970."""
+
+    name: str
+    id: str
+    parent: str
+    start: int
+    end: int
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def duration_s(self) -> float:
+        """From its start to its end; of several that were merged, the time that they took themselves."""
+        return float(self.attributes.get("busy_ns", self.end - self.start)) / 1e9
+
+    @property
+    def is_collective(self) -> bool:
+        """Whether it is communication: those name the mesh axis."""
+        return "axis" in self.attributes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The newest start of a run.
+
+    Args:
+        ranks: Spans by rank, in order of their starts.
+        coordinates: Of every rank along the mesh axes.
+        memory: Resident bytes of every rank, in order of time.
+        rows: Of `metrics.jsonl`, as far as there is one.
+        cut: Files whose last line was cut off, as a kill does.
+    """
+
+    ranks: Mapping[int, tuple[Span, ...]]
+    coordinates: Mapping[int, Mapping[str, int]]
+    memory: Mapping[int, tuple[float, ...]]
+    rows: tuple[Mapping[str, Any], ...]
+    cut: tuple[str, ...]
+
+
+def read_trace(run: Path) -> Trace:
+    """Read a run's folder, or the folder of its trace files.
+
+    Args:
+        run: With `traces/rank-R.jsonl` in it, or those files themselves.
+
+    Raises:
+        ComposerError: There are no trace files, or none with spans.
+    """
+    folder = run / "traces" if (run / "traces").is_dir() else run
+    matches = [(re.fullmatch(r"rank-(\d+)\.jsonl", path.name), path) for path in folder.glob("rank-*.jsonl")]
+    files = {int(match[1]): path for match, path in matches if match}
+    if not files:
+        raise ComposerError(
+            f"{run}: there are no trace files; a run leaves them in traces/ with [profiling.opentelemetry] and "
+            'exporter = "file"'
+        )
+    groups: dict[int, list[tuple[str, Mapping[str, Any], list[Span]]]] = {}
+    cut = []
+    for rank, path in sorted(files.items()):
+        rows, complete = _lines(path)
+        groups[rank] = [_group(row) for row in rows]
+        if not complete:
+            cut.append(path.name)
+    if not any(groups.values()):
+        raise ComposerError(f"{run}: the trace files hold no span")
+    # A run that was started again goes on in the same files; what the last start wrote is what counts.
+    newest = max((spans[-1].end, instance) for found in groups.values() for instance, _, spans in found)[1]
+    ranks, coordinates = {}, {}
+    for rank, found in groups.items():
+        own = [(resource, spans) for instance, resource, spans in found if instance == newest]
+        if own:
+            ranks[rank] = tuple(sorted((span for _, spans in own for span in spans), key=lambda span: span.start))
+            prefix = "composer3d.mesh."
+            coordinates[rank] = {k.removeprefix(prefix): v for k, v in own[-1][0].items() if k.startswith(prefix)}
+    metrics = run / "metrics.jsonl"
+    return Trace(
+        ranks=ranks,
+        coordinates=coordinates,
+        memory={rank: tuple(_memory(folder / f"rank-{rank}.metrics.jsonl")) for rank in ranks},
+        rows=tuple(_lines(metrics)[0]) if metrics.is_file() else (),
+        cut=tuple(cut),
+    )
+
+
+def _lines(path: Path) -> tuple[list[Any], bool]:
+    """Return what the lines hold, up to one that was cut off, and whether there was none."""
+    result = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            result.append(json.loads(line))
+        except ValueError:
+            return result, False
+    return result, True
+
+
+def _group(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], list[Span]]:
+    resource, spans = {}, []
+    for group in row["resourceSpans"]:
+        resource = _attributes(group["resource"]["attributes"])
+        for scope in group["scopeSpans"]:
+            spans += [_span(span) for span in scope["spans"]]
+    return str(resource.get("service.instance.id", "")).partition("/")[0], resource, spans
+
+
+def _span(span: Mapping[str, Any]) -> Span:
+    return Span(
+        name=span["name"],
+        id=span["spanId"],
+        parent=span.get("parentSpanId", ""),
+        start=int(span["startTimeUnixNano"]),
+        end=int(span["endTimeUnixNano"]),
+        attributes=_attributes(span.get("attributes", ())),
+    )
+
+
+def _attributes(items: Any) -> dict[str, Any]:
+    result = {}
+    for item in items:
+        ((kind, value),) = item["value"].items()
+        result[item["key"]] = int(value) if kind == "intValue" else value
+    return result
+
+
+def _memory(path: Path) -> Iterator[float]:
+    for row in _lines(path)[0] if path.is_file() else ():
+        for resource in row["resource_metrics"]:
+            for scope in resource["scope_metrics"]:
+                for metric in scope["metrics"]:
+                    if metric["name"] == "composer3d.memory.resident":
+                        yield float(metric["data"]["data_points"][-1]["value"])

@@ -1,0 +1,182 @@
+"""From a run's trace files to a page: read, measured, drawn, and looked at in a browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from functools import partial
+
+import pytest
+import torch
+from support.models import Net, composed, mine, padded, seeded, sum_loss
+
+from composer3d.cli import main
+from composer3d.errors import ComposerError
+from composer3d.testing import run_ranks
+from composer3d.timeline import draw_page, measure, read_trace
+
+
+class Slow(Net):
+    """A model whose forward keeps one rank busy."""
+
+    busy_s = 0.0
+
+    def forward(self, tokens):
+        deadline = time.perf_counter() + self.busy_s
+        while time.perf_counter() < deadline:
+            pass
+        return super().forward(tokens)
+
+
+def traced(text, folder, steps=4, slow=None, options=None, busy_s=0.1):
+    """Train with traces on a rank; the rank `slow` computes longer than the others."""
+    table = f'[profiling.opentelemetry]\nfolder = "{folder}"\ndetail = "microbatch"\n'
+    model = seeded(Net if slow is None else Slow, **(options or {}))
+    run = composed(f"{text}\n[train]\nmicrobatch = 3\n{table}", model, loss_fn=sum_loss)
+    if run.context.rank == slow:
+        model.busy_s = busy_s
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
+    tokens, targets = padded()
+    for number in range(steps):
+        with run.step(number):
+            loss = run.forward_backward(mine(run, tokens), target=mine(run, targets))
+            run.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        run.report(number, {"loss": float(loss)})
+    run.close()
+
+
+PIPELINE = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
+
+
+@pytest.fixture(scope="module")
+def pipelined(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    run_ranks(partial(traced, options={"num_layers": 4}), 2, PIPELINE, folder / "traces")
+    rows = [{"step": step, "loss": 3.0 - step, "tokens_per_s": 10.0} for step in range(1, 5)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_the_bubble_is_measured_and_simulated(pipelined):
+    trace = read_trace(pipelined)
+    report = measure(trace)
+    assert report.steps == (1, 2, 3) and set(report.ranks) == {0, 1}
+    assert 0.0 < report.bubble.simulated < 0.6
+    assert 0.0 < report.bubble.measured < 1.0
+    again = [span for span in trace.ranks[0] if span.attributes.get("kind") == "F"]
+    assert len(again) == 4 * 4
+
+
+def test_equal_actions_have_the_bubble_of_the_formula(tmp_path):
+    """A trace written by hand: 1F1B of two ranks and two micro-batches; forwards take 1 ms, backwards 2 ms."""
+    actions = {0: [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 4, 6), ("B", 1, 7, 9)]}
+    actions[1] = [("F", 0, 1, 2), ("B", 0, 2, 4), ("F", 1, 4, 5), ("B", 1, 5, 7)]
+    for rank, found in actions.items():
+        spans = [span("step", "s", "", 0, 9, step=1)]
+        for number, (kind, microbatch, start, end) in enumerate(found):
+            name = "forward" if kind == "F" else "backward"
+            spans.append(span(name, f"a{number}", "s", start, end, kind=kind, microbatch=microbatch, stage=rank))
+        write(tmp_path, rank, spans, pp=rank)
+    report = measure(read_trace(tmp_path))
+    assert report.bubble.measured == pytest.approx(1 / 3) == report.bubble.simulated
+    assert report.ranks[0].computing == pytest.approx(6e-3) and report.straggler_ratio == pytest.approx(1.0)
+
+
+def test_collectives_inside_are_not_computing(tmp_path):
+    spans = [
+        span("data_wait", "w", "", 0, 1, step=1),
+        span("step", "s", "", 1, 11, step=1),
+        span("forward", "f", "s", 1, 7),
+        span("all_gather", "g", "f", 2, 4, axis="dp_shard", bytes=8),
+        span("all_reduce", "r", "s", 8, 9, axis="world", busy_ns=500_000, count=2),
+        span("optimizer", "o", "s", 9, 11),
+    ]
+    write(tmp_path, 0, spans)
+    (times,) = measure(read_trace(tmp_path)).ranks.values()
+    assert vars(times) == pytest.approx(
+        {"step": 0.010, "computing": 0.004, "collectives": 0.0025, "optimizer": 0.002, "data_wait": 0.001}
+    )
+
+
+def span(name, number, parent, start_ms, end_ms, **attributes):
+    def value(content):
+        return {"intValue": str(content)} if isinstance(content, int) else {"stringValue": content}
+
+    return {
+        "traceId": "1" * 32,
+        "spanId": number,
+        "parentSpanId": parent,
+        "name": name,
+        "startTimeUnixNano": str(start_ms * 1_000_000),
+        "endTimeUnixNano": str(end_ms * 1_000_000),
+        "attributes": [{"key": key, "value": value(content)} for key, content in attributes.items()],
+    }
+
+
+def write(folder, rank, spans, instance="run", **mesh):
+    attributes = [{"key": "service.instance.id", "value": {"stringValue": f"{instance}/rank{rank}"}}]
+    attributes += [{"key": f"composer3d.mesh.{axis}", "value": {"intValue": str(n)}} for axis, n in mesh.items()]
+    row = {"resourceSpans": [{"resource": {"attributes": attributes}, "scopeSpans": [{"spans": spans}]}]}
+    with (folder / f"rank-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_the_slow_rank_is_the_straggler(tmp_path):
+    run_ranks(partial(traced, slow=1, steps=3), 2, "[sharding.fsdp2]\n", tmp_path)
+    report = measure(read_trace(tmp_path))
+    assert report.straggler == 1 and report.straggler_ratio > 1.1
+
+
+def test_a_cut_off_line_and_an_older_start(tmp_path):
+    write(tmp_path, 0, [span("step", "s", "", 0, 1, step=0)], instance="older")
+    write(tmp_path, 0, [span("step", "t", "", 5, 6, step=7)], instance="newer")
+    with (tmp_path / "rank-0.jsonl").open("a") as file:
+        file.write('{"resourceSpans": [{"reso')
+    trace = read_trace(tmp_path)
+    assert [one.attributes["step"] for one in trace.ranks[0]] == [7] and trace.cut == ("rank-0.jsonl",)
+    assert "was cut off" in draw_page(trace, measure(trace), [7], title="t")
+
+
+def test_the_command_writes_a_page_that_needs_no_network(pipelined, tmp_path, capsys):
+    page, picture = tmp_path / "page.html", tmp_path / "page.svg"
+    assert main(["timeline", str(pipelined), "--html", str(page), "--svg", str(picture), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["steps"] == [1, 2, 3] and told["bubble"].keys() == {"measured", "simulated"}
+    assert set(told["ranks"]) == {"0", "1"} and told["straggler"]["rank"] in (0, 1)
+    text = page.read_text()
+    assert set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"} and "<script" not in text
+    assert 'id="rank-0"' in picture.read_text() and "simulated" in text and "loss: 2 to -1" in text
+    assert main(["timeline", str(pipelined), "--html", str(page)]) == 0
+    assert "bubble: " in capsys.readouterr().out
+
+
+def test_a_folder_without_traces(tmp_path):
+    with pytest.raises(ComposerError) as caught:
+        read_trace(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path}: there are no trace files; a run leaves them in traces/ with [profiling.opentelemetry] and "
+        'exporter = "file"'
+    )
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's package chromium")
+def test_a_browser_shows_every_rank(pipelined, tmp_path):
+    page, shot = tmp_path / "page.html", tmp_path / "page.png"
+    assert main(["timeline", str(pipelined), "--html", str(page)]) == 0
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    done = subprocess.run(
+        [*command, "--window-size=1300,900", f"--screenshot={shot}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=90,
+    )
+    assert done.returncode == 0, done.stderr[-500:]
+    for rank in (0, 1):
+        assert f'id="rank-{rank}"' in done.stdout
+    assert done.stdout.count("<title>forward ") == done.stdout.count("<title>backward ") == 2 * 2 * 4
+    assert shot.stat().st_size > 10_000
