@@ -38,6 +38,7 @@ from composer3d.torch_compat.processes import (
 )
 from composer3d.torch_compat.tensors import (
     allocate,
+    dump_memory_history,
     foreach_lerp_,
     foreach_mul_,
     foreach_norm,
@@ -45,6 +46,7 @@ from composer3d.torch_compat.tensors import (
     is_wrapper_subclass,
     neg_view,
     num_flops,
+    record_memory_history,
     storage_key,
     tree_leaves,
     tree_map,
@@ -53,6 +55,8 @@ from composer3d.torch_compat.tensors import (
 )
 
 __all__ = [
+    "record_memory_history",
+    "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
     "ShardOf",
     "all_gather_single",

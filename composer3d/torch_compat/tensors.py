@@ -6,6 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 __all__ = [
+    "record_memory_history",
+    "dump_memory_history",
     "allocate",
     "foreach_lerp_",
     "foreach_mul_",
@@ -120,3 +122,17 @@ def unviewed(tensor: Any) -> Any:
     import torch
 
     return torch.ops.aten._unsafe_view.default(tensor, tensor.shape)
+
+
+def record_memory_history(max_entries: int) -> None:
+    """Let CUDA's allocator remember allocations and frees; torch documents it under its private name (2.11-2.15)."""
+    import torch
+
+    torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory_history(path: str) -> None:
+    """Write what CUDA's allocator remembers, for torch's viewer (2.11-2.15, documented as private)."""
+    import torch
+
+    torch.cuda.memory._dump_snapshot(path)

@@ -459,3 +459,16 @@ def test_gathering_doubly_cut_tensors_is_silent(caplog):
     log.error("a fault")
     log.setLevel(before)
     assert [record.message for record in caplog.records] == ["a fault"]
+
+
+def test_the_allocators_history_has_its_names():
+    assert callable(torch.cuda.memory._record_memory_history) and callable(torch.cuda.memory._dump_snapshot)
+    assert {"max_entries"} <= set(__import__("inspect").signature(torch.cuda.memory._record_memory_history).parameters)
+
+
+@pytest.mark.gpu
+def test_the_allocators_history_is_written(tmp_path):
+    torch_compat.record_memory_history(100)
+    torch.ones(10, device="cuda")
+    torch_compat.dump_memory_history(str(tmp_path / "history.pickle"))
+    assert (tmp_path / "history.pickle").stat().st_size > 0
