@@ -25,6 +25,10 @@ DIFFERS, WRONG, FAILED = 1, 2, 3
 _FOUND_BY_RANKS = frozenset({"StepError", "TransformError", "LossError", "InitialisationError", "BatchError"})
 
 
+class _Interrupted(Exception):
+    """A signal ended the ranks before they were done."""
+
+
 class _Failed(Exception):
     """The ranks failed; `report` says how."""
 
@@ -76,6 +80,9 @@ def execute(arguments: argparse.Namespace) -> int:
         return WRONG
     try:
         verdict = _prove(arguments, found)
+    except _Interrupted:
+        complain("interrupted: nothing is proven")
+        return FAILED
     except _Failed as failure:
         if failure.report.error not in _FOUND_BY_RANKS:
             complain(failure.report.render().rstrip())
@@ -117,6 +124,8 @@ def _launch(folder: Path, device: str, function: Callable[..., Any], args: Seque
     result = launch_local(function, args, num_ranks=num_ranks, device=kind, output=folder)
     if result.report is not None:
         raise _Failed(result.report)
+    if len(result.values) < num_ranks:
+        raise _Interrupted
     return [result.values[rank] for rank in range(num_ranks)]
 
 

@@ -59,9 +59,9 @@ def in_double_precision() -> Iterator[None]:
 
 
 def backward_inside(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run `backward` of a tensor, or of torch.autograd, with a mode on.
+    """Run `backward` of a tensor, or of torch.autograd, with a mode on: what is recomputed inside is to see it.
 
-    Backwards recompute, and torch takes a mode off while it handles a call.
+    torch takes a mode off while that mode handles a call.
     """
     # Under either of its two names the gradient is the second argument.
     named = {"gradients" if key in ("gradient", "grad_tensors") else key: value for key, value in kwargs.items()}

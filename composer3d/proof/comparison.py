@@ -83,20 +83,23 @@ def fit(actual: Tensor, reference: Tensor) -> Fit | None:
 def tolerances(rounding: Mapping[str, float], dtype: torch.dtype | None) -> dict[str, float]:
     """Return what each compared thing may differ by.
 
-    In float64 everything is 1e-12. In the run's own dtypes the composition and the reference are two roundings of one
-    exact computation, with as many roundings each and in another order: their errors are of one size, and their
-    distance at most the sum of the two. The reference's error is measured, against float64 on the same weights
-    (`rounding`, the largest over parameters and steps, and never less than one unit of the dtype). Twice that bounds
-    the distance, and twice again covers reductions over ranks, which add roundings of their own.
+    In float64 everything is 1e-12, or, for what comes after an optimizer has stepped, four times what it makes of a
+    rounding of the gradients, if that is more.
+
+    In the run's own dtypes the composition and the reference are two roundings of one exact computation, with as many
+    roundings each and in another order: their errors are of one size, and their distance at most the sum of the two.
+    The reference's error is measured, against float64 on the same weights (`rounding`, the largest over parameters and
+    steps, and never less than one unit of the dtype). Twice that bounds the distance, and twice again covers reductions
+    over ranks, which add roundings of their own.
 
     Args:
-        rounding: From `Reference`; empty in float64.
+        rounding: From `Reference`.
         dtype: The narrowest that computes; None in float64.
     """
     import torch
 
     names = ("loss", "grad_norm", "gradients", "clipped", "parameters")
     if dtype is None:
-        return dict.fromkeys(names, EXACT)
+        return {name: max(EXACT, _SAFETY * rounding.get(name, 0.0)) for name in names}
     unit = torch.finfo(dtype).eps
     return {name: _SAFETY * max(rounding.get(name, 0.0), unit) for name in names}

@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["Reference", "ReferenceStep", "make_reference", "of_dtype", "pieces_of"]
 
 
+# Of the largest element: some tens of roundings of float64, as sums of thousands of terms leave.
+_NUDGE = 64 * 2.0**-52
+
+
 @dataclass(kw_only=True, eq=False)
 class ReferenceStep:
     """What one step computes on one device.
@@ -56,7 +60,8 @@ class Reference:
     Args:
         initial: Parameters before the first step, by FQN.
         steps: One after the other.
-        rounding: How far this arithmetic is from float64 on the same weights, by what is compared; empty in float64.
+        rounding: How far this arithmetic is from float64 on the same weights, by what is compared; in float64, how far
+            rounding in another order comes, through the optimizer and the steps after it.
     """
 
     initial: dict[str, Tensor]
@@ -67,8 +72,10 @@ class Reference:
 def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
     """Run the steps on one device.
 
-    In the run's own arithmetic they are run twice: as they are, and in float64 from the same weights. The distance of
-    the two is what this arithmetic rounds away in this model, and what its tolerance is derived from.
+    They are run twice, and the distance of the two is what the tolerance is derived from. In the run's own arithmetic
+    the second is in float64 from the same weights: the distance is what is rounded away. In float64 the second has
+    gradients that are off by what a sum in another order leaves. AdamW turns it into more, where a gradient is as small
+    as its `eps`, by up to lr / eps.
 
     Args:
         subject: What to run.
@@ -80,11 +87,20 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
     if which == "own":
         exact = _run(subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial)
         reference.rounding = _rounding(reference, exact)
+    else:
+        nudged = _run(subject, which, degree=degree, num_steps=num_steps, nudge=_NUDGE)
+        reference.rounding = _rounding(nudged, reference)
     return reference
 
 
 def _run(
-    subject: Subject, which: Arithmetic, *, degree: int, num_steps: int, weights: Mapping[str, Tensor] | None = None
+    subject: Subject,
+    which: Arithmetic,
+    *,
+    degree: int,
+    num_steps: int,
+    weights: Mapping[str, Tensor] | None = None,
+    nudge: float = 0.0,
 ) -> Reference:
     with _alone(subject, which) as run:
         if weights is not None:
@@ -94,7 +110,7 @@ def _run(
         reference = Reference(initial=_copies({fqn: p for fqn, p in run.named_parameters()}))
         for number in range(num_steps):
             with run.step(number):
-                reference.steps.append(_step(subject, run, optimizer, number, degree, which))
+                reference.steps.append(_step(subject, run, optimizer, number, degree, which, nudge))
     return reference
 
 
@@ -108,7 +124,13 @@ def _alone(subject: Subject, which: Arithmetic) -> Iterator[Composition]:
 
 
 def _step(
-    subject: Subject, run: Composition, optimizer: torch.optim.Optimizer, number: int, degree: int, which: Arithmetic
+    subject: Subject,
+    run: Composition,
+    optimizer: torch.optim.Optimizer,
+    number: int,
+    degree: int,
+    which: Arithmetic,
+    nudge: float,
 ) -> ReferenceStep:
     total, pieces = 0.0, _microbatches(subject, number, degree, which)
     counts = [_count(subject, piece) for piece in pieces]
@@ -123,6 +145,8 @@ def _step(
         assert parameter.grad is not None, "chosen so"
         parameter.grad.mul_(factor)
     clipped = _copies({fqn: p.grad for fqn, p in parameters.items()})
+    if nudge:
+        _nudge(parameters, nudge)
     optimizer.step()
     optimizer.zero_grad()
     return ReferenceStep(
@@ -133,6 +157,17 @@ def _step(
         parameters=_copies(dict(run.named_parameters())),
         counts=counts,
     )
+
+
+def _nudge(parameters: Mapping[str, Any], size: float) -> None:
+    """Move every other element of a gradient up, the rest down, by a fraction of the largest."""
+    import torch
+
+    for parameter in parameters.values():
+        grad = parameter.grad
+        signs = 1.0 - 2.0 * (torch.arange(grad.numel(), device=grad.device) % 2).to(grad.dtype)
+        # What is exactly zero in one order is so in another: rows of tokens that did not occur.
+        grad.add_(signs.view_as(grad) * (grad != 0) * (size * grad.abs().max()))
 
 
 def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, Tensor]]:
