@@ -11,9 +11,11 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["EXACT", "Fit", "difference", "fit", "relative", "scale_of", "tolerances"]
+__all__ = ["COMPARED", "EXACT", "Fit", "difference", "fit", "relative", "scale_of", "tolerances"]
 
 EXACT = 1e-12
+# Gradients of the first step, before and after clipping; of later steps, which rest on updates, both together.
+COMPARED = ("loss", "grad_norm", "gradients", "clipped", "later", "parameters")
 # What float64 rounds, relative to the largest gradient of the model, must stay below EXACT: see `scale_of`.
 _FLOOR = 2.0**-52 / EXACT
 _SAFETY = 4.0
@@ -98,8 +100,7 @@ def tolerances(rounding: Mapping[str, float], dtype: torch.dtype | None) -> dict
     """
     import torch
 
-    names = ("loss", "grad_norm", "gradients", "clipped", "parameters")
     if dtype is None:
-        return {name: max(EXACT, _SAFETY * rounding.get(name, 0.0)) for name in names}
+        return {name: max(EXACT, _SAFETY * rounding.get(name, 0.0)) for name in COMPARED}
     unit = torch.finfo(dtype).eps
-    return {name: _SAFETY * max(rounding.get(name, 0.0), unit) for name in names}
+    return {name: _SAFETY * max(rounding.get(name, 0.0), unit) for name in COMPARED}

@@ -93,19 +93,26 @@ class Evidence:
                 for fqn, deviation in getattr(step, kind).items():
                     yield number, rank, fqn, deviation
 
+    def limit(self, kind: Kind, which: str, step: int) -> float:
+        """Return what one kind may be off by in a step; the updates before a later one carry roundings into it."""
+        name = "parameters" if kind == "initial" else "later" if step and kind != "parameters" else kind
+        return self.told.tolerances[which][name]
+
     def wrong(self, kind: Kind, which: str = "float64", *, step: int | None = None) -> dict[str, list[Deviation]]:
         """Return what is beyond its tolerance, by FQN; one deviation a rank that has it."""
-        limit = self.told.tolerances[which]["parameters" if kind == "initial" else kind]
         result: dict[str, list[Deviation]] = {}
         for number, _, fqn, deviation in self.deviations(kind, which):
-            if not deviation.rel <= limit and step in (None, number):
+            if not deviation.rel <= self.limit(kind, which, number) and step in (None, number):
                 result.setdefault(fqn, []).append(deviation)
         return result
 
     def first_wrong_step(self) -> int | None:
         """Return the first step in which a gradient is wrong in float64."""
-        limit = self.told.tolerances["float64"]["gradients"] if "float64" in self.told.tolerances else math.inf
-        steps = [number for number, _, _, deviation in self.deviations("gradients") if not deviation.rel <= limit]
+        steps = [
+            number
+            for number, _, _, deviation in self.deviations("gradients")
+            if not deviation.rel <= self.limit("gradients", "float64", number)
+        ]
         return min(steps, default=None)
 
     def number(self, name: Literal["loss", "grad_norm"], which: str) -> Number:
@@ -231,7 +238,7 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
             if not number.rel <= limits[name]:
                 yield f"{what} differs by {number.rel:.3g} of its value, more than {limits[name]:.3g} ({label})"
         for kind in KINDS:
-            limit = limits["parameters" if kind == "initial" else kind]
+            limit = evidence.limit(kind, which, 0)
             wrong = evidence.wrong(kind, which)
             if wrong:
                 total = len({fqn for _, _, fqn, _ in evidence.deviations(kind, which)})
