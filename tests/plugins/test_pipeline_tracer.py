@@ -6,13 +6,11 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import VOCAB, Block, Net, composed, full, mine, padded, seeded
+from support.models import composed, full, mine, padded, seeded
 from support.pipelined import assert_equal_to_one_device, pipelined_step, token_sum
-from support.traced import DIM, Disorder, Shared, Twins, Unet, Writing
-from torch import nn
+from support.traced import Disorder, Shared, Twins, Unet, Writing
 
-from composer3d import ManifestError, StepError
-from composer3d.testing import run_ranks
+from composer3d.testing import count_collectives, run_ranks
 
 
 def manifest(schedule="1F1B", pp=2, factory=None, split='"tracer"', more=""):
@@ -63,13 +61,11 @@ def several(schedule, options):
         loss = run.evaluate(mine(run, tokens), target=mine(run, targets)).loss
         worst = max(worst, float((loss - total.detach() / count).abs()))
     weights = dict(model.named_parameters(remove_duplicate=False))
-    names = set()
     for part in run.parts:
         for name, parameter in part.module.named_parameters():
             worst = max(worst, float((full(parameter) - weights[name].detach()).abs().max()))
-            names.add(name)
     run.close()
-    return worst, sorted(names)
+    return worst
 
 
 @pytest.mark.parametrize(
@@ -83,17 +79,15 @@ def several(schedule, options):
     ],
 )
 def test_shared_blocks_stay_equal_to_one_devices(size, schedule, options):
-    options = options.replace("[sharding.ddp]", "[sharding.ddp]\n[mesh]\ndp_replicate = 2") if False else options
-    for worst, _ in run_ranks(several, size, schedule, options):
+    for worst in run_ranks(several, size, schedule, options):
         assert worst < 1e-12
 
 
 def parameters_of(text, factory):
     run = composed(text, seeded(factory))
     found = [sorted({name.rpartition(".")[0] for name, _ in part.module.named_parameters()}) for part in run.parts]
-    values = [[int(p.data_ptr()) for p in part.module.parameters()] for part in run.parts]
     run.close()
-    return found, values
+    return found
 
 
 def linears(*blocks):
@@ -104,15 +98,71 @@ def linears(*blocks):
     ("factory", "split", "first", "second"),
     [
         (Shared, '"tracer"', ["layers.0", "layers.1", "layers.2", "tok"], None),
-        (Shared, '{ tracer = ["layers.2@1"] }', ["layers.0", "layers.1", "layers.2", "tok"], ["layers.2", "norm", "out"]),
+        (
+            Shared,
+            '{ tracer = ["layers.2@1"] }',
+            ["layers.0", "layers.1", "layers.2", "tok"],
+            ["layers.2", "norm", "out"],
+        ),
         (Shared, '{ tracer = ["layers.1"] }', ["layers.0", "tok"], None),
         (Disorder, '{ tracer = ["layers.3"] }', ["layers.1", "layers.2", "tok"], ["layers.0", "layers.3", "out"]),
     ],
 )
 def test_stages_hold_what_their_calls_need(factory, split, first, second):
-    (found, _), (more, _) = run_ranks(parameters_of, 2, manifest(split=split), factory)
+    found, more = run_ranks(parameters_of, 2, manifest(split=split), factory)
     every = ["layers.0", "layers.1", "layers.2", "norm", "out"]
     for (names,), expected in ((found, first), (more, second or every)):
         assert names == sorted(
             name for block in expected for name in (linears(block) if block.startswith("layers") else [block])
         )
+
+
+def crossing():
+    """Count what a second step sends: values over the boundary, and what ranks reduce."""
+    run = composed(manifest(factory=Unet) + "[train]\nmicrobatch = 2\n", seeded(Unet))
+    tokens, targets = padded()
+    for number in range(2):
+        with count_collectives(run.mesh) as collectives, run.step(number):
+            run.forward_backward(tokens, target=targets)
+    run.close()
+    return {key: count for key, (count, _) in collectives.summary().items()}
+
+
+def test_collectives():
+    # Over the middle of the U travel what goes into the first block up, and two skips.
+    first, second = run_ranks(crossing, 2)
+    assert {first["send", "pp"], first["recv", "pp"], second["send", "pp"], second["recv", "pp"]} == {3 * 6}
+    # No parameter has copies: what is counted is the core's.
+    assert first["all_reduce", "pp"] == second["all_reduce", "pp"] == 2
+
+
+class Dropping(Shared):
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.dropout.p = 0.5
+
+
+def drawn(seed):
+    run = composed(manifest() + f"[train]\nmicrobatch = 3\nseed = {seed}\n", seeded(Dropping), loss_fn=token_sum)
+    tokens, targets = padded()
+    seen = []
+    for part in run.parts:
+        for name, module in part.module.named_modules():
+            if name.endswith("dropout"):
+                module.register_forward_hook(lambda _, args, output: seen.append((output == 0).flatten().tolist()))
+    losses = []
+    for number in range(2):
+        with run.step(number):
+            losses.append(float(run.forward_backward(tokens, target=targets)))
+    run.close()
+    return losses, seen[3:]  # the first forward only learns shapes
+
+
+def test_dropout_is_the_same_again_and_differs_between_calls():
+    once, again, other = (run_ranks(drawn, 2, seed) for seed in (1, 1, 2))
+    assert once == again
+    assert once[0][0] == once[1][0] != other[0][0]
+    masks = [tuple(mask) for _, seen in once for mask in seen]
+    assert len(masks) == 2 * 6 * 4  # steps, calls of blocks, micro-batches
+    assert len(set(masks)) == len(masks)

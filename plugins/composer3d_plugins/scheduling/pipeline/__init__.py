@@ -61,12 +61,16 @@ class Pipeline:
     last block the forward is left. Every pp rank is given the same batch, so masks and positions are computed where
     they are needed. Which stage needs which parameter is seen in one forward on meta (`example`, else token numbers).
     A parameter that several stages need has a copy on each, with summed gradients.
+    `split = "tracer"` is for models whose blocks are not called once each, in order, hidden state first: the values
+    that modules return are followed through the forward on meta, and those that later stages need travel. The cut is
+    that of torch's `pipeline()`, which exports a graph; here stages keep the model's modules, names, output and any
+    shapes, so that other plugins find them.
 
     Memory: the parameters of a rank's stages. Activations of as many micro-batches as are in flight:
         GPipe and LoopedBFS all of them, 1F1B at most pp - rank, the others between pp and 2 pp stages' worth.
-    Collectives: per micro-batch and stage boundary between ranks one message forward and one backward; per parameter
-        with copies on several ranks one all-reduce a step. The first step, and the first of another shape, runs one
-        micro-batch more to learn shapes.
+    Collectives: per micro-batch and stage boundary between ranks one message forward and one backward, under `tracer`
+        one for each value that travels; per parameter with copies on several ranks one all-reduce a step. The first
+        step, and the first of another shape, runs one micro-batch more to learn shapes.
 
     Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., Efficient Large-Scale Language Model Training on
     GPU Clusters Using Megatron-LM, arXiv:2104.04473; Lamy-Poirier, Breadth-First Pipeline Parallelism,
@@ -83,7 +87,8 @@ class Pipeline:
         split: `auto` makes the costliest stage as cheap as can be, in floating-point operations, those of embeddings
             and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
             activations of all micro-batches in flight there. Or the FQNs of the blocks that begin the second and every
-            further stage.
+            further stage. `tracer` cuts any model, balanced alike, before calls of blocks; `{ tracer = [...] }` before
+            those named, where `layers.1@2` is the third call of layers.1.
     """
 
     schedule: ScheduleName | _CsvFile = "1F1B"

@@ -217,8 +217,9 @@ def _load(seen: Trace) -> Load:
         activations[segment(call)] += size
     sizes = {fqn: p.numel() * p.element_size() for fqn, p in seen.skeleton.named_parameters()}
     held: set[tuple[int, str]] = set()
-    for index, call in enumerate(seen.calls):
-        held |= {(segment(index), seen.firsts[name]) for name in call.takes if name in seen.firsts}
+    for index, made in enumerate(seen.calls):
+        names = {name for name in made.takes if isinstance(name, str) and name in seen.firsts}
+        held |= {(segment(index), seen.firsts[name]) for name in names}
     for place, fqn in held:
         weights[place] += sizes[fqn]
     if not any(costs):
