@@ -35,6 +35,13 @@ def test_text(command, manifest):
     assert command("schedule", manifest()) == (0, ONE_F_ONE_B, "")
 
 
+def test_a_traced_split(command, manifest):
+    assert command("schedule", manifest('split = "tracer"')) == (0, ONE_F_ONE_B, "")
+    code, out, _ = command("check", "run.toml")
+    assert code == 0
+    assert out.splitlines()[1].split()[:2] == ["SPLIT", "pipeline"]
+
+
 def test_data_parallel_ranks_share_the_batch(command, manifest):
     code, out, _ = command("schedule", manifest("[sharding.fsdp2]"), "--world-size", "4")
     assert code == 0

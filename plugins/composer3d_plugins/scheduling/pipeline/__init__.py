@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints
@@ -36,8 +37,8 @@ from composer3d_plugins.scheduling.pipeline.rules import (
 if TYPE_CHECKING:
     from torch import nn
 
+    from composer3d_plugins.scheduling.pipeline.division import Division
     from composer3d_plugins.scheduling.pipeline.ties import Ties
-    from composer3d_plugins.scheduling.pipeline.trace import Observation
 
 
 _CsvFile = Annotated[str, StringConstraints(pattern=r"\.csv$")]
@@ -45,23 +46,10 @@ _CsvFile = Annotated[str, StringConstraints(pattern=r"\.csv$")]
 
 @dataclass(kw_only=True, eq=False)
 class _Memory:
-    """What the plugin remembers of a run: how the model was seen, where it is cut, and its tied parameters."""
+    """What the plugin remembers of a run: where the model is cut, and its tied parameters."""
 
-    observation: Observation
-    cuts: tuple[int, ...]
+    division: Division
     ties: Ties | None = None
-
-    def end(self, stage: int) -> int:
-        """Return the index after a stage's last block."""
-        return (*self.cuts, len(self.observation.blocks))[stage + 1]
-
-    def holders(self, fqn: str) -> tuple[int, ...]:
-        """Return the stages that need a parameter, given by its first name."""
-        firsts, needs = self.observation.firsts, self.observation.needs
-        users = {user for name, first in firsts.items() if first == fqn for user in needs[name]}
-        return tuple(
-            stage for stage, start in enumerate(self.cuts) if any(start <= user < self.end(stage) for user in users)
-        )
 
 
 @plugin(family="scheduling", owns=("pp",))
@@ -73,12 +61,16 @@ class Pipeline:
     last block the forward is left. Every pp rank is given the same batch, so masks and positions are computed where
     they are needed. Which stage needs which parameter is seen in one forward on meta (`example`, else token numbers).
     A parameter that several stages need has a copy on each, with summed gradients.
+    `split = "tracer"` is for models whose blocks are not called once each, in order, hidden state first: the values
+    that modules return are followed through the forward on meta, and those that later stages need travel. The cut is
+    that of torch's `pipeline()`, which exports a graph; here stages keep the model's modules, names, output and any
+    shapes, so that other plugins find them.
 
     Memory: the parameters of a rank's stages. Activations of as many micro-batches as are in flight:
         GPipe and LoopedBFS all of them, 1F1B at most pp - rank, the others between pp and 2 pp stages' worth.
-    Collectives: per micro-batch and stage boundary between ranks one message forward and one backward; per parameter
-        with copies on several ranks one all-reduce a step. The first step, and the first of another shape, runs one
-        micro-batch more to learn shapes.
+    Collectives: per micro-batch and stage boundary between ranks one message forward and one backward, under `tracer`
+        one for each value that travels; per parameter with copies on several ranks one all-reduce a step. The first
+        step, and the first of another shape, runs one micro-batch more to learn shapes.
 
     Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., Efficient Large-Scale Language Model Training on
     GPU Clusters Using Megatron-LM, arXiv:2104.04473; Lamy-Poirier, Breadth-First Pipeline Parallelism,
@@ -95,12 +87,13 @@ class Pipeline:
         split: `auto` makes the costliest stage as cheap as can be, in floating-point operations, those of embeddings
             and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
             activations of all micro-batches in flight there. Or the FQNs of the blocks that begin the second and every
-            further stage.
+            further stage. `tracer` cuts any model, balanced alike, before calls of blocks; `{ tracer = [...] }` before
+            those named, where `layers.1@2` is the third call of layers.1.
     """
 
     schedule: ScheduleName | _CsvFile = "1F1B"
     stages_per_rank: int | None = Field(default=None, ge=1)
-    split: Literal["auto"] | tuple[str, ...] = "auto"
+    split: Literal["auto", "tracer"] | tuple[str, ...] | dict[Literal["tracer"], tuple[str, ...]] = "auto"
 
     def _schedule(self, context: RunContext) -> NamedSchedule | CustomSchedule:
         """Return the schedule; a file is read once."""
@@ -181,28 +174,29 @@ class Pipeline:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        from composer3d_plugins.scheduling.pipeline.trace import observe
+        from composer3d_plugins.scheduling.pipeline.division import divide_straight
+        from composer3d_plugins.scheduling.pipeline.flow import divide_traced
 
         blocks = select_fqns(context.blocks, context.fqns)
+        is_traced = self.split == "tracer" or isinstance(self.split, dict)
+        division = (divide_traced if is_traced else divide_straight)(
+            model, blocks, context.example, partial(self._cuts, context, is_traced)
+        )
+        context.state[self] = _Memory(division=division)
+        return blocks
+
+    def _cuts(self, context: RunContext, is_traced: bool, places: Sequence[str], load: Load) -> Sequence[int]:
+        """Return which of the places where a stage can begin begin one."""
         per_rank = self._schedule(context).per_rank
         num_stages = context.degrees["pp"] * per_rank
-        if len(blocks) < num_stages:
+        if len(places) < num_stages:
+            have = f"calls blocks {len(places)} times" if is_traced else f"has {len(places)} blocks"
             raise PluginError(
                 f"pp = {context.degrees['pp']} with {per_rank} stage{'s' * (per_rank > 1)} a rank makes "
-                f"{num_stages} stages, and the model has {len(blocks)} blocks ({context.blocks}); every stage needs one"
+                f"{num_stages} stages, and the model {have} ({context.blocks}); every stage needs one"
             )
-        stated = self._stated_cuts(blocks, num_stages)
-        observation = observe(model, blocks, context.example)
-        load = Load(
-            costs=observation.costs,
-            first_cost=observation.first_cost,
-            last_cost=observation.last_cost,
-            parameters_bytes=observation.parameters_bytes,
-            activations_bytes=observation.activations_bytes,
-        )
-        cuts = stated or balance(load, num_stages=num_stages, in_flight=self._in_flight(context))
-        context.state[self] = _Memory(observation=observation, cuts=tuple(cuts))
-        return blocks
+        stated = self._stated_cuts(places, num_stages)
+        return stated or balance(load, num_stages=num_stages, in_flight=self._in_flight(context))
 
     def _in_flight(self, context: RunContext) -> list[int]:
         """Return the most micro-batches that every stage holds, for those that [train] makes; else for many."""
@@ -212,16 +206,17 @@ class Pipeline:
         return peak_in_flight((action for order in orders for action in order), num_stages)
 
     def _stated_cuts(self, blocks: Sequence[str], num_stages: int) -> list[int] | None:
-        if self.split == "auto":
+        if isinstance(self.split, str):
             return None
-        if len(self.split) != num_stages - 1:
+        split = self.split["tracer"] if isinstance(self.split, dict) else self.split
+        if len(split) != num_stages - 1:
             raise PluginError(
-                f"split names {len(self.split)} blocks, and {num_stages} stages have {num_stages - 1} beginnings "
+                f"split names {len(split)} blocks, and {num_stages} stages have {num_stages - 1} beginnings "
                 "besides the first"
             )
         positions = {fqn: index for index, fqn in enumerate(blocks)}
         cuts = [0]
-        for fqn in self.split:
+        for fqn in split:
             if fqn not in positions:
                 raise PluginError(f'split names "{fqn}", which is no block; blocks are {blocks[0]} to {blocks[-1]}')
             if positions[fqn] <= cuts[-1]:
@@ -234,27 +229,19 @@ class Pipeline:
         """Copy the model's structure once for each of this rank's stages."""
         if context.degrees["pp"] == 1:
             return None
-        from composer3d_plugins.scheduling.pipeline.stage import build_stage
-
-        memory: _Memory = context.state[self]
+        division: Division = context.state[self].division
         mine = self._schedule(context).stages_of(context.coordinates["pp"])
         names = {fqn: tied for tied in context.ties for fqn in tied}
         parts: list[Part] = []
         for index in sorted(mine):
-            later = [fqn for fqn in memory.observation.uses if index in memory.holders(fqn)[1:]]
-            module = build_stage(
-                model,
-                memory.observation,
-                start=memory.cuts[index],
-                end=memory.end(index),
-                device=context.device,
-                clones=[fqn for fqn in later if any(part.index in memory.holders(fqn) for part in parts)],
-            )
+            later = [fqn for fqn in division.parameters if index in division.holders(fqn)[1:]]
+            clones = [fqn for fqn in later if any(part.index in division.holders(fqn) for part in parts)]
+            module = division.build(model, index, clones=clones, device=context.device)
             parts.append(
                 Part(
                     module=module,
                     index=index,
-                    num_stages=len(memory.cuts),
+                    num_stages=division.num_stages,
                     copies=frozenset(name for fqn in later for name in names.get(fqn, (fqn,))),
                 )
             )
@@ -271,7 +258,7 @@ class Pipeline:
         from composer3d_plugins.scheduling.pipeline.ties import Ties
 
         memory: _Memory = context.state[self]
-        holders = {fqn: memory.holders(fqn) for fqn in memory.observation.uses}
+        holders = {fqn: memory.division.holders(fqn) for fqn in memory.division.parameters}
         runtime = PipelineRuntime(context=context, parts=parts, loss_fn=loss_fn, schedule=self._schedule(context))
         memory.ties = Ties(
             context=context,

@@ -13,12 +13,15 @@ from torch.distributed.tensor import DTensor
 from composer3d import Batch, PluginError, RunContext, StepError, torch_compat
 from composer3d_plugins.scheduling.pipeline.custom import CustomSchedule
 from composer3d_plugins.scheduling.pipeline.rules import NamedSchedule
-from composer3d_plugins.scheduling.pipeline.stage import runner_of
+from composer3d_plugins.scheduling.pipeline.surgery import runner_of
 
 __all__ = ["PipelineRuntime"]
 
 _HEADER = 16  # numbers that say what an activation is: dtype, number of dims, dims
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_DTYPES = (
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 
 
 class PipelineRuntime:
@@ -57,15 +60,15 @@ class PipelineRuntime:
     # ---- one stage, one micro-batch ----------------------------------------------------------------------------------
 
     def _caller(self, part: Any) -> Any:
-        """Return what a call of the stage's module does: torch passes the hidden state and which micro-batch it is."""
+        """Return what a call of the stage's module does: torch passes what was sent and which micro-batch it is."""
 
-        def call(received: Tensor | None = None, *, microbatch: Tensor) -> Any:
-            return self._run(part, int(microbatch), None if part.is_first else received)
+        def call(*received: Tensor, microbatch: Tensor) -> Any:
+            return self._run(part, int(microbatch), () if part.is_first else received)
 
         return call
 
-    def _run(self, part: Any, index: int, received: Tensor | None) -> Any:
-        """Return the stage's hidden state; on the last stage the loss, so that a model may return what it likes."""
+    def _run(self, part: Any, index: int, received: tuple[Tensor, ...]) -> Any:
+        """Return what the stage sends; on the last stage the loss, so that a model may return what it likes."""
         batch = self._microbatches[index]
         output = runner_of(part.module).forward(part.module, batch.args, dict(batch.kwargs), received)
         return self._loss_fn(output, batch.target) if part.is_last else output
@@ -186,11 +189,11 @@ class PipelineRuntime:
     def evaluate(self, microbatches: Sequence[Batch]) -> None:
         """Run the forward of every micro-batch, stage after stage; any number of them.
 
-        Collectives: one point-to-point message a micro-batch and stage boundary, and one of 16 numbers a boundary.
+        Collectives: per stage boundary one message a micro-batch and value, and one of 16 numbers for each value.
         """
         self._microbatches = microbatches
         sent: list[tuple[Any, Tensor]] = []
-        at_hand: list[Tensor] = []
+        at_hand: list[tuple[Tensor, ...]] = []
         try:
             for part in sorted(self._parts, key=lambda part: part.index):
                 at_hand = self._evaluate_stage(part, at_hand, sent)
@@ -199,40 +202,60 @@ class PipelineRuntime:
         finally:
             self._microbatches = ()
 
-    def _evaluate_stage(self, part: Any, at_hand: list[Tensor], sent: list[tuple[Any, Tensor]]) -> list[Tensor]:
-        """Run one stage on all micro-batches; return its hidden states if the next stage is on this rank."""
+    def _evaluate_stage(
+        self, part: Any, at_hand: list[tuple[Tensor, ...]], sent: list[tuple[Any, Tensor]]
+    ) -> list[tuple[Tensor, ...]]:
+        """Run one stage on all micro-batches; return what it sends if the next stage is on this rank."""
         here = dist.get_rank(self._group)
         source, target = self.owner.get(part.index - 1), self.owner.get(part.index + 1)
-        buffer: Tensor | None = None
-        kept: list[Tensor] = []
+        buffers: tuple[Tensor, ...] | None = None
+        kept: list[tuple[Tensor, ...]] = []
         for index in range(len(self._microbatches)):
-            received: Tensor | None = None
+            received: tuple[Tensor, ...] = ()
             if source == here:
                 received = at_hand[index]
             elif source is not None:
-                buffer = self._receive_header(source) if buffer is None else torch.empty_like(buffer)
-                dist.recv(buffer, group=self._group, group_src=source)
-                received = buffer
-            output = self._run(part, index, received)
+                number = runner_of(part.module).num_received
+                received = buffers = (
+                    self._receive_header(source, number)
+                    if buffers is None
+                    else tuple(torch.empty_like(buffer) for buffer in buffers)
+                )
+                for tensor in received:
+                    dist.recv(tensor, group=self._group, group_src=source)
+            result = self._run(part, index, received)
+            if target is None:
+                continue
+            output = result if isinstance(result, tuple) else (result,)
             if target == here:
                 kept.append(output)
-            elif target is not None:
-                if isinstance(output, DTensor):
-                    raise StepError("a stage ends in a DTensor, which cannot be sent; let blocks return plain tensors")
-                output = output.contiguous()
-                for message in ([self._header(output)] if index == 0 else []) + [output]:
-                    sent.append((dist.isend(message, group=self._group, group_dst=target), message))
+            else:
+                self._send(output, target, sent, with_header=index == 0)
         return kept
 
-    def _header(self, tensor: Tensor) -> Tensor:
-        numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
-        return torch.tensor(numbers + [0] * (_HEADER - len(numbers)), device=self._context.device)
+    def _send(
+        self, output: tuple[Tensor, ...], target: int, sent: list[tuple[Any, Tensor]], *, with_header: bool
+    ) -> None:
+        if any(isinstance(tensor, DTensor) for tensor in output):
+            raise StepError("a stage ends in a DTensor, which cannot be sent; let blocks return plain tensors")
+        output = tuple(tensor.contiguous() for tensor in output)
+        for message in (*([self._header(output)] if with_header else ()), *output):
+            sent.append((dist.isend(message, group=self._group, group_dst=target), message))
 
-    def _receive_header(self, source: int) -> Tensor:
-        header = torch.zeros(_HEADER, dtype=torch.int64, device=self._context.device)
+    def _header(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        rows = []
+        for tensor in tensors:
+            numbers = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape]
+            rows.append(numbers + [0] * (_HEADER - len(numbers)))
+        return torch.tensor(rows, device=self._context.device)
+
+    def _receive_header(self, source: int, num_tensors: int) -> tuple[Tensor, ...]:
+        header = torch.zeros(num_tensors, _HEADER, dtype=torch.int64, device=self._context.device)
         dist.recv(header, group=self._group, group_src=source)
-        dtype, dims, *shape = header.tolist()
-        return torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self._context.device)
+        return tuple(
+            torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self._context.device)
+            for dtype, dims, *shape in header.tolist()
+        )
 
 
 def _signature(microbatches: Sequence[Batch]) -> Any:

@@ -7,24 +7,31 @@ whether something jumps over a block.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
+from composer3d_plugins.scheduling.pipeline.following import (
+    Follower,
+    Source,
+    leaves_of,
+    on_meta,
+    run_on_meta,
+    tensors_of,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 __all__ = ["Observation", "observe"]
 
-# What a tensor came from: a parameter's FQN, or the index of a block whose output it is.
-Source = str | int
-_PROBE = (2, 8)
 # What block i returns besides the hidden state has the source _BESIDES - i.
 _BESIDES = -2
+
+
+class NotStraightError(TransformError):
+    """Blocks are not called once each, in order, hidden state first."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -95,155 +102,56 @@ def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observatio
 
     Memory: none. Collectives: none.
     """
-    import torch
-
-    skeleton = _on_meta(model).eval()
-    watch = _Watch(skeleton, blocks)
-    args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})
-    args, kwargs = torch_compat.tree_map(_to_meta, (args, dict(kwargs)))
-    handles = watch.attach()
+    watch = _Watch(on_meta(model).eval(), blocks)
     try:
-        with torch.no_grad(), torch.device("meta"), torch_compat.dispatch_mode(watch.operator, compiles=False):
-            output = skeleton(*args, **kwargs)
-    except TransformError:
-        raise
-    except Exception as error:
-        tried = "the example that compose was given" if example is not None else f"token numbers of shape {_PROBE}"
-        raise TransformError(
-            f"a pipeline has to see one forward to know how blocks are called, and the model does not run on meta with "
-            f"{tried}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
-            "hand compose example=(args, kwargs), as the model takes them"
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    return watch.finish(output)
+        return watch.finish(run_on_meta(watch, example))
+    except NotStraightError as error:
+        raise TransformError(f'{error}; split = "tracer" cuts such models too') from error
 
 
-def _to_meta(value: Any) -> Any:
-    import torch
-
-    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
-
-
-def _on_meta(model: nn.Module) -> nn.Module:
-    """Copy a model's structure; its tensors become empty twins, which costs no memory."""
-    import torch
-    from torch import nn
-
-    memo: dict[int, Any] = {}
-    for module in model.modules():
-        for value in vars(module).values():
-            if isinstance(value, torch.Tensor):
-                memo[id(value)] = value.detach().to("meta")
-    for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
-    for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
-
-
-class _Watch:
-    """Follows the sources of every tensor through one forward."""
+class _Watch(Follower):
+    """Follows a forward in which every block is called once, in order."""
 
     def __init__(self, skeleton: nn.Module, blocks: Sequence[str]) -> None:
-        self._skeleton, self._blocks = skeleton, tuple(blocks)
-        self._sources: dict[int, set[Source]] = defaultdict(set)
-        self._alive: list[Any] = []  # a storage that is freed may give its key to another
-        self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}
-        self._buffers = {id(b): fqn for fqn, b in skeleton.named_buffers()}
-        self._storages = {self._key(p): fqn for fqn, p in [*skeleton.named_buffers(), *skeleton.named_parameters()]}
-        names = list(skeleton.named_parameters(remove_duplicate=False))
-        self._firsts = {fqn: self._parameters[id(p)] for fqn, p in names}
-        self._uses: dict[str, Counter[int]] = {fqn: Counter() for fqn in self._parameters.values()}
-        self._needs: dict[str, set[int]] = {fqn: set() for fqn, _ in names}
+        super().__init__(skeleton)
+        self._blocks = tuple(blocks)
+        self._needs: dict[str, set[int]] = {fqn: set() for fqn in self._firsts}
         self._buffer_needs: dict[str, set[int]] = {fqn: set() for fqn in self._buffers.values()}
-        self._running: list[dict[int, str]] = []  # of the modules at work, the names of their own parameters
         self._called: list[int] = []
-        self._inside: int | None = None
         self._returns: dict[int, Any] = {}
-        self._costs: dict[int, float] = defaultdict(float)
-        self._computed_bytes: dict[int, float] = defaultdict(float)
 
-    def _key(self, tensor: Tensor) -> int:
-        self._alive.append(tensor)
-        return torch_compat.storage_key(tensor)
+    @property
+    def _position(self) -> int:
+        return len(self._called) or -1
 
-    # ---- operators ---------------------------------------------------------------------------------------------------
-
-    def operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and let its results inherit the sources of its arguments."""
-        given = self._of((args, kwargs))
-        if self._inside is not None:
-            self._needed(given, self._inside)
-        result = func(*args, **kwargs)
-        # What stands between two blocks is done where the second one is.
-        place = self._inside if self._inside is not None else len(self._called) or -1
-        self._costs[place] += torch_compat.num_flops(func, args, kwargs, result)
-        for tensor in _tensors((args, kwargs)):
-            fqn = self._parameters.get(id(tensor))
-            if fqn is not None:
-                self._uses[fqn][place] += 1
-        for tensor in _tensors(result):
-            if self._key(tensor) not in self._sources:  # not a view
-                self._computed_bytes[place] += tensor.numel() * tensor.element_size()
-        for tensor in [*_tensors(result), *torch_compat.written_tensors(func, args, kwargs)]:
-            self._sources[self._key(tensor)] |= given
-        return result
-
-    def _of(self, value: Any) -> set[Source]:
-        found: set[Source] = set()
-        for tensor in _tensors(value):
-            key = self._key(tensor)
-            if id(tensor) in self._parameters:
-                found.add(self._name(tensor))
-            elif id(tensor) in self._buffers:
-                found.add(self._buffers[id(tensor)])
-            elif key in self._storages and not self._sources[key]:
-                found.add(self._storages[key])
-            found |= self._sources[key] if id(tensor) not in self._parameters else set()
-        return found
-
-    def _name(self, parameter: Tensor) -> str:
-        """Return the name under which a parameter is used: that of the innermost module at work that holds it."""
-        held = (names[id(parameter)] for names in reversed(self._running) if id(parameter) in names)
-        return next(held, self._parameters[id(parameter)])
-
-    def _needed(self, sources: set[Source], block: int) -> None:
+    def _needed(self, sources: set[Source], place: int) -> None:
         """Note what a block uses; of other blocks' outputs it may use only that of the one before it."""
         for source in sources:
             if isinstance(source, str):
-                self._users(source).add(block)
-            elif source != block - 1:
-                raise TransformError(
-                    f'"{self._blocks[block]}" is given something that "{self._computed_by(source)}" computed, and '
+                self._users(source).add(place)
+            elif source != place - 1:
+                raise NotStraightError(
+                    f'"{self._blocks[place]}" is given something that "{self._computed_by(source)}" computed, and '
                     "between stages only the hidden state travels, from each block to the next"
                 )
 
     def _users(self, fqn: str) -> set[int]:
         return self._needs[fqn] if fqn in self._needs else self._buffer_needs[fqn]
 
-    def _computed_by(self, source: int) -> str:
+    def _computed_by(self, source: Source) -> str:
+        assert isinstance(source, int), "of calls"
         return self._blocks[source if source >= 0 else _BESIDES - source]
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def attach(self) -> list[Any]:
         """Watch the blocks' calls."""
-        handles = []
-        for prefix, module in self._skeleton.named_modules():
-            names = {id(p): f"{prefix}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False)}
-            if names:
-                handles.append(module.register_forward_pre_hook(self._starting(names)))
-                handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True))
+        handles = self._attach_names()
         for index, fqn in enumerate(self._blocks):
-            block = self._skeleton.get_submodule(fqn)
+            block = self.skeleton.get_submodule(fqn)
             handles.append(block.register_forward_pre_hook(self._entering(index), with_kwargs=True))
             handles.append(block.register_forward_hook(self._leaving(index)))
         return handles
-
-    def _starting(self, names: dict[int, str]) -> Callable[..., None]:
-        return lambda *_: self._running.append(names)
 
     def _entering(self, index: int) -> Callable[..., None]:
         def enter(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -251,16 +159,16 @@ class _Watch:
 
             fqn = self._blocks[index]
             if index in self._called:
-                raise TransformError(f'"{fqn}" is called more than once in a forward')
+                raise NotStraightError(f'"{fqn}" is called more than once in a forward')
             if index != len(self._called):
                 missed = self._blocks[len(self._called)]
-                raise TransformError(f'"{fqn}" is called before "{missed}", which stands before it')
+                raise NotStraightError(f'"{fqn}" is called before "{missed}", which stands before it')
             if not args or not isinstance(args[0], torch.Tensor):
                 what = f"a {type(args[0]).__name__}" if args else f"only {', '.join(sorted(kwargs)) or 'nothing'}"
-                raise TransformError(f'"{fqn}" is called with {what} first, and not with the hidden state')
+                raise NotStraightError(f'"{fqn}" is called with {what} first, and not with the hidden state')
             given = self._of(args[0])
             if index and index - 1 not in given:
-                raise TransformError(f'"{fqn}" is not given what "{self._blocks[index - 1]}" returned')
+                raise NotStraightError(f'"{fqn}" is not given what "{self._blocks[index - 1]}" returned')
             self._called.append(index)
             self._needed(given, index)
             self._inside = index
@@ -274,14 +182,14 @@ class _Watch:
             self._inside = None
             first = output[0] if isinstance(output, list | tuple) and output else output
             if not isinstance(first, torch.Tensor):
-                raise TransformError(
+                raise NotStraightError(
                     f'"{self._blocks[index]}" returns a {type(output).__name__}, and not the hidden state, or a tuple '
                     "that begins with it"
                 )
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 self._sources[self._key(tensor)] = {index}
             # Only the hidden state travels; what else a block returns is marked so that its use is seen.
-            for tensor in _tensors(output):
+            for tensor in tensors_of(output):
                 if tensor is not first and torch_compat.storage_key(tensor) != torch_compat.storage_key(first):
                     self._sources[self._key(tensor)] = {_BESIDES - index}
             self._returns[index] = torch_compat.tree_map(_no_tensor, output)
@@ -294,17 +202,17 @@ class _Watch:
         """Look at what the output is made of, and put everything together."""
         last = len(self._blocks) - 1
         if len(self._called) <= last:
-            raise TransformError(f'"{self._blocks[len(self._called)]}" is not called in a forward')
+            raise NotStraightError(f'"{self._blocks[len(self._called)]}" is not called in a forward')
         sources: set[Source] = set()
-        for tensor in _leaves(output):
+        for tensor in leaves_of(output):
             sources |= self._of(tensor)
         if last not in sources:
-            raise TransformError(f'the output does not depend on what "{self._blocks[last]}" returned')
+            raise NotStraightError(f'the output does not depend on what "{self._blocks[last]}" returned')
         for source in sources:
             if isinstance(source, str):
                 self._users(source).add(last)
             elif source != last:
-                raise TransformError(
+                raise NotStraightError(
                     f'the output depends on something that "{self._computed_by(source)}" computed besides the hidden '
                     f'state that "{self._blocks[last]}" returned, and only that reaches the last stage'
                 )
@@ -327,15 +235,15 @@ class _Watch:
             last_cost=self._costs[len(self._blocks)],
             activations_bytes=tuple(self._computed_bytes[index] for index in range(len(self._blocks))),
             parameters_bytes=self._parameters_bytes(),
-            skeleton=self._skeleton,
+            skeleton=self.skeleton,
         )
 
     def _settled_buffers(self) -> dict[str, frozenset[int]]:
         settled = {}
         for fqn, users in self._buffer_needs.items():
             prefix, dot, _ = fqn.rpartition(".")
-            beside = [name for name, _ in self._skeleton.get_submodule(prefix).named_parameters(recurse=False)]
-            beside += [name for name, _ in self._skeleton.get_submodule(prefix).named_buffers(recurse=False)]
+            beside = [name for name, _ in self.skeleton.get_submodule(prefix).named_parameters(recurse=False)]
+            beside += [name for name, _ in self.skeleton.get_submodule(prefix).named_buffers(recurse=False)]
             siblings = [f"{prefix}{dot}{name}" for name in beside]
             # Statistics are written and not read, in a step: they belong where the rest of their module is.
             known = [self._needs.get(name) or self._buffer_needs.get(name) or set() for name in siblings]
@@ -349,40 +257,17 @@ class _Watch:
     def _parameters_bytes(self) -> tuple[float, ...]:
         """Add up parameters where they are needed, those needed by several blocks at the first and the last."""
         total = [0.0] * len(self._blocks)
-        for fqn, parameter in self._skeleton.named_parameters():
+        for fqn, parameter in self.skeleton.named_parameters():
             users = {user for name, first in self._firsts.items() if first == fqn for user in self._needs[name]}
             for index in {min(users), max(users)} if users else ():
                 total[index] += parameter.numel() * parameter.element_size()
         return tuple(total)
 
     def _num_parameters(self, fqn: str) -> int:
-        return sum(parameter.numel() for parameter in self._skeleton.get_submodule(fqn).parameters())
+        return sum(parameter.numel() for parameter in self.skeleton.get_submodule(fqn).parameters())
 
 
 def _no_tensor(value: Any) -> Any:
     import torch
 
     return None if isinstance(value, torch.Tensor) else value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    import torch
-
-    return [leaf for leaf in torch_compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _leaves(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output, those in dataclasses and mappings included."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _leaves(item)
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _leaves(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _leaves(getattr(value, field.name))

@@ -1,0 +1,96 @@
+"""Where a model is cut: which stage makes which calls, and holds what they need."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from composer3d_plugins.scheduling.pipeline.balance import Load
+from composer3d_plugins.scheduling.pipeline.trace import Observation, observe
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Choose", "Division", "Straight", "divide_straight"]
+
+# Which of the named places begin the stages, as indices; given the places, and what lies behind each.
+Choose = Callable[[Sequence[str], Load], Sequence[int]]
+
+
+class Division(Protocol):
+    """A model that is cut."""
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline."""
+
+    @property
+    def parameters(self) -> Iterable[str]:
+        """The first FQNs of all parameters."""
+
+    def holders(self, fqn: str) -> tuple[int, ...]:
+        """Return the stages that need a parameter, given by its first name."""
+
+    def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
+        """Return a stage's module; of parameters under `clones` this rank has one already."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Straight:
+    """Blocks called once each, in order; only the hidden state travels.
+
+    Args:
+        observation: Of the whole model.
+        cuts: The index of every stage's first block.
+    """
+
+    observation: Observation
+    cuts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline."""
+        return len(self.cuts)
+
+    @property
+    def parameters(self) -> Iterable[str]:
+        """The first FQNs of all parameters."""
+        return self.observation.uses
+
+    def _end(self, stage: int) -> int:
+        return (*self.cuts, len(self.observation.blocks))[stage + 1]
+
+    def holders(self, fqn: str) -> tuple[int, ...]:
+        """Return the stages that need a parameter, given by its first name."""
+        firsts, needs = self.observation.firsts, self.observation.needs
+        users = {user for name, first in firsts.items() if first == fqn for user in needs[name]}
+        return tuple(
+            stage for stage, start in enumerate(self.cuts) if any(start <= user < self._end(stage) for user in users)
+        )
+
+    def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
+        """Return a stage's module; of parameters under `clones` this rank has one already."""
+        from composer3d_plugins.scheduling.pipeline.stage import build_stage
+
+        return build_stage(
+            model, self.observation, start=self.cuts[stage], end=self._end(stage), device=device, clones=clones
+        )
+
+
+def divide_straight(model: nn.Module, blocks: Sequence[str], example: object, choose: Choose) -> Straight:
+    """Look at a model whose blocks are called once each, in order, and cut it.
+
+    Raises:
+        TransformError: They are not.
+    """
+    observation = observe(model, blocks, example)
+    load = Load(
+        costs=observation.costs,
+        first_cost=observation.first_cost,
+        last_cost=observation.last_cost,
+        parameters_bytes=observation.parameters_bytes,
+        activations_bytes=observation.activations_bytes,
+    )
+    return Straight(observation=observation, cuts=tuple(choose(blocks, load)))

@@ -1,0 +1,227 @@
+"""Cutting a traced model: which stage makes which calls, what it holds for them, and which values travel."""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from composer3d import TransformError
+from composer3d_plugins.scheduling.pipeline.balance import Load
+from composer3d_plugins.scheduling.pipeline.division import Choose
+from composer3d_plugins.scheduling.pipeline.following import Source
+from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, Trace, trace
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["Traced", "divide_traced"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Traced:
+    """Calls in any order; the values that later stages need travel.
+
+    Args:
+        trace: Of the whole model.
+        starts: The index of every stage's first call.
+    """
+
+    trace: Trace
+    starts: tuple[int, ...]
+
+    @property
+    def num_stages(self) -> int:
+        """Of the pipeline."""
+        return len(self.starts)
+
+    @property
+    def parameters(self) -> Iterable[str]:
+        """The first FQNs of all parameters."""
+        return self.trace.uses
+
+    def holders(self, fqn: str) -> tuple[int, ...]:
+        """Return the stages that need a parameter, given by its first name."""
+        return tuple(sorted({stage for name in self._names[fqn] for stage in self._needs[name]}))
+
+    def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
+        """Return a stage's module; of parameters under `clones` this rank has one already."""
+        from composer3d_plugins.scheduling.pipeline.traced import TracedRunner, build_traced_stage
+
+        needed = frozenset(fqn for fqn, stages in self._needs.items() if stage in stages)
+        enters, leaves = self.values_into(stage), self.values_into(stage + 1)
+        runner = TracedRunner(
+            self.trace,
+            start=self.starts[stage],
+            end=(*self.starts, len(self.trace.calls))[stage + 1],
+            enters=enters,
+            leaves=leaves,
+            # torch takes the halves of a backward apart by walking between one input and one output, and cannot where
+            # a parameter is used in several places. The first stage has no such halves.
+            has_halves=stage == 0
+            or (len(enters) == 1 and len(leaves) <= 1 and all(self._is_used_once(fqn) for fqn in needed)),
+        )
+        absent = frozenset(fqn for fqn, stages in self._buffer_needs.items() if stage not in stages)
+        return build_traced_stage(
+            model, runner, self.trace, needed=needed, absent_buffers=absent, clones=clones, device=device
+        )
+
+    def _is_used_once(self, fqn: str) -> bool:
+        return self.trace.uses[self.trace.firsts[fqn]] <= 1
+
+    # ---- what goes where ---------------------------------------------------------------------------------------------
+
+    def stage_of(self, call: int) -> int:
+        """Return the stage that makes a call."""
+        return bisect.bisect_right(self.starts, call) - 1
+
+    def values_into(self, stage: int) -> list[int]:
+        """Return the numbers of the values that a stage receives: those that it or a later one needs."""
+        wanted = {source for takes in self._takes[stage:] for source in takes if isinstance(source, int)}
+        return sorted(
+            number
+            for index, call in enumerate(self.trace.calls)
+            if self.stage_of(index) < stage and not call.is_everywhere
+            for number in wanted.intersection(call.values)
+        )
+
+    def _stages_making(self, call: int) -> range:
+        first = self.stage_of(call)
+        return range(first, self.num_stages if self.trace.calls[call].is_everywhere else first + 1)
+
+    @functools.cached_property
+    def _takes(self) -> list[set[Source]]:
+        """What each stage computes with."""
+        takes: list[set[Source]] = [set() for _ in self.starts]
+        for index, call in enumerate(self.trace.calls):
+            for stage in self._stages_making(index):
+                takes[stage] |= call.takes
+        takes[-1] |= self.trace.takes
+        return takes
+
+    @functools.cached_property
+    def _names(self) -> dict[str, list[str]]:
+        """All names of every parameter, by the first."""
+        names: dict[str, list[str]] = defaultdict(list)
+        for fqn, first in self.trace.firsts.items():
+            names[first].append(fqn)
+        return names
+
+    @functools.cached_property
+    def _needs(self) -> dict[str, set[int]]:
+        """The stages that need a parameter, by every name of it."""
+        needs = {fqn: {stage for stage, takes in enumerate(self._takes) if fqn in takes} for fqn in self.trace.firsts}
+        for first, names in self._names.items():
+            if not any(needs[name] for name in names):
+                needs[first] = {min(self._callers(first), default=0)}  # it has to be somewhere
+        for same in self._same_places():
+            together = set().union(*(needs[name] for name in same))
+            needs.update(dict.fromkeys(same, together))
+        return needs
+
+    def _same_places(self) -> list[list[str]]:
+        """Return the names that stand for one place: of a module that is in the model twice."""
+        places: dict[tuple[int, str], list[str]] = defaultdict(list)
+        for prefix, module in self.trace.skeleton.named_modules(remove_duplicate=False):
+            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+                places[id(module), name].append(f"{prefix}.{name}".lstrip("."))
+        return list(places.values())
+
+    def _callers(self, fqn: str) -> set[int]:
+        """Return the stages that call a module that something lies in."""
+        return {
+            stage
+            for index, call in enumerate(self.trace.calls)
+            if fqn.startswith(f"{call.fqn}.")
+            for stage in self._stages_making(index)
+        }
+
+    @functools.cached_property
+    def _buffer_needs(self) -> dict[str, set[int]]:
+        """The stages that need a buffer; what this forward did not use goes with its module, or everywhere."""
+        return {
+            fqn: {stage for stage, takes in enumerate(self._takes) if fqn in takes}
+            or self._callers(fqn)
+            or set(range(self.num_stages))
+            for fqn, _ in self.trace.skeleton.named_buffers()
+        }
+
+    # ---- what cannot be ----------------------------------------------------------------------------------------------
+
+    def refuse(self) -> None:
+        """Refuse cuts behind which something would be computed that one device does not compute.
+
+        Raises:
+            TransformError: With what it is.
+        """
+        for stage in range(1, self.num_stages):
+            if not self.values_into(stage):
+                name = self.trace.calls[self.starts[stage]].name
+                raise TransformError(f'nothing that is computed before "{name}" is used there or later')
+        seen: dict[Source, int] = {}
+        for stage, takes in enumerate(self._takes):
+            for source in takes:
+                if not isinstance(source, tuple):
+                    continue
+                kind, number = source
+                if kind == CHANGED and self.stage_of(number) != stage:
+                    raise TransformError(
+                        f'"{self.trace.calls[number].name}" changes in place what it is given, and another stage than '
+                        "its own uses that; let it change a copy, or cut elsewhere"
+                    )
+                if kind == DRAWN and seen.setdefault(source, stage) != stage:
+                    raise TransformError(
+                        f"stages {seen[source]} and {stage} use the same random numbers, which the forward draws "
+                        "between modules, and each would draw its own; draw them in a module (torch.nn.Dropout)"
+                    )
+        for fqn, writers in self.trace.buffer_writers.items():
+            stages = sorted({self.stage_of(index) for index in writers})
+            if len(stages) > 1:
+                raise TransformError(
+                    f'the buffer "{fqn}" is written by calls on stages {stages[0]} and {stages[-1]}, each of which '
+                    "would have its own; cut elsewhere"
+                )
+
+
+def divide_traced(model: nn.Module, blocks: Sequence[str], example: object, choose: Choose) -> Traced:
+    """Follow the values through a model, and cut it before calls of blocks.
+
+    Raises:
+        TransformError: It cannot be cut there.
+    """
+    seen = trace(model, blocks, example)
+    places = seen.block_calls
+    if not places:
+        raise TransformError(f'"{blocks[0]}" is not called in a forward, nor is another block')
+    starts = [places[index] if index else 0 for index in choose([seen.calls[p].name for p in places], _load(seen))]
+    division = Traced(trace=seen, starts=tuple(starts))
+    division.refuse()
+    return division
+
+
+def _load(seen: Trace) -> Load:
+    """Return what lies from one call of a block to before the next; before the first counts with it."""
+    places = seen.block_calls
+
+    def segment(call: int) -> int:
+        return max(0, bisect.bisect_right(places, call) - 1)
+
+    costs, activations, weights = ([0.0] * len(places) for _ in range(3))
+    for call, cost in seen.costs.items():
+        costs[segment(call)] += cost
+    for call, size in seen.computed_bytes.items():
+        activations[segment(call)] += size
+    sizes = {fqn: p.numel() * p.element_size() for fqn, p in seen.skeleton.named_parameters()}
+    held: set[tuple[int, str]] = set()
+    for index, made in enumerate(seen.calls):
+        names = {name for name in made.takes if isinstance(name, str) and name in seen.firsts}
+        held |= {(segment(index), seen.firsts[name]) for name in names}
+    for place, fqn in held:
+        weights[place] += sizes[fqn]
+    if not any(costs):
+        costs = [max(weight, 1.0) for weight in weights]
+    return Load(costs=costs, parameters_bytes=weights, activations_bytes=activations)

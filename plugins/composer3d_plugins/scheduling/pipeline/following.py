@@ -1,0 +1,189 @@
+"""Following a forward on meta: from where every tensor comes, operator by operator."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer3d import TransformError, torch_compat
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["Follower", "Source", "leaves_of", "on_meta", "run_on_meta", "tensors_of", "to_meta"]
+
+# What a tensor came from: the FQN of a parameter or buffer, or what a subclass makes of modules that were called.
+Source = str | int | tuple[str, int]
+_PROBE = (2, 8)
+
+
+class Follower(abc.ABC):
+    """Follows the sources of every tensor through one forward.
+
+    Args:
+        skeleton: On meta.
+    """
+
+    def __init__(self, skeleton: nn.Module) -> None:
+        self.skeleton = skeleton
+        self._sources: dict[int, set[Source]] = defaultdict(set)
+        self._alive: list[Any] = []  # a storage that is freed may give its key to another
+        self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}
+        self._buffers = {id(b): fqn for fqn, b in skeleton.named_buffers()}
+        self._storages = {self._key(p): fqn for fqn, p in [*skeleton.named_buffers(), *skeleton.named_parameters()]}
+        names = list(skeleton.named_parameters(remove_duplicate=False))
+        self._firsts = {fqn: self._parameters[id(p)] for fqn, p in names}
+        self._uses: dict[str, Counter[int]] = {fqn: Counter() for fqn in self._parameters.values()}
+        self._running: list[dict[int, str]] = []  # of the modules at work, the names of their own parameters
+        self._inside: int | None = None
+        self._costs: dict[int, float] = defaultdict(float)
+        self._computed_bytes: dict[int, float] = defaultdict(float)
+
+    @property
+    @abc.abstractmethod
+    def _position(self) -> int:
+        """Return where an operator is that no followed module runs: the index of the next one, -1 before the first."""
+
+    @abc.abstractmethod
+    def _needed(self, sources: set[Source], place: int) -> None:
+        """Note what a followed module uses."""
+
+    @abc.abstractmethod
+    def attach(self) -> list[Any]:
+        """Hook the modules that are followed; return the handles."""
+
+    def _key(self, tensor: Tensor) -> int:
+        self._alive.append(tensor)
+        return torch_compat.storage_key(tensor)
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and let its results inherit the sources of its arguments."""
+        given = self._of((args, kwargs))
+        if self._inside is not None:
+            self._needed(given, self._inside)
+        result = func(*args, **kwargs)
+        # What stands between two blocks is done where the second one is.
+        place = self._inside if self._inside is not None else self._position
+        self._costs[place] += torch_compat.num_flops(func, args, kwargs, result)
+        for tensor in tensors_of((args, kwargs)):
+            fqn = self._parameters.get(id(tensor))
+            if fqn is not None:
+                self._uses[fqn][place] += 1
+        for tensor in tensors_of(result):
+            if self._key(tensor) not in self._sources:  # not a view
+                self._computed_bytes[place] += tensor.numel() * tensor.element_size()
+        for tensor in [*tensors_of(result), *torch_compat.written_tensors(func, args, kwargs)]:
+            self._sources[self._key(tensor)] |= given
+        return result
+
+    def _of(self, value: Any) -> set[Source]:
+        found: set[Source] = set()
+        for tensor in tensors_of(value):
+            key = self._key(tensor)
+            if id(tensor) in self._parameters:
+                found.add(self._name(tensor))
+            elif id(tensor) in self._buffers:
+                found.add(self._buffers[id(tensor)])
+            elif key in self._storages and not self._sources[key]:
+                found.add(self._storages[key])
+            found |= self._sources[key] if id(tensor) not in self._parameters else set()
+        return found
+
+    def _name(self, parameter: Tensor) -> str:
+        """Return the name under which a parameter is used: that of the innermost module at work that holds it."""
+        held = (names[id(parameter)] for names in reversed(self._running) if id(parameter) in names)
+        return next(held, self._parameters[id(parameter)])
+
+    def _attach_names(self) -> list[Any]:
+        handles: list[Any] = []
+        for prefix, module in self.skeleton.named_modules():
+            names = {id(p): f"{prefix}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False)}
+            if names:
+                handles.append(module.register_forward_pre_hook(self._starting(names)))
+                handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True))
+        return handles
+
+    def _starting(self, names: dict[int, str]) -> Callable[..., None]:
+        return lambda *_: self._running.append(names)
+
+
+def run_on_meta(watch: Follower, example: Any) -> Any:
+    """Run the forward that is watched, and return its output.
+
+    Raises:
+        TransformError: The forward fails on meta.
+    """
+    import torch
+
+    args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})
+    args, kwargs = torch_compat.tree_map(to_meta, (args, dict(kwargs)))
+    handles = watch.attach()
+    try:
+        with torch.no_grad(), torch.device("meta"), torch_compat.dispatch_mode(watch.operator, compiles=False):
+            return watch.skeleton(*args, **kwargs)
+    except TransformError:
+        raise
+    except Exception as error:
+        tried = "the example that compose was given" if example is not None else f"token numbers of shape {_PROBE}"
+        raise TransformError(
+            f"a pipeline has to see one forward to know how blocks are called, and the model does not run on meta with "
+            f"{tried}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
+            "hand compose example=(args, kwargs), as the model takes them"
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def to_meta(value: Any) -> Any:
+    """Return a tensor's empty twin on meta; anything else as it is."""
+    import torch
+
+    return value.detach().to("meta") if isinstance(value, torch.Tensor) else value
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Copy a model's structure; its tensors become empty twins, which costs no memory."""
+    import torch
+    from torch import nn
+
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in vars(module).values():
+            if isinstance(value, torch.Tensor):
+                memo[id(value)] = value.detach().to("meta")
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """Return the tensors in nested tuples, lists and dicts."""
+    import torch
+
+    return [leaf for leaf in torch_compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def leaves_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an output, those in dataclasses and mappings included."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves_of(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from leaves_of(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, field.name))

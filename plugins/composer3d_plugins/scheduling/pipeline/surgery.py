@@ -1,0 +1,236 @@
+"""What is done to the copy of a model that becomes a stage: classes that its modules are given, tensors taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer3d import StepError, TransformError
+
+__all__ = [
+    "Done",
+    "Kept",
+    "Received",
+    "become",
+    "become_root",
+    "descend",
+    "inner_call",
+    "refuse_out_of_reach",
+    "runner_of",
+    "take_out",
+    "take_out_tensors",
+    "zeros",
+]
+
+# Where modules of a stage keep what their added classes need.
+_RUNNER, _LEFT, _CHILDREN = (f"_composer3d_{name}" for name in ("runner", "left", "children"))
+
+
+class Done(BaseException):  # noqa: N818 - not an error: no handler of the model's may take it for one
+    """Leaves the parent's forward with what a stage sends."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+
+class Received(torch.autograd.Function):
+    """Copy what was received, so that a block may change it in place; its gradient can be sent as it is."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        """Copy."""
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Hand back the gradient."""
+        return grads[0].contiguous()
+
+
+def runner_of(module: nn.Module) -> Any:
+    """Return the runner of a stage's module."""
+    return vars(module)[_RUNNER]
+
+
+class Root:
+    """The stage's module: calls go through its runner; hooks and FSDP2 see the model's own arguments."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call = vars(self)[_RUNNER].call
+        if call is None:
+            raise StepError("a stage of a pipeline runs in run.forward_backward(...) and run.evaluate(...) only")
+        return call(*args, **kwargs)
+
+    def inner_call(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module as if it were no stage."""
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the parent's forward up to the stage's last block."""
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        except Done as done:
+            return done.output
+
+
+def inner_call(model: Any) -> Callable[..., Any]:
+    """Return how to run a stage's module past its runner."""
+    function: Callable[..., Any] = model.inner_call
+    return function
+
+
+class Between:
+    """A module between root and blocks: its own hooks still see a forward that ends."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        vars(self)[_LEFT] = False
+        output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        if vars(self)[_LEFT]:
+            raise Done(output)
+        return output
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Turn leaving into returning."""
+        try:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        except Done as done:
+            vars(self)[_LEFT] = True
+            return done.output
+
+
+class Kept:
+    """What a stage runs itself derives from this, and stays in the module tree."""
+
+
+class _Container:
+    """A ModuleList, Sequential or ModuleDict some of whose children are not in the module tree."""
+
+    def _children(self) -> dict[str, Any]:
+        own: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        return {name: own[name] if absent is None else absent for name, absent in vars(self)[_CHILDREN].items()}
+
+    def __len__(self) -> int:
+        return len(vars(self)[_CHILDREN])
+
+
+class _Listed(_Container):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._children().values())
+
+    def __getitem__(self, index: Any) -> Any:
+        return list(self._children().values())[index]
+
+
+class _Named(_Container):
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._children())
+
+    def __getitem__(self, key: str) -> Any:
+        return self._children()[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in vars(self)[_CHILDREN]
+
+    def keys(self) -> Any:
+        """Return the names of all children."""
+        return self._children().keys()
+
+    def values(self) -> Any:
+        """Return all children, absent ones too."""
+        return self._children().values()
+
+    def items(self) -> Any:
+        """Return names and children."""
+        return self._children().items()
+
+
+def become(module: nn.Module, mixin: type, slot: str, value: Any) -> None:
+    """Give a module a class of its own that adds `mixin`; its name and its parameters' names stay."""
+    cls = type(module)
+    module.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
+    vars(module)[slot] = value
+
+
+def become_root(stage: nn.Module, runner: Any, *, around: Iterable[str]) -> None:
+    """Let the root of a stage, and the modules around those named, end their forward where the stage ends.
+
+    Args:
+        stage: The copy.
+        runner: What its calls go through.
+        around: FQNs of the modules behind whose calls a stage can end.
+    """
+    for fqn in sorted({name for inner in around for name in ancestors(inner)}):
+        module = descend(stage, fqn)
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+            become(module, Between, _LEFT, False)
+    become(stage, Root, _RUNNER, runner)
+
+
+def ancestors(fqn: str) -> list[str]:
+    """Return the FQNs of the modules around one, but for the root."""
+    names = fqn.split(".")
+    return [".".join(names[:length]) for length in range(1, len(names))]
+
+
+def descend(stage: nn.Module, fqn: str) -> Any:
+    """Return a submodule; torch's own lookup does not get past children that are no modules."""
+    module: Any = stage
+    for name in fqn.split(".") if fqn else ():
+        module = module._modules[name]
+    return module
+
+
+def take_out(parent: nn.Module, name: str) -> None:
+    """Move a child out of the module tree, to where the parent still finds it."""
+    child = parent._modules[name]
+    if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        if not isinstance(parent, _Container):
+            mixin = _Named if isinstance(parent, nn.ModuleDict) else _Listed
+            become(parent, mixin, _CHILDREN, dict.fromkeys(parent._modules))
+        vars(parent)[_CHILDREN][name] = child
+    else:
+        vars(parent)[name] = child
+    del parent._modules[name]
+
+
+def take_out_tensors(
+    module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str], device: torch.device
+) -> None:
+    """Replace parameters and buffers that are not needed by zeros; modules that are left without any leave the tree."""
+    for name, child in list(module._modules.items()):
+        if child is not None:
+            is_absent = _is_absent(child, f"{prefix}{name}.", needed, absent)
+            take_out_tensors(child, f"{prefix}{name}.", needed, absent, device)
+            if is_absent:
+                take_out(module, name)
+    for name, parameter in list(module._parameters.items()):
+        if parameter is not None and f"{prefix}{name}" not in needed:
+            del module._parameters[name]
+            vars(module)[name] = zeros(parameter, device)
+    for name in [name for name in module._buffers if f"{prefix}{name}" in absent]:
+        vars(module)[name] = module._buffers.pop(name)
+
+
+def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str]) -> bool:
+    """Tell whether a module holds parameters that are not needed, and nothing else but buffers that are not either."""
+    names = [f"{prefix}{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+    others = any(f"{prefix}{name}" not in absent for name, _ in module.named_buffers()) or any(
+        isinstance(value, Tensor) for inner in module.modules() for value in vars(inner).values()
+    )
+    is_block = any(isinstance(inner, Kept | _Container) for inner in module.modules())
+    return bool(names) and not others and not is_block and needed.isdisjoint(names)
+
+
+def zeros(parameter: Tensor, device: torch.device) -> Tensor:
+    """Return zeros of a parameter's shape that take no memory."""
+    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def refuse_out_of_reach(stage: nn.Module, needed: frozenset[str]) -> None:
+    """Refuse a stage that needs a parameter of a module that is not in its tree."""
+    missing = needed - {fqn for fqn, _ in stage.named_parameters(remove_duplicate=False)}
+    if missing:
+        raise TransformError(f'a stage needs the parameter "{min(missing)}", which lies in a block of another stage')

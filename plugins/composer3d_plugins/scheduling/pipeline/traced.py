@@ -1,0 +1,232 @@
+"""Stages of a model that was traced: each runs the parent's own forward, and calls of other stages hand on what came.
+
+As in `stage`, the forward that runs is the model's own, with its own modules under their own names, so that whatever
+works on modules works on stages. A call of another stage's module is not made: it returns the values that were
+received, or zeros in the form of what nobody behind it needs. Behind the stage's last call the forward is left, with
+all values that later stages need; those of earlier stages are handed on.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from composer3d import StepError, torch_compat
+from composer3d_plugins.scheduling.pipeline.following import tensors_of, to_meta
+from composer3d_plugins.scheduling.pipeline.surgery import (
+    Done,
+    Kept,
+    Received,
+    become,
+    become_root,
+    inner_call,
+    refuse_out_of_reach,
+    take_out_tensors,
+    zeros,
+)
+from composer3d_plugins.scheduling.pipeline.tracer import Trace
+
+__all__ = ["TracedRunner", "build_traced_stage"]
+
+_CALLS = "_composer3d_calls"
+
+
+class TracedRunner:
+    """What one stage is doing.
+
+    Args:
+        trace: Of the whole model.
+        start: Index of the stage's first call.
+        end: Index after its last call.
+        enters: Values that it receives, in their order.
+        leaves: Values that it sends, in their order.
+        has_halves: Whether the gradients of its input and of its weights can be computed apart.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        *,
+        start: int,
+        end: int,
+        enters: Sequence[int],
+        leaves: Sequence[int],
+        has_halves: bool,
+    ) -> None:
+        self._trace, self._start, self._end = trace, start, end
+        self._enters, self._leaves = tuple(enters), tuple(leaves)
+        self.num_received = len(self._enters)
+        self.has_halves = has_halves
+        self.call: Callable[..., Any] | None = None
+        self._position = 0
+        self._is_running = self._is_inside = False
+        self._values: dict[int, Tensor] = {}
+        self._forms: dict[Hashable, Any] = {}
+
+    @property
+    def is_last(self) -> bool:
+        """Whether nothing comes after this stage."""
+        return self._end == len(self._trace.calls)
+
+    def runs(self, index: int) -> bool:
+        """Tell whether the stage makes a call."""
+        return self._start <= index < self._end or (index < self._end and self._trace.calls[index].is_everywhere)
+
+    def forward(
+        self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], received: tuple[Tensor, ...]
+    ) -> Any:
+        """Run the parent's forward on a batch and return the values this stage sends, or the model's output.
+
+        Raises:
+            StepError: The calls were not those of the forward that was traced.
+        """
+        if torch.is_grad_enabled():
+            self.has_halves = self.has_halves and all(tensor.requires_grad for tensor in received)
+        self._values = {number: Received.apply(tensor) for number, tensor in zip(self._enters, received, strict=True)}
+        self._position, self._is_running = 0, True
+        try:
+            output = inner_call(model)(*args, **kwargs)
+        finally:
+            self._is_running = self._is_inside = False
+            self._values = {}
+        if self._position != self._end:
+            name = self._trace.calls[self._position].name
+            raise StepError(f'the forward of this batch did not call "{name}", as it did when the model was split')
+        return output
+
+    def called(self, fqn: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call of a module, or stand in for it; behind the stage's last one leave the parent's forward."""
+        # Recomputed in a backward, or called by a module that is itself called: not ours to count.
+        if not self._is_running or self._is_inside:
+            return run(*args, **kwargs)
+        index = self._position
+        if index >= len(self._trace.calls) or self._trace.calls[index].fqn != fqn:
+            raise StepError(
+                f'the forward of this batch called "{fqn}" in another place than when the model was split; a pipeline '
+                "needs the same calls in every forward"
+            )
+        self._position += 1
+        output = self._make(index, run, args, kwargs) if self.runs(index) else self._stand_in(index, args, kwargs)
+        if self._position == self._end and not self.is_last:
+            raise Done(tuple(self._values[number].contiguous() for number in self._leaves))
+        return output
+
+    def _make(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._is_inside = True
+        try:
+            output = run(*args, **kwargs)
+        finally:
+            self._is_inside = False
+        call = self._trace.calls[index]
+        tensors = tensors_of(output)
+        if len(tensors) != len(call.values):
+            raise StepError(
+                f'"{call.name}" returned {len(tensors)} tensors, and {len(call.values)} when the model was split'
+            )
+        for number, tensor in zip(call.values, tensors, strict=True):
+            if number in self._leaves:
+                # What is written over later travels as it was returned.
+                self._values[number] = tensor.clone() if number in self._trace.written else tensor
+        return output
+
+    def _stand_in(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        numbers = iter(self._trace.calls[index].values)
+
+        def value(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            number = next(numbers)
+            if number in self._values:
+                received = self._values[number]
+                # It may be sent on, so what is written over is another.
+                return received.clone() if number in self._trace.written else received
+            if number in self._trace.written:
+                return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device(args, kwargs))
+            return zeros(leaf, self._device(args, kwargs))
+
+        return torch_compat.tree_map(value, self._form(index, args, kwargs))
+
+    @staticmethod
+    def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+        return next((tensor.device for tensor in tensors_of((args, kwargs))), torch.get_default_device())
+
+    def _form(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return what a call would return, on meta; once for arguments of the same form."""
+        leaves = torch_compat.tree_leaves((args, kwargs))
+        key = (index, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
+        try:
+            if key in self._forms:
+                return self._forms[key]
+        except TypeError:  # an argument that cannot be a key
+            return self._run_on_meta(index, args, kwargs)
+        return self._forms.setdefault(key, self._run_on_meta(index, args, kwargs))
+
+    def _run_on_meta(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        module = self._trace.skeleton.get_submodule(self._trace.calls[index].fqn)
+        args, kwargs = torch_compat.tree_map(to_meta, (args, kwargs))
+        with torch.no_grad(), torch.device("meta"):
+            return module(*args, **kwargs)
+
+
+class _Called:
+    """A module whose calls are counted."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runner, fqn = vars(self)[_CALLS]
+        return runner.called(fqn, super().__call__, args, kwargs)  # type: ignore[misc]
+
+
+class _Made(Kept, _Called):
+    """One that this stage calls."""
+
+
+def build_traced_stage(
+    model: nn.Module,
+    runner: TracedRunner,
+    trace: Trace,
+    *,
+    needed: frozenset[str],
+    absent_buffers: frozenset[str],
+    clones: Sequence[str],
+    device: torch.device,
+) -> nn.Module:
+    """Return the stage of a runner; the structure is copied, tensors are not.
+
+    Args:
+        model: Whole; on meta, or with weights. It stays as it is.
+        runner: Of the stage.
+        trace: Of this model.
+        needed: Names of the parameters that the stage holds.
+        absent_buffers: Names of the buffers that it does not.
+        clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
+        device: Of the zeros that stand for absent parameters.
+    """
+    memo: dict[int, Any] = {
+        id(b): torch.zeros(b.shape, dtype=b.dtype, device=device) if fqn in absent_buffers else b
+        for fqn, b in model.named_buffers()
+    }
+    held = {trace.firsts[fqn] for fqn in needed}
+    for fqn, parameter in model.named_parameters():
+        if fqn not in held:
+            memo[id(parameter)] = nn.Parameter(zeros(parameter, device), requires_grad=False)
+        elif fqn in clones:
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        else:
+            memo[id(parameter)] = parameter
+    stage = copy.deepcopy(model, memo)
+    made: Mapping[str, bool] = {
+        call.fqn: any(runner.runs(index) for index, other in enumerate(trace.calls) if other.fqn == call.fqn)
+        for call in trace.calls
+    }
+    around = [fqn for fqn in made if fqn]
+    modules = {fqn: stage.get_submodule(fqn) for fqn in around}
+    become_root(stage, runner, around=around)
+    for fqn, module in modules.items():
+        become(module, _Made if made[fqn] else _Called, _CALLS, (runner, fqn))
+    take_out_tensors(stage, "", needed, absent_buffers, device)
+    refuse_out_of_reach(stage, needed)
+    return stage

@@ -1,0 +1,310 @@
+"""How values flow through any model: the calls of its modules and what each of them takes, seen in one forward.
+
+Followed are the calls of blocks and of the outermost modules beside them (embeddings, heads, what samples up and down);
+what such a call returns are values. What the forward itself computes between calls is cheap, and every stage that
+needs it computes it again from values. So only values have to travel, and any calls in any order can be cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import TransformError, torch_compat
+from composer3d_plugins.scheduling.pipeline.following import (
+    Follower,
+    Source,
+    leaves_of,
+    on_meta,
+    run_on_meta,
+    tensors_of,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["CHANGED", "DRAWN", "Call", "Trace", "trace"]
+
+# Sources besides FQNs and numbers of values: the operator that drew random numbers, the call that wrote over a tensor.
+DRAWN, CHANGED = "drawn", "changed"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        name: The module's FQN; further calls of the same module have torch's `@1`, `@2` behind it.
+        fqn: The module's FQN.
+        is_block: Whether it is one of the repeated blocks.
+        takes: Sources of all it computes with: FQNs of parameters and buffers, values, and special ones.
+        values: The numbers of the tensors it returns, in their order.
+        is_everywhere: It computes with the batch and buffers only, a rotary embedding for example: every stage runs it.
+    """
+
+    name: str
+    fqn: str
+    is_block: bool
+    takes: frozenset[Source]
+    values: tuple[int, ...]
+    is_everywhere: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Trace:
+    """One forward.
+
+    Attributes:
+        calls: In their order.
+        takes: Of the output.
+        written: Values that something writes over later.
+        buffer_writers: For every buffer that calls write, the indices of the calls.
+        firsts: For every name of a parameter its first one; they differ for tied parameters.
+        uses: For every parameter, under its first FQN, how many operators took it.
+        costs: Floating-point operations by call; what stands between two calls counts with the second.
+        computed_bytes: What is computed, by call, which is about what is kept for the backward.
+        skeleton: The model on meta, without weights.
+    """
+
+    calls: tuple[Call, ...]
+    takes: frozenset[Source]
+    written: frozenset[int]
+    buffer_writers: Mapping[str, frozenset[int]]
+    firsts: Mapping[str, str]
+    uses: Mapping[str, int]
+    costs: Mapping[int, float]
+    computed_bytes: Mapping[int, float]
+    skeleton: nn.Module
+
+    @property
+    def block_calls(self) -> list[int]:
+        """The indices of calls of blocks; a stage can begin at each but the first."""
+        return [index for index, call in enumerate(self.calls) if call.is_block]
+
+
+def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
+    """Run a copy of the model on meta, in the mode it is in.
+
+    Args:
+        model: On any device; neither it nor its weights are touched.
+        blocks: FQNs of the repeated blocks.
+        example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
+
+    Raises:
+        TransformError: The forward fails on meta, a call hides tensors, or something passes by what calls return.
+
+    Memory: none. Collectives: none.
+    """
+    watch = _Watch(on_meta(model), blocks)
+    return watch.finish(run_on_meta(watch, example))
+
+
+class _Watch(Follower):
+    """Follows values through one forward."""
+
+    def __init__(self, skeleton: nn.Module, blocks: Sequence[str]) -> None:
+        self._seen: dict[int, set[int]] = defaultdict(set)  # tensors by storage
+        self._born: dict[int, int] = {}  # storages, and how many operators had run when each was first seen
+        self._num_operators = 0
+        super().__init__(skeleton)
+        self._blocks = {id(skeleton.get_submodule(fqn)) for fqn in blocks}
+        around = {".".join(fqn.split(".")[:length]) for fqn in blocks for length in range(fqn.count(".") + 1)}
+        self._around = {id(skeleton.get_submodule(fqn)) for fqn in around} - self._blocks
+        self._called: list[tuple[str, bool]] = []
+        self._takes: dict[int, set[Source]] = defaultdict(set)
+        self._values: list[tuple[int, ...]] = []
+        self._num_values = self._num_drawn = 0
+        self._held_by: dict[int, set[int]] = defaultdict(set)  # storages that hold values
+        self._written: set[int] = set()
+        self._buffer_writers: dict[str, set[int]] = defaultdict(set)
+        self._made_in: dict[int, int] = {}  # storages made inside a call and not returned
+        self._entered = 0  # operators that had run when the call at work was entered
+        self._overwritten: set[int] = set()  # storages that are older than it, and that it wrote to
+        self._changed: dict[int, int] = {}  # tensors that a call changed in place, and the call
+
+    @property
+    def _position(self) -> int:
+        return len(self._called)
+
+    def _key(self, tensor: Tensor) -> int:
+        key = super()._key(tensor)
+        self._seen[key].add(id(tensor))
+        self._born.setdefault(key, self._num_operators)
+        return key
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; note also what it draws, and what it writes over."""
+        import torch
+
+        written = torch_compat.written_tensors(func, args, kwargs)
+        for tensor in written:
+            self._note_written(tensor)
+        for tensor in tensors_of((args, kwargs)):
+            self._key(tensor)
+        self._num_operators += 1
+        result = super().operator(func, types, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            drawn = (DRAWN, self._num_drawn)
+            self._num_drawn += 1
+            if self._inside is not None:
+                self._takes[self._inside].add(drawn)
+            for tensor in [*tensors_of(result), *written]:
+                self._sources[self._key(tensor)].add(drawn)
+        if self._inside is not None:
+            for tensor in tensors_of(result):
+                key = self._key(tensor)
+                if self._born[key] == self._num_operators:
+                    self._made_in[key] = self._inside
+        return result
+
+    def _note_written(self, tensor: Tensor) -> None:
+        key = self._key(tensor)
+        self._written |= self._held_by[key]
+        if self._inside is None:
+            return
+        if key in self._storages:
+            self._buffer_writers[self._storages[key]].add(self._inside)
+        elif self._born[key] <= self._entered:
+            self._overwritten.add(key)
+
+    def _of(self, value: Any) -> set[Source]:
+        found = super()._of(value)
+        for tensor in tensors_of(value):
+            made_in = self._made_in.get(self._key(tensor))
+            if made_in not in (None, self._inside):
+                raise TransformError(
+                    f'the forward uses something that "{self._name_of(made_in)}" computed and did not return, and only '
+                    "what modules return can travel between stages"
+                )
+            if id(tensor) in self._changed and self._changed[id(tensor)] != self._inside:
+                found.add((CHANGED, self._changed[id(tensor)]))
+        return found
+
+    def _needed(self, sources: set[Source], place: int) -> None:
+        self._takes[place] |= sources
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def _name_of(self, index: int | None) -> str:
+        assert index is not None, "of a call"
+        fqn = self._called[index][0]
+        earlier = sum(other == fqn for other, _ in self._called[:index])
+        return f"{fqn}@{earlier}" if earlier else fqn
+
+    def attach(self) -> list[Any]:
+        """Watch the calls of all modules that are not around blocks; those inside a call are passed over."""
+        handles = self._attach_names()
+        running: list[str] = []
+        for fqn, module in self.skeleton.named_modules():
+            if id(module) in self._around:
+                continue
+            handles.append(module.register_forward_pre_hook(self._entering(fqn, running), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._leaving(running)))
+        return handles
+
+    def _entering(self, fqn: str, running: list[str]) -> Any:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            running.append(fqn)
+            if len(running) > 1:
+                return
+            self._refuse_hidden((args, kwargs), f'"{fqn}" is given')
+            self._inside = len(self._called)
+            self._called.append((fqn, id(module) in self._blocks))
+            for tensor in tensors_of((args, kwargs)):
+                self._key(tensor)
+            self._entered, self._overwritten = self._num_operators, set()
+
+        return enter
+
+    def _leaving(self, running: list[str]) -> Any:
+        def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            fqn = running.pop()
+            if running:
+                return output
+            index = self._inside
+            assert index is not None, "a call was entered"
+            self._refuse_hidden(output, f'"{fqn}" returns')
+            older = [tensor for key in self._overwritten for tensor in self._seen[key]]
+            self._changed.update(dict.fromkeys(older, index))
+            # Objects of their own, so that they differ from what was given and changed in place.
+            output = torch_compat.tree_map(_alias, output)
+            for tensor in tensors_of(output):
+                self._changed.pop(id(tensor), None)
+            self._inside = None
+            self._values.append(self._number(tensors_of(output)))
+            return output
+
+        return leave
+
+    def _number(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """Give the tensors that a call returns numbers, and let them be their own sources."""
+        numbers = range(self._num_values, self._num_values + len(tensors))
+        self._num_values += len(tensors)
+        new: dict[int, set[Source]] = defaultdict(set)
+        for number, tensor in zip(numbers, tensors, strict=True):
+            key = self._key(tensor)
+            new[key].add(number)
+            self._made_in.pop(key, None)
+            if key in self._overwritten:
+                self._held_by[key] = set()
+            self._held_by[key].add(number)
+        for key, values in new.items():
+            # What a call hands on as it was given is still what it was.
+            is_kept = self._born[key] <= self._entered and key not in self._overwritten
+            self._sources[key] = values | (self._sources[key] if is_kept else set())
+        return tuple(numbers)
+
+    @staticmethod
+    def _refuse_hidden(value: Any, what: str) -> None:
+        plain = {id(tensor) for tensor in tensors_of(value)}
+        for leaf in torch_compat.tree_leaves(value):
+            if any(id(tensor) not in plain for tensor in leaves_of(leaf)):
+                raise TransformError(
+                    f"{what} a {type(leaf).__name__} that holds tensors, and torch does not know how to take it apart; "
+                    "register it with torch.utils._pytree.register_dataclass"
+                )
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def finish(self, output: Any) -> Trace:
+        """Look at what the output is made of, and put everything together."""
+        takes: set[Source] = set()
+        for tensor in leaves_of(output):
+            takes |= self._of(tensor)
+        calls = []
+        everywhere: set[Source] = set(self._buffers.values())
+        for index, ((fqn, is_block), values) in enumerate(zip(self._called, self._values, strict=True)):
+            writes = any(index in writers for writers in self._buffer_writers.values())
+            is_everywhere = not is_block and not writes and self._takes[index] <= everywhere
+            everywhere |= set(values) if is_everywhere else set()
+            calls.append(
+                Call(
+                    name=self._name_of(index),
+                    fqn=fqn,
+                    is_block=is_block,
+                    takes=frozenset(self._takes[index]),
+                    values=values,
+                    is_everywhere=is_everywhere,
+                )
+            )
+        return Trace(
+            calls=tuple(calls),
+            takes=frozenset(takes),
+            written=frozenset(self._written),
+            buffer_writers={fqn: frozenset(writers) for fqn, writers in self._buffer_writers.items()},
+            firsts=self._firsts,
+            uses={fqn: Counter.total(places) for fqn, places in self._uses.items()},
+            costs=self._costs,
+            computed_bytes=self._computed_bytes,
+            skeleton=self.skeleton,
+        )
+
+
+def _alias(value: Any) -> Any:
+    import torch
+
+    return value.view_as(value) if isinstance(value, torch.Tensor) else value
