@@ -80,7 +80,7 @@ def test_when_memory_ran_out(tmp_path):
     assert not (tmp_path / "other").exists()
 
 
-def test_history_needs_cuda(tmp_path):
+def test_refuses_history_without_cuda(tmp_path):
     def refused():
         with pytest.raises(ManifestError) as caught:
             composed(table(tmp_path, "history = 10"))

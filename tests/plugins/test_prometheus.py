@@ -42,7 +42,7 @@ def test_the_first_rank_of_a_node_serves_the_last_row():
     assert 0 < shown["memory_used_ratio"] < 1 and shown["last_step_timestamp_seconds"] > 1e9
 
 
-def test_a_port_that_is_taken():
+def test_refuses_a_port_that_is_taken():
     def refused():
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]

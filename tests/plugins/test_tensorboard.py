@@ -44,7 +44,7 @@ def test_nothing_is_written_outside_a_run(tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_without_the_library(monkeypatch, tmp_path):
+def test_refuses_to_run_without_the_library(monkeypatch, tmp_path):
     def refused():
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ManifestError) as caught:

@@ -4,11 +4,13 @@ from functools import partial
 
 import pytest
 from composer3d_plugins.profiling.throughput import _percentile
-from support.models import Net, one_step
+from support.models import Net, composed, one_step
 from support.reporting import train
 
+from composer3d import ManifestError
 from composer3d.testing import run_ranks
 
+PIPELINE = "[mesh]\npp = 2\n[scheduling.pipeline]\n"
 FSDP, TABLE = "[sharding.fsdp2]\n", "[profiling.throughput]\npeak_tflops = 0.5\n"
 TOKENS = 12 * 5
 
@@ -26,13 +28,11 @@ def test_gradients_equal_one_device_and_collectives_stay():
 
 
 @pytest.mark.parametrize(
-    ("text", "world_size"),
-    [("", 1), (FSDP, 2), ("[mesh]\npp = 2\n[scheduling.pipeline]\n", 2)],
+    ("text", "world_size", "tied"),
+    # Copies of a tied weight are counted by both stages that multiply with it.
+    [("", 1, False), ("", 1, True), (FSDP, 2, False), (FSDP, 2, True), (PIPELINE, 2, False)],
 )
-@pytest.mark.parametrize("tied", [False, True])
 def test_rates_are_of_the_whole_run(text, world_size, tied):
-    if tied and "pp" in text:
-        pytest.skip("copies of a tied weight are counted by both stages that multiply with it")
     for rows, _ in run_ranks(partial(train, options={"tied": tied}), world_size, text + TABLE + "window = 1\n"):
         row = rows[-1]
         per_token = row["model_6n_tflops_per_s"] * 1e12 / row["throughput_tokens_per_s"]
@@ -77,3 +77,10 @@ def test_percentiles():
     assert _percentile([3.0], 99) == 3.0
     rows, _ = run_ranks(partial(train, steps=5), 1, "[profiling.throughput]\nwindow = 2\ncount_step = 0\n")[0]
     assert rows[-1]["step_time_p50_s"] <= rows[-1]["step_time_p95_s"] and "mfu_6n" not in rows[-1]
+
+
+def test_refuses_a_peak_that_nothing_reaches():
+    with pytest.raises(ManifestError) as caught:
+        composed("[profiling.throughput]\npeak_tflops = 0.0\n")
+    said = "profiling.throughput.peak_tflops must be greater than 0.0, not 0.0"
+    assert str(caught.value).partition("run.toml")[2] == f":3:1: [profiling.throughput] {said}"

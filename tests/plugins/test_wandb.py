@@ -35,7 +35,7 @@ def test_every_metric_is_logged(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("runs/run/wandb/offline-run-*/*.wandb"))) == 1
 
 
-def test_without_the_library(monkeypatch):
+def test_refuses_to_run_without_the_library(monkeypatch):
     def refused():
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ManifestError) as caught:
