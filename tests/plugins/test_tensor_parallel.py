@@ -125,7 +125,7 @@ def test_training_goes_as_on_one_device(factory):
 
 
 def masks(settings):
-    """Record what each dropout of the first block did, and what attention drew."""
+    """Record what each dropout module of the first block did."""
     torch.set_default_dtype(torch.float64)
     text = write_manifest(tp("gpt2", 2, settings))
     run = composer3d.compose(built("gpt2", {"dropout": 0.5}), text, loss_fn=class_loss)
@@ -142,8 +142,6 @@ def masks(settings):
     run.model.drop.register_forward_hook(keep("drop"))
     block.attn.resid_dropout.register_forward_hook(keep("attention residual"))
     block.mlp.dropout.register_forward_hook(keep("feed-forward residual"))
-    # Between the projections: what a dropout of attention would draw.
-    block.attn.c_attn.register_forward_hook(lambda *_: seen.update(attention=torch.rand(64) < 0.5))
     inputs, targets = batch_of("gpt2")
     with run.step(0):
         run.forward_backward(inputs, target=targets)
@@ -154,7 +152,6 @@ def masks(settings):
 @pytest.mark.parametrize(("settings", "alike"), [("", True), (SP, False)])
 def test_dropout_draws_alike_where_activations_are_alike(settings, alike):
     one, other = run_ranks(masks, 2, settings)
-    assert not torch.equal(one.pop("attention"), other.pop("attention"))
     assert len(one) == 3
     for name in one:
         assert torch.equal(one[name], other[name]) == alike, name

@@ -50,7 +50,8 @@ class TensorParallel:
     split, gather, split_gather: with sequence_parallel, a module whose input is cut along the sequence, whose output
         is put together, or both: where neither embedding nor head do it.
 
-    The model's code runs on plain tensors of this rank's size.
+    The model's code runs on plain tensors of this rank's size. Random functions draw on cut tensors from the sharded
+    stream, other numbers on each rank, and on whole ones from the replicated stream.
     Memory: what is cut / tp; with sequence_parallel the activations between blocks / tp too.
     Collectives: a layer of attention and feed-forward has 2 all-reduces forward and 2 backward. With sequence_parallel
     it has 2 all-gathers and 2 reduce-scatters forward, as many backward, and one all-reduce a step for each parameter

@@ -9,6 +9,7 @@ another number.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
     EXPANDS,
@@ -126,21 +128,32 @@ class Following(TorchFunctionMode):
         degree: Of tp.
         where: Named in errors.
         mesh: Of tp alone; None where a run is rehearsed.
+        drawing: Gives random functions on cut tensors their stream; None where a run is rehearsed.
         record: Takes the name of each function and the shapes of its results, to be compared with another run.
     """
 
     def __init__(
-        self, degree: int, where: str, *, mesh: DeviceMesh | None = None, record: list[Any] | None = None
+        self,
+        degree: int,
+        where: str,
+        *,
+        mesh: DeviceMesh | None = None,
+        drawing: Drawing | None = None,
+        record: list[Any] | None = None,
     ) -> None:
         super().__init__()
-        self._degree, self._where, self._record = degree, where, record
+        self._degree, self._where, self._drawing, self._record = degree, where, drawing, record
+        self._has_drawn = False
         self._meeting = Meeting(degree, mesh)
         self.mesh = mesh
 
     @property
     def has_acted(self) -> bool:
-        """Whether whole tensors met cut ones in a way that code alone, run on shares, would not get right."""
-        return self._meeting.has_acted
+        """Whether something was done that code alone, run on shares, would not get right.
+
+        Whole tensors met cut ones, or cut ones met random numbers.
+        """
+        return self._meeting.has_acted or self._has_drawn
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -175,7 +188,8 @@ class Following(TorchFunctionMode):
                 whole = self._on_shadows(func, name, args, options)
                 placed = {id(leaf): (leaf.ndim, cut.placed) for leaf in leaves if (cut := cut_of(leaf)) is not None}
                 args, options = self._meeting.prepare(name, args, options, placed)
-                return self._on_shares(func, name, args, options, whole, cuts)
+                with self._stream(name, args, options):
+                    return self._on_shares(func, name, args, options, whole, cuts)
         except (Unplaceable, Unfollowed) as error:
             edge = error.edge if isinstance(error, Unfollowed) else None
             raise Unfollowed(
@@ -189,6 +203,17 @@ class Following(TorchFunctionMode):
             raise Unfollowed(
                 f'"{self._where}": {name} does not work on cut features ({text})', sources=sources
             ) from error
+
+    def _stream(
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Let what draws numbers for cut tensors draw others on each rank."""
+        if not draws(name, args, options):
+            return contextlib.nullcontext()
+        if options.get("generator") is not None:
+            raise Unfollowed("it draws from a generator of its own, which is in the same state on all ranks")
+        self._has_drawn = True
+        return contextlib.nullcontext() if self._drawing is None else self._drawing.sharded()
 
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if name in CASTS:

@@ -6,13 +6,12 @@ gradients in the backward, where torch's styles would do both once a projection.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import zlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import RunContext
+from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing
 from composer3d_plugins.sharding.tensor_parallel.following import Following, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
@@ -21,12 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Region", "followed", "site_of"]
-
-
-def site_of(fqn: str) -> int:
-    """Return a number for a place in the model, the same on every rank and in every stage."""
-    return zlib.crc32(fqn.encode()) << 8
+__all__ = ["Region", "followed"]
 
 
 class Region:
@@ -35,7 +29,7 @@ class Region:
     Args:
         fqn: The module's name.
         share: Makes a tensor what expanding projections take, given the dim along which it is cut, None if it is whole.
-        context: For the random stream; None where nothing in the module draws numbers.
+        context: The run.
         mesh: Of tp alone, if the module's code computes with sizes of the whole model; else None.
         cut: The dim along which activations are cut outside of the region, if they are.
         is_known: Whether each of them says itself that it is cut, or is whole.
@@ -46,7 +40,7 @@ class Region:
         fqn: str,
         share: Callable[[Tensor, int | None], Tensor],
         *,
-        context: RunContext | None,
+        context: RunContext,
         mesh: DeviceMesh | None,
         cut: int | None,
         is_known: bool = False,
@@ -54,18 +48,15 @@ class Region:
         self._fqn, self._share, self._context, self._mesh, self._cut = fqn, share, context, mesh, cut
         self._is_known = is_known
         self._shared: list[tuple[Tensor, Tensor]] = []
-        self._random = contextlib.ExitStack()
-        self._entries = 0
 
     def wrap(self, module: nn.Module) -> None:
         """Replace the module's forward by one that leaves the region whatever happens, keeping its name."""
         forward = module.forward
         if self._mesh is not None:
-            forward = followed(forward, self._fqn, mesh=self._mesh, cut=self._cut)
+            forward = followed(forward, self._fqn, mesh=self._mesh, cut=self._cut, context=self._context)
 
         @functools.wraps(forward)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            self._entries = 0
             try:
                 return forward(*args, **kwargs)
             finally:
@@ -74,14 +65,11 @@ class Region:
 
         module.forward = bounded
 
-    def enter(self, x: Tensor, training: bool) -> Tensor:
+    def enter(self, x: Tensor) -> Tensor:
         """Return what the projections that read `x` share."""
         for seen, shared in self._shared:
             if seen is x:
                 return shared
-        if not self._shared and training and self._context is not None:
-            self._random.enter_context(self._context.sharded_random(site_of(self._fqn) + self._entries))
-            self._entries += 1
         shared = self._share(strip(x), None if self._is_known and cut_of(x) is None else self._cut)
         self._shared.append((x, shared))
         return shared
@@ -89,10 +77,11 @@ class Region:
     def leave(self) -> None:
         """End it: the next tensor enters anew."""
         self._shared.clear()
-        self._random.close()
 
 
-def followed(forward: Callable[..., Any], fqn: str, *, mesh: DeviceMesh, cut: int | None) -> Callable[..., Any]:
+def followed(
+    forward: Callable[..., Any], fqn: str, *, mesh: DeviceMesh, cut: int | None, context: RunContext
+) -> Callable[..., Any]:
     """Return a module's forward in which cut tensors are followed.
 
     Args:
@@ -100,6 +89,7 @@ def followed(forward: Callable[..., Any], fqn: str, *, mesh: DeviceMesh, cut: in
         fqn: Named in errors.
         mesh: Of tp alone.
         cut: The dim along which the activation that it takes is cut, None if it is whole.
+        context: The run.
     """
 
     @functools.wraps(forward)
@@ -107,7 +97,7 @@ def followed(forward: Callable[..., Any], fqn: str, *, mesh: DeviceMesh, cut: in
         key = None if cut is None else activation_of(args, kwargs)
         if cut is not None and key is not None:
             args, kwargs = replaced(args, kwargs, key, functools.partial(_marked, dim=cut, degree=mesh.size()))
-        with Following(mesh.size(), fqn, mesh=mesh):
+        with Following(mesh.size(), fqn, mesh=mesh, drawing=Drawing(context, fqn)):
             return forward(*args, **kwargs)
 
     return following

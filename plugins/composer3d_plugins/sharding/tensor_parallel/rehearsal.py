@@ -17,6 +17,7 @@ from composer3d_plugins.sharding.tensor_parallel.trace import (
     Call,
     Recorder,
     activation_of,
+    in_training,
     on_meta,
     patched,
     replaced,
@@ -72,7 +73,7 @@ class Rehearsal:
         """
         call = self._marked(call)
         following = Following(self.degree, where, record=self.record)
-        with patched(self._answers(followed=True)), following:
+        with in_training(self.block), patched(self._answers(followed=True)), following:
             output = on_meta(self.block, call)
         self.needs_following = following.has_acted
         for leaf in torch_compat.tree_leaves(output):
@@ -97,7 +98,7 @@ class Rehearsal:
         dim = self.roles.sequence_dim
         if dim is not None:
             call = _replaced(call, lambda x: x.narrow(dim, 0, x.shape[dim] // self.degree))
-        with patched(self._answers(followed=False)), Recorder(self.record):
+        with in_training(self.block), patched(self._answers(followed=False)), Recorder(self.record):
             on_meta(self.block, call)
 
     def _marked(self, call: Call) -> Call:

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
 from composer3d_plugins.sharding.tensor_parallel.following import cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
-from composer3d_plugins.sharding.tensor_parallel.region import Region, followed, site_of
+from composer3d_plugins.sharding.tensor_parallel.region import Region, followed
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
@@ -91,7 +92,7 @@ class Applier:
                 regions[name] = Region(
                     name,
                     self._share,
-                    context=self.context if _draws(module) else None,
+                    context=self.context,
                     mesh=self.mesh if self.follows and around is None else None,
                     cut=cut,
                     is_known=around is not None,
@@ -101,7 +102,7 @@ class Applier:
                     followed_blocks.append(around)
         for block in followed_blocks:
             inner = self.model.get_submodule(block)
-            inner.forward = followed(inner.forward, block, mesh=self.mesh, cut=self.sequence_dim)
+            inner.forward = followed(inner.forward, block, mesh=self.mesh, cut=self.sequence_dim, context=self.context)
         return regions
 
     def _block_around(self, fqn: str) -> str | None:
@@ -162,7 +163,7 @@ class Applier:
         self._place_linear(fqn, module, rule, along="outputs")
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (region.enter(args[0], module.training), *args[1:])
+            return (region.enter(args[0]), *args[1:])
 
         size = module.weight.shape[0 if kind_of(module) == "linear" else 1]
         parts = rule.parts or (size,)
@@ -263,7 +264,8 @@ class Applier:
             with context.sharded_random(site_of(fqn)):
                 return forward(*args, **kwargs)
 
-        if _draws(module):
+        # Of torch's own dropouts it is known that they draw nothing; others may by any name.
+        if getattr(module, "p", None) != 0.0:
             module.forward = drawn
 
     def _looked_up(self, fqn: str, module: nn.Module) -> None:
@@ -310,12 +312,3 @@ class Applier:
             raise BatchError(
                 f"a sequence of {x.shape[dim]} does not divide by tp = {self.mesh.size()}, as sequence_parallel needs"
             )
-
-
-def _draws(module: nn.Module) -> bool:
-    """Tell whether something in a module draws random numbers: a dropout module, or a probability by that name."""
-    return any(
-        "drop" in name and isinstance(value, float) and value > 0.0
-        for inner in module.modules()
-        for name, value in [*vars(inner).items(), ("drop", getattr(inner, "p", 0.0))]
-    )

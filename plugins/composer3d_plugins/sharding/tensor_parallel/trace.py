@@ -24,7 +24,7 @@ from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
 
-__all__ = ["Call", "Recorder", "Traced", "activation_of", "on_meta", "patched", "replaced", "trace"]
+__all__ = ["Call", "Recorder", "Traced", "activation_of", "in_training", "on_meta", "patched", "replaced", "trace"]
 
 # Image sizes that are tried where nothing tells one.
 IMAGE_SIZES = (224, 32, 28, 64, 16, 96, 48, 384)
@@ -177,6 +177,19 @@ def patched(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
                 del module.forward
             else:
                 module.forward = own
+
+
+@contextlib.contextmanager
+def in_training(module: nn.Module) -> Iterator[None]:
+    """Have a module behave as in training inside: what it draws at random, it draws only then."""
+    modes = {inner: inner.training for inner in module.modules()}
+    try:
+        for inner in modes:
+            inner.training = True
+        yield
+    finally:
+        for inner, mode in modes.items():
+            inner.training = mode
 
 
 def on_meta(module: nn.Module, call: Call) -> Any:

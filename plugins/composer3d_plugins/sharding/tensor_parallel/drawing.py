@@ -1,0 +1,62 @@
+"""Which stream a torch function draws from: on cut tensors the one that differs along tp, on whole ones the other.
+
+Whole activations are equal on all ranks along tp and have to stay so. Of cut ones each rank holds other features (or
+another part of the sequence), whose masks have to be independent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer3d import RunContext
+
+__all__ = ["Drawing", "draws", "site_of"]
+
+# Functions with a probability, and whether they are called in training.
+DROPOUTS = frozenset(
+    "dropout dropout1d dropout2d dropout3d alpha_dropout feature_dropout feature_alpha_dropout native_dropout".split()
+)
+DRAWING = frozenset(
+    "rand_like randn_like randint_like bernoulli multinomial poisson binomial normal gumbel_softmax uniform_ normal_ "
+    "bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_".split()
+)
+
+
+def site_of(fqn: str) -> int:
+    """Return a number for a place in the model, the same on every rank and in every stage."""
+    return zlib.crc32(fqn.encode()) << 16
+
+
+def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+    """Tell whether a call of a function of that name draws random numbers."""
+
+    def argument(at: int, key: str, default: Any) -> Any:
+        return options.get(key, args[at] if len(args) > at else default)
+
+    if name in DRAWING:
+        return True
+    if name.rstrip("_") in DROPOUTS:
+        return bool(argument(1, "p", 0.5)) and argument(2, "train" if "train" in options else "training", True) is True
+    if name == "scaled_dot_product_attention":
+        return bool(argument(4, "dropout_p", 0.0))
+    return name in ("rrelu", "rrelu_") and argument(3, "training", False) is True
+
+
+class Drawing:
+    """Numbers the draws on cut tensors of one forward; a recomputation that starts anew draws the same.
+
+    Args:
+        context: The run.
+        fqn: Whose forward.
+    """
+
+    def __init__(self, context: RunContext, fqn: str) -> None:
+        self._context, self._site, self._count = context, site_of(fqn), 0
+
+    def sharded(self) -> contextlib.AbstractContextManager[None]:
+        """Draw inside from the stream that differs along tp."""
+        self._count += 1
+        return self._context.sharded_random(self._site + self._count)
