@@ -254,12 +254,6 @@ REFUSALS = [
         "sequence_parallel is not for this model: it works along the sequence; leave it out",
     ),
     (
-        ("WholeNorm", auto(2, SP)),
-        'sequence_parallel is not for this model: "layers.0": scaled_dot_product_attention on cut features: '
-        "it goes along "
-        "the dim that is cut; leave it out",
-    ),
-    (
         ("Two", auto(2, SP)),
         "sequence_parallel needs to know the repeated blocks, between which activations are cut; write "
         "[model] blocks = "

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from composer3d_plugins.sharding.tensor_parallel import following
-from composer3d_plugins.sharding.tensor_parallel.following import Following, Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel import cuts
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed, Unplaceable, inside, regroup
 
@@ -21,7 +22,7 @@ def share(whole, placed, rank):
 def shares(whole, parts=None, dim=-1):
     """Return every rank's marked share."""
     placed = Placed(dim=dim % whole.ndim, parts=parts or (whole.shape[dim],))
-    return [following.mark(share(whole, placed, rank), placed=placed, degree=DEGREE) for rank in range(DEGREE)]
+    return [cuts.mark(share(whole, placed, rank), placed=placed, degree=DEGREE) for rank in range(DEGREE)]
 
 
 def agree(function, *wholes, parts=None, dim=-1):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, mark
 from composer3d_plugins.sharding.tensor_parallel.drawing import draws
-from composer3d_plugins.sharding.tensor_parallel.following import Following, Unfollowed, mark
+from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from support.architectures import batch_of, class_loss
 from support.drawing import CUT, DRAWING, WHOLE

@@ -14,39 +14,18 @@ from composer3d.testing import run_ranks
 
 TIGHT = 1e-12
 SP = "sequence_parallel = true"
-ALONG = "it goes along the dim that is cut"
 UNPLANNED = "no plan can be derived for this model: it has no linear layers; write it"
-NOT_FOR = "sequence_parallel is not for this model: "
+UNKNOWN = (
+    "sequence_parallel needs to know the repeated blocks, between which activations are cut; write [model] blocks = "
+    '"layers.*"'
+)
 REFUSED = {
     "plain": {"Convolutions": UNPLANNED},
-    "four": {
-        "Falcon": '"layers.0.query_key_value" cannot be cut: "layers.0": view on cut features: 6 (of [2, 8, 6, 4]) '
-        "does not divide by tp = 4",
-    },
+    "four": {},
     "sequence": {
         "Convolutions": UNPLANNED,
-        "MultiQuery": f'{NOT_FOR}"layers.0": matmul on cut features: a share is [2, 2, 4, 2], the whole [2, 4, 4, 4]; '
-        "leave it out",
-        **dict.fromkeys(
-            ("MultiQueryExpanded", "Falcon", "EinsumWeights"),
-            f'{NOT_FOR}"layers.0": scaled_dot_product_attention on cut features: {ALONG}; leave it out',
-        ),
-        **dict.fromkeys(
-            ("Latent", "LatentAgnostic"),
-            f'{NOT_FOR}"layers.0": cat does not work on cut features (Sizes of tensors must match except in dimension '
-            "3. Expected 2 in dimension 1 but got 4 for tensor number 1 in the list); leave it out",
-        ),
-        "LatentFilled": f'{NOT_FOR}"layers.0": __setitem__ on cut features: it writes them into a tensor that is '
-        "whole; leave it out",
-        "Gated": f'{NOT_FOR}"layers.0": mul does not work on cut features (Attempting to broadcast a dimension of '
-        "length 2 at -2! Mismatching argument at index 1 had torch.Size([2, 2, 1]); but expected shape should be "
-        "broadcastable to [2, 4, 8]); leave it out",
-        **{
-            name: f'{NOT_FOR}"{block}": multi_head_attention_forward on cut features: {ALONG}; leave it out'
-            for name, block in (("Encoder", "encoder.layers.0"), ("Translator", "transformer.decoder.layers.0"))
-        },
-        "T5": "sequence_parallel needs to know the repeated blocks, between which activations are cut; write [model] "
-        'blocks = "layers.*"',
+        "Mixed": UNKNOWN,
+        "T5": UNKNOWN,
     },
 }
 FOUR = ["MultiQuery", "Falcon", "Latent", "Alibi", "Gated", "Encoder"]
@@ -104,3 +83,10 @@ def cut(names):
 
 def test_what_is_cut():
     assert run_ranks(cut, 2, list(CUT))[0] == {name: sorted(modules) for name, modules in CUT.items()}
+
+
+def test_a_cut_sequence_is_put_together_where_code_needs_all_of_it():
+    """Blocks of several forms, also with nothing else cut: what mixes the sequence runs on all of it."""
+    text = f'[model]\nblocks = "layers.*"\n[mesh]\ntp = 2\n{AUTO}{SP}\n'
+    for found in run_ranks(outcomes, 2, ["Mixed", "WholeNorm"], text):
+        assert max(found.values()) < TIGHT

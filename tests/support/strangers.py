@@ -403,6 +403,33 @@ class TiedBias(nn.Module):
         return self.decoder(x) + self.bias + 0.01 * pooled.sum(-1)[:, None, None]
 
 
+class Mixed(nn.Module):
+    """Blocks of two forms: in one of them there is nothing to cut."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
+        self.layers = nn.ModuleList([Gated(dim), Pooled(dim), Scaled(dim), Pooled(dim)])
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+class Pooled(nn.Module):
+    """A norm, a parameter of its own, and the mean over the whole sequence."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.pooled, self.scale = nn.LayerNorm(dim), RMSNorm(dim), nn.Parameter(torch.rand(dim))
+
+    def forward(self, x):
+        h = self.norm(x) * self.scale
+        return x + h + self.pooled(h.mean(1, keepdim=True))
+
+
 BLOCKS = {
     block.__name__: block
     for block in (
@@ -427,6 +454,7 @@ STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for 
     "Encoder": Encoder,
     "Translator": Translator,
     "T5": T5,
+    "Mixed": Mixed,
     "TiedBias": TiedBias,
     "Convolutions": Convolutions,
 }

@@ -57,7 +57,9 @@ class TensorParallel:
     it has 2 all-gathers and 2 reduce-scatters forward, as many backward, and one all-reduce a step for each parameter
     that meets cut activations. The embedding: 1 all-reduce (reduce-scatter) forward. The head: 1 all-gather of logits,
     or with loss_parallel 2 all-reduces, of one number a token and of three; backward 1 all-reduce. Whole activations
-    or parameters that meet cut features, such as a key that all heads share: 1 all-reduce of the gradient of each.
+    or parameters that meet cut features, such as a key that all heads share: 1 all-reduce of the gradient of each. With
+    sequence_parallel what meets them cut along the sequence, or works along it: 1 all-gather forward of each, and
+    1 reduce-scatter backward where it met cut features.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation Recomputation in
     Large Transformer Models, arXiv:2205.05198.

@@ -9,17 +9,18 @@ left whole.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from composer3d import PluginError, RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.following import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal, Roles
 from composer3d_plugins.sharding.tensor_parallel.trace import Call, Traced, trace
-from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+from composer3d_plugins.sharding.tensor_parallel.weights import head_counts, kind_of, parent_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -100,7 +101,9 @@ class Derivation:
                 self.expanding[name] = (size // count,) * count
                 return
         for name in sources:
-            if not self.first[name].divides:
+            # What is told of its heads has to divide; a fused projection in another form may stay whole.
+            told = head_counts(parent_of(self.block, name))
+            if not self.first[name].divides and (not told or self.first[name].number in told):
                 raise PluginError(f'"{self._full(name)}" cannot be cut: {self.first[name]}')
         # The rest may do without the smallest: keys that all heads share, say.
         least = min(sum(self.expanding[name]) for name in sources)
@@ -143,14 +146,15 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -
         )
     rules: Rules = {}
     reasons: dict[str, str] = {}
+    derivations: list[tuple[Derivation, list[str]]] = []
     for first, group in traced.forms.items():
         derivation = Derivation(
             block=model.get_submodule(first), fqn=first, call=traced.calls[first], degree=context.degrees["tp"]
         )
-        found = _rules_of(derivation, sequence_dim)
+        found = _rules_of(derivation)
+        derivations.append((derivation, group))
         reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
-        for fqn in group:
-            rules |= {".".join(filter(None, (fqn, name))): rule for name, rule in found.items()}
+        rules |= _named(found, group)
     if not any(rule.style == "colwise" or rule.style == "packed_colwise" for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
         raise PluginError(
@@ -161,11 +165,18 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -
     outside = _outside(model, traced, context)
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
     if sequence_dim is not None:
+        for derivation, group in derivations:
+            rules |= _named(_sequence_rules(derivation, sequence_dim), group)
         _cut_sequence(traced, rules)
     return {fqn: rules[fqn] for fqn in context.fqns if fqn in rules}
 
 
-def _rules_of(derivation: Derivation, sequence_dim: int | None) -> Rules:
+def _named(rules: Rules, fqns: Sequence[str]) -> Rules:
+    """Return the rules of all blocks of one form, given those of one by the FQNs in it."""
+    return {".".join(filter(None, (fqn, name))): rule for fqn in fqns for name, rule in rules.items()}
+
+
+def _rules_of(derivation: Derivation) -> Rules:
     """Return the rules of one block, by the FQNs in it."""
     rehearsal = derivation.run()
     rules: Rules = {}
@@ -180,8 +191,6 @@ def _rules_of(derivation: Derivation, sequence_dim: int | None) -> Rules:
             rules[name] = Rule(style="local")
     for name in derivation.reasons:
         rules.setdefault(name, Rule(style="replicate"))
-    if sequence_dim is not None and derivation.expanding:
-        rules |= _sequence_rules(derivation, sequence_dim)
     return rules
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from composer3d import TransformError, torch_compat
+from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, note
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
@@ -38,87 +38,7 @@ from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Plac
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Cut", "Following", "Unfollowed", "copy_mark", "cut_of", "mark", "note", "strip"]
-
-ATTRIBUTE = "composer3d_cut"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cut:
-    """What is known of a tensor that is a rank's share.
-
-    Args:
-        shadow: A tensor on meta of the whole size.
-        placed: The dim that is cut.
-        sources: The projections it comes from.
-        start: Where the cut dim begins in the result of the one projection it comes from, and `scale` how many features
-            of that result one index of it is.
-        scale: See `start`.
-    """
-
-    shadow: Tensor
-    placed: Placed
-    sources: frozenset[str]
-    start: int = 0
-    scale: int = 1
-
-
-class Unfollowed(TransformError):
-    """A function mixes what different ranks hold.
-
-    Args:
-        message: Which, and why.
-        sources: The projections whose results it mixes.
-        edge: Where the code takes the result of one projection apart: (start, stop) in its features.
-        divides: False where a number of heads does not divide by the degree.
-    """
-
-    def __init__(
-        self,
-        message: str,
-        *,
-        sources: frozenset[str] = frozenset(),
-        edge: tuple[int, int] | None = None,
-        divides: bool = True,
-    ) -> None:
-        self.sources, self.edge, self.divides = sources, edge, divides
-        super().__init__(message)
-
-
-def cut_of(tensor: Any) -> Cut | None:
-    """Return what is known of a tensor; None if it is whole."""
-    return getattr(tensor, ATTRIBUTE, None) if isinstance(tensor, Tensor) else None
-
-
-def mark(tensor: Tensor, *, placed: Placed, degree: int, sources: frozenset[str] = frozenset()) -> Tensor:
-    """Say that a tensor is a rank's share, cut along one dim; return it."""
-    shape = list(tensor.shape)
-    shape[placed.dim] *= degree
-    shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources))
-    return tensor
-
-
-def copy_mark(marked: Tensor, other: Any) -> Any:
-    """Say of a tensor what is known of another one; return it."""
-    setattr(other, ATTRIBUTE, getattr(marked, ATTRIBUTE))
-    return other
-
-
-def note(record: list[Any], func: Any, result: Any) -> None:
-    """Write down the name of a function and the shapes of its results, if it returned tensors."""
-    with torch_compat.without_torch_functions():
-        shapes = [tuple(leaf.shape) for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor)]
-    if shapes:
-        record.append((getattr(func, "__name__", str(func)), shapes))
-
-
-def strip(tensor: Tensor) -> Tensor:
-    """Return a tensor of which nothing is known: the same one, or one that shares its memory and graph."""
-    if cut_of(tensor) is None:
-        return tensor
-    with torch_compat.without_torch_functions():
-        return tensor.view_as(tensor)
+__all__ = ["Following"]
 
 
 class Following(TorchFunctionMode):
@@ -179,6 +99,41 @@ class Following(TorchFunctionMode):
             return func(*torch_compat.tree_map(_shadow, list(args)), **options)
         if name in CASTS and cut_of(args[0]) is None:
             return func(*args, **options)
+        along = [cut for cut in cuts if cut.is_sequence]
+        if along and len(along) < len(cuts):
+            # Of the others every rank has other features, for all of the sequence.
+            args, options = self._gathered(name, args, options, is_summed=True)
+            return self._run(func, name, args, options, [cut for cut in cuts if not cut.is_sequence])
+        try:
+            return self._run(func, name, args, options, cuts)
+        except Unfollowed:
+            if not along or (is_in_place(name) and cut_of(args[0]) is not None):
+                raise
+        # It needs the whole sequence, and does the same with it on all ranks.
+        args, options = self._gathered(name, args, options, is_summed=False)
+        return func(*args, **options)
+
+    def _gathered(
+        self, name: str, args: Sequence[Any], options: dict[str, Any], *, is_summed: bool
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Put together, along the sequence, what is cut along it."""
+        first = cut_of(args[0]) if args else None
+        if is_in_place(name) and first is not None and first.is_sequence:
+            raise Unfollowed(f'"{self._where}": {name} writes cut features along a cut sequence', sources=first.sources)
+
+        def gather(value: Any) -> Any:
+            cut = cut_of(value)
+            if cut is None or not cut.is_sequence:
+                return value
+            if len(cut.placed.parts) > 1:
+                raise Unfollowed(f'"{self._where}": {name} on a sequence cut in parts', sources=cut.sources)
+            return self._meeting.gathered(value, cut.placed.dim, is_summed=is_summed)
+
+        with torch_compat.without_torch_functions():
+            return torch_compat.tree_map(gather, list(args)), torch_compat.tree_map(gather, options)
+
+    def _run(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], cuts: Sequence[Cut]) -> Any:
+        leaves = torch_compat.tree_leaves([list(args), options])
         sources = frozenset().union(*(cut.sources for cut in cuts))
         try:
             # Unseen by a module's mode around this one.
@@ -196,7 +151,7 @@ class Following(TorchFunctionMode):
                 f'"{self._where}": {name} on cut features: {error}',
                 sources=sources,
                 edge=edge,
-                divides=not isinstance(error, Indivisible),
+                number=error.number if isinstance(error, Indivisible) else None,
             ) from None
         except RuntimeError as error:
             text = str(error).partition("\n")[0]

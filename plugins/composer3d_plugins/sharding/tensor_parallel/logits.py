@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d import TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.following import Following, Unfollowed, copy_mark, cut_of
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, copy_mark, cut_of
+from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.functions import name_of
 from composer3d_plugins.sharding.tensor_parallel.meeting import is_in_place
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext, TransformError, select_fqns
 from composer3d_plugins.sharding.tensor_parallel import auto
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.declared import declared
-from composer3d_plugins.sharding.tensor_parallel.following import Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.plan import (
     EXPANDING,
     Rule,
@@ -19,7 +19,7 @@ from composer3d_plugins.sharding.tensor_parallel.plan import (
     features,
     resolve,
 )
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import SEQUENCE, Roles, computes_with_whole_sizes
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Roles, computes_with_whole_sizes
 from composer3d_plugins.sharding.tensor_parallel.trace import Traced, trace
 
 if TYPE_CHECKING:

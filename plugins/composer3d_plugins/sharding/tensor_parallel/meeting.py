@@ -77,6 +77,28 @@ class Meeting:
 
         return torch_compat.tree_map(fit, list(args)), torch_compat.tree_map(fit, dict(options))
 
+    def gathered(self, share: Tensor, dim: int, *, is_summed: bool) -> Tensor:
+        """Put the shares of all ranks together.
+
+        Args:
+            share: This rank's.
+            dim: The one that is cut.
+            is_summed: Whether each rank does other work with the result, so that their gradients are added up.
+        """
+        self.has_acted = True
+        if self._mesh is None:
+            whole = torch.cat([share] * self._degree, dim)
+        else:
+            from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+            wrapped: Any = DTensor.from_local(share, self._mesh, [Shard(dim)], run_check=False)
+            placements = [Partial() if is_summed else Replicate()]
+            wrapped = wrapped.redistribute(placements=[Replicate()])
+            whole = torch_compat.unviewed(wrapped.to_local(grad_placements=placements))
+        if is_summed:
+            self._summed.append((whole, whole))
+        return whole
+
     def _with_summed_gradient(self, whole: Tensor) -> Tensor:
         if not whole.requires_grad or not torch.is_grad_enabled():
             return whole

@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import RunContext
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing
-from composer3d_plugins.sharding.tensor_parallel.following import Following, cut_of, mark, strip
+from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 
@@ -106,4 +107,5 @@ def followed(
 def _marked(value: Tensor, *, dim: int, degree: int) -> Tensor:
     if cut_of(value) is not None:
         return value
-    return mark(value.view_as(value), placed=Placed(dim=dim, parts=(value.shape[dim] * degree,)), degree=degree)
+    placed = Placed(dim=dim, parts=(value.shape[dim] * degree,))
+    return mark(value.view_as(value), placed=placed, degree=degree, sources=frozenset({SEQUENCE}))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.following import Following, Unfollowed, cut_of, mark
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed, cut_of, mark
+from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.trace import (
     Call,
@@ -25,8 +26,6 @@ from composer3d_plugins.sharding.tensor_parallel.trace import (
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 __all__ = ["SEQUENCE", "Rehearsal", "Roles", "computes_with_whole_sizes"]
-
-SEQUENCE = "the sequence"
 
 
 @dataclass(kw_only=True)
@@ -51,7 +50,7 @@ class Rehearsal:
     Attributes:
         contracting: Layers that took cut features, with the layers these came from, and the parts they were cut in.
         local: Modules with parameters that worked on cut features without contracting them.
-        whole: Modules that worked on whole features.
+        whole: Modules that worked on whole features of a cut sequence, or where no sequence is cut.
         record: Functions and shapes.
         needs_following: Whether code alone, run on shares, would not get everything right.
     """
@@ -137,8 +136,10 @@ class Rehearsal:
 
     def _note(self, fqn: str, arguments: Any) -> None:
         cuts = [cut_of(leaf) for leaf in torch_compat.tree_leaves(arguments)]
-        is_local = any(cut is not None and cut.sources != {SEQUENCE} for cut in cuts)
-        (self.local if is_local else self.whole).add(fqn)
+        if any(cut is not None and not cut.is_sequence for cut in cuts):
+            self.local.add(fqn)
+        elif self.roles.sequence_dim is None or any(cut is not None for cut in cuts):
+            self.whole.add(fqn)
 
     def _linear(self, fqn: str, module: Any, followed: bool) -> Callable[..., Any]:
         forward, (rows, columns) = module.forward, module.weight.shape

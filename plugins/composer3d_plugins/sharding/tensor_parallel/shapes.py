@@ -14,7 +14,16 @@ class Unplaceable(Exception):
 
 
 class Indivisible(Unplaceable):
-    """The cut dim becomes one that does not divide."""
+    """The cut dim becomes one that does not divide.
+
+    Args:
+        message: Says so.
+        number: Its size.
+    """
+
+    def __init__(self, message: str, *, number: int) -> None:
+        self.number = number
+        super().__init__(message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +100,7 @@ def _split(parts: tuple[int, ...], dims: Sequence[int], new: Sequence[int], degr
             inner = tuple(parts[:1]) if last else (new[dim],)
             result = Placed(dim=dim, parts=(new[dim],) if left == 1 else inner * left)
             if any(part % degree for part in result.parts):
-                raise Indivisible(f"{new[dim]} (of {list(new)}) does not divide by tp = {degree}")
+                raise Indivisible(f"{new[dim]} (of {list(new)}) does not divide by tp = {degree}", number=new[dim])
             return result
         if left % new[dim]:
             raise Unplaceable(f"{left} equal parts are not leading dims of {list(new)}")

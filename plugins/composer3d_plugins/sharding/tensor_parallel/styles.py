@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
-from composer3d_plugins.sharding.tensor_parallel.following import cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
@@ -82,7 +82,6 @@ class Applier:
 
     def _make_regions(self, fqns: Sequence[str]) -> dict[str, Region]:
         regions: dict[str, Region] = {}
-        followed_blocks: list[str] = []
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
@@ -98,12 +97,26 @@ class Applier:
                     is_known=around is not None,
                 )
                 regions[name].wrap(module)
-                if around is not None and around not in followed_blocks:
-                    followed_blocks.append(around)
-        for block in followed_blocks:
+        for block in self._cut_blocks() if self.follows else []:
             inner = self.model.get_submodule(block)
             inner.forward = followed(inner.forward, block, mesh=self.mesh, cut=self.sequence_dim, context=self.context)
         return regions
+
+    def _cut_blocks(self) -> list[str]:
+        """Return this part's blocks whose activations are cut along the sequence, also those with nothing else cut."""
+        if self.sequence_dim is None:
+            return []
+        bounded = any(rule.style in ("split", "split_gather") for rule in self.rules.values())
+        inside = {
+            self._block_around(fqn)
+            for fqn, rule in self.rules.items()
+            if (rule.style in EXPANDING and rule.is_cut) or rule.style == "sequence"
+        }
+        return [
+            block
+            for block in self.blocks
+            if (bounded or block in inside) and next(self.model.get_submodule(block).parameters(), None) is not None
+        ]
 
     def _block_around(self, fqn: str) -> str | None:
         return next((block for block in self.blocks if fqn == block or fqn.startswith(f"{block}.")), None)
@@ -198,7 +211,8 @@ class Applier:
             self._refuse_uneven(output, cut)
             local: Tensor = self._unwrap(output, cut)
             if cut is not None and self.follows:
-                mark(local, placed=Placed(dim=cut, parts=(output.shape[cut],)), degree=self.mesh.size())
+                placed = Placed(dim=cut, parts=(output.shape[cut],))
+                mark(local, placed=placed, degree=self.mesh.size(), sources=frozenset({SEQUENCE}))
             return local
 
         module.register_forward_pre_hook(before)
@@ -241,12 +255,16 @@ class Applier:
             # Any dim but the normed one does: which of the others is cut makes no difference to the module.
             dim = 0 if rule.style == "local" else self.sequence_dim
             forward = module.forward
+            # In a followed block a tensor says itself whether it is cut; elsewhere it is.
+            is_known = self.follows and rule.style == "sequence" and self._block_around(fqn) is not None
 
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 cut = cut_of(x)
-                output: Any = forward(self._wrap(strip(x), dim), *args, **kwargs)
+                output: Any = forward(self._wrap(strip(x), None if is_known and cut is None else dim), *args, **kwargs)
                 local: Tensor = torch_compat.unviewed(output.to_local())
-                if cut is None or local.shape != strip(x).shape:
+                # A projection gives other features; a sequence that is cut stays so.
+                up_to = 0 if cut is None else cut.placed.dim + 1
+                if cut is None or local.shape[:up_to] != strip(x).shape[:up_to]:
                     return local
                 return mark(local, placed=cut.placed, degree=self.mesh.size(), sources=cut.sources)
 

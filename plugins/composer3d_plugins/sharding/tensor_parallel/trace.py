@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, TransformError, select_fqns, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.following import note
+from composer3d_plugins.sharding.tensor_parallel.cuts import note
 from composer3d_plugins.sharding.tensor_parallel.functions import SIZES, name_of
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-__all__ = ["AttentionSizes", "Kind", "attention_sizes", "distribute", "kind_of", "parent_of"]
+__all__ = ["AttentionSizes", "Kind", "attention_sizes", "distribute", "head_counts", "kind_of", "parent_of"]
 
 Kind = Literal["linear", "transposed", "embedding", "other"]
 
@@ -56,9 +56,7 @@ def attention_sizes(module: Any, contracting: Sequence[int]) -> AttentionSizes |
         module: The parent of the projections.
         contracting: Input features of the contracting projections in it, of which one makes the width of all heads.
     """
-    holders = [module]
-    if "att" in type(module).__name__.lower():
-        holders += [getattr(module, name) for name in ("config", "cfg", "args") if hasattr(module, name)]
+    holders = _holders(module)
 
     def find(names: Sequence[str]) -> int | None:
         values = [getattr(holder, name, None) for holder in holders for name in names]
@@ -71,6 +69,19 @@ def attention_sizes(module: Any, contracting: Sequence[int]) -> AttentionSizes |
     if head_dim is None:
         return None
     return AttentionSizes(num_heads=num_heads, num_kv_heads=find(KV_HEADS) or num_heads, head_dim=head_dim)
+
+
+def head_counts(module: Any) -> set[int]:
+    """Return every number of heads or key-value heads that an attention module, or its config, tells."""
+    values = [getattr(holder, name, None) for holder in _holders(module) for name in (*HEADS, *KV_HEADS)]
+    return {value for value in values if isinstance(value, int) and value > 0}
+
+
+def _holders(module: Any) -> list[Any]:
+    holders = [module]
+    if "att" in type(module).__name__.lower():
+        holders += [getattr(module, name) for name in ("config", "cfg", "args") if hasattr(module, name)]
+    return holders
 
 
 def distribute(

@@ -1,0 +1,106 @@
+"""What is known of a tensor that is a rank's share, kept on the tensor itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer3d import TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+
+__all__ = ["ATTRIBUTE", "SEQUENCE", "Cut", "Unfollowed", "copy_mark", "cut_of", "mark", "note", "strip"]
+
+ATTRIBUTE = "composer3d_cut"
+# Where a cut comes from that goes along the sequence.
+SEQUENCE = "the sequence"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """What is known of a tensor that is a rank's share.
+
+    Args:
+        shadow: A tensor on meta of the whole size.
+        placed: The dim that is cut.
+        sources: The projections it comes from.
+        start: Where the cut dim begins in the result of the one projection it comes from, and `scale` how many features
+            of that result one index of it is.
+        scale: See `start`.
+    """
+
+    shadow: Tensor
+    placed: Placed
+    sources: frozenset[str]
+    start: int = 0
+    scale: int = 1
+
+    @property
+    def is_sequence(self) -> bool:
+        """Whether it goes along the sequence."""
+        return self.sources == {SEQUENCE}
+
+
+class Unfollowed(TransformError):
+    """A function mixes what different ranks hold.
+
+    Args:
+        message: Which, and why.
+        sources: The projections whose results it mixes.
+        edge: Where the code takes the result of one projection apart: (start, stop) in its features.
+        number: Of heads, say, where it does not divide by the degree; else None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        sources: frozenset[str] = frozenset(),
+        edge: tuple[int, int] | None = None,
+        number: int | None = None,
+    ) -> None:
+        self.sources, self.edge, self.number = sources, edge, number
+        super().__init__(message)
+
+    @property
+    def divides(self) -> bool:
+        """Whether it is about anything else than numbers that do not divide."""
+        return self.number is None
+
+
+def cut_of(tensor: Any) -> Cut | None:
+    """Return what is known of a tensor; None if it is whole."""
+    return getattr(tensor, ATTRIBUTE, None) if isinstance(tensor, Tensor) else None
+
+
+def mark(tensor: Tensor, *, placed: Placed, degree: int, sources: frozenset[str] = frozenset()) -> Tensor:
+    """Say that a tensor is a rank's share, cut along one dim; return it."""
+    shape = list(tensor.shape)
+    shape[placed.dim] *= degree
+    shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
+    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources))
+    return tensor
+
+
+def copy_mark(marked: Tensor, other: Any) -> Any:
+    """Say of a tensor what is known of another one; return it."""
+    setattr(other, ATTRIBUTE, getattr(marked, ATTRIBUTE))
+    return other
+
+
+def note(record: list[Any], func: Any, result: Any) -> None:
+    """Write down the name of a function and the shapes of its results, if it returned tensors."""
+    with torch_compat.without_torch_functions():
+        shapes = [tuple(leaf.shape) for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor)]
+    if shapes:
+        record.append((getattr(func, "__name__", str(func)), shapes))
+
+
+def strip(tensor: Tensor) -> Tensor:
+    """Return a tensor of which nothing is known: the same one, or one that shares its memory and graph."""
+    if cut_of(tensor) is None:
+        return tensor
+    with torch_compat.without_torch_functions():
+        return tensor.view_as(tensor)
