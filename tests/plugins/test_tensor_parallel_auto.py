@@ -5,7 +5,9 @@ import torch
 from support.architectures import FAMILIES, batch_of, class_loss
 from support.blocks import MODELS
 from support.models import write_manifest
+from support.strangers import Scaled
 from support.tensor_parallel import AUTO, built, errors, one_step, reference, steps_of
+from torch import nn
 
 import composer3d
 from composer3d import ManifestError
@@ -272,3 +274,51 @@ def test_refusals():
 
 def test_one_rank_needs_no_plan():
     assert run_ranks(one_step, 1, "gpt2", auto(1))[0][2] < TIGHT
+
+
+class Worded(nn.Module):
+    """A vocabulary that does not divide, or rows that are rescaled."""
+
+    def __init__(self, vocab=12, max_norm=None):
+        super().__init__()
+        self.words, self.out = nn.Embedding(vocab, 16, max_norm=max_norm), nn.Linear(16, vocab)
+        self.layers = nn.ModuleList(Scaled(16) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def styles_outside(options):
+    run = composer3d.compose(lambda: Worded(**options), write_manifest(auto()), loss_fn=class_loss)
+    rules = next(iter(run.context.state.values())).rules
+    run.close()
+    return [rules[name].style for name in ("words", "out")]
+
+
+@pytest.mark.parametrize(
+    ("options", "styles"),
+    [
+        ({}, ["vocab", "head"]),
+        ({"vocab": 13}, ["replicate", "replicate"]),
+        ({"max_norm": 1.0}, ["replicate", "head"]),
+    ],
+)
+def test_the_plan_says_that_a_vocabulary_stays_whole(options, styles):
+    assert run_ranks(styles_outside, 2, options)[0] == styles
+
+
+def rescaled():
+    text = auto() + "[sharding.tensor_parallel.plan]\n" + '"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
+    with pytest.raises(ManifestError) as caught:
+        composer3d.compose(lambda: Worded(max_norm=1.0), write_manifest(text + 'words = "vocab"'), loss_fn=class_loss)
+    return str(caught.value).partition("] ")[2]
+
+
+def test_an_embedding_that_rescales_its_rows_cannot_be_cut():
+    assert run_ranks(rescaled, 2)[0] == (
+        '"words" has max_norm, which rescales its rows as they are looked up, on each rank others than on the next, so '
+        'it cannot be "vocab"; write "replicate"'
+    )

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from composer3d import PluginError, RunContext, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
-from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, features
+from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal, Roles
 from composer3d_plugins.sharding.tensor_parallel.trace import Call, Traced, trace
 from composer3d_plugins.sharding.tensor_parallel.weights import head_counts, kind_of, parent_of
@@ -239,7 +239,7 @@ def _cut_sequence(traced: Traced, rules: Rules) -> None:
 
 
 def _outside(model: nn.Module, traced: Traced, context: RunContext) -> Rules:
-    """Return the rules of the head and the embedding of tokens, where their rows divide by tp."""
+    """Return the rules of the head and the embedding of tokens: cut where their rows divide by tp, else whole."""
     degree = context.degrees["tp"]
     modules: dict[str, Any] = {fqn: model.get_submodule(fqn) for fqn in traced.results}
     returned = [leaf for leaf in torch_compat.tree_leaves(_plain(traced.output)) if isinstance(leaf, Tensor)]
@@ -255,12 +255,18 @@ def _outside(model: nn.Module, traced: Traced, context: RunContext) -> Rules:
         # The tokens' is the one that is tied, or as large as the head, or the largest.
         key=lambda fqn: (fqn not in tied, rows[fqn] not in [rows[head] for head in heads], -rows[fqn]),
     )
-    rules = {fqn: Rule(style="vocab", is_cut=False) for fqn in embeddings[:1] if rows[fqn] % degree == 0}
-    rules |= {fqn: Rule(style="head", is_cut=False) for fqn in heads if rows[fqn] % degree == 0}
+    rules: Rules = {}
+    for fqn in [*embeddings[:1], *heads]:
+        style: Style = "vocab" if fqn not in heads else "head"
+        # A row of the plan says what stays whole: rows that do not divide, or that are rescaled as they are looked up.
+        if rows[fqn] % degree or getattr(modules[fqn], "max_norm", None) is not None:
+            style = "replicate"
+        rules[fqn] = Rule(style=style, is_cut=False)
     # One tensor has one layout: a tie with something that stays whole keeps both whole.
     for group in context.ties:
         owners = [name.rpartition(".")[0] for name in group]
-        if any(owner in rules for owner in owners) and not all(owner in rules for owner in owners):
+        cut = [owner in rules and rules[owner].style != "replicate" for owner in owners]
+        if any(cut) and not all(cut):
             rules |= dict.fromkeys(owners, Rule(style="replicate"))
     return rules
 

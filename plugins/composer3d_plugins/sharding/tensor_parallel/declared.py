@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -35,12 +36,18 @@ NAMES: Mapping[str, Style] = {
     "mla_kv_a_proj": "replicate",
 }
 
+# Styles of Hugging Face's for experts and what sends tokens to them begin so.
+EXPERTS = ("moe_", "ep_", "grouped_gemm")
+
+log = logging.getLogger(__name__)
+
 
 def declared(model: nn.Module, context: RunContext) -> Rules | None:
     """Return the rules that the model declares; None if it declares none.
 
-    A pattern of Hugging Face's declarations that matches nothing (a family's plan names parts that a model lacks) is
-    left out; the embedding of tokens follows the head that it is tied to.
+    Experts stay whole: their weights are stacked in parameters that are no projections. A pattern of Hugging Face's
+    declarations that matches nothing (a family's plan names parts that a model lacks) is left out; the embedding of
+    tokens follows the head that it is tied to.
 
     Raises:
         PatternError: A pattern of a `tp_plan` of the model's own matches nothing.
@@ -50,6 +57,7 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
     base = _of_base(model)
     plan: Mapping[str, Any] = own if isinstance(own, Mapping) and own else base
     rules: Rules = {}
+    whole: Rules = {}
     for pattern, style in plan.items():
         try:
             select_fqns(pattern, [*context.fqns, *context.parameter_fqns])
@@ -57,6 +65,11 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
             if base:
                 continue
             raise
+        experts = _experts_of(pattern, style, context)
+        if experts:
+            log.info('tensor_parallel leaves "%s" whole: "%s" is for experts', pattern, style)
+            whole |= dict.fromkeys(experts, Rule(style="replicate"))
+            continue
         if style not in NAMES:
             raise PluginError(
                 f'the model declares the style "{style}" for "{pattern}", which is not one of: '
@@ -67,7 +80,18 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
     for fqn, rule in rules.items():
         if rule.style in ("colwise", "vocab") and kind_of(model.get_submodule(fqn)) == "embedding":
             rules[fqn] = Rule(style="vocab", is_cut=False)
+    inside = tuple(f"{fqn}." for fqn in whole)
+    rules = {fqn: rule for fqn, rule in rules.items() if not fqn.startswith(inside)} | whole
     return _with_ties(model, rules, context) or None
+
+
+def _experts_of(pattern: str, style: str, context: RunContext) -> list[str]:
+    """Return the modules that a declaration for experts is about: named itself, or one of their stacked weights is."""
+    try:
+        modules = select_fqns(pattern, context.fqns)
+    except PatternError:
+        return sorted({name.rpartition(".")[0] for name in select_fqns(pattern, context.parameter_fqns)})
+    return list(modules) if style.startswith(EXPERTS) else []
 
 
 def _of_base(model: Any) -> Mapping[str, Any]:

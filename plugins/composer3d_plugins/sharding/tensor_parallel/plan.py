@@ -107,6 +107,12 @@ def check_rules(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
         if rule.style in WANTED and kind_of(module) not in WANTED[rule.style]:
             kinds = "an embedding" if rule.style == "vocab" else "a linear layer with a weight of two dims"
             raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "{rule.style}" cuts {kinds}')
+        if rule.style in ("vocab", "sequence") and getattr(module, "max_norm", None) is not None:
+            raise PluginError(
+                f'"{fqn}" has max_norm, which rescales its rows as they are looked up, on each rank others than on the '
+                f'next, so it cannot be "{rule.style}"',
+                hint='write "replicate"',
+            )
         if rule.style in ("packed_colwise", "packed_rowwise"):
             rule = Rule(style=rule.style, parts=parts_of(model, fqn, rule, rules), is_cut=rule.is_cut)
         elif rule.parts is not None:
