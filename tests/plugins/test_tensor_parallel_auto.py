@@ -5,7 +5,7 @@ import torch
 from support.architectures import FAMILIES, batch_of, class_loss
 from support.blocks import MODELS
 from support.models import write_manifest
-from support.strangers import Scaled
+from support.strange_blocks import Scaled
 from support.tensor_parallel import AUTO, built, errors, one_step, reference, steps_of
 from torch import nn
 

@@ -106,6 +106,8 @@ class Applier:
         """Return this part's blocks whose activations are cut along the sequence, also those with nothing else cut."""
         if self.sequence_dim is None:
             return []
+        # A stage lacks the blocks of the others, or what is in them.
+        held = dict(self.model.named_modules())
         bounded = any(rule.style in ("split", "split_gather") for rule in self.rules.values())
         inside = {
             self._block_around(fqn)
@@ -115,7 +117,7 @@ class Applier:
         return [
             block
             for block in self.blocks
-            if (bounded or block in inside) and next(self.model.get_submodule(block).parameters(), None) is not None
+            if (bounded or block in inside) and block in held and next(held[block].parameters(), None) is not None
         ]
 
     def _block_around(self, fqn: str) -> str | None:
