@@ -135,41 +135,6 @@ class Convolutions(nn.Module):
         return self.fc(x.mean((2, 3)))
 
 
-@dataclass
-class Output:
-    logits: torch.Tensor
-    hidden: torch.Tensor
-
-
-class Structured(nn.Module):
-    """Keyword inputs, a dictionary between blocks, and a dataclass as output."""
-
-    def __init__(self, dim=16):
-        super().__init__()
-        self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
-        self.layers = nn.ModuleList(StructuredBlock(dim) for _ in range(2))
-
-    def forward(self, input_ids=None, attention_mask=None):
-        state = {"hidden": self.emb(input_ids), "mask": attention_mask}
-        for layer in self.layers:
-            state = layer(state=state)
-        return Output(logits=self.out(state["hidden"]), hidden=state["hidden"])
-
-
-class StructuredBlock(nn.Module):
-    def __init__(self, dim, heads=4):
-        super().__init__()
-        self.H = heads
-        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-
-    def forward(self, state):
-        x = state["hidden"]
-        b, n, d = x.shape
-        q, k, v = (f(x).view(b, n, self.H, d // self.H).transpose(1, 2) for f in (self.q, self.k, self.v))
-        a = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, d)
-        return {**state, "hidden": x + self.o(a)}
-
-
 class TiedBias(nn.Module):
     """A decoder tied to the embedding, with a bias of its own, and a pooled class beside it."""
 
