@@ -202,6 +202,14 @@ def declaring(own, base=None):
 
 
 PAIR = {"colwise": layers("mlp.c_fc", blocks="h"), "rowwise": layers("mlp.c_proj", blocks="h")}
+# A style of Hugging Face's that is not known here: the code tells as much.
+DERIVED = {
+    "colwise": layers("mlp.c_fc", blocks="h"),
+    "head": ("lm_head",),
+    "packed_colwise": layers("attn.c_attn", blocks="h"),
+    "rowwise": ("h.0.attn.c_proj", "h.0.mlp.c_proj", "h.1.attn.c_proj", "h.1.mlp.c_proj"),
+    "vocab": ("wte",),
+}
 DECLARED = [
     ((OWN,), PAIR),
     (({"lm_head": "colwise_rep"}, {}), {**PAIR, "head": ("lm_head",), "vocab": ("wte",)}),
@@ -210,7 +218,7 @@ DECLARED = [
         {**PAIR, "sequence": layers("ln_1", blocks="h"), "replicate": layers("ln_2", blocks="h")},
     ),
     (({**OWN, "h.*.ln_1": "diagonal"},), UNKNOWN),
-    (({}, {"h.*.ln_1": "diagonal"}), UNKNOWN),
+    (({}, {"h.*.ln_1": "diagonal"}), DERIVED),
     (
         ({**OWN, "h.*.mlp.gate": "colwise"},),
         'the pattern "h.*.mlp.gate" matches nothing in the model; did you mean "h.*.mlp"?',

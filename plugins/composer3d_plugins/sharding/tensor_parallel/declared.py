@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 def declared(model: nn.Module, context: RunContext) -> Rules | None:
-    """Return the rules that the model declares; None if it declares none.
+    """Return the rules that the model declares; None if it declares none, or Hugging Face's in other styles than here.
 
     Experts stay whole: their weights are stacked in parameters that are no projections. A pattern of Hugging Face's
     declarations that matches nothing (a family's plan names parts that a model lacks) is left out; the embedding of
@@ -51,7 +51,7 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
 
     Raises:
         PatternError: A pattern of a `tp_plan` of the model's own matches nothing.
-        PluginError: What is declared has a style that is not known here.
+        PluginError: A `tp_plan` of the model's own has a style that is not known here.
     """
     own = getattr(model, "tp_plan", None)
     base = _of_base(model)
@@ -70,6 +70,10 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
             log.info('tensor_parallel leaves "%s" whole: "%s" is for experts', pattern, style)
             whole |= dict.fromkeys(experts, Rule(style="replicate"))
             continue
+        if style not in NAMES and base:
+            # transformers' plan, which the user did not write, and the code tells more than it does.
+            log.info('tensor_parallel derives a plan: the declared style "%s" of "%s" is not known', style, pattern)
+            return None
         if style not in NAMES:
             raise PluginError(
                 f'the model declares the style "{style}" for "{pattern}", which is not one of: '
