@@ -258,7 +258,7 @@ def _agree_on_factory(recipe: Recipe, context: RunContext) -> None:
 
 
 def _guard(preparation: Preparation, group: Any, device: torch.device, plan: int | None) -> Guard:
-    """Make the guard; `plan` is None where it only counts. In a fake world of many ranks nobody else answers."""
+    """Make the guard; `plan` is None where it only counts."""
     import torch.distributed as dist
 
     context = preparation.context
@@ -268,7 +268,9 @@ def _guard(preparation: Preparation, group: Any, device: torch.device, plan: int
         group=group,
         device=device,
         plan=plan or 0,
-        compares=plan is not None and (context.world_size == 1 or dist.get_backend(group) != "fake"),
+        compares=plan is not None,
+        # In a fake world of many ranks nobody else answers.
+        is_answered=context.world_size == 1 or dist.get_backend(group) != "fake",
         # A plugin that places batches cuts sequences; without one, ranks along cp are handed their own parts.
         whole_sequences=bool(preparation.hooks.freeze("composer3d_place_batch")),
     )
@@ -337,10 +339,8 @@ def _freeze(
     )
     engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
     context.freeze(
-        recorders=(
-            *([flight] if flight is not None else []),
-            *(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
-        ),
+        recorders=tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
+        flight=flight,
         microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
         sharded=streams.sharded,
     )

@@ -80,6 +80,7 @@ class RunContext:
         self._hooks = hooks
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None
+        self.has_recorders = False
         self._recorders: tuple[Recorder, ...] = ()
         self._asked: set[str] = set()
         self._sharded: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
@@ -151,11 +152,14 @@ class RunContext:
         self,
         *,
         recorders: tuple[Recorder, ...],
+        flight: Recorder | None,
         microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]],
         sharded: Callable[[int], contextlib.AbstractContextManager[None]],
     ) -> None:
         """Take what steps need; the composition calls it once."""
-        self._recorders, self._microbatch, self._sharded = recorders, microbatch, sharded
+        self.has_recorders = bool(recorders)
+        self._recorders = recorders if flight is None else (flight, *recorders)
+        self._microbatch, self._sharded = microbatch, sharded
 
     def was_asked(self, query: str) -> bool:
         """Tell whether any transform asked a query of the context."""
@@ -249,11 +253,6 @@ class RunContext:
     def output(self) -> Path:
         """The run's folder, which `[run] output` names; plugins write below it, and make it where it is not there."""
         return self.manifest.output
-
-    @property
-    def has_recorders(self) -> bool:
-        """Whether spans go anywhere; who has to prepare something for them asks before."""
-        return bool(self._recorders)
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""

@@ -71,6 +71,7 @@ class Guard:
         device: Of the vector.
         plan: A number that ranks have in common which run the same plan; at most 40 bits count.
         compares: False only counts: the vector has three integers, and nobody is named.
+        is_answered: False in a world whose other ranks do not exist: what is sent is sent, and nothing compared.
         whole_sequences: Whether ranks along a sequence axis are handed the same batch, which a plugin cuts for them.
 
     Collectives: one all-reduce of 3 + 3 x ranks integers a call.
@@ -85,6 +86,7 @@ class Guard:
         device: torch.device,
         plan: int = 0,
         compares: bool = True,
+        is_answered: bool = True,
         whole_sequences: bool = True,
     ) -> None:
         import torch.distributed as dist
@@ -92,7 +94,7 @@ class Guard:
         self._ranks = dist.get_process_group_ranks(group) if group is not None else range(layout.world_size)
         self._group, self._device, self._layout = group, device, layout
         self._slot = list(self._ranks).index(rank)
-        self._plan, self._compares = plan % (1 << _PLAN_BITS), compares
+        self._plan, self._compares, self._is_answered = plan % (1 << _PLAN_BITS), compares, is_answered
         coordinates = layout.coordinates(rank)
         others = layout.names(Role.TENSOR, Role.STAGE)
         # Ranks along tp and pp hold the same samples: only the first of them counts.
@@ -149,7 +151,7 @@ class Guard:
         tensor = torch.tensor(vector, dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, group=self._group)
         total: list[int] = tensor.tolist()
-        if size:
+        if size and self._is_answered:
             self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size :], own)
         count, microbatches, squares = total[:3]
         return Totals(count=count, num_microbatches=microbatches, equal=microbatches * squares == count * count)

@@ -24,7 +24,7 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
 _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 # Modules that stand between a collective and who called for it: this one, and modes that hand calls on.
-_TRANSPARENT = frozenset({__name__, "composer3d.torch_compat", "composer3d.proof.arithmetic", "contextlib"})
+_TRANSPARENT = ("torch.", f"{__name__}.", "composer3d.torch_compat.", "composer3d.proof.arithmetic.", "contextlib.")
 
 # Operator -> collective, and the position of the tensors that are its payload: the result of a gather, else the input.
 _OPERATORS: Mapping[str, tuple[str, int]] = {
@@ -183,7 +183,7 @@ def _issuer() -> str:
     frame = inspect.currentframe()
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] != "torch" and module not in _TRANSPARENT:
+        if not f"{module}.".startswith(_TRANSPARENT):
             return f"{module}.{frame.f_code.co_name}"
         frame = frame.f_back
     return ""

@@ -65,7 +65,7 @@ REASON = r"a collective failed in step 1: \[[^\n]*\] Timed out waiting 2000ms fo
         pytest.param(
             "hangs",
             r"all_reduce of \[9\]",
-            r"in step 1, at test_flight.py:\d+ in faulty_step, "
+            r"in step 1, in all_reduce, at test_flight.py:\d+ in faulty_step, "
             r"last collective all_reduce of \[9\] over dp_shard \(composer3d\)",
             id="a rank that hangs",
         ),

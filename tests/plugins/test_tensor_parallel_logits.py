@@ -116,7 +116,7 @@ class Largest(TorchDispatchMode):
 
 
 def largest(settings):
-    vocab = 4096
+    vocab = 16384  # so that logits are what is largest
     run = composer3d.compose(
         Tokens(vocab), write_manifest(f"[mesh]\ntp = 2\n{AUTO}{settings}\n"), loss_fn=counted(flat)
     )

@@ -49,12 +49,15 @@ def manifest(folder, options=""):
 
 def test_spans_are_ranges_on_every_rank(tmp_path):
     expected = {"backward": 4, "evaluate": 1, "forward": 4, "forward_backward": 4, "optimizer": 4, "step": 4}
+    # The model is one unit, which stays gathered from its forward to its backward.
+    expected |= {"all_gather": 5, "all_reduce": 8, "reduce_scatter": 4}
     for counts, _ in run_ranks(shown, 2, manifest(tmp_path, "[profiling.nvtx]\n"), 4):
         assert counts == expected
 
 
 def test_only_every_third_step_is_shown(tmp_path):
     expected = {"backward": 2, "evaluate": 1, "forward": 2, "forward_backward": 2, "optimizer": 2, "step": 2}
+    expected |= {"all_gather": 3, "all_reduce": 4, "reduce_scatter": 2}
     for counts, _ in run_ranks(shown, 2, manifest(tmp_path, "[profiling.nvtx]\nevery = 3\n"), 5):
         assert counts == expected
 
