@@ -11,7 +11,7 @@ from torch import Tensor
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 
-__all__ = ["ATTRIBUTE", "SEQUENCE", "Cut", "Unfollowed", "copy_mark", "cut_of", "mark", "note", "strip"]
+__all__ = ["ATTRIBUTE", "SEQUENCE", "Cut", "Unfollowed", "copy_mark", "cut_of", "cuts_in", "mark", "note", "strip"]
 
 ATTRIBUTE = "composer3d_cut"
 # Where a cut comes from that goes along the sequence.
@@ -68,6 +68,24 @@ class Unfollowed(TransformError):
     def divides(self) -> bool:
         """Whether it is about anything else than numbers that do not divide."""
         return self.number is None
+
+
+def cuts_in(*values: Any) -> list[Cut]:
+    """Return what is known of the tensors among arguments: in order, also inside of lists, tuples and dicts.
+
+    Without torch's trees of anything, since it runs before every function that is followed.
+    """
+    found: list[Cut] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            cut = getattr(value, ATTRIBUTE, None)
+            if cut is not None:
+                found.append(cut)
+        elif isinstance(value, list | tuple):
+            found += cuts_in(*value)
+        elif isinstance(value, dict):
+            found += cuts_in(*value.values())
+    return found
 
 
 def cut_of(tensor: Any) -> Cut | None:

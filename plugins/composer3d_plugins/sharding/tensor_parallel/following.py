@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, note
+from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, cuts_in, note
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
@@ -90,13 +90,12 @@ class Following(TorchFunctionMode):
         Raises:
             Unfollowed: It cannot be run on shares.
         """
-        leaves = torch_compat.tree_leaves([list(args), options])
-        cuts = [cut for cut in map(cut_of, leaves) if cut is not None]
+        cuts = cuts_in(args, options)
         if not cuts:
             return func(*args, **options)
         name = name_of(func)
         if name in SIZES:
-            return func(*torch_compat.tree_map(_shadow, list(args)), **options)
+            return func(*map(_shadow, args), **options)
         if name in CASTS and cut_of(args[0]) is None:
             return func(*args, **options)
         along = [cut for cut in cuts if cut.is_sequence]

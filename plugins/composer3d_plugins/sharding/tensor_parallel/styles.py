@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
@@ -55,9 +56,9 @@ class Applier:
     follows: bool = True
     blocks: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh of tp alone."""
+        """The mesh of tp alone; torch makes a new one whenever it is asked, which hooks would do in every forward."""
         return self.context.mesh["tp"]
 
     def apply(self, fqns: Sequence[str]) -> None:
