@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.architectures import batch_of, class_loss
-from support.models import mine, write_manifest
+from support.models import largest, mine, write_manifest
 from support.tensor_parallel import AUTO, built, reference, table
 
 import composer3d
@@ -63,8 +63,8 @@ def compare(world_size, cases):
     """Return what every rank sent in every case, after comparing with one device."""
     results = run_ranks(steps_of, world_size, cases)
     for number, case in enumerate(cases):
-        errors = [max(rank[number][0]) for rank in results]
-        assert max(errors) < TIGHT, (case, errors)
+        errors = [largest(rank[number][0]) for rank in results]
+        assert largest(errors) < TIGHT, (case, errors)
         assert set().union(*(rank[number][1] for rank in results)) == results[0][number][2]
     return [[rank[number][3] for rank in results] for number in range(len(cases))]
 

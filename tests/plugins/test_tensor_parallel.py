@@ -5,7 +5,7 @@ import tempfile
 import pytest
 import torch
 from support.architectures import FAMILIES, batch_of, class_loss
-from support.models import mine, write_manifest
+from support.models import largest, mine, write_manifest
 from support.tensor_parallel import built, errors, steps_of, table
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -30,8 +30,8 @@ def tp(family, degree=2, settings="", more=""):
 def compare(world_size, cases):
     """Return the collectives of every case, after comparing loss, norm and gradients with one device."""
     for results in run_ranks(steps_of, world_size, cases):
-        errors = [max(result[:3]) for result in results]
-        assert max(errors) < TIGHT, dict(zip([case[:2] for case in cases], errors, strict=True))
+        errors = [largest(result[:3]) for result in results]
+        assert largest(errors) < TIGHT, dict(zip([case[:2] for case in cases], errors, strict=True))
     return [result[3] for result in results]
 
 

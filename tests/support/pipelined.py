@@ -11,7 +11,7 @@ from torch import nn
 
 from composer3d import hookimpl, plugin
 from composer3d.testing import count_collectives
-from support.models import VOCAB, Block, composed, full, mine, padded, seeded
+from support.models import VOCAB, Block, composed, full, largest, mine, padded, seeded
 
 DIM = 7
 
@@ -202,7 +202,7 @@ def pipelined_step(text, factory, options=None, *, microbatch=3, kwargs=None, ba
     return {
         "loss": float((loss - loss_1).abs()),
         "norm": float((norm - norm_1).abs() / norm_1),
-        "gradients": max(errors.values(), default=0.0),
+        "gradients": largest(errors.values()),
         "names": set(found),
         "all_names": set(gradients),
         "collectives": counted,

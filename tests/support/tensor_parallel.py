@@ -10,7 +10,7 @@ import composer3d
 from composer3d.testing import count_collectives, full
 from support.architectures import FAMILIES, batch_of, class_loss
 from support.blocks import MODELS
-from support.models import mine, write_manifest
+from support.models import largest, mine, write_manifest
 from support.strangers import STRANGERS
 
 PLANS = {
@@ -101,7 +101,9 @@ def errors(run, gradients):
     found = {name: run.context.in_model_order(name, full(p.grad)) for name, p in run.named_parameters()}
     assert found.keys() == gradients.keys(), found.keys() ^ gradients.keys()
     least = 1e-3 * max(float(g.abs().max()) for g in gradients.values())
-    return max(float((found[name] - g).abs().max()) / max(float(g.abs().max()), least) for name, g in gradients.items())
+    return largest(
+        float((found[name] - g).abs().max()) / max(float(g.abs().max()), least) for name, g in gradients.items()
+    )
 
 
 def steps_of(cases):
