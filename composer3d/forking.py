@@ -24,7 +24,7 @@ from pathlib import Path
 from composer3d.errors import ForkError
 from composer3d.torch_compat import lazy_modules
 
-__all__ = ["fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
+__all__ = ["Gate", "fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
 
 _PROBE_LIMIT_S = 10.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -84,6 +84,43 @@ def fork() -> int:
         if os.getppid() != parent:
             os._exit(1)
     return pid
+
+
+class Gate:
+    """Holds forked ranks back until the last of them is forked.
+
+    The server of torch's store resolves the names of those that connect to it, in a thread of the parent. glibc guards
+    its resolver by a lock that a fork copies as it is: a rank that is forked while a sister connects may wait for ever
+    at its own first name, inside `getaddrinfo` (2 of 107 forks, glibc 2.36). Behind a gate nobody connects meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._reader, self._writer = os.pipe()
+
+    def wait(self) -> None:
+        """Wait, in a forked rank, for the gate to be opened.
+
+        Raises:
+            SystemExit: The parent has gone, or closed the gate.
+        """
+        os.close(self._writer)  # or the end of the parent would go unseen
+        opened = os.read(self._reader, 1)
+        os.close(self._reader)
+        if not opened:
+            raise SystemExit(1)
+
+    def open(self, num_ranks: int) -> None:
+        """Let that many ranks go on.
+
+        Args:
+            num_ranks: How many have been forked.
+        """
+        os.write(self._writer, bytes(num_ranks))
+
+    def close(self) -> None:
+        """Close the parent's ends; ranks that still wait leave."""
+        os.close(self._reader)
+        os.close(self._writer)
 
 
 @contextmanager

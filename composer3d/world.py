@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING
+
+from composer3d.torch_compat import set_group_timeout
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["default_device", "join_world"]
+
+_JOIN_S = 600.0  # a launcher starts all ranks at once: one that has not come by then is stuck, and torch waits 30 min
 
 
 def default_device() -> torch.device:
@@ -34,6 +39,7 @@ def join_world(device: torch.device) -> Callable[[], None]:
     """
     import torch
     import torch.distributed as dist
+    from torch.distributed.constants import default_pg_timeout
 
     if dist.is_initialized():
         return lambda: None
@@ -43,7 +49,9 @@ def join_world(device: torch.device) -> Callable[[], None]:
         torch.accelerator.set_device_index(device.index or 0)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        dist.init_process_group(backend)
+        dist.init_process_group(backend, timeout=timedelta(seconds=_JOIN_S))
+        if device.type == "cpu":  # NCCL's own default is _JOIN_S
+            set_group_timeout(None, default_pg_timeout)
     else:
         # Documented, but not in the module's __all__.
         store = dist.HashStore()  # type: ignore[attr-defined]

@@ -15,13 +15,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from composer3d.runner.progress import attempt_folder
 from composer3d.runner.rank import rank_main, under_torchrun
 from composer3d.runner.report import FailureReport, wrong_manifest
 from composer3d.runner.signals import interrupt_once
 from composer3d.runner.watch import POLL_S, Ended, Outcome, Restart, Watch
+
+if TYPE_CHECKING:
+    from composer3d.forking import Gate
 
 __all__ = ["LaunchResult", "launch_local", "rank_main", "under_torchrun"]
 
@@ -140,6 +143,7 @@ def _run_agent(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple
     from torch.distributed.elastic.rendezvous import RendezvousParameters
     from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
+    from composer3d.forking import Gate
     from composer3d.torch_compat import local_agent
 
     handler = get_rendezvous_handler(
@@ -152,16 +156,27 @@ def _run_agent(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple
             local_addr="localhost",  # the machine's own name may have no address
         )
     )
+    gate = Gate()
     spec = WorkerSpec(
         role="composer3d",
         local_world_size=watch.num_ranks,
         rdzv_handler=handler,
         entrypoint=_local_rank,
-        args=(*args, watch.num_restarts, max(1, len(os.sched_getaffinity(0)) // watch.num_ranks)),
+        args=(
+            *args,
+            watch.num_restarts,
+            max(1, len(os.sched_getaffinity(0)) // watch.num_ranks),
+            gate if start_method == "fork" else None,  # a spawned rank has no locks of its parent's
+        ),
         max_restarts=0,
         monitor_interval=POLL_S,
     )
-    agent = local_agent(spec, start_method, started=watch.started, look=watch.look, failed=watch.failed)
+
+    def started(pids: dict[int, int]) -> None:
+        watch.started(pids)
+        gate.open(len(pids))
+
+    agent = local_agent(spec, start_method, started=started, look=watch.look, failed=watch.failed)
     # What an earlier world left is collected here, and what is alive never in a forked rank: to destroy a store's
     # server there, whose thread the fork has not copied, is a segmentation fault.
     gc.collect()
@@ -169,6 +184,7 @@ def _run_agent(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple
     try:
         agent.run()
     finally:
+        gate.close()
         gc.unfreeze()
         handler.shutdown()
 
@@ -180,7 +196,12 @@ def _values(watch: Watch) -> dict[int, Any]:
 
 
 def _local_rank(
-    function: Callable[..., Any], args: tuple[Any, ...], output: Path, restart: int, num_threads: int
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    output: Path,
+    restart: int,
+    num_threads: int,
+    gate: Gate | None,
 ) -> NoReturn:
     """Run a rank of the local world: threads first, since the first operator fixes their number."""
     import torch
@@ -189,6 +210,8 @@ def _local_rank(
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent hears it too, and asks for a save
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     interrupt_once()
+    if gate is not None:
+        gate.wait()
     os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from composer3d.errors import ForkError
-from composer3d.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.forking import Gate, fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.testing import run_ranks
 
 NUM_MANY = 1 << 20  # elements: above the size from which torch divides an operator among threads
@@ -201,3 +201,34 @@ def test_more_ranks_than_there_is_room_for_are_refused(num_ranks):
         f"{num_ranks} ranks at once were asked for, and 1 to 8 are allowed; "
         "composer3d.testing.fake_world stands in for larger worlds in one process"
     )
+
+
+def fork_behind(gate, writer):
+    pid = fork()
+    if not pid:
+        try:
+            gate.wait()
+        except SystemExit:
+            os._exit(41)
+        os.write(writer, b"through ")
+        os._exit(0)
+    return pid
+
+
+def test_forked_ranks_wait_until_the_gate_is_opened():
+    gate, (reader, writer) = Gate(), os.pipe()
+    pids = [fork_behind(gate, writer) for _ in range(3)]
+    os.write(writer, b"opened ")
+    gate.open(len(pids))
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0, 0]
+    gate.close()
+    assert os.read(reader, 99) == b"opened through through through "
+
+
+def test_forked_ranks_leave_when_their_parent_closes_the_gate():
+    gate, (reader, writer) = Gate(), os.pipe()
+    pid = fork_behind(gate, writer)
+    gate.close()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 41
+    os.close(writer)
+    assert os.read(reader, 99) == b""

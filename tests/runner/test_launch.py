@@ -4,10 +4,14 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from composer3d.forking import limit_ranks
+from composer3d.runner.launch import launch_local
 
 CASES = Path(__file__).with_name("launch_cases.py")
 LIMIT_S = 30
@@ -209,6 +213,20 @@ def test_ranks_share_the_cores_unless_the_user_says_otherwise(tmp_path):
     theirs = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     done = subprocess.run(command(tmp_path, "threads"), env=theirs, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout.splitlines()[1:] == [f"{threads} {threads}", f"{threads} {threads}", "finished 0"]
+
+
+def times_of_fork_and_entry():
+    """Return when this process was forked, and the time now, in seconds since the machine started."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    return ticks / os.sysconf("SC_CLK_TCK"), time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+def test_no_rank_starts_before_the_last_one_is_forked(tmp_path):
+    with limit_ranks(4):
+        result = launch_local(times_of_fork_and_entry, num_ranks=4, device="cpu", output=tmp_path)
+    forked, entered = zip(*result.values.values(), strict=True)
+    assert len(forked) == 4
+    assert max(forked) < min(entered)
 
 
 def test_a_rank_that_has_returned_but_does_not_exit_is_killed_and_the_run_is_good(told):
