@@ -182,7 +182,7 @@ def case_threads(output):
     print(f"{os.environ['OMP_NUM_THREADS']} {torch.get_num_threads()}")
 
 
-def run(name, output, max_restarts=0, timeout_s=30, grace_s=10):
+def run(name, output, max_restarts=0, timeout_s=120, grace_s=10):
     for stream in (sys.stdout, sys.stderr):
         stream.write(f"== {name}\n")
         stream.flush()

@@ -14,7 +14,7 @@ from composer3d.forking import limit_ranks
 from composer3d.runner.launch import launch_local
 
 CASES = Path(__file__).with_name("launch_cases.py")
-LIMIT_S = 30
+LIMIT_S = 180
 WHO = r"\([^ ]+, pid \d+\)"
 
 
@@ -67,7 +67,7 @@ def told(tmp_path_factory):
     newest.mkdir(parents=True)
     for name in (".metadata", "state.json"):
         (newest / name).touch()
-    done = subprocess.run(command(output, *LOCAL), env=environment(), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command(output, *LOCAL), env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     out, err = sections(done.stdout), sections(done.stderr)
     return {name: Told(output / name, sorted(out[name].splitlines()), err[name]) for name in out}

@@ -27,7 +27,7 @@ def collector(kind):
 
     def stop():
         process.terminate()
-        lines.extend(process.communicate(timeout=20)[0].splitlines())
+        lines.extend(process.communicate(timeout=120)[0].splitlines())
         return lines
 
     try:
@@ -35,7 +35,7 @@ def collector(kind):
     finally:
         if process.poll() is None:
             process.kill()
-            process.communicate(timeout=20)
+            process.communicate(timeout=120)
 
 
 @contextmanager
@@ -56,7 +56,7 @@ def oteltap(folder):
         yield f"http://127.0.0.1:{port}", path
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=120)
 
 
 def say(text):

@@ -173,7 +173,7 @@ def test_a_browser_shows_every_rank(pipelined, tmp_path):
         [*command, "--window-size=1300,900", f"--screenshot={shot}", "--dump-dom", page.as_uri()],
         capture_output=True,
         text=True,
-        timeout=90,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr[-500:]
     for rank in (0, 1):
