@@ -184,7 +184,7 @@ class _Watch:
             "rank": self._context.rank,
             "what": look.what,
             "fqn": look.fqn,
-            "class": type(module).__name__ if module is not None else "parameter",
+            "class": _class_of(module) if module is not None else "parameter",
             "microbatch": look.microbatch,
             "stage": look.stage,
             "weights_not_finite": bad,
@@ -201,6 +201,13 @@ class _Watch:
             f"{look.fqn or 'the model'} ({content['class']})",
             f"; nor is its {' and '.join(bad)}" if bad else "",
         )
+
+
+def _class_of(module: Any) -> str:
+    """Return the name of the class that the user wrote: data parallelism puts one of its own in its place."""
+    cls = type(module)
+    is_wrapped = len(cls.__bases__) == 2 and cls.__bases__[0].__name__ in ("FSDPModule", "ReplicateModule")
+    return cls.__bases__[1].__name__ if is_wrapped else cls.__name__
 
 
 def _can_be_infinite(tensor: Any) -> bool:
