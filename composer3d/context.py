@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
+    from composer3d.flight import Flight
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
     from composer3d.registry import Hooks, Registered
@@ -45,6 +46,7 @@ class RunContext:
         parts: This rank's stages, once the model is split.
         split: The answer to `composer3d_split`, if a plugin gave one.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
+        flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
         own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
     """
 
@@ -82,6 +84,7 @@ class RunContext:
         self._mesh: DeviceMesh | None = None
         self.has_recorders = False
         self._recorders: tuple[Recorder, ...] = ()
+        self.flight: Flight | None = None
         self._asked: set[str] = set()
         self._sharded: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
         self._microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]] | None = None
@@ -152,12 +155,13 @@ class RunContext:
         self,
         *,
         recorders: tuple[Recorder, ...],
-        flight: Recorder | None,
+        flight: Flight | None,
         microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]],
         sharded: Callable[[int], contextlib.AbstractContextManager[None]],
     ) -> None:
         """Take what steps need; the composition calls it once."""
         self.has_recorders = bool(recorders)
+        self.flight = flight
         self._recorders = recorders if flight is None else (flight, *recorders)
         self._microbatch, self._sharded = microbatch, sharded
 

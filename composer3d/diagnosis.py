@@ -5,15 +5,24 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
-from composer3d.mesh import Layout
-
-__all__ = ["Account", "Collective", "diagnose"]
+__all__ = ["Account", "Collective", "Fault", "Names", "diagnose", "find_fault", "told_act"]
 
 _SHOWN = 8  # ranks whose last act is told
 # Ranks pass inputs of the same size to these; to others each may pass its own.
 _EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_scatter", "broadcast")
+
+
+class Names(Protocol):
+    """How ranks are called; a `Layout` is one."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks."""
+
+    def who(self, rank: int) -> str:
+        """Return a rank with its coordinates."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +90,24 @@ class Account:
         return cls(**{**content, "spans": tuple(content["spans"]), "collectives": rows})
 
 
-def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str, str], reason: str) -> str:
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """The collective at which ranks came apart.
+
+    Args:
+        kind: `mismatch` where ranks ran different ones, `missing` where some did not come to it.
+        collective: It, or what most ranks ran.
+        odd: The ranks that ran another, or that the others waited for.
+        text: One sentence, with the collective's place.
+    """
+
+    kind: Literal["mismatch", "missing"]
+    collective: Collective
+    odd: tuple[int, ...]
+    text: str
+
+
+def diagnose(accounts: Sequence[Account], *, layout: Names, owners: Mapping[str, str], reason: str) -> str:
     """Say which collective failed, who was missing or ran another, and what each rank did last.
 
     Args:
@@ -90,17 +116,34 @@ def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str
         owners: The plugin that owns an axis, by axis.
         reason: What the backend said.
     """
-    first = accounts[0]
-    lines = [f"a collective failed {_when(first)}: {reason}"]
-    found = _mismatch(accounts) or _missing(accounts)
-    if found is not None:
-        collective, odd, text = found
-        own = next((account.own for account in accounts if account.collectives[-1:] == (collective,)), None)
-        lines.append(f"{_where(collective, layout, owners, own)}: " + text(layout))
-    else:
-        odd = ()
-    lines += _told(accounts, odd, layout, owners)
+    lines = [f"a collective failed {_when(accounts[0])}: {reason}"]
+    fault = find_fault(accounts, layout=layout, owners=owners)
+    if fault is not None:
+        lines.append(fault.text)
+    lines += _told(accounts, fault.odd if fault is not None else (), layout, owners)
     return "\n".join(lines)
+
+
+def find_fault(accounts: Sequence[Account], *, layout: Names, owners: Mapping[str, str]) -> Fault | None:
+    """Find the collective at which ranks came apart; None if nothing tells it.
+
+    Args:
+        accounts: Of the ranks that answered, one that waits at the front.
+        layout: Gives ranks their coordinates.
+        owners: The plugin that owns an axis, by axis.
+    """
+    mismatch = _mismatch(accounts)
+    found = mismatch or _missing(accounts)
+    if found is None:
+        return None
+    collective, odd, text = found
+    own = next((account.own for account in accounts if account.collectives[-1:] == (collective,)), None)
+    return Fault(
+        kind="missing" if mismatch is None else "mismatch",
+        collective=collective,
+        odd=odd,
+        text=f"{_where(collective, layout, owners, own)}: " + text(layout),
+    )
 
 
 def _when(account: Account) -> str:
@@ -109,7 +152,7 @@ def _when(account: Account) -> str:
     return f"in step {account.step}" if account.inside else f"after step {account.step}"
 
 
-def _where(collective: Collective, layout: Layout, owners: Mapping[str, str], own: bool | None) -> str:
+def _where(collective: Collective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
     ranks = " and ".join(map(str, collective.ranks)) if len(collective.ranks) <= 4 else f"{len(collective.ranks)} ranks"
     return (
         f"collective {collective.number} over {collective.axis} "
@@ -117,7 +160,7 @@ def _where(collective: Collective, layout: Layout, owners: Mapping[str, str], ow
     )
 
 
-def _plugin(collective: Collective, layout: Layout, owners: Mapping[str, str], own: bool | None) -> str:
+def _plugin(collective: Collective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
     """Name who issued it: the owner of its axis; composer3d's own run over all ranks, which may be one axis."""
     if own or collective.axis not in owners:
         return "composer3d"
@@ -150,7 +193,7 @@ def _mismatch(accounts: Sequence[Account]) -> Any:
     odd = tuple(rank for rank, other in here.items() if other.essence != usual)
     told = next(other for other in here.values() if other.essence == usual)
 
-    def text(layout: Layout) -> str:
+    def text(layout: Names) -> str:
         shown = ", ".join(f"{layout.who(rank)} ran {here[rank]}" for rank in odd[:_SHOWN])
         return f"{shown}, while {_ranks(rank for rank in here if rank not in odd)} ran {told}"
 
@@ -176,7 +219,7 @@ def _missing(accounts: Sequence[Account]) -> Any:
     last, odd = found
     late = all(rank in by_rank for rank in odd)
 
-    def text(layout: Layout) -> str:
+    def text(layout: Names) -> str:
         who = " and ".join(layout.who(rank) for rank in odd[:_SHOWN])
         waits = _ranks(rank for rank in last.ranks if rank not in odd and rank in by_rank)
         return f"{who} did not {'run' if late else 'come through'} {last}, in which {waits} waited"
@@ -190,20 +233,21 @@ def _ranks(ranks: Iterable[int]) -> str:
     return names + (f" and {len(shown) - 4} more" if len(shown) > 4 else "")
 
 
-def _told(accounts: Sequence[Account], odd: Sequence[int], layout: Layout, owners: Mapping[str, str]) -> Iterable[str]:
+def _told(accounts: Sequence[Account], odd: Sequence[int], layout: Names, owners: Mapping[str, str]) -> Iterable[str]:
     """Yield a line for each rank: those that differ first."""
     by_rank = {account.rank: account for account in accounts}
     order = [*odd, *(rank for rank in range(layout.world_size) if rank not in odd)]
     for rank in order[:_SHOWN]:
         account = by_rank.get(rank)
         yield f"{layout.who(rank)}: " + (
-            "gave no answer: it ended, or hangs" if account is None else _act(account, layout, owners)
+            "gave no answer: it ended, or hangs" if account is None else told_act(account, layout, owners)
         )
     if len(order) > _SHOWN:
         yield f"and {len(order) - _SHOWN} more ranks"
 
 
-def _act(account: Account, layout: Layout, owners: Mapping[str, str]) -> str:
+def told_act(account: Account, layout: Names, owners: Mapping[str, str]) -> str:
+    """Say what a rank did last, in a few words."""
     parts = [f"{_when(account)}"]
     if account.spans:
         parts.append("in " + " in ".join(reversed(account.spans)))

@@ -12,9 +12,11 @@ import contextlib
 import json
 import logging
 import sys
+import sysconfig
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -46,6 +48,7 @@ _LOOK_S = 0.5  # how often a rank looks for an alarm
 _ANSWER_S = 2.0  # how long the first one waits for answers
 _GONE_S = 0.7  # and where a connection broke, so that one of them will not come
 _KEPT = 64  # collectives of each group that a rank tells of
+_CLOSED = 1024  # spans that it remembers
 _TORCH = "/torch/"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
 _OWN_FILES = ("agreement.py", "gradients.py", "guard.py", "ledger.py", "measurement.py")
@@ -53,6 +56,7 @@ _OWN_FILES = ("agreement.py", "gradients.py", "guard.py", "ledger.py", "measurem
 log = logging.getLogger(__name__)
 
 Groups = Mapping[str, tuple[str, tuple[int, ...]]]  # by a process group's name: its axis and its ranks
+_Open = tuple[str, Mapping[str, Any], int]  # a span's name and attributes, and when it began
 
 
 def lost_a_peer(error: BaseException) -> bool:
@@ -70,13 +74,15 @@ class Flight:
         owners: The plugin that owns an axis, by axis.
         store: Where ranks meet; the same name of it on all ranks.
 
-    Memory: the open spans. Collectives: none; after a failure a few messages a rank through the store.
+    Memory: the open spans, and the last thousand that were closed. Collectives: none; after a failure a few messages a
+    rank through the store.
     """
 
     def __init__(self, *, layout: Layout, rank: int, groups: Groups, owners: Mapping[str, str], store: Any) -> None:
         self._layout, self._rank, self._groups, self._owners, self._store = layout, rank, groups, owners, store
-        self._open: list[tuple[str, Mapping[str, Any]]] = []
-        self._broken: tuple[tuple[str, Mapping[str, Any]], ...] = ()
+        self._open: list[_Open] = []
+        self._broken: tuple[_Open, ...] = ()
+        self._closed: deque[tuple[str, int | None, int, int]] = deque(maxlen=_CLOSED)
         self._step: int | None = None
         self._stop = threading.Event()
         self._main = threading.main_thread().ident
@@ -109,9 +115,9 @@ class Flight:
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
         """Note an open span."""
-        if name == "step":
+        if "step" in attributes:
             self._step = attributes["step"]
-        span = (name, attributes)
+        span = (name, attributes, time.time_ns())
         self._broken = ()
         self._open.append(span)
         return span
@@ -120,10 +126,33 @@ class Flight:
         """Note that it is closed; an exception closes all, and what was open where it came from is kept."""
         if not self._broken and sys.exc_info()[1] is not None:
             self._broken = tuple(self._open)
+        name, attributes, start_ns = token
+        self._closed.append((name, attributes.get("step", self._step), start_ns, time.time_ns()))
         if self._open and self._open[-1] is token:
             self._open.pop()
         else:
             self._open[:] = [span for span in self._open if span is not token]
+
+    def leave(self, error: BaseException | None = None, *, kept: int = _KEPT) -> dict[str, Any]:
+        """Return in values of JSON what this rank does, or did when it failed; from any thread.
+
+        Args:
+            error: What ended it, if it has ended.
+            kept: Collectives of each group at most.
+        """
+        if error is not None:
+            while error.__cause__ is not None:  # what lost a peer, and not what explains it
+                error = error.__cause__
+            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        else:
+            frames = _stack(sys._current_frames().get(self._main or 0))
+        return {
+            "open": [[name, start_ns] for name, _, start_ns in self._broken or self._open],
+            "owners": dict(self._owners),
+            "account": self._account(frames, kept=kept).to_json(),
+            # A name, its step, and from when to when, ns since 1970; the last one is the newest.
+            "spans": [list(span) for span in self._closed.copy()],
+        }
 
     # ---- after a failure ---------------------------------------------------------------------------------------------
 
@@ -183,7 +212,7 @@ class Flight:
         except RuntimeError as error:
             log.debug("no more looking for alarms: %s", error)  # the store is gone, and with it whoever could ask
 
-    def _account(self, frames: Sequence[Any]) -> Account:
+    def _account(self, frames: Sequence[Any], *, kept: int = _KEPT) -> Account:
         """Say what this rank does; `frames` from the outermost to the innermost."""
         outside = [frame for frame in frames if _TORCH not in frame.f_code.co_filename]
         place, own = "", None
@@ -191,27 +220,27 @@ class Flight:
             file = Path(outside[-1].f_code.co_filename)
             if _TORCH in frames[-1].f_code.co_filename:  # it is in a collective, not past it
                 own = file.parent.name == "composer3d" and file.name in _OWN_FILES
-            loop = [frame for frame in outside if Path(frame.f_code.co_filename).parent.name != "composer3d"]
-            shown = (loop or outside)[-1]
+            shown = ([frame for frame in outside if not _is_known(frame.f_code.co_filename)] or outside)[-1]
             place = f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
         spans = self._broken or tuple(self._open)
         return Account(
             rank=self._rank,
             step=self._step,
             inside=bool(spans),
-            spans=tuple(_name(name, attributes) for name, attributes in spans if name != "step"),
+            spans=tuple(_name(name, attributes) for name, attributes, _ in spans if name != "step"),
             place=place,
             own=own,
-            collectives=tuple(collectives(torch_compat.flight_records(), self._groups)),
+            collectives=tuple(collectives(torch_compat.flight_records(), self._groups, kept=kept)),
         )
 
 
-def collectives(entries: Sequence[Mapping[str, Any]], groups: Groups) -> list[Collective]:
+def collectives(entries: Sequence[Mapping[str, Any]], groups: Groups, *, kept: int = _KEPT) -> list[Collective]:
     """Read a flight recorder's entries, oldest first; only the last ones of each group are kept.
 
     Args:
         entries: As torch writes them in JSON; gloo's and NCCL's are alike.
         groups: Names of process groups, with their axis and ranks.
+        kept: Of each group at most.
     """
     found: dict[str, list[Collective]] = {}
     for entry in sorted(entries, key=lambda entry: (int(entry["time_created_ns"]), int(entry["record_id"]))):
@@ -228,8 +257,14 @@ def collectives(entries: Sequence[Mapping[str, Any]], groups: Groups) -> list[Co
             time_ns=int(entry["time_created_ns"]),
         )
         found.setdefault(name, []).append(collective)
-    kept = [collective for rows in found.values() for collective in rows[-_KEPT:]]
-    return sorted(kept, key=lambda collective: collective.time_ns)
+    newest = [collective for rows in found.values() for collective in rows[-kept:]]
+    return sorted(newest, key=lambda collective: collective.time_ns)
+
+
+def _is_known(file: str) -> bool:
+    """Tell whether a file is Python's or composer3d's own, where nobody looks for the place of a failure."""
+    is_standard = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
+    return is_standard or file.startswith(("<", f"{Path(__file__).parent}/"))
 
 
 def _stack(frame: Any) -> list[Any]:

@@ -138,7 +138,11 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "composer3d": 1,
-        "manifest": {"file": manifest.document.file, "sha256": manifest.document.digest()},
+        "manifest": {
+            "file": manifest.document.file,
+            "folder": str(manifest.document.folder.absolute()),
+            "sha256": manifest.document.digest(),
+        },
         "data": dict(data),
         "world_size": run.context.world_size,
         "mesh": dict(run.context.degrees),

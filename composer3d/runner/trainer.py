@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import checkpoint
 from composer3d.runner.batch_size import BatchSize
+from composer3d.runner.blackbox import BlackBox
 from composer3d.runner.clock import StepClock
 from composer3d.runner.display import Display
 from composer3d.runner.ema import EMA
@@ -60,7 +61,7 @@ def output_folder(manifest: Manifest) -> Path:
     return manifest.output
 
 
-def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False) -> Outcome:
+def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False, until: int | None = None) -> Outcome:
     """Train what a manifest describes, as one rank of its world.
 
     The run's folder gets `metrics.jsonl`, `manifest.toml` (resolved), `environment.json` and `checkpoints/step-N`.
@@ -71,6 +72,7 @@ def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False) -> 
         resume: `auto` goes on from the newest checkpoint in the run's folder, `never` starts anew and moves what is
             there aside, anything else is the path of a checkpoint.
         silent: Show nothing.
+        until: Steps after which to stop, before those that the manifest states.
 
     Raises:
         ComposerError: What the user can mend.
@@ -80,6 +82,7 @@ def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False) -> 
     """
     with contextlib.ExitStack() as stack:
         trainer = Trainer(manifest, stack, silent=silent)
+        trainer.until = trainer.num_steps if until is None else until
         outcome = trainer.start(resume)
     trainer.prune()  # the last save may have been finished only now
     return outcome
@@ -137,8 +140,10 @@ class Trainer:
             Display(self.num_steps, log_every=tables["run"].log_every, silent=silent or not self.is_first)
         )
         self.progress = stack.enter_context(Progress(self.output, self.run.context.rank))
+        stack.enter_context(BlackBox(self.run.context, self.output))
         self.metrics = MetricsFile(self.output / "metrics.jsonl")
         stack.callback(self.metrics.close)
+        self.until = self.num_steps
         self._saved: int | None = None
         self._loss: float | None = None
 
@@ -227,7 +232,7 @@ class Trainer:
             self.manifest.tables,
             StepClock(self.run, self.loader, flops_per_token=self.factory.flops_per_token),
         )
-        for step in range(self.state.num_steps, self.num_steps):
+        for step in range(self.state.num_steps, min(self.num_steps, self.until)):
             self.progress.update(step, RunPhase.TRAINING)
             batch = clock.read(step)
             row = self._step(step, batch)
@@ -249,9 +254,9 @@ class Trainer:
                 self._save(done, asynchronous=tables["checkpoint"].asynchronous)
             garbage.step(step)
             clock.restart()
-        if tables["checkpoint"].final:
+        if tables["checkpoint"].final and self.until >= self.num_steps:
             self._save(self.num_steps, asynchronous=False)
-        return self._outcome("finished", step=self.num_steps)
+        return self._outcome("finished", step=min(self.num_steps, self.until))
 
     def _step(self, step: int, batch: Batch) -> dict[str, Any]:
         """Run one optimizer step and return what is known of it."""

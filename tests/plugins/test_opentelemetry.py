@@ -1,51 +1,17 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from functools import partial
 
 import pytest
 import torch
-from composer3d_plugins.profiling.opentelemetry.courier import Counts
-from composer3d_plugins.profiling.opentelemetry.recorder import Batch, DeviceClock, Record, SpanRecorder
-from composer3d_plugins.profiling.opentelemetry.traces import Identity, merge
-from support.collectors import collector, oteltap
-from support.models import Net, composed, mean_loss, mine, one_step, padded, seeded, sum_loss
+from support.models import Net, composed, mean_loss, one_step, padded, sum_loss
+from support.telemetry import FSDP, table, train
 from support.traces import read, tree
 
 from composer3d import ManifestError
 from composer3d.testing import count_collectives, run_ranks
-
-FSDP = "[sharding.fsdp2]\n"
-
-
-def table(folder=None, **options):
-    options = {**({"folder": str(folder)} if folder else {}), **options}
-    return "[profiling.opentelemetry]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in options.items())
-
-
-def train(text, *, steps=2, microbatch=3, options=None, report=True):
-    """Train on a rank; return what became of its spans, and how long the steps took."""
-    run = composed(f"{text}\n[train]\nmicrobatch = {microbatch}\n", partial(seeded, **(options or {})))
-    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
-    tokens, targets = padded()
-    times = []
-    for number, (x, y) in enumerate([(mine(run, tokens), mine(run, targets))] * steps):
-        started = time.perf_counter()
-        with run.step(number):
-            loss = run.forward_backward(x, target=y)
-            norm = run.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        times.append(time.perf_counter() - started)
-        if report:
-            row = {"loss": float(loss), "grad_norm": float(norm), "tokens": 7, "tokens_per_s": 1.0, "skipped_steps": 0}
-            run.report(number, row)
-    (session,) = [value for value in run.context.state.values() if hasattr(value, "courier")]
-    run.close()
-    return vars(session.counts), times
-
 
 # ---- numerics and collectives ----------------------------------------------------------------------------------------
 
@@ -225,166 +191,6 @@ def test_a_loop_of_ones_own(tmp_path):
     )
     around = Counter(span.name for span in spans if span.parent == run.id)
     assert around == {"step": 2, "data_wait": 3, "checkpoint": 1}
-
-
-# ---- collectors ------------------------------------------------------------------------------------------------------
-
-
-def test_a_real_receiver_gets_every_span_and_metric(tmp_path):
-    with oteltap(tmp_path) as (url, received):
-        results = run_ranks(train, 2, FSDP + table(exporter="otlp", endpoint=url))
-        made = sum(counts["made"] for counts, _ in results)
-        deadline = time.monotonic() + 10
-        while True:  # the receiver writes to its file in its own time
-            rows = [json.loads(line) for line in received.read_text().splitlines() if line.endswith("}")]
-            spans = [row for row in rows if "spanId" in row]
-            metrics = {row.get("name") for row in rows} - {span["name"] for span in spans}
-            if len(spans) >= made and len(metrics) > 6 or time.monotonic() > deadline:
-                break
-    assert len(spans) == made and len({span["traceId"] for span in spans}) == 1
-    assert sum(counts["delivered"] for counts, _ in results) == made
-    assert Counter(span["name"] for span in spans)["step"] == 4
-    names = {"loss", "tokens", "tokens_per_s", "grad_norm", "skipped_steps", "memory.resident", "spans.lost", "steps"}
-    assert {f"composer3d.{name}" for name in names} <= metrics
-
-
-def test_grpc_and_a_collector_that_refuses_some(tmp_path, capfd):
-    with collector("grpc") as (url, stop):
-        results = run_ranks(train, 2, FSDP + table(exporter="otlp", protocol="grpc", endpoint=url))
-        received = stop()
-    spans = [line.split() for line in received if not line.startswith("metric")]
-    assert len({trace for trace, _ in spans}) == 1
-    for counts, _ in results:
-        assert (counts["refused"], counts["delivered"]) == (2, counts["made"] - 2)
-    assert len(spans) == sum(counts["delivered"] for counts, _ in results)
-    assert "metric composer3d.loss" in received
-
-
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("dead", "could not be sent"),
-        ("error", "could not be sent"),
-        ("html", "what answers there is no OTLP collector: '<html><body>It works!"),
-        ("partial", "quota"),
-        ("silent", "could not be sent"),
-    ],
-)
-def test_bad_collectors_cost_nothing_and_are_told(kind, reason, tmp_path):
-    def rank(url):
-        import logging
-
-        told = []
-        handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
-        logging.getLogger("composer3d_plugins.profiling.opentelemetry.courier").addHandler(handler)
-        text = table(exporter="otlp", endpoint=url, timeout_s=0.5, interval_s=0.01)
-        started = time.perf_counter()
-        counts, times = train(text, steps=20)
-        return counts, times, time.perf_counter() - started, told
-
-    if kind == "dead":
-        (counts, times, total, told) = run_ranks(rank, 1, "http://127.0.0.1:9")[0]
-    else:
-        with collector(kind) as (url, _):
-            (counts, times, total, told) = run_ranks(rank, 1, url)[0]
-    lost = Counts(**counts).lost
-    if kind == "partial":
-        assert (
-            counts["refused"] >= 2
-            and counts["made"] == counts["delivered"] + counts["refused"] == lost + counts["delivered"]
-        )
-    else:
-        assert counts["delivered"] == 0 and lost == counts["made"] + counts["unconverted"] + counts["overflowed"] > 0
-    # No step waits for an export, which takes half a second; closing waits for one at most.
-    assert sorted(times)[10] < 0.25 and total < 20 * 0.25 + 5
-    assert told and reason in told[-1] and f"{lost} spans are lost" in told[-1]
-
-
-def test_a_full_queue_drops_and_counts(tmp_path):
-    with collector("silent") as (url, _):
-        text = table(exporter="otlp", endpoint=url, timeout_s=0.5, interval_s=0.01, queue_size=20)
-        counts, _ = run_ranks(partial(train, steps=30), 1, text)[0]
-    assert counts["overflowed"] > 0 and counts["delivered"] == 0
-    everything = counts["overflowed"] + counts["unconverted"]
-    assert 0 < everything <= counts["recorded"]
-
-
-def test_the_console(tmp_path, capfd):
-    run_ranks(partial(train, steps=1), 1, table(exporter="console"))
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
-    assert {"step", "forward", "run"} <= {line.get("name") for line in lines}
-
-
-# ---- device times ----------------------------------------------------------------------------------------------------
-
-
-class Mark:
-    """A mark in the stream of a device that is `lag` behind the host; the device comes to marks when it is told."""
-
-    now_ms, reached_ms = 0.0, 0.0
-
-    def record(self):
-        self.at = Mark.now_ms + 5.0
-
-    def query(self):
-        return Mark.reached_ms >= self.at
-
-    def elapsed_time(self, later):
-        assert self.query() and later.query()
-        return later.at - self.at
-
-
-def test_marks_of_a_device_become_times_without_waiting():
-    Mark.now_ms = Mark.reached_ms = 0.0
-    batches = []
-    recorder = SpanRecorder(batches.append, make_event=Mark)
-    anchor = Mark()
-    anchor.record()
-    step = recorder.begin("step", {"step": 0})
-    Mark.now_ms = 1.0
-    forward = recorder.begin("forward", {})
-    Mark.now_ms = 3.0
-    recorder.end(forward)
-    wait = recorder.begin("data_wait", {})
-    recorder.end(wait)
-    recorder.end(step)
-    (batch,) = batches
-    assert [record.is_ready for record in batch.records] == [False, True, False]
-    Mark.reached_ms = 100.0
-    clock = DeviceClock(anchor, 1_000_000_000)
-    by_name = {merged.first.name: merged for merged in merge(batch.records, clock, together=True)}
-    assert (by_name["forward"].start_ns, by_name["forward"].end_ns) == (1_001_000_000, 1_003_000_000)
-    assert by_name["forward"].attributes == {"clock": "device"} and by_name["data_wait"].attributes == {}
-    clock.move_to(step.end_event)
-    assert clock.time_ns(forward.begin_event) == 1_001_000_000
-
-
-@pytest.mark.gpu
-def test_a_run_on_a_gpu_has_device_times(tmp_path):
-    run_ranks(partial(train, steps=3), 1, table(tmp_path))
-    _, spans = read(tmp_path / "rank-0.jsonl")
-    assert {span.attributes.get("clock") for span in spans if span.name in ("forward", "step")} == {"device"}
-
-
-def test_spans_left_open_by_an_exception_end_with_what_is_around_them():
-    batches = []
-    recorder = SpanRecorder(batches.append)
-    step = recorder.begin("step", {"step": 0})
-    recorder.begin("forward", {})
-    recorder.end(step)
-    other = recorder.begin("step", {"step": 1})
-    recorder.end(other)
-    assert [[record.name for record in batch.records] for batch in batches] == [["step"], ["step"]]
-    assert other.parent is None and batches[1].num_steps == 2
-    assert isinstance(batches[0], Batch) and isinstance(other, Record)
-
-
-def test_every_rank_derives_the_same_segments():
-    identity = Identity.make(None)
-    assert Identity.make("not one").parent_id is None
-    assert identity.segment(0) is identity and identity.segment(3) == identity.segment(3)
-    assert len({identity.segment(number).trace_id for number in range(5)}) == 5
 
 
 # ---- state and refusals ----------------------------------------------------------------------------------------------

@@ -5,14 +5,17 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import urllib.request
 from functools import partial
+from urllib.parse import urlencode
 
 import pytest
-from support.models import composed, one_step
+from support.models import composed, one_step, padded, seeded
 from support.reporting import train
+from support.servers import prometheus
 
-from composer3d import PluginError
+from composer3d import ManifestError, PluginError
 from composer3d.testing import run_ranks
 
 FSDP, TABLE = "[sharding.fsdp2]\n", '[profiling.prometheus]\nport = 0\naddress = "127.0.0.1"\n'
@@ -63,6 +66,47 @@ def printed(what):
 def test_the_dashboard_shows_metrics_that_there_are():
     panels = json.loads(printed("dashboard"))["panels"]
     assert len(panels) == 8 and all(panel["targets"][0]["expr"].count("composer3d_") == 1 for panel in panels)
+
+
+def scraped_by_prometheus(folder, rules):
+    """Train on a rank with a loss that becomes NaN; return what a real Prometheus has of it."""
+    run = composed(TABLE, seeded())
+    (node,) = [value for value in run.context.state.values() if hasattr(value, "port")]
+    with run.step(0):
+        run.forward_backward(*padded()[:1], target=padded()[1])
+    row = {"loss": float("nan"), "grad_norm": 2.0, "tokens_per_s": 5.0, "step_time_s": 0.1}
+    run.report(0, {**row, "data_wait_s": 0.01, "skipped_steps": 0})
+    with prometheus(folder, node.port, rules) as api:
+        deadline = time.monotonic() + 45
+        while not (alerts := api("alerts")["alerts"]) or alerts[0]["state"] != "firing":
+            assert time.monotonic() < deadline, api("targets")
+            time.sleep(0.1)
+        queries = [panel["targets"][0]["expr"] for panel in json.loads(printed("dashboard"))["panels"]]
+        found = {query: api(f"query?{urlencode({'query': query})}")["result"] for query in queries}
+        groups = api("rules")["groups"]
+    run.close()
+    return [alert["labels"]["alertname"] for alert in alerts], found, [rule["health"] for rule in groups[0]["rules"]]
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs Debian's package prometheus")
+def test_a_real_prometheus_scrapes_shows_and_alerts(tmp_path):
+    rules = tmp_path / "rules.yml"
+    rules.write_text(printed("rules"))
+    alerts, found, health = run_ranks(scraped_by_prometheus, 1, tmp_path, rules)[0]
+    assert "Composer3dLossNotFinite" in alerts and set(health) == {"ok"} and len(health) == 4
+    values = {query: [float(row["value"][1]) for row in rows] for query, rows in found.items()}
+    assert len(values) == 8 and all(values.values())
+    assert values["composer3d_grad_norm"] == [2.0] and values["composer3d_tokens_per_s"] == [5.0]
+
+
+def test_refuses_to_run_without_the_library(monkeypatch):
+    def refused():
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ManifestError) as caught:
+            composed(TABLE)
+        return str(caught.value)
+
+    assert run_ranks(refused, 1)[0].endswith('prometheus_client is not installed; pip install "composer3d[prometheus]"')
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
 import time
 from functools import partial
 
 import pytest
 import torch
 from support.models import Net, composed, mine, padded, seeded, sum_loss
+from support.servers import browser
 
 from composer3d.cli import main
 from composer3d.errors import ComposerError
@@ -164,19 +164,31 @@ def test_a_folder_without_traces(tmp_path):
     )
 
 
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's package chromium")
+def package_of_missing():
+    """Return Debian's name of what is not installed."""
+    programs = {"chromium": "chromium", "chromedriver": "chromium-driver"}
+    return next((package for program, package in programs.items() if shutil.which(program) is None), "")
+
+
+@pytest.mark.skipif(bool(package_of_missing()), reason=f"needs Debian's package {package_of_missing()}")
 def test_a_browser_shows_every_rank(pipelined, tmp_path):
-    page, shot = tmp_path / "page.html", tmp_path / "page.png"
+    page = tmp_path / "page.html"
     assert main(["timeline", str(pipelined), "--html", str(page)]) == 0
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    done = subprocess.run(
-        [*command, "--window-size=1300,900", f"--screenshot={shot}", "--dump-dom", page.as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-500:]
-    for rank in (0, 1):
-        assert f'id="rank-{rank}"' in done.stdout
-    assert done.stdout.count("<title>forward ") == done.stdout.count("<title>backward ") == 2 * 2 * 4
-    assert shot.stat().st_size > 10_000
+    with browser(tmp_path) as chromium:
+        chromium("url", {"url": page.as_uri()})
+
+        def run(script):
+            return chromium("execute/sync", {"script": f"return {script}", "args": []})
+
+        boxes = "[...document.querySelectorAll('#rank-%d rect')].map(bar => bar.getBoundingClientRect().width)"
+        for rank in (0, 1):
+            widths = run(boxes % rank)
+            assert len(widths) > 2 * 4 and min(widths) > 0
+        titles = run("[...document.querySelectorAll('title')].map(title => title.textContent.split(' ')[0])")
+        assert titles.count("forward") == titles.count("backward") == 2 * 2 * 4
+        text = run("document.body.innerText")
+        assert "bubble: " in text and "simulated" in text and "loss: 2 to -1" in text
+        # The page asked for nothing but itself.
+        assert run("performance.getEntriesByType('resource').length") == 0
+        assert run("document.querySelectorAll('figure svg').length") >= 2
+        assert len(chromium("screenshot")) > 10_000

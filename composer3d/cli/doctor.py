@@ -1,0 +1,70 @@
+"""`composer3d doctor`: why a run failed, hangs or is slow, from what it left."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer3d.cli.options import Subparsers, add_json
+from composer3d.cli.output import complain, say, say_json
+from composer3d.errors import ComposerError
+
+if TYPE_CHECKING:
+    from composer3d.doctor import Evidence
+
+__all__ = ["add", "execute"]
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="say why a run failed, hangs or is slow",
+        description="Read what a run left, or ask the ranks of one that hangs, and say who was first, what the others "
+        "waited for, and what to try.",
+    )
+    parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder")
+    parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="of a run whose loss was not finite: run that step again from the newest checkpoint before it, on as many "
+        "ranks of this machine, and find the first module whose output was not finite",
+    )
+    add_json(parser)
+    parser.set_defaults(execute=execute)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Read, judge, say; 2 if the folder is not one of a run."""
+    from composer3d.doctor import examine, read_evidence
+
+    evidence = read_evidence(arguments.run)
+    if arguments.replay:
+        evidence = _replayed(evidence)
+    diagnosis = examine(evidence)
+    if arguments.json:
+        say_json(asdict(diagnosis))
+        return 0
+    say(diagnosis.first)
+    for line in diagnosis.others:
+        say(f"  {line}")
+    for line in diagnosis.advice:
+        say(f"try: {line}")
+    return 0
+
+
+def _replayed(evidence: Evidence) -> Evidence:
+    from composer3d.doctor import replay
+    from composer3d.doctor.reading import read_anomalies
+
+    error = evidence.error
+    if error is None or error["error"] != "StabilityError" or error["step"] is None:
+        raise ComposerError(f"{evidence.run}: did not end by a loss that is not finite; there is nothing to replay")
+    complain(f"running step {error['step']} again on {evidence.world_size} ranks")
+    folder = replay(evidence.run, step=error["step"], world_size=evidence.world_size)
+    found = tuple(read_anomalies(folder))
+    if not found:
+        raise ComposerError(f"{evidence.run}: in the replay everything was finite; its random numbers or data differ")
+    return replace(evidence, anomalies=found)

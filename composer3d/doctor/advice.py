@@ -1,0 +1,87 @@
+"""What to try, by what happened."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from composer3d.doctor.reading import Evidence
+from composer3d.doctor.signs import Kind
+
+__all__ = ["advice_for"]
+
+_ADVICE: dict[Kind, tuple[str, ...]] = {
+    "killed": (
+        "SIGKILL without a word often is the kernel's, for want of memory: look for the process in `dmesg -T` on its "
+        "host, or for a limit of the scheduler; then proceed as for too little memory",
+    ),
+    "aborted": ("torch ends a process like that where a collective does not fit: --set run.debug=true compares them",),
+    "left": ("something calls sys.exit, os._exit or returns on that rank alone; all ranks must run all steps",),
+    "data": (
+        "look at what the data source does there: a lock, a network disk, an empty queue; a sample must not depend on "
+        "other ranks",
+        "--set run.timeout_s=60 makes a hang a failure after a minute",
+    ),
+    "missing": (
+        "every rank must call the same collectives in the same order: look for a branch on the rank, or on data, "
+        "around that line, and for a rank that is stuck in something else",
+        "--set run.debug=true compares every collective of all ranks before it is run",
+    ),
+    "other_collective": (
+        "every rank must call the same collectives in the same order: look for a branch on the rank, or on data, "
+        "around these lines",
+        "--set run.debug=true compares every collective of all ranks before it is run",
+    ),
+    "shapes": (
+        "ranks must pass tensors of equal shapes: look at what makes the size depend on the rank's data (padding, "
+        "filtering, a last batch)",
+        "--set run.debug=true compares the shapes of all ranks before every collective",
+    ),
+    "out_of_memory": (
+        "halve train.microbatch; switch on [scheduling.activation_checkpoint]; shard more (sharding.fsdp2 zero = 3, a "
+        "higher tp or pp)",
+        "a rank that needs more than the others has longer sequences, or a stage with the embedding or the head",
+    ),
+    "disk_full": ("free space there, or set checkpoint.keep lower, or run.output to another disk; then run again",),
+    "straggler": (
+        "compare its machine with the others': other processes, clock and temperature, its disk in data_wait, the "
+        "length of its sequences",
+        '[profiling.opentelemetry] with detail = "layer" and composer3d timeline show where in the step it is',
+    ),
+    "lost": ("look at the network between the hosts, and at the last lines of every rank's own output",),
+    "vanished": ("the launcher was killed too, or the machine went down; run again, it goes on from the checkpoint",),
+}
+
+
+def advice_for(kind: Kind, evidence: Evidence, *, rank: int | None) -> tuple[str, ...]:
+    """Return what to try.
+
+    Args:
+        kind: Of what happened.
+        evidence: Of the run.
+        rank: Who was first.
+    """
+    own: Iterable[str] = _ADVICE.get(kind, ())
+    if kind == "not_finite":
+        own = _not_finite(evidence)
+    if kind == "out_of_memory" and not evidence.snapshots:
+        own = (*own, "[profiling.memory_snapshot] writes down what fills the memory when it runs out")
+    if kind in ("running", "ended", "straggler"):
+        return tuple(own)
+    return (*own, _resume(evidence.run))
+
+
+def _not_finite(evidence: Evidence) -> Iterable[str]:
+    if not evidence.anomalies:
+        yield f"composer3d doctor {evidence.run} --replay runs that step again, and finds the first module"
+    yield "a lower optimizer.lr or train.grad_clip, more warmup; softmax, norms and losses in float32"
+    yield 'stability.on_nonfinite = "skip" leaves such steps out'
+
+
+def _resume(run: Path) -> str:
+    from composer3d.checkpoint.folder import latest
+
+    newest = latest(run / "checkpoints")
+    if newest is None:
+        return "there is no complete checkpoint: the next run begins anew"
+    return f"the next run goes on from {newest.relative_to(run)}"

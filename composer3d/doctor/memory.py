@@ -1,0 +1,60 @@
+"""What filled a rank's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from composer3d.doctor.reading import Evidence
+
+__all__ = ["tell_memory"]
+
+
+def tell_memory(evidence: Evidence, rank: int | None) -> tuple[str, ...]:
+    """Say what the ranks held, and from a snapshot what for.
+
+    Args:
+        evidence: Of the run.
+        rank: The one that ran out.
+    """
+    return (*_held(evidence), *_snapshot(evidence, rank))
+
+
+def _held(evidence: Evidence) -> Iterable[str]:
+    """Yield one line with the peaks of all ranks, which shows whether one needs more than the others."""
+    peaks = {
+        one.rank: one.memory.get("peak_device_bytes", one.memory["peak_resident_bytes"])
+        for one in evidence.witnesses.values()
+    }
+    if peaks:
+        shown = [f"rank {rank} {_size(peaks[rank])}" for rank in sorted(peaks, key=lambda r: -peaks[r])[:8]]
+        kind = "device" if any("peak_device_bytes" in t.memory for t in evidence.witnesses.values()) else "resident"
+        yield f"most {kind} memory that ranks held: {', '.join(shown)}"
+
+
+def _snapshot(evidence: Evidence, rank: int | None) -> Iterable[str]:
+    found = [
+        (path, content)
+        for path, content in evidence.snapshots.items()
+        if content.get("rank") == rank and (content.get("error") is not None or not _of_exhaustion(evidence, rank))
+    ]
+    if not found:
+        return
+    path, content = max(found, key=lambda pair: int(pair[1]["step"]))
+    parts = sorted(content["bytes"].items(), key=lambda pair: -pair[1])
+    yield f"it held {', '.join(f'{_size(size)} of {name}' for name, size in parts)} ({_below(path, evidence.run)})"
+    others = [f"{row['tensor']} {_size(row['bytes'])}" for row in content["largest_others"][:3]]
+    if others:
+        yield f"largest tensors of the others: {', '.join(others)}"
+
+
+def _of_exhaustion(evidence: Evidence, rank: int | None) -> bool:
+    return any(c.get("rank") == rank and c.get("error") is not None for c in evidence.snapshots.values())
+
+
+def _below(path: Path, run: Path) -> str:
+    return str(path.relative_to(run))
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"

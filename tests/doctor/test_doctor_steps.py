@@ -1,0 +1,101 @@
+"""Steps that cannot be taken, or take too long, in real runs, and what doctor says of each."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from support.doctoring import in_child, lines, may_mount, mount, write
+
+from composer3d.cli import main
+from composer3d.forking import limit_ranks
+
+ZERO, ONE = r"rank 0 \(dp_shard 0\)", r"rank 1 \(dp_shard 1\)"
+ANEW = "try: there is no complete checkpoint: the next run begins anew"
+
+
+def matches(pattern, text):
+    assert re.fullmatch(pattern, text), text
+
+
+def test_a_rank_without_enough_memory(run):
+    shown, found = run("memory", more="[profiling.memory_snapshot]\n")
+    assert (found["kind"], found["rank"]) == ("out_of_memory", 1)
+    matches(rf"{ONE} on \S+ ran out of memory in step 3: .* you tried to allocate 1073741824 bytes.*", shown[0])
+    matches(r"  most resident memory that ranks held: rank \d [\d.]+ [GM]iB, rank \d [\d.]+ [GM]iB", shown[1])
+    matches(
+        r"  it held .*[\d.]+ MiB of parameters.* \(memory/rank-1-step-3-out-of-memory.json\)",
+        shown[2],
+    )
+    matches(r"  largest tensors of the others: \(.*", shown[3])
+    assert any(ZERO.replace("\\", "") in line for line in shown[4:]) and "train.microbatch" in "".join(shown)
+
+
+def test_a_slow_rank(run):
+    shown, found = run("slow", code=0, steps=10)
+    assert (found["kind"], found["rank"]) == ("straggler", 1)
+    match = re.fullmatch(
+        rf"{ONE} is slow: forward takes it ([\d.]+) ms a step of its own, ([\d.]+) times the ([\d.]+) ms of the others",
+        shown[0],
+    )
+    own, ratio, others = (float(number) for number in match.groups())
+    # It computes 50 ms where the other computes 10, and both do the rest of a forward, as slow as the machine is.
+    assert own >= 50 and others >= 10 and 1.5 < ratio < 6
+    matches(r"  the others wait [\d.]+ ms of every step for it \(median of \d steps\)", shown[1])
+
+
+@pytest.mark.skipif(not may_mount(), reason="needs the right to mount a disk in a namespace of one's own")
+def test_a_disk_that_is_full(folder, capfd):
+    write(steps=3)
+    disk = folder / "out" / "checkpoints"
+    disk.mkdir(parents=True)
+    with limit_ranks(2):
+        assert in_child(lambda: mount(disk, "16k") or main(["run", "run.toml"])) == 3
+    shown, found = lines(capfd)
+    assert (found["kind"], found["rank"]) == ("disk_full", None), shown
+    matches(
+        r"the disk was full in step 2 while saving: out/checkpoints/step-3: rank \d: OSError: \[Errno 28\] "
+        r"No space left on device.*",
+        shown[0],
+    )
+    assert shown[1:] == [
+        "try: free space there, or set checkpoint.keep lower, or run.output to another disk; then run again",
+        ANEW,
+    ]
+
+
+@pytest.mark.parametrize("has_finder", [True, False], ids=["anomaly", "replay"])
+def test_a_loss_that_became_nan(run, capfd, has_finder):
+    options = ['data.args.fault="poison"', "checkpoint.every=2"]
+    shown, found = run("", *options, more="[profiling.anomaly]\n" if has_finder else "")
+    assert (found["kind"], found["rank"]) == ("not_finite", None)
+    step = int(re.match(r"step (\d+): the loss is not finite \(loss (nan|inf)", shown[0])[1]) - 1
+    if not has_finder:
+        assert shown[1] == "try: composer3d doctor out --replay runs that step again, and finds the first module"
+        shown, _ = lines(capfd, "--replay")
+    matches(
+        rf"  the first that is not finite is the output of layers.1 \(Layer\), in step {step}, micro-batch 0, on "
+        rf"rank [01] \(dp_shard [01]\); its weights and what it was given are finite",
+        shown[1],
+    )
+    assert shown[2].startswith("try: a lower optimizer.lr")
+
+
+# ---- the rest --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_fault(run):
+    shown, found = run("", code=0)
+    assert (shown, found["kind"]) == (["2 ranks ended as they should; none was slow"], "ended")
+
+
+def test_a_folder_of_something_else(tmp_path, capfd):
+    assert main(["doctor", str(tmp_path)]) == 2
+    told = f"{tmp_path}: is not the folder of a run, which has manifest.toml, or error.json\n"
+    assert capfd.readouterr().err == told
+
+
+def test_nothing_to_replay(run, capfd):
+    run("", code=0)
+    assert main(["doctor", "out", "--replay"]) == 2
+    assert capfd.readouterr().err.endswith("did not end by a loss that is not finite; there is nothing to replay\n")

@@ -1,0 +1,100 @@
+"""The slow rank, from when ranks came to collectives; times written by hand, in milliseconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from composer3d.diagnosis import Account, Collective
+from composer3d.doctor.lateness import find_straggler
+from composer3d.doctor.reading import Span, Witness
+
+MS = 1_000_000
+
+
+def witness(rank, spans, arrivals):
+    """Return what a rank tells: spans as (name, step, start, end), arrivals at the collectives 0, 1, ..."""
+    rows = tuple(
+        Collective(axis="dp", ranks=(0, 1, 2), number=number, op="all_reduce", sizes=((1,),), time_ns=round(at * MS))
+        for number, at in enumerate(arrivals)
+    )
+    account = Account(rank=rank, step=0, inside=False, spans=(), place="", own=None, collectives=rows)
+    return Witness(
+        rank=rank,
+        who=f"rank {rank}",
+        host="here",
+        state="ended",
+        time_ns=0,
+        account=account,
+        opened=(),
+        spans=tuple(
+            Span(name=name, step=step, start_ns=round(start * MS), end_ns=round(end * MS))
+            for name, step, start, end in spans
+        ),
+        owners={},
+        memory={},
+        device="cpu",
+    )
+
+
+def ranks(forward, backward, wait=(0.0, 0.0, 0.0), num_steps=6):
+    """Return three ranks that meet once after the data, once in the middle of a backward, and at its end.
+
+    Args:
+        forward: Milliseconds of own work, by rank.
+        backward: Likewise.
+        wait: For data.
+    """
+    spans, arrivals = [[] for _ in range(3)], [[0.0] for _ in range(3)]
+    now = [0.0, 0.0, 0.0]
+    for step in range(num_steps):
+        data = now
+        here = [data[rank] + wait[rank] for rank in range(3)]
+        met = [max(here)] * 3
+        middle = [met[rank] + forward[rank] + backward[rank] / 2 for rank in range(3)]
+        after = [max(middle) + backward[rank] / 2 for rank in range(3)]
+        for rank in range(3):
+            spans[rank] += [
+                ("data_wait", step, data[rank], here[rank]),
+                ("forward", step, met[rank], met[rank] + forward[rank]),
+                ("backward", step, met[rank] + forward[rank], after[rank]),
+            ]
+            arrivals[rank] += [here[rank], middle[rank], after[rank]]
+        now = [max(after)] * 3
+    return {rank: witness(rank, spans[rank], arrivals[rank]) for rank in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("work", "phase", "own_ms", "others_ms"),
+    [
+        (ranks((10, 50, 10), (20, 20, 20)), "forward", 50, 10),
+        (ranks((10, 10, 10), (20, 100, 20)), "backward", 100, 20),
+        (ranks((10, 10, 10), (20, 20, 20), wait=(1, 90, 1)), "data_wait", 90, 1),
+    ],
+)
+def test_the_slow_rank_and_its_phase(work, phase, own_ms, others_ms):
+    late = find_straggler(work)
+    assert (late.rank, late.phase, late.num_steps) == (1, phase, 5)
+    assert (late.own_s, late.others_s) == pytest.approx((own_ms / 1e3, others_ms / 1e3))
+    assert late.waited_s == pytest.approx((own_ms - others_ms) / 1e3)
+    assert late.ratio == pytest.approx(own_ms / others_ms)
+
+
+def test_waiting_is_no_work():
+    """All spans of a backward end together: only what a rank does itself tells them apart."""
+    work = ranks((10, 10, 10), (20, 100, 20))
+    assert work[0].spans[2].end_ns - work[0].spans[2].start_ns == 60 * MS
+    assert find_straggler(work).others_s == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        ranks((10, 14, 10), (20, 22, 20)),
+        ranks((10, 50, 10), (20, 20, 20), num_steps=3),
+        {0: witness(0, [("forward", step, step, step + 1) for step in range(9)], [])},
+        {},
+    ],
+    ids=["nearly alike", "too few steps", "one rank", "nobody"],
+)
+def test_nobody_is_slow(work):
+    assert find_straggler(work) is None
