@@ -84,9 +84,7 @@ def collective_s(op: str, size: float, group: Group, hardware: Hardware) -> floa
     return base + min(latency + busy, latency * _QUICK_LATENCY + busy / _QUICK_BANDWIDTH)
 
 
-def _bytes_per_link(
-    op: str, size: float, moved: float, group: Group, hardware: Hardware
-) -> list[tuple[Link, float]]:
+def _bytes_per_link(op: str, size: float, moved: float, group: Group, hardware: Hardware) -> list[tuple[Link, float]]:
     """Return what one rank sends over each kind of link."""
     if group.num_nodes == 1:
         return [(hardware.intra, moved)]

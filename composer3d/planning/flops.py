@@ -35,7 +35,7 @@ def flops_per_token(shape: ModelShape, seq_len: int, convention: str) -> float:
         factor, vocabulary = (72, 12) if convention == "korthikanti" else (96, 16)
         square = factor * layers * hidden**2
         return square * (1 + seq_len / (6 * hidden) + shape.vocab_size / (vocabulary * layers * hidden))
-    attention = 12 * layers * shape.num_heads * shape.head_dim * seq_len
+    attention = 12.0 * layers * shape.num_heads * shape.head_dim * seq_len
     if convention == "causal":
         attention /= 2
     parameters = shape.num_parameters if convention == "mosaic" else shape.num_multiplying

@@ -162,7 +162,9 @@ def load_hardware(name: str) -> Hardware:
         path = _FOLDER / f"{stem}.toml"
         known = [known for known in hardware_names() if not known.startswith("/")]
         if stem not in known:
-            raise ComposerError(f'there is no hardware "{stem}"; {did_you_mean(stem, known)}; known: {", ".join(known)}')
+            raise ComposerError(
+                f'there is no hardware "{stem}"; {did_you_mean(stem, known)} (known: {", ".join(known)})'
+            )
     content = _read(path)
     networks = _read(_FOLDER / "networks.toml")["network"]
     if isinstance(content.get("inter"), str):
@@ -187,9 +189,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _network(name: str, networks: Mapping[str, Any]) -> Any:
     if name not in networks:
-        raise ComposerError(
-            f'there is no network "{name}"; {did_you_mean(name, sorted(networks))}; known: {", ".join(sorted(networks))}'
-        )
+        raise ComposerError(f'there is no network "{name}"; {did_you_mean(name, sorted(networks))}')
     return networks[name]
 
 
