@@ -59,6 +59,7 @@ class Setup:
         precision: Bytes a parameter.
         offload: Whether the optimizer's state lies in host memory.
         async_tp: Whether reductions of a layer's input gradients run beside the gradients of its weights.
+        overlap: Whether gradients are reduced beside the backward where nothing forbids it.
         extra_bytes: Buffers of the framework, such as buckets.
     """
 
@@ -80,6 +81,7 @@ class Setup:
     precision: Precision = field(default_factory=Precision)
     offload: bool = False
     async_tp: bool = False
+    overlap: bool = True
     extra_bytes: int = 0
 
     @property

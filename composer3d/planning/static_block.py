@@ -1,7 +1,7 @@
 """What one decoder block, embedding and head compute and keep, by closed formulas of their sizes.
 
-Sources: Vijay Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4 (bytes of GPT's block);
-those of Llama's eager block were counted with torch: 52.5 bytes a token and width, 56 with its norms in float32.
+Sources: Vijay Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4 (bytes of GPT's
+block); those of Llama's eager block were counted with torch: 52.5 bytes a token and width, 56 with float32 norms.
 """
 
 from __future__ import annotations
@@ -190,12 +190,10 @@ def head(shape: ModelShape, setup: Setup) -> Work:
     n, h, vocab = setup.tokens, shape.hidden, -(-shape.vocab_size // setup.tp)
     logits = n * vocab
     traffic = {"eager": 18.0, "fused": 14.0, "compiled": 8.0}[setup.kernels] * logits
-    saved = (
-        setup.precision.compute_bytes * n * h + logits * {"eager": 10.0, "fused": 8.0, "compiled": 6.0}[setup.kernels]
-    )
+    saved = setup.precision.compute_bytes * n * h + logits * (8.0 if setup.kernels == "eager" else 6.0)
     return Work(
         forward=(_product(setup, n, h, vocab), _pointwise(setup, traffic, 5)),
         backward=(*_product_backward(setup, n, h, vocab), _pointwise(setup, traffic, 4)),
         saved_bytes=saved,
-        working_bytes={"eager": 10.0, "fused": 6.0, "compiled": 6.0}[setup.kernels] * logits,
+        working_bytes=4.0 * logits,
     )

@@ -11,8 +11,9 @@ from composer3d.planning.hardware import Hardware
 from composer3d.planning.roofline import operator_s
 from composer3d.planning.traced import Operators, Segment, Transfer
 
-__all__ = ["Communication", "SegmentTime", "communication_of", "segment_time"]
+__all__ = ["HOST_COPY", "Communication", "SegmentTime", "communication_of", "segment_time"]
 
+HOST_COPY = "host_copy"  # the name of copies between a device and its host
 _MESSAGES = ("send", "receive")
 
 
@@ -96,9 +97,15 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
 def compute_s(operators: Sequence[Operators], hardware: Hardware) -> float:
     """Return the seconds of operators on one device: their own time, or where it is longer that of launching them."""
     device = hardware.device
-    work = math.fsum(operator_s(call, device) * call.count for call in operators)
+    work = math.fsum(_operator_s(call, hardware) * call.count for call in operators)
     launches = device.launch_s * sum(call.count for call in operators)
     return max(work, launches) if device.is_asynchronous else work + launches
+
+
+def _operator_s(operators: Operators, hardware: Hardware) -> float:
+    if operators.name == HOST_COPY:
+        return operators.bytes_moved / hardware.host.reached
+    return operator_s(operators, hardware.device)
 
 
 def communication_of(segments: Sequence[Segment], hardware: Hardware) -> tuple[Communication, ...]:
