@@ -60,6 +60,7 @@ class Setup:
         offload: Whether the optimizer's state lies in host memory.
         async_tp: Whether reductions of a layer's input gradients run beside the gradients of its weights.
         overlap: Whether gradients are reduced beside the backward where nothing forbids it.
+        async_messages: Whether a stage computes on while it sends.
         extra_bytes: Buffers of the framework, such as buckets.
     """
 
@@ -82,6 +83,7 @@ class Setup:
     offload: bool = False
     async_tp: bool = False
     overlap: bool = True
+    async_messages: bool = True
     extra_bytes: int = 0
 
     @property

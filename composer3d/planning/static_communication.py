@@ -78,7 +78,7 @@ def boundary(shape: ModelShape, setup: Setup, stage: int, direction: int) -> lis
     cut = setup.tp if setup.sequence_parallel else 1
     size = setup.precision.compute_bytes * setup.tokens * shape.hidden / cut
     ranks = setup.ranks("pp")[:2]
-    return [_transfer("send", "pp", ranks, size, count=1, dtype=setup.precision.dtype, overlapped=True)]
+    return [_transfer("send", "pp", ranks, size, count=1, dtype=setup.precision.dtype, overlapped=setup.async_messages)]
 
 
 def _shard_axis(setup: Setup) -> tuple[str, tuple[int, ...]]:

@@ -67,7 +67,8 @@ class Communication:
 def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
     """Time one repetition of a segment on one rank.
 
-    Messages between stages are left to the simulation of the pipeline. Collectives that run beside compute share a
+    Messages between stages are left to the simulation of the pipeline; one that its sender waits for also takes the
+    sender's time. Collectives that run beside compute share a
     link, and lengthen what they run beside; the first of a kind has nothing to run beside.
 
     Args:
@@ -76,7 +77,8 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
     """
     compute = compute_s(segment.operators, hardware)
     collectives = [transfer for transfer in segment.transfers if transfer.op not in _MESSAGES]
-    blocking = sum(_all_s(transfer, hardware) for transfer in collectives if not transfer.is_overlapped)
+    waited = [t for t in segment.transfers if not t.is_overlapped and t.op != "receive"]
+    blocking = sum(_all_s(transfer, hardware) for transfer in waited)
     beside = [transfer for transfer in collectives if transfer.is_overlapped]
     by_link: dict[bool, float] = {}
     for transfer in beside:
