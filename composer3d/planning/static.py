@@ -112,7 +112,7 @@ def recomputed(layer: Work, setup: Setup) -> tuple[Operators, ...]:
     if setup.attention == "math":  # the scores only: they are most of what is kept and cheap to compute
         return tuple(call for call in layer.forward if call.name != "aten.mm")
     products = [call for call in layer.forward if call.name == "aten.mm"]
-    return (*products[::2], *(call for call in layer.forward if call.name == "aten.pointwise"))
+    return (*products[1::2], *(call for call in layer.forward if call.name == "aten.pointwise"))
 
 
 def _times(calls: Sequence[Operators], count: int) -> list[Operators]:

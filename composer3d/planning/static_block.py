@@ -175,7 +175,9 @@ def _saved_bytes(shape: ModelShape, setup: Setup) -> tuple[float, float]:
     inner = ffn * ((4 if setup.kernels == "eager" else 3) if shape.gated else 2)
     dropout = 0.0 if shape.gated else h / cut
     everything = size * n * (stream + norms + attention + rotary + inner + dropout)
-    cheap = size * n * (stream / 4 + heads + keys + (heads + h / cut + ffn) / 2 + ffn * 0.5)
+    # The block's input, the attention's result, and every other product.
+    projected = heads + keys if shape.gated else heads + 2 * keys
+    cheap = size * n * (h / cut + heads + projected + ffn + (h / cut if shape.gated else 0.0))
     return everything, cheap
 
 
