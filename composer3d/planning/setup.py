@@ -57,6 +57,8 @@ class Setup:
         kernels: `eager` runs pointwise operators one by one, `fused` norms and activations in one each, `compiled` all
             that lies between matrix products.
         precision: Bytes a parameter.
+        shards_weights: Whether full-precision weights and gradients between steps are sharded at every stage, as in
+            FSDP2; below stage 3 the copies that compute then are whole only while micro-batches run.
         offload: Whether the optimizer's state lies in host memory.
         async_tp: Whether reductions of a layer's input gradients run beside the gradients of its weights.
         overlap: Whether gradients are reduced beside the backward where nothing forbids it.
@@ -80,6 +82,7 @@ class Setup:
     attention: Literal["flash", "math"] = "flash"
     kernels: Literal["eager", "fused", "compiled"] = "eager"
     precision: Precision = field(default_factory=Precision)
+    shards_weights: bool = True
     offload: bool = False
     async_tp: bool = False
     overlap: bool = True

@@ -21,7 +21,7 @@ from composer3d.planning.static_memory import memory_of
 from composer3d.planning.step_time import HOST_COPY
 from composer3d.planning.traced import Operators, RankTrace, Segment, Transfer
 
-__all__ = ["layers_of", "parameters_of", "static_traces"]
+__all__ = ["layers_of", "parameters_of", "peak_bytes", "static_traces"]
 
 
 def static_traces(shape: ModelShape, setup: Setup) -> tuple[RankTrace, ...]:
@@ -37,6 +37,22 @@ def static_traces(shape: ModelShape, setup: Setup) -> tuple[RankTrace, ...]:
     inner = ((1, share * (setup.pp - 2)),) if setup.pp > 2 else ()
     chosen = ((0, share), *inner, (setup.pp - 1, share))
     return tuple(_trace(shape, setup, rank, stands_for) for rank, stands_for in chosen)
+
+
+def peak_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Return the peak of the worst pipeline rank, without the rest of its trace."""
+    layers = layers_of(shape, setup)
+    ranks = {0, setup.pp - 1}
+    return max(
+        memory_of(
+            shape,
+            setup,
+            rank,
+            parameters_of(shape, setup, rank),
+            sum(layers[stage] for stage in range(setup.num_stages) if stage % setup.pp == rank),
+        ).peak
+        for rank in ranks
+    )
 
 
 def layers_of(shape: ModelShape, setup: Setup) -> tuple[int, ...]:

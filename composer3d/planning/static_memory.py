@@ -58,7 +58,8 @@ def memory_of(shape: ModelShape, setup: Setup, pp_rank: int, held: tuple[float, 
         num_layers: Of the rank.
     """
     degree = setup.dp_shard * setup.cp
-    states = dict(state_bytes(held[0], degree, setup.zero, setup.precision))
+    stage = 3 if setup.zero and setup.shards_weights else setup.zero
+    states = dict(state_bytes(held[0], degree, stage, setup.precision))
     if setup.offload:
         states["optimizer"] = 0.0
     flights = in_flight(setup, pp_rank)
@@ -113,9 +114,9 @@ def _gathered(setup: Setup, held: tuple[float, float], num_layers: int) -> float
     if setup.dp_shard * setup.cp == 1 or not setup.zero:
         return held[0] * precision.compute_bytes if precision.param_bytes > precision.compute_bytes else 0.0
     if setup.zero < 3:
-        if precision.param_bytes <= precision.compute_bytes:
-            return 0.0
-        return held[0] * precision.compute_bytes
+        if setup.shards_weights:  # weights as they compute, and gradients that micro-batches add up
+            return held[0] * (precision.compute_bytes + precision.reduce_bytes)
+        return held[0] * precision.compute_bytes if precision.param_bytes > precision.compute_bytes else 0.0
     unit = (held[0] - held[1]) / max(num_layers, 1)
     reduced = unit * (precision.compute_bytes + precision.reduce_bytes)
     return 2 * unit * precision.gather_bytes + held[1] * precision.compute_bytes + reduced

@@ -128,8 +128,8 @@ def estimate(
 ) -> Estimate:
     """Model the time of one optimizer step.
 
-    Without a pipeline the slowest rank's segments follow each other. With one, its forwards and backwards are run in
-    the schedule's order with what each stage takes; reductions and the optimizer follow.
+    Without a pipeline the slowest rank's segments follow each other. With one, forwards and backwards run in the
+    schedule's order with what each stage takes; reductions and the optimizer follow.
 
     Args:
         traces: One for every kind of rank; with a pipeline one for every stage, or at least for first, inner and last.
@@ -148,10 +148,8 @@ def estimate(
         raise ComposerError("there is no traced rank to time")
     times = [_rank_time(trace.segments, hardware) for trace in traces]
     slowest = max(range(len(traces)), key=lambda index: times[index].total_s)
-    pipeline = None
-    if orders is None:
-        chosen, bubble_s = times[slowest], 0.0
-    else:
+    pipeline, chosen, bubble_s = None, times[slowest], 0.0
+    if orders is not None:
         pipeline, chosen, bubble_s = _pipelined(traces, hardware, orders)
     step_s = chosen.total_s + bubble_s
     known: Provenance = "calibrated" if hardware.known == "calibrated" else "modelled"
