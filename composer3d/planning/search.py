@@ -29,8 +29,7 @@ _SCHEDULES: Mapping[str, tuple[int, ...]] = {"1F1B": (1,), "Interleaved1F1B": (2
 _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 # What is left of 1F1B's bubble where the gradients of weights fill it; the simulation replaces it for the best.
 _ZERO_BUBBLE = 0.2
-_SIMULATED = 40
-_EVENLY = 3  # micro-batches per pipeline rank after which a step only repeats
+_SIMULATED = 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +167,7 @@ def own_orders(setup: Setup) -> tuple[tuple[Action, ...], ...] | None:
     )
 
 
-def _groups(
-    shape: ModelShape, base: Setup, world_size: int, keep: Keep, *, offload: bool
-) -> Iterator[list[Setup]]:
+def _groups(shape: ModelShape, base: Setup, world_size: int, keep: Keep, *, offload: bool) -> Iterator[list[Setup]]:
     """Yield layouts that differ in what they recompute and offload only, the fastest first."""
     for degrees in _degrees(shape, base, world_size):
         for microbatch in _microbatches(degrees):
