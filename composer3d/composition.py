@@ -147,6 +147,18 @@ class Composition:
         """Whether a plugin scales the loss; gradients that are not finite are then its to find, and to skip."""
         return self._engine.scaler is not None
 
+    @contextlib.contextmanager
+    def without_grad_scaler(self) -> Iterator[None]:
+        """Leave gradients as they are inside, for a loop that computes losses and backwards without this composition.
+
+        A plugin's loss scaler would divide them by a scale that they were not multiplied with.
+        """
+        scaler, self._engine.scaler = self._engine.scaler, None
+        try:
+            yield
+        finally:
+            self._engine.scaler = scaler
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under the FQNs of the whole model, each tensor once."""
         yield from self.context.named_parameters()

@@ -71,7 +71,8 @@ class Guard:
         device: Of the vector.
         plan: A number that ranks have in common which run the same plan; at most 40 bits count.
         compares: False only counts: the vector has three integers, and nobody is named.
-        is_answered: False in a world whose other ranks do not exist: what is sent is sent, and nothing compared.
+        is_answered: False in a world whose other ranks do not exist: what is sent is sent, nothing is compared, and the
+            totals are this rank's own counts, at least 1.
         whole_sequences: Whether ranks along a sequence axis are handed the same batch, which a plugin cuts for them.
 
     Collectives: one all-reduce of 3 + 3 x ranks integers a call.
@@ -153,6 +154,8 @@ class Guard:
         total: list[int] = tensor.tolist()
         if size and self._is_answered:
             self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size :], own)
+        if not self._is_answered:
+            return Totals(count=max(sum(counts), 1), num_microbatches=len(counts), equal=len(set(counts)) <= 1)
         count, microbatches, squares = total[:3]
         return Totals(count=count, num_microbatches=microbatches, equal=microbatches * squares == count * count)
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from composer3d.torch_compat import run_backward
+from composer3d.torch_compat import run_backward, traceable
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ def in_double_precision() -> Iterator[None]:
                 return args[0].double()
             wide = [widen(arg) if isinstance(arg, torch.dtype) else arg for arg in args]
             named = {key: widen(arg) if isinstance(arg, torch.dtype) else arg for key, arg in (kwargs or {}).items()}
-            return func(*wide, **named)
+            return traceable(func)(*wide, **named)
 
     with default_dtype(torch.float64), Wide():
         yield
@@ -73,8 +74,9 @@ def backward_inside(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 def without_random_numbers() -> Iterator[None]:
     """Make everything that draws inside return what it gives on average, modules and functionals alike.
 
-    Dropout keeps every element; attention drops nothing; a uniform draw is its middle, a normal one its mean, a
-    Bernoulli one whether its probability is above a half. What comes out is then the same in every layout.
+    Dropout keeps every element; attention drops nothing; a uniform draw is its middle, a normal or exponential one its
+    mean, a Bernoulli one whether its probability is above a half, a multinomial one the likeliest, a permutation none.
+    What comes out is then the same in every layout.
     """
     from torch.overrides import TorchFunctionMode
 
@@ -85,9 +87,10 @@ def without_random_numbers() -> Iterator[None]:
             name = getattr(func, "__name__", "")
             if name == "backward":
                 return backward_inside(self, args, kwargs or {})
-            if name in settled:
+            # What comes from a generator of its own is the same wherever it is drawn.
+            if name in settled and (kwargs or {}).get("generator") is None:
                 return settled[name](func, args, dict(kwargs or {}))
-            return func(*args, **(kwargs or {}))
+            return traceable(func)(*args, **(kwargs or {}))
 
     with Settled():
         yield
@@ -102,13 +105,27 @@ def _settled() -> dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any
         "scaled_dot_product_attention": _attention,
         "multi_head_attention_forward": _heads,
         **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
-        "rand": _middle,
-        "rand_like": _middle,
-        "randn": _mean,
-        "randn_like": _mean,
-        "bernoulli": _likelier,
-        "bernoulli_": _likelier,
+        **dict.fromkeys(("rrelu", "rrelu_"), _leaky),
+        "gumbel_softmax": _softmax,
+        **dict.fromkeys(("rand", "rand_like"), _middle),
+        **dict.fromkeys(("randn", "randn_like"), _mean),
+        **dict.fromkeys(("randint", "randint_like", "randperm"), _ordered),
+        **dict.fromkeys(("bernoulli", "bernoulli_"), _likelier),
+        "normal": _normal,
+        "normal_": lambda func, args, kwargs: args[0].fill_(_argument(args, kwargs, 1, "mean", 0.0)),
+        "log_normal_": lambda func, args, kwargs: args[0].fill_(math.exp(_argument(args, kwargs, 1, "mean", 1.0))),
+        "cauchy_": lambda func, args, kwargs: args[0].fill_(_argument(args, kwargs, 1, "median", 0.0)),
+        "uniform_": _uniform,
+        "exponential_": lambda func, args, kwargs: args[0].fill_(1.0 / _argument(args, kwargs, 1, "lambd", 1.0)),
+        "geometric_": lambda func, args, kwargs: args[0].fill_(math.ceil(1.0 / _argument(args, kwargs, 1, "p", 0.5))),
+        "random_": lambda func, args, kwargs: args[0].zero_(),
+        "poisson": lambda func, args, kwargs: _argument(args, kwargs, 0, "input", None).round(),
+        "multinomial": _likeliest,
     }
+
+
+def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: str, default: Any) -> Any:
+    return args[place] if len(args) > place else kwargs.get(name, default)
 
 
 def _kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -136,6 +153,56 @@ def _middle(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _mean(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs).zero_()
+
+
+def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    import torch
+
+    mean = _argument(args, kwargs, 0, "mean", 0.0)
+    drawn = func(*args, **kwargs)
+    return drawn.copy_(mean) if isinstance(mean, torch.Tensor) else drawn.fill_(mean)
+
+
+def _uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
+    return args[0].fill_((low + high) / 2)
+
+
+def _ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return a permutation that leaves everything in place, or the lowest of the integers asked for."""
+    drawn = func(*args, **kwargs)
+    if func.__name__ == "randperm":
+        return drawn.sort().values
+    place = 1 if func.__name__ == "randint_like" else 0
+    numbers = [arg for arg in args[place:] if isinstance(arg, int)]
+    return drawn.fill_(kwargs.get("low", numbers[0] if len(numbers) > 1 else 0))
+
+
+def _likeliest(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the most probable categories, one after the other; with replacement always the first."""
+    weights, number = _argument(args, kwargs, 0, "input", None), _argument(args, kwargs, 1, "num_samples", 1)
+    if _argument(args, kwargs, 2, "replacement", False):
+        return weights.argmax(dim=-1, keepdim=True).expand(*weights.shape[:-1], number).contiguous()
+    return weights.topk(number, dim=-1).indices
+
+
+def _leaky(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    import torch
+
+    lower, upper = _argument(args, kwargs, 1, "lower", 1.0 / 8), _argument(args, kwargs, 2, "upper", 1.0 / 3)
+    return torch.nn.functional.leaky_relu(_argument(args, kwargs, 0, "input", None), (lower + upper) / 2)
+
+
+def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the softmax without noise; hard choices are the likeliest, with the gradient of the soft ones."""
+    import torch
+
+    logits, dim = _argument(args, kwargs, 0, "logits", None), _argument(args, kwargs, 4, "dim", -1)
+    soft = (logits / _argument(args, kwargs, 1, "tau", 1.0)).softmax(dim)
+    if not _argument(args, kwargs, 2, "hard", False):
+        return soft
+    hard = torch.zeros_like(soft).scatter_(dim, soft.argmax(dim, keepdim=True), 1.0)
+    return hard - soft.detach() + soft
 
 
 def _likelier(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

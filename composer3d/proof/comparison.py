@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["COMPARED", "EXACT", "Fit", "difference", "fit", "relative", "scale_of", "tolerances"]
+__all__ = ["COMPARED", "EXACT", "Fit", "Limits", "difference", "fit", "relative", "scale_of", "tolerances"]
 
 EXACT = 1e-12
 # Gradients of the first step, before and after clipping; of later steps, which rest on updates, both together.
@@ -82,7 +83,37 @@ def fit(actual: Tensor, reference: Tensor) -> Fit | None:
     return Fit(factor=factor, residual=rest / size if size else 0.0 if not rest else math.inf)
 
 
-def tolerances(rounding: Mapping[str, float], dtype: torch.dtype | None) -> dict[str, float]:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Limits(Mapping[str, float]):
+    """What each compared thing may differ by.
+
+    Args:
+        largest: By what is compared, over all parameters.
+        by_fqn: By what is compared and FQN; what is not there has the largest.
+    """
+
+    largest: Mapping[str, float]
+    by_fqn: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> float:
+        return self.largest[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.largest)
+
+    def __len__(self) -> int:
+        return len(self.largest)
+
+    def of(self, name: str, fqn: str) -> float:
+        """Return the limit of one parameter."""
+        return self.by_fqn.get(name, {}).get(fqn, self.largest[name])
+
+    def stated(self, tolerance: float) -> Limits:
+        """Return limits that are all one number, which somebody has stated."""
+        return replace(self, largest=dict.fromkeys(self.largest, tolerance), by_fqn={})
+
+
+def tolerances(rounding: Mapping[str, Mapping[str, float]], dtype: torch.dtype | None) -> Limits:
     """Return what each compared thing may differ by.
 
     In float64 everything is 1e-12, or, for what comes after an optimizer has stepped, four times what it makes of a
@@ -90,17 +121,23 @@ def tolerances(rounding: Mapping[str, float], dtype: torch.dtype | None) -> dict
 
     In the run's own dtypes the composition and the reference are two roundings of one exact computation, with as many
     roundings each and in another order: their errors are of one size, and their distance at most the sum of the two.
-    The reference's error is measured, against float64 on the same weights (`rounding`, the largest over parameters and
-    steps, and never less than one unit of the dtype). Twice that bounds the distance, and twice again covers reductions
-    over ranks, which add roundings of their own.
+    The reference's error is measured, of each parameter by itself, against float64 on the same weights. Twice that
+    bounds the distance, and twice again covers reductions over ranks, which add roundings of their own. One measurement
+    may be small by luck, so no parameter's error is taken for less than that of the middle one of all, nor than one
+    unit of the dtype.
 
     Args:
-        rounding: From `Reference`.
+        rounding: From `Reference`: by what is compared and FQN, the largest over steps.
         dtype: The narrowest that computes; None in float64.
     """
     import torch
 
+    most = {name: max(rounding.get(name, {}).values(), default=0.0) for name in COMPARED}
     if dtype is None:
-        return {name: max(EXACT, _SAFETY * rounding.get(name, 0.0)) for name in COMPARED}
+        return Limits(largest={name: max(EXACT, _SAFETY * most[name]) for name in COMPARED})
     unit = torch.finfo(dtype).eps
-    return {name: _SAFETY * max(rounding.get(name, 0.0), unit) for name in COMPARED}
+    by_fqn = {}
+    for name, errors in rounding.items():
+        least = max(unit, statistics.median(errors.values()) if errors else 0.0)
+        by_fqn[name] = {fqn: _SAFETY * max(error, least) for fqn, error in errors.items()}
+    return Limits(largest={name: _SAFETY * max(most[name], unit) for name in COMPARED}, by_fqn=by_fqn)

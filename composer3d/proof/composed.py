@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.gradients import local
 from composer3d.mesh import Role
-from composer3d.proof.comparison import difference, fit, scale_of
+from composer3d.proof.comparison import Limits, difference, fit, scale_of
 from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors
-from composer3d.proof.subject import Arithmetic, Subject, arithmetic
+from composer3d.proof.subject import Arithmetic, Subject
 from composer3d.testing.parity import gather_full
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class RankSteps:
 
 
 def run_composed(
-    subject: Subject, which: Arithmetic, reference: Reference, *, tolerances: Mapping[str, float], keep: Path | None
+    subject: Subject, which: Arithmetic, reference: Reference, *, tolerances: Limits, keep: Path | None
 ) -> RankSteps:
     """Run the reference's steps on this rank of the composition.
 
@@ -107,18 +107,16 @@ def run_composed(
     Memory: all gradients and parameters in full, and the reference. Collectives: the run's, and those of `gather_full`.
     """
     result = RankSteps()
-    with arithmetic(which):
-        run = subject.compose(subject.manifest_for(which))
-        with run:
-            optimizer = subject.make_optimizer(run)
-            result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
-            result.initial = _deviations(run, _parameters(run), reference.initial, tolerances["parameters"])
-            for number, expected in enumerate(reference.steps):
-                step = _step(subject, run, optimizer, number, which, expected, tolerances, keep)
-                result.steps.append(step)
-            if subject.average_buffers is not None:
-                subject.average_buffers(run)
-            result.buffers = held_buffers(run)
+    with subject.composed(which, subject.manifest_for(which)) as run:
+        optimizer = subject.make_optimizer(run)
+        result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
+        result.initial = _deviations(run, _parameters(run), reference.initial, tolerances, "parameters")
+        for number, expected in enumerate(reference.steps):
+            step = _step(subject, run, optimizer, number, which, expected, tolerances, keep)
+            result.steps.append(step)
+        if subject.average_buffers is not None:
+            subject.average_buffers(run)
+        result.buffers = held_buffers(run)
     return result
 
 
@@ -129,7 +127,7 @@ def _step(
     number: int,
     which: Arithmetic,
     expected: ReferenceStep,
-    tolerances: Mapping[str, float],
+    tolerances: Limits,
     keep: Path | None,
 ) -> RankStep:
     from composer3d.batch import Digest
@@ -151,7 +149,7 @@ def _step(
             gradients = _gradients(run)
             own.append(_local_gradients(run))
             held = {"gradients": held_tensors(run, _named_gradients(run))}
-            deviations = _deviations(run, gradients, expected.gradients, tolerances["gradients"])
+            deviations = _deviations(run, gradients, expected.gradients, tolerances, "gradients")
             if keep is not None and number == 0 and context.rank == 0 and any(_wrong(deviations, tolerances)):
                 _keep(gradients, keep)
             run.clip_grad_norm_(subject.grad_clip)
@@ -167,17 +165,17 @@ def _step(
         loss=float(loss),
         grad_norm=float(norm),
         gradients=deviations,
-        clipped=_deviations(run, clipped, expected.clipped, tolerances["clipped"]),
-        parameters=_deviations(run, after, expected.parameters, tolerances["parameters"]),
+        clipped=_deviations(run, clipped, expected.clipped, tolerances, "clipped"),
+        parameters=_deviations(run, after, expected.parameters, tolerances, "parameters"),
         clip_factor=_common_factor(own[-1], own[0]),
         unmoved=tuple(f for f, tensor in after.items() if f in before and bool((tensor == before[f]).all())),
         held=held,
-        batch=Digest()(batch),
+        batch=Digest()((batch.args, batch.kwargs, batch.target)),
     )
 
 
-def _wrong(deviations: Mapping[str, Deviation], tolerances: Mapping[str, float]) -> list[str]:
-    return [fqn for fqn, deviation in deviations.items() if not deviation.rel <= tolerances["gradients"]]
+def _wrong(deviations: Mapping[str, Deviation], tolerances: Limits) -> list[str]:
+    return [fqn for fqn, deviation in deviations.items() if not deviation.rel <= tolerances.of("gradients", fqn)]
 
 
 def _keep(gradients: Mapping[str, Tensor], keep: Path) -> None:
@@ -208,7 +206,7 @@ def _parameters(run: Composition) -> dict[str, Tensor]:
 
 
 def _deviations(
-    run: Composition, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float
+    run: Composition, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], limits: Limits, kind: str
 ) -> dict[str, Deviation]:
     """Compare every tensor; look closer, on all ranks together, at those beyond the tolerance on some rank."""
     import torch.distributed as dist
@@ -223,7 +221,7 @@ def _deviations(
             result[fqn] = Deviation(rel=math.inf if bool(actual[fqn].any()) else 0.0)
         else:
             result[fqn] = Deviation(rel=math.inf if bool(reference[fqn].any()) else 0.0, missing=True)
-    wrong = [fqn for fqn, deviation in result.items() if not deviation.rel <= tolerance]
+    wrong = [fqn for fqn, deviation in result.items() if not deviation.rel <= limits.of(kind, fqn)]
     everyone: list[Any] = [None] * run.context.world_size
     dist.all_gather_object(everyone, wrong)
     examined = sorted({fqn for names in everyone for fqn in names} & reference.keys())

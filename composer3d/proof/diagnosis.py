@@ -159,19 +159,26 @@ def _zero_bubble(evidence: Evidence) -> Iterator[str]:
 
 def _forward(evidence: Evidence) -> Iterator[str]:
     """A loss that is wrong before anything was updated."""
-    loss = [report.steps["float64"].steps[0].loss for report in evidence.ranks]
-    right = evidence.told.losses["float64"][0]
-    limit = evidence.told.tolerances["float64"]["loss"]
-    off = max(abs(value - right) / abs(right) if right else abs(value) for value in loss)
-    if off <= limit or evidence.weights is not None and evidence.weights.residual <= 1e-6:
+    if not evidence.is_loss_wrong() or evidence.weights is not None and evidence.weights.residual <= 1e-6:
         return
-    biases = [fqn for fqn in _first(evidence) if fqn.endswith("bias")]
-    axes = [axis for axis in evidence.layout.names(Role.TENSOR) if evidence.layout.degrees[axis] > 1]
+    right = evidence.told.losses["float64"][0]
+    off = abs(evidence.first_loss() - right) / abs(right) if right else abs(evidence.first_loss())
     yield f"the forward computes another loss before any update (off by {off:.3g}); the backward is not to blame"
-    if axes and biases:
+    for axis in evidence.layout.names(Role.TENSOR) if evidence.biases else ():
+        degree = evidence.layout.degrees[axis]
         yield (
-            f"with {axes[0]} = {evidence.layout.degrees[axes[0]]} a bias that is added before the reduction of a "
-            "row-cut projection is added once a rank: see the modules with biases"
+            f"{_some(evidence.biases)}: added {degree} times, once a rank along {axis} before the reduction of a "
+            "row-cut projection; one device has the run's loss with them as large"
+        )
+
+
+def _batches(evidence: Evidence) -> Iterator[str]:
+    same = evidence.same_batches()
+    if same is not None:
+        axes = " and ".join(evidence.layout.between(same[1], same[2]))
+        yield (
+            f"the data source hands the same batch to ranks that differ in {axes}: it does not cut by the "
+            "data-parallel rank, and one device would see every sample once more"
         )
 
 
@@ -198,6 +205,7 @@ def _first(evidence: Evidence) -> dict[str, list[Deviation]]:
 
 _RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _silent,
+    _batches,
     _shares,
     _stage,
     _drifted,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from composer3d.mesh import Layout
+from composer3d.mesh import Layout, Role
 from composer3d.proof.diagnosis import diagnose
 from composer3d.proof.session import Launch, RankReport, Session
 from composer3d.proof.subject import Arithmetic, Subject
-from composer3d.proof.verdict import Verdict, failures_of, gather_evidence
+from composer3d.proof.verdict import Evidence, Verdict, failures_of, gather_evidence
 
 __all__ = ["prove"]
 
@@ -57,13 +57,14 @@ def prove(
         )
         told = session.reference()
         if tolerance is not None and "float64" in told.tolerances:
-            limits = dict.fromkeys(told.tolerances["float64"], tolerance)
-            told = replace(told, tolerances={**told.tolerances, "float64": limits})
+            stated = told.tolerances["float64"].stated(tolerance)
+            told = replace(told, tolerances={**told.tolerances, "float64": stated})
         ranks = session.composed(told)
         evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
         failures = tuple(failures_of(evidence))
         if failures:
             evidence.weights = session.weigh()
+            evidence.biases = _biases(session, evidence)
     return Verdict(
         evidence=evidence,
         failures=failures,
@@ -72,6 +73,18 @@ def prove(
         notes=(*notes, *_untraceable(ranks)),
         num_steps=num_steps,
     )
+
+
+def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
+    """Look for biases of row-cut layers that a wrong loss could come from."""
+    for axis in evidence.layout.names(Role.TENSOR):
+        if evidence.layout.degrees[axis] > 1 and evidence.is_loss_wrong():
+            found = session.explain_loss(
+                evidence.first_loss(), evidence.uncut_biases(axis), evidence.layout.degrees[axis]
+            )
+            if found:
+                return found
+    return ()
 
 
 def _untraceable(ranks: Sequence[RankReport]) -> list[str]:

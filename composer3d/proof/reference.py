@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.batch import cut, map_tensors, to_device
 from composer3d.loss import as_loss, count_valid, reduction_of
 from composer3d.proof.comparison import COMPARED, difference, scale_of
-from composer3d.proof.subject import Arithmetic, Subject, arithmetic, without_plugins
+from composer3d.proof.subject import Arithmetic, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
 from composer3d.testing.parity import full
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from composer3d import Composition
 
-__all__ = ["Reference", "ReferenceStep", "make_reference", "of_dtype", "pieces_of"]
+__all__ = ["Reference", "ReferenceStep", "loss_with", "make_reference", "of_dtype", "pieces_of"]
 
 
 # Of the largest element: one rounding of float64.
@@ -60,13 +60,13 @@ class Reference:
     Args:
         initial: Parameters before the first step, by FQN.
         steps: One after the other.
-        rounding: How far this arithmetic is from float64 on the same weights, by what is compared; in float64, how far
-            rounding in another order comes, through the optimizer and the steps after it.
+        rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
+            numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
     """
 
     initial: dict[str, Tensor]
     steps: list[ReferenceStep] = field(default_factory=list)
-    rounding: dict[str, float] = field(default_factory=dict)
+    rounding: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
@@ -105,7 +105,6 @@ def _run(
     with _alone(subject, which) as run:
         if weights is not None:
             _set_weights(run, weights)
-        run._engine.scaler = None  # nothing is scaled here, so nothing is to be unscaled
         optimizer = subject.make_optimizer(run)
         reference = Reference(initial=_copies({fqn: p for fqn, p in run.named_parameters()}))
         for number in range(num_steps):
@@ -117,10 +116,10 @@ def _run(
 @contextlib.contextmanager
 def _alone(subject: Subject, which: Arithmetic) -> Iterator[Composition]:
     """Compose the model without plugins, on this process alone."""
-    with arithmetic(which):
-        run = subject.compose(without_plugins(subject.manifest, keep_precision=which == "own"))
-        with run:
-            yield run
+    manifest = without_plugins(subject.manifest, keep_precision=which == "own")
+    # Losses are not scaled here, so nothing is to be unscaled.
+    with subject.composed(which, manifest) as run, run.without_grad_scaler():
+        yield run
 
 
 def _step(
@@ -190,6 +189,27 @@ def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, T
     return result
 
 
+def loss_with(subject: Subject, *, degree: int, factors: Mapping[str, float]) -> float:
+    """Return the loss of the first step on one device, with some parameters multiplied.
+
+    Args:
+        subject: What to run.
+        degree: Data-parallel degree.
+        factors: By FQN.
+    """
+    import torch
+
+    with _alone(subject, "float64") as run, run.step(0), torch.no_grad():
+        for fqn, parameter in run.named_parameters():
+            parameter.mul_(factors.get(fqn, 1.0))
+        pieces = _microbatches(subject, 0, degree, "float64")
+        counts = [_count(subject, piece) for piece in pieces]
+        return sum(
+            float(_objective(_loss(subject, run, piece, count, counts), counts, backward=False))
+            for piece, count in zip(pieces, counts, strict=True)
+        )
+
+
 def _microbatches(subject: Subject, number: int, degree: int, which: Arithmetic) -> list[Batch]:
     """Return the micro-batches of all data-parallel ranks, rank by rank."""
     size = subject.manifest.train.microbatch
@@ -256,16 +276,21 @@ def _set_weights(run: Composition, weights: Mapping[str, Tensor]) -> None:
             parameter.copy_(weights[fqn])
 
 
-def _rounding(rounded: Reference, exact: Reference) -> dict[str, float]:
-    """Return the largest distance over steps and parameters, of each thing that is compared."""
-    result: dict[str, float] = dict.fromkeys(COMPARED, 0.0)
+def _rounding(rounded: Reference, exact: Reference) -> dict[str, dict[str, float]]:
+    """Return the largest distance over steps, of each thing that is compared and each parameter."""
+    result: dict[str, dict[str, float]] = {name: {} for name in COMPARED}
+
+    def note(name: str, fqn: str, distance: float) -> None:
+        result[name][fqn] = max(result[name].get(fqn, 0.0), distance)
+
     for number, (one, other) in enumerate(zip(rounded.steps, exact.steps, strict=True)):
         for name in ("loss", "grad_norm"):
             value, true = getattr(one, name), getattr(other, name)
-            result[name] = max(result[name], abs(value - true) / abs(true) if true else 0.0)
+            note(name, "", abs(value - true) / abs(true) if true else 0.0)
         for name in ("gradients", "clipped", "parameters"):
             mine, true_ones = getattr(one, name), getattr(other, name)
             scale = scale_of(true_ones.values())
-            key = "later" if number and name != "parameters" else name
-            result[key] = max([result[key], *(difference(mine[f], true_ones[f], scale=scale) for f in true_ones)])
+            for fqn, tensor in true_ones.items():
+                distance = difference(mine[fqn], tensor, scale=scale) if fqn in mine else math.inf
+                note("later" if number and name != "parameters" else name, fqn, distance)
     return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
 from composer3d.proof.communication import Counted, count_step, trace_step
-from composer3d.proof.comparison import tolerances
+from composer3d.proof.comparison import Limits, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
-from composer3d.proof.reference import Reference, make_reference, of_dtype, pieces_of
+from composer3d.proof.reference import Reference, loss_with, make_reference, of_dtype, pieces_of
 from composer3d.proof.streams import Draws, recording
-from composer3d.proof.subject import Arithmetic, Subject, arithmetic, without_plugins
+from composer3d.proof.subject import Arithmetic, Subject, without_plugins
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 __all__ = ["Launch", "RankReport", "ReferenceReport", "Session", "Weights"]
 
 log = logging.getLogger(__name__)
+
+# Relative: losses of one computation in another order.
+_SAME_LOSS = 1e-11
 
 # Called with a function, its arguments and a number of ranks; returns what every rank returned.
 Launch = Callable[[Callable[..., Any], Sequence[Any], int], list[Any]]
@@ -41,7 +45,7 @@ class ReferenceReport:
 
     losses: Mapping[str, list[float]]
     grad_norms: Mapping[str, list[float]]
-    tolerances: Mapping[str, Mapping[str, float]]
+    tolerances: Mapping[str, Limits]
     counts: list[int]
     draws: Mapping[str, Draws]
 
@@ -55,7 +59,8 @@ class RankReport:
         draws: What it drew in one step.
         happened: Its collectives.
         traced: Those of the same rank with nobody beside it; None where that could not be run.
-        untraceable: Why not.
+        untraceable: Why not, where that is known of what it is made of.
+        trace_error: What was raised, where it is not known.
         keep_unsharded: The schedule asked for parameters to be kept unsharded.
     """
 
@@ -64,6 +69,7 @@ class RankReport:
     happened: Counted | None = None
     traced: Counted | None = None
     untraceable: str = ""
+    trace_error: str = ""
     keep_unsharded: bool = False
 
 
@@ -114,6 +120,12 @@ class Session:
         args = (self.make_subject, self.folder, self.passes, told.tolerances)
         return self.launch(composed_rank, args, self.layout.world_size)
 
+    def explain_loss(self, loss: float, candidates: Sequence[str], factor: int) -> tuple[str, ...]:
+        """Return the biases that, added so many times, give the loss of the run's first step; () where none do."""
+        args = (self.make_subject, _batch_degree(self.layout), loss, tuple(candidates), factor)
+        found: tuple[str, ...] = self.launch(bias_rank, args, 1)[0] if candidates else ()
+        return found
+
     def weigh(self) -> Weights | None:
         """Explain wrong gradients of the first step by their micro-batches; None where none were kept."""
         if not (self.folder / "wrong.pt").exists():
@@ -141,7 +153,7 @@ def reference_rank(
     subject = make_subject()
     join_world(subject.device)
     references: dict[str, Reference] = {}
-    limits: dict[str, Mapping[str, float]] = {}
+    limits: dict[str, Limits] = {}
     for which in passes:
         reference = references[which] = make_reference(subject, which, degree=degree, num_steps=num_steps)
         torch.save(reference, folder / f"reference-{which}.pt")
@@ -161,13 +173,12 @@ def _draw_alone(subject: Subject, degree: int) -> dict[str, Draws]:
     """Record what one device draws, in micro-batches of the run's size."""
     from composer3d.batch import cut, to_device
 
-    with arithmetic("float64", draws=True):
-        run = subject.compose(without_plugins(subject.manifest, keep_precision=False))
-        with run, run.step(0), recording(run) as found:
-            batch = of_dtype(subject.batch(0, 0, degree), "float64")
-            for piece in cut(batch, subject.manifest.train.microbatch):
-                placed = to_device(piece, subject.device)
-                run.model(*placed.args, **placed.kwargs)
+    plain = without_plugins(subject.manifest, keep_precision=False)
+    with subject.composed("float64", plain, draws=True) as run, run.step(0), recording(run) as found:
+        batch = of_dtype(subject.batch(0, 0, degree), "float64")
+        for piece in cut(batch, subject.manifest.train.microbatch):
+            placed = to_device(piece, subject.device)
+            run.model(*placed.args, **placed.kwargs)
     return found
 
 
@@ -175,7 +186,7 @@ def composed_rank(
     make_subject: Callable[[], Subject],
     folder: Path,
     passes: Sequence[Arithmetic],
-    limits: Mapping[str, Mapping[str, float]],
+    limits: Mapping[str, Limits],
 ) -> RankReport:
     """Run every pass on one rank of the composition."""
     import torch
@@ -199,22 +210,29 @@ def composed_rank(
     try:
         report.traced = trace_step(subject, world_size=world_size, rank=rank, messages=messages)
     except Exception as error:
-        # Some of torch's machinery works on the values that others send, and there are no others.
         log.debug("rank %d cannot be traced", rank, exc_info=True)
-        report.untraceable = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        report.untraceable = _known_reason(error)
+        if not report.untraceable:
+            report.trace_error = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return report
+
+
+def _known_reason(error: BaseException) -> str:
+    """Return why torch's own machinery cannot run alone, where it is known; empty for any other error."""
+    frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if any(name.endswith("torch/nn/parallel/distributed.py") for name in frames):
+        return "torch's DistributedDataParallel compares parameters with those that other ranks send, and nobody sends"
+    return ""
 
 
 def _draw(subject: Subject) -> tuple[dict[str, Draws], bool]:
     """Record what this rank draws in its second step; the first may run more micro-batches than there are."""
-    with arithmetic("float64", draws=True):
-        run = subject.compose(subject.manifest_for("float64"))
-        with run:
-            optimizer = subject.make_optimizer(run)
-            _draw_step(subject, run, optimizer, 0)
-            with recording(run) as found:
-                _draw_step(subject, run, optimizer, 1)
-            split = run.context.split
+    with subject.composed("float64", subject.manifest_for("float64"), draws=True) as run:
+        optimizer = subject.make_optimizer(run)
+        _draw_step(subject, run, optimizer, 0)
+        with recording(run) as found:
+            _draw_step(subject, run, optimizer, 1)
+        split = run.context.split
     return found, split is not None and split.keep_unsharded
 
 
@@ -240,6 +258,25 @@ def _leave() -> None:
     # A rank that leaves while another is still in the barrier would look like one that failed.
     store.wait([f"composer3d/proof/{other}" for other in range(world_size)])
     dist.destroy_process_group()
+
+
+def bias_rank(
+    make_subject: Callable[[], Subject], degree: int, loss: float, candidates: Sequence[str], factor: int
+) -> tuple[str, ...]:
+    """Look on one device for the biases that give a loss once they are multiplied: all, or one alone."""
+    from composer3d.world import join_world
+
+    subject = make_subject()
+    join_world(subject.device)
+    right = loss_with(subject, degree=degree, factors={})
+    alone = {fqn: loss_with(subject, degree=degree, factors={fqn: factor}) for fqn in candidates}
+    # Biases that are zero, as norms begin with, change nothing however often they are added.
+    felt = tuple(fqn for fqn, found in alone.items() if abs(found - right) > _SAME_LOSS * abs(right))
+    together = loss_with(subject, degree=degree, factors=dict.fromkeys(felt, factor))
+    for chosen, found in ((felt, together), *(((fqn,), alone[fqn]) for fqn in felt)):
+        if abs(found - loss) <= _SAME_LOSS * abs(loss):
+            return chosen
+    return ()
 
 
 def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int) -> Weights | None:

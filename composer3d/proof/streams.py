@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Draws", "StreamFault", "compare_streams", "recording"]
 
+_DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _DRAWING = frozenset(
-    f"{name}{suffix}"
-    for name in ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout", "bernoulli", "rand", "randn")
-    for suffix in ("", "_", "_like")
+    [f"{name}{suffix}" for name in _DROPPING for suffix in ("", "_")]
+    + "dropout1d dropout2d dropout3d rand rand_like randn randn_like randint randint_like randperm normal".split()
+    + "normal_ uniform_ exponential_ geometric_ cauchy_ log_normal_ random_ bernoulli bernoulli_ multinomial".split()
+    + ["poisson", "gumbel_softmax"]
 )
+_WHILE_TRAINING = frozenset({"rrelu", "rrelu_"})
 _WITH_PROBABILITY = frozenset({"scaled_dot_product_attention"})
 
 
@@ -110,8 +113,12 @@ def recording(run: Composition) -> Iterator[dict[str, Draws]]:
 
 
 def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    if kwargs.get("generator") is not None:
+        return False
     if name in _WITH_PROBABILITY:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
+    if name in _WHILE_TRAINING:
+        return bool(kwargs.get("training", args[3] if len(args) > 3 else False))
     if name not in _DRAWING:
         return False
     if "dropout" not in name:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composer3d import Batch, Composition, Manifest
     from composer3d.protocol import LossFunction
 
-__all__ = ["Arithmetic", "Subject", "arithmetic", "without_plugins"]
+__all__ = ["Arithmetic", "Subject", "without_plugins"]
 
 Arithmetic: TypeAlias = Literal["float64", "own"]
 
@@ -47,18 +47,30 @@ class Subject:
     device: torch.device
     count_fn: Callable[[Any], int] | None = None
 
-    def compose(self, manifest: Manifest) -> Composition:
-        """Compose the model by a manifest, for a proof."""
+    @contextmanager
+    def composed(self, which: Arithmetic, manifest: Manifest, *, draws: bool = False) -> Iterator[Composition]:
+        """Compose the model by a manifest, and compute inside in float64 or in the run's own dtypes.
+
+        Weights are drawn as in a run; after that nothing is random, unless the model `draws`.
+        """
         from composer3d import compose
 
-        return compose(
-            self.build(),
-            manifest,
-            loss_fn=self.loss_fn,
-            count_fn=self.count_fn,
-            device=self.device,
-            purpose="verify",
-        )
+        with ExitStack() as stack:
+            if which == "float64":
+                stack.enter_context(in_double_precision())
+            run = stack.enter_context(
+                compose(
+                    self.build(),
+                    manifest,
+                    loss_fn=self.loss_fn,
+                    count_fn=self.count_fn,
+                    device=self.device,
+                    purpose="verify",
+                )
+            )
+            if not draws:
+                stack.enter_context(without_random_numbers())
+            yield run
 
     def manifest_for(self, which: Arithmetic) -> Manifest:
         """Return the run's manifest; in float64 without the precision plugins, whose dtypes are another question."""
@@ -72,14 +84,3 @@ def without_plugins(manifest: Manifest, *, keep_precision: bool) -> Manifest:
     """Return a manifest for one device: every degree 1, and no plugin but, if wanted, those of precision."""
     kept = tuple(plugin for plugin in manifest.plugins if keep_precision and plugin.info.family == "precision")
     return replace(manifest, plugins=kept, tables={**manifest.tables, "mesh": type(manifest.mesh)()})
-
-
-@contextmanager
-def arithmetic(which: Arithmetic, *, draws: bool = False) -> Iterator[None]:
-    """Compute inside in float64 or in the run's own dtypes, and without random numbers unless the model `draws`."""
-    with ExitStack() as stack:
-        if which == "float64":
-            stack.enter_context(in_double_precision())
-        if not draws:
-            stack.enter_context(without_random_numbers())
-        yield

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from composer3d.mesh import Layout
+from composer3d.mesh import Layout, Role
 from composer3d.proof.communication import Row, compare_collectives, silent_axes
 from composer3d.proof.comparison import relative
 from composer3d.proof.replicas import Drift, compare_replicas
@@ -68,7 +68,7 @@ class Evidence:
         rows: Collectives.
         silent: Axes over which no plugin communicated.
         weights: Of the micro-batches in a wrong gradient.
-        tensor_axes: Of degree above 1.
+        biases: Those that, added once a rank along a tensor axis, give the run's wrong loss.
     """
 
     layout: Layout
@@ -81,6 +81,41 @@ class Evidence:
     rows: list[Row] = field(default_factory=list)
     silent: list[str] = field(default_factory=list)
     weights: Weights | None = None
+    biases: tuple[str, ...] = ()
+
+    def first_loss(self) -> float:
+        """Return the loss of the first step in float64, of the rank where it is furthest off."""
+        right = self.told.losses["float64"][0]
+        return max((report.steps["float64"].steps[0].loss for report in self.ranks), key=lambda loss: abs(loss - right))
+
+    def is_loss_wrong(self) -> bool:
+        """Tell whether the forward is wrong before anything was updated."""
+        if "float64" not in self.told.tolerances:
+            return False
+        return (
+            not relative(self.first_loss(), self.told.losses["float64"][0]) <= self.told.tolerances["float64"]["loss"]
+        )
+
+    def uncut_biases(self, axis: str) -> list[str]:
+        """Return the biases that every rank along a tensor axis holds whole."""
+        placements: dict[str, str] = {}
+        for report in self.ranks:
+            placements |= report.steps["float64"].placements
+        return [fqn for fqn, how in sorted(placements.items()) if fqn.endswith("bias") and f"over {axis}" not in how]
+
+    def same_batches(self) -> tuple[int, int, int] | None:
+        """Return (step, rank, rank) where two data-parallel ranks were given one batch; None where none were."""
+        for report in self.ranks[0].steps.values():
+            for number in range(len(report.steps)):
+                seen: dict[int, tuple[int, int]] = {}
+                for rank, other in enumerate(self.ranks):
+                    index = self.layout.index(rank, Role.BATCH)
+                    batch = next(iter(other.steps.values())).steps[number].batch
+                    first = seen.setdefault(batch, (index, rank))
+                    if first[0] != index:
+                        return number, first[1], rank
+            break
+        return None
 
     def deviations(self, kind: Kind, which: str = "float64") -> Iterator[tuple[int, int, str, Deviation]]:
         """Yield (step, rank, FQN, deviation) of one kind."""
@@ -93,16 +128,16 @@ class Evidence:
                 for fqn, deviation in getattr(step, kind).items():
                     yield number, rank, fqn, deviation
 
-    def limit(self, kind: Kind, which: str, step: int) -> float:
-        """Return what one kind may be off by in a step; the updates before a later one carry roundings into it."""
+    def limit(self, kind: Kind, which: str, step: int, fqn: str) -> float:
+        """Return what a tensor may be off by in a step; the updates before a later one carry roundings into it."""
         name = "parameters" if kind == "initial" else "later" if step and kind != "parameters" else kind
-        return self.told.tolerances[which][name]
+        return self.told.tolerances[which].of(name, fqn)
 
     def wrong(self, kind: Kind, which: str = "float64", *, step: int | None = None) -> dict[str, list[Deviation]]:
         """Return what is beyond its tolerance, by FQN; one deviation a rank that has it."""
         result: dict[str, list[Deviation]] = {}
         for number, _, fqn, deviation in self.deviations(kind, which):
-            if not deviation.rel <= self.limit(kind, which, number) and step in (None, number):
+            if not deviation.rel <= self.limit(kind, which, number, fqn) and step in (None, number):
                 result.setdefault(fqn, []).append(deviation)
         return result
 
@@ -110,8 +145,8 @@ class Evidence:
         """Return the first step in which a gradient is wrong in float64."""
         steps = [
             number
-            for number, _, _, deviation in self.deviations("gradients")
-            if not deviation.rel <= self.limit("gradients", "float64", number)
+            for number, _, fqn, deviation in self.deviations("gradients")
+            if not deviation.rel <= self.limit("gradients", "float64", number, fqn)
         ]
         return min(steps, default=None)
 
@@ -238,15 +273,22 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
             if not number.rel <= limits[name]:
                 yield f"{what} differs by {number.rel:.3g} of its value, more than {limits[name]:.3g} ({label})"
         for kind in KINDS:
-            limit = evidence.limit(kind, which, 0)
             wrong = evidence.wrong(kind, which)
             if wrong:
+                limit = min(evidence.limit(kind, which, 0, fqn) for fqn in wrong)
                 total = len({fqn for _, _, fqn, _ in evidence.deviations(kind, which)})
                 yield f"{len(wrong)} of {total} {_WHAT[kind]} differ by more than {limit:.3g} ({label})"
     for what in ("gradients", "parameters", "buffers"):
         drifted = [drift for drift in evidence.drifts if drift.what == what]
         if drifted:
             yield f"copies of {len(drifted)} {what} are not equal on the ranks that hold them, as {drifted[0].fqn}"
+    same = evidence.same_batches()
+    if same is not None:
+        yield f"the data-parallel ranks of rank {same[1]} and rank {same[2]} are given the same batch in step {same[0]}"
+    for rank, report in enumerate(evidence.ranks):
+        if report.trace_error:
+            yield f"rank {rank} cannot be traced, so its collectives cannot be compared: {report.trace_error}"
+            break
     if evidence.streams:
         sites = {fault.site for fault in evidence.streams}
         yield f"random numbers are not drawn as the axes promise at {len(sites)} call sites, as {min(sites)}"

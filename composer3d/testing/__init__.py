@@ -9,7 +9,9 @@ others to try: `pairwise`.
 from __future__ import annotations
 
 from composer3d.testing.collectives import Collective, Collectives, count_collectives
+from composer3d.testing.combining import Combined, Refused, combine
 from composer3d.testing.covering import pairwise
+from composer3d.testing.options import Options, Row, installed_options, owners_of
 from composer3d.testing.parity import assert_gradients_equal, full, gather_full
 from composer3d.testing.proving import Parity, assert_parity
 from composer3d.testing.ranks import run_ranks
@@ -18,13 +20,20 @@ from composer3d.testing.worlds import fake_world
 __all__ = [
     "Collective",
     "Collectives",
+    "Combined",
+    "Options",
     "Parity",
+    "Refused",
+    "Row",
     "assert_gradients_equal",
     "assert_parity",
+    "combine",
     "count_collectives",
     "fake_world",
     "full",
     "gather_full",
+    "installed_options",
+    "owners_of",
     "pairwise",
     "run_ranks",
 ]

@@ -8,16 +8,15 @@ from typing import Any
 
 __all__ = ["pairwise"]
 
-# Of so many uncovered pairs each begins a row, and the row that covers most is taken: more rows are looked at than
-# that only rarely saves one.
-_NUM_BEGINNINGS = 24
-
 _Choice = tuple[str, int]
 _Pair = tuple[_Choice, _Choice]
 
 
 def pairwise(
-    options: Mapping[str, Sequence[Any]], *, excluded: Callable[[Mapping[str, Any]], bool] | None = None
+    options: Mapping[str, Sequence[Any]],
+    *,
+    excluded: Callable[[Mapping[str, Any]], bool] | None = None,
+    beginnings: int = 24,
 ) -> list[dict[str, Any]]:
     """Return rows, one value of every option each, such that every two values of two options stand together in one.
 
@@ -29,6 +28,8 @@ def pairwise(
         options: Name to values; the first values are preferred where nothing else decides.
         excluded: Says that a row cannot be. It is asked with incomplete rows too, and answers True only where no way to
             complete them exists. Pairs that stand in no row that can be are left out.
+        beginnings: Of so many uncovered pairs each begins a row, and the row that covers most is taken: more are looked
+            at than that only rarely saves a row.
 
     Returns:
         At least as many rows as the two longest options multiply to, where nothing is excluded.
@@ -43,7 +44,7 @@ def pairwise(
     2 1 2
     2 2 1
     """
-    builder = _Builder(options, excluded or (lambda row: False))
+    builder = _Builder(options, excluded or (lambda row: False), beginnings)
     rows: list[dict[str, Any]] = []
     while builder.uncovered:
         row = builder.next_row()
@@ -55,8 +56,12 @@ def pairwise(
 class _Builder:
     """Rows under construction, as indices of values; `uncovered` is ordered, so that results repeat."""
 
-    def __init__(self, options: Mapping[str, Sequence[Any]], excluded: Callable[[Mapping[str, Any]], bool]) -> None:
+    def __init__(
+        self, options: Mapping[str, Sequence[Any]], excluded: Callable[[Mapping[str, Any]], bool], beginnings: int
+    ) -> None:
+        self._beginnings = beginnings
         self._options, self._excluded, self._names = options, excluded, list(options)
+        self._places = {name: place for place, name in enumerate(options)}
         pairs = (
             ((one, i), (other, j))
             for one, other in combinations(self._names, 2)
@@ -69,7 +74,7 @@ class _Builder:
         """Return the best row of those tried, and count its pairs as covered; None if a pair turned out impossible."""
         best: dict[str, int] | None = None
         best_gain = 0
-        for pair in list(self.uncovered)[:_NUM_BEGINNINGS]:
+        for pair in list(self.uncovered)[: self._beginnings]:
             row = next(self._completions(dict(pair)), None)
             if row is None:
                 del self.uncovered[pair]
@@ -91,7 +96,14 @@ class _Builder:
         if name is None:
             yield row
             return
-        candidates = [{**row, name: index} for index in range(len(self._options[name]))]
         # Sorting is stable: of equal candidates the first value comes first.
-        for candidate in sorted(candidates, key=lambda one: -len(self._new_pairs(one))):
-            yield from self._completions(candidate)
+        for index in sorted(range(len(self._options[name])), key=lambda index: -self._gain(row, name, index)):
+            yield from self._completions({**row, name: index})
+
+    def _gain(self, row: Mapping[str, int], name: str, index: int) -> int:
+        """Return how many new pairs one more choice makes with those of a row."""
+        mine, place = (name, index), self._places[name]
+        return sum(
+            (((other, value), mine) if self._places[other] < place else (mine, (other, value))) in self.uncovered
+            for other, value in row.items()
+        )

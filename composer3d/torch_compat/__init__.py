@@ -21,6 +21,7 @@ from composer3d.torch_compat.modes import (
     import_torchao,
     in_backward,
     run_backward,
+    traceable,
     without_torch_functions,
 )
 from composer3d.torch_compat.pipelines import custom_pipeline_schedule, pipeline_orders, pipeline_schedule
@@ -91,6 +92,7 @@ __all__ = [
     "shard_of",
     "silence_redistribution",
     "storage_key",
+    "traceable",
     "tree_leaves",
     "tree_map",
     "unviewed",

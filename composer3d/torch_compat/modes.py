@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-__all__ = ["dispatch_mode", "import_torchao", "in_backward", "run_backward", "without_torch_functions"]
+__all__ = ["dispatch_mode", "import_torchao", "in_backward", "run_backward", "traceable", "without_torch_functions"]
 
 
 def dispatch_mode(
@@ -67,6 +67,24 @@ def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None 
     kept = again if retain_graph is None else retain_graph
     # The last two: parameters that are not reached are no error, and gradients are accumulated in them.
     engine._execution_engine.run_backward(several, tuple(starts), kept, again, targets, True, True)
+
+
+def traceable(func: Any) -> Any:
+    """Return the function that a torch-function mode calls for `func`, so that the compiler can trace through the mode.
+
+    `Tensor.unflatten` is Python that calls super(), which dynamo does not follow where a mode has called it (torch
+    2.11-2.15); its view is the same.
+    """
+    import torch
+
+    if torch.compiler.is_compiling() and getattr(func, "__name__", "") == "unflatten":
+        return _unflattened
+    return func
+
+
+def _unflattened(tensor: Any, dim: int, sizes: Any) -> Any:
+    at = dim % tensor.dim()
+    return tensor.view((*tensor.shape[:at], *sizes, *tensor.shape[at + 1 :]))
 
 
 def import_torchao(name: str) -> Any:

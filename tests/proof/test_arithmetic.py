@@ -82,3 +82,34 @@ def test_backwards_compute_again_in_the_same_arithmetic():
         )
         y.sum().backward()
     assert torch.equal(x.grad, 2 * ONES)
+
+
+WEIGHTS = torch.tensor([0.1, 0.7, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("draw", "expected"),
+    [
+        (lambda: torch.empty(64).exponential_(0.5), ONES * 2),
+        (lambda: torch.empty(64).normal_(3.0, 2.0), ONES * 3),
+        (lambda: torch.empty(64).normal_(mean=3.0), ONES * 3),
+        (lambda: torch.empty(64).uniform_(1.0, 2.0), ONES * 1.5),
+        (lambda: torch.empty(64).log_normal_(0.0), ONES),
+        (lambda: torch.empty(64).cauchy_(1.0), ONES),
+        (lambda: torch.empty(64).geometric_(0.4), ONES * 3),
+        (lambda: torch.normal(ONES * 2, 1.0), ONES * 2),
+        (lambda: torch.normal(2.0, 1.0, (64,)), ONES * 2),
+        (lambda: torch.randint(3, 9, (64,)), ONES.long() * 3),
+        (lambda: torch.randint(9, (64,)), ONES.long() * 0),
+        (lambda: torch.randperm(64), torch.arange(64)),
+        (lambda: torch.poisson(ONES * 2.2), ONES * 2),
+        (lambda: torch.multinomial(WEIGHTS, 2), torch.tensor([1, 2])),
+        (lambda: torch.multinomial(WEIGHTS, 3, replacement=True), torch.tensor([1, 1, 1])),
+        (lambda: F.rrelu(-ONES, 0.1, 0.3, training=True), -ONES * 0.2),
+        (lambda: F.gumbel_softmax(WEIGHTS, hard=True), torch.tensor([0.0, 1.0, 0.0])),
+        (lambda: F.gumbel_softmax(WEIGHTS, tau=0.5), (WEIGHTS * 2).softmax(-1)),
+    ],
+)
+def test_every_distribution_gives_its_likely_value(draw, expected):
+    with without_random_numbers():
+        assert torch.allclose(draw(), expected, rtol=1e-6, atol=0.0)

@@ -83,7 +83,7 @@ def spoilt(fault, factor=1.0):
         pytest.param(
             TP + plugin("sharding", "hand_made", 'fault = "bias"'),
             {},
-            r"with tp = 2 a bias that is added before the reduction of a row-cut projection is added once a rank",
+            r"layers.0.down.bias, layers.1.down.bias: added 2 times, once a rank along tp before the reduction",
             id="rowwise bias",
         ),
         pytest.param(

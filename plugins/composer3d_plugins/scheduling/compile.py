@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, select_fqns
 
 if TYPE_CHECKING:
@@ -31,7 +33,7 @@ class Compile:
     """
 
     units: tuple[str, ...] | None = None
-    backend: str = "inductor"
+    backend: str = Field(default="inductor", examples=["aot_eager"])
     mode: str | None = None
     fullgraph: bool = True
     dynamic: bool | None = None

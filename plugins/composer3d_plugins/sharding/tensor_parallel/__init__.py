@@ -76,7 +76,7 @@ class TensorParallel:
     plan: Literal["auto"] | dict[str, Style | Planned] = "auto"
     sequence_parallel: bool = False
     loss_parallel: bool = False
-    sequence_dim: int = Field(default=1, ge=0)
+    sequence_dim: int = Field(default=1, ge=0, examples=[])
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform:

@@ -1,0 +1,159 @@
+"""The matrix of all installed plugins: every two options of any of them together, beside one device.
+
+Rows are made from the plugins that are installed, third-party ones included, by `composer3d.testing.combine`: any two
+options stand together in one row that `composer3d check` lets pass. What it refuses is found out on the way and is kept
+in plugin_matrix_refusals.json, each with the choices that are to blame and a reason of README's list; `--plan` stops
+there. Then every row is proven as `composer3d verify` does, on up to 8 ranks; anything but proven is a defect.
+
+benchmarks/results/plugin_matrix.json is written after every cell, and a run that was stopped goes on where it was: rows
+that are proven stay so until `--again`. A row that fails is kept in plugin_matrix_failed.json, which the tests run.
+
+Usage: python benchmarks/plugin_matrix.py [--plan] [--cells N] [--only TEXT] [--again] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from harness import conditions, note, say
+from plugin_matrix_cells import PERMITTED, check, judge, options, owners, say_row
+
+from composer3d.testing import Refused, Row, combine
+
+HERE = Path(__file__).resolve().parent
+RESULT = HERE / "results" / "plugin_matrix.json"
+REFUSALS = HERE / "plugin_matrix_refusals.json"
+FAILED = HERE / "plugin_matrix_failed.json"
+
+
+def known_refusals() -> list[Refused]:
+    """Return the refusals that were found before, of options that there still are."""
+    if not REFUSALS.exists():
+        return []
+    here = options()
+    found = [
+        Refused(choices=frozenset(entry["choices"].items()), reason=entry["reason"])
+        for entry in json.loads(REFUSALS.read_text())
+    ]
+    return [refusal for refusal in found if all(value in here.get(key, ()) for key, value in refusal.choices)]
+
+
+def rows_of(*, learn: bool) -> list[dict[str, str]]:
+    """Return the rows of what is installed here; with `learn`, none that `check` refuses."""
+    made = combine(
+        options(),
+        check=check if learn else lambda row: (),
+        owners=owners(),
+        known=known_refusals(),
+        note=note if learn else lambda text: None,
+        learned=_write_refusals,
+    )
+    return list(made.rows)
+
+
+def _write_refusals(refused: Sequence[Refused]) -> None:
+    entries = [{"reason": refusal.reason, "choices": dict(sorted(refusal.choices))} for refusal in refused]
+    entries.sort(key=json.dumps)
+    REFUSALS.write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def neutral_left_out(row: Row) -> dict[str, str]:
+    """Return a row without what is off or default: short, and still the same when options are added."""
+    return {key: value for key, value in row.items() if value not in ("off", "default")}
+
+
+def whole(short: Mapping[str, str]) -> dict[str, str]:
+    """Undo `neutral_left_out`."""
+    here = options()
+    return {
+        key: short.get(key, "default" if short.get(key.rpartition(".")[0]) == "on" else values[0])
+        for key, values in here.items()
+    }
+
+
+def run(rows: Sequence[Row], *, again: bool, limit: int | None, stated: dict[str, Any]) -> dict[str, Any]:
+    """Judge rows that were not proven before, writing down each; return the whole result."""
+    before = (
+        {}
+        if again or not RESULT.exists()
+        else {json.dumps(cell["row"]): cell for cell in json.loads(RESULT.read_text())["cells"]}
+    )
+    cells: list[dict[str, Any]] = []
+    for row in rows:
+        short = neutral_left_out(row)
+        old = before.get(json.dumps(short), {"row": short, "outcome": "left", "detail": "", "wall_s": 0.0})
+        cells.append(old)
+    todo = [cell for cell in cells if cell["outcome"] not in ("proven", "refused")][:limit]
+    result = _result(cells, stated)
+    for number, cell in enumerate(todo, 1):
+        started = time.monotonic()
+        verdict = judge(whole(cell["row"]))
+        cell |= {"outcome": verdict.outcome, "detail": verdict.detail, "wall_s": round(time.monotonic() - started, 1)}
+        if verdict.outcome == "failed":
+            _keep(cell["row"])
+        note(f"{number} of {len(todo)}: {verdict.outcome} in {cell['wall_s']} s: {say_row(cell['row'])}")
+        if verdict.detail and verdict.outcome == "failed":
+            note(verdict.detail[:2000])
+        result = _result(cells, stated)
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+def _keep(row: Mapping[str, str]) -> None:
+    kept = json.loads(FAILED.read_text()) if FAILED.exists() else []
+    if row not in kept:
+        FAILED.write_text(json.dumps([*kept, dict(row)], indent=1) + "\n")
+
+
+def _result(cells: Sequence[Mapping[str, Any]], stated: dict[str, Any]) -> dict[str, Any]:
+    here = options()
+    return {
+        "summary": {
+            outcome: sum(cell["outcome"] == outcome for cell in cells)
+            for outcome in ("proven", "refused", "failed", "left")
+        },
+        "options": sum(len(values) for values in here.values()),
+        "refusals": len(known_refusals()),
+        "permitted": [permitted.row for permitted in PERMITTED],
+        "conditions": {**stated, "load_1min_after": round(os.getloadavg()[0], 2)},
+        "cells": list(cells),
+    }
+
+
+def main() -> int:
+    """Read the command line, run, print."""
+    parser = argparse.ArgumentParser(description="Prove every two options of all installed plugins together.")
+    parser.add_argument("--plan", action="store_true", help="make the rows, find what is refused, and stop")
+    parser.add_argument("--cells", type=int, metavar="N", help="at most so many cells, then stop")
+    parser.add_argument("--only", metavar="TEXT", default="", help="rows that have it, as in 'schedule=\"1F1B\"'")
+    parser.add_argument("--again", action="store_true", help="run proven rows too")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    from composer3d.forking import prewarm
+
+    prewarm()
+    stated = conditions()
+    rows = rows_of(learn=True)
+    note(f"{len(rows)} rows")
+    if arguments.plan:
+        return 0
+    some = [row for row in rows if arguments.only in say_row(row)]
+    found = run(some, again=arguments.again, limit=arguments.cells, stated=stated)
+    if arguments.json:
+        say(json.dumps(found, indent=1))
+    else:
+        say(", ".join(f"{number} {outcome}" for outcome, number in found["summary"].items()))
+    return 1 if found["summary"]["failed"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

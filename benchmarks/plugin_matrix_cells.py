@@ -1,0 +1,238 @@
+"""Cells of the matrix of all installed plugins: a row of options as a manifest, and what becomes of it.
+
+A cell ends proven, as `composer3d verify` proves; refused by `composer3d check` for a reason on the list `PERMITTED`,
+which is part of README's; or failed, which is a defect of composer3d or of a plugin.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer3d.errors import ComposerError, ManifestError, RankError
+from composer3d.testing import run_ranks
+from composer3d.testing.options import installed_options, owners_of, tables_of
+
+__all__ = [
+    "EXCLUDED",
+    "PERMITTED",
+    "Verdict",
+    "check",
+    "judge",
+    "manifest_of",
+    "options",
+    "owners",
+    "reason_of",
+    "say_row",
+]
+
+TIMEOUT_S = 400.0
+SEQ_LEN = 8
+# What rows have besides plugins and degrees. The first value is the neutral one.
+FURTHER: Mapping[str, tuple[str, ...]] = {
+    "train.accumulation": ("1", "2", "8"),
+    "train.grad_clip": ("default", "0.05"),
+    "model.tie_embeddings": ("false", "true"),
+    "model.dropout": ("0.0", "0.1"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permitted:
+    """A refusal that is right.
+
+    Args:
+        row: How its row in README's table of refusals begins.
+        message: A regular expression that the message matches.
+    """
+
+    row: str
+    message: str
+
+
+PERMITTED: tuple[Permitted, ...] = (
+    Permitted(row="`fsdp2` and `ddp` in one manifest", message=r'both own the axis "dp_replicate"'),
+    Permitted(
+        row="`fsdp2`: `reshard_after_forward` with `zero` below 3", message=r"reshard_after_forward is zero = \d's"
+    ),
+    Permitted(
+        row='`ddp`: `reducer = "bucketed"` with `pp` or `tp` above 1',
+        message=r'reducer = "bucketed" does not work with (pp|tp) = \d+: ',
+    ),
+    Permitted(row="`ddp`: options of the other reducer", message=r'\w+ has no effect with reducer = "\w+"'),
+    Permitted(
+        row='`ddp`: `reducer = "bucketed"` with another `reduce_dtype` than float32',
+        message=r"the buckets reduce gradients in the dtype of the weights",
+    ),
+    Permitted(row="`float8` where no layer is left to convert", message=r"no layer is left to convert"),
+    Permitted(
+        row="`float8`: `all_gather` with a scale a row",
+        message=r"all_gather = true needs|auto = true has no thresholds|emulate = false, and this device",
+    ),
+    Permitted(row="`torch_profiler`: ranks that the world does not have", message=r"nvtx needs CUDA"),
+    Permitted(row="`mixed` where no plugin asks for dtypes", message=r"gives dtypes, but no plugin"),
+    Permitted(
+        row="`mixed`: options of the loss scale without float16",
+        message=r"(growth_interval|buffer_dtype|norm_modules) has no effect",
+    ),
+    Permitted(
+        row="`pipeline`: fewer micro-batches than the schedule needs",
+        message=r"needs at least as many micro-batches as stages|needs a multiple of \d+",
+    ),
+    Permitted(
+        row="`pipeline`: another number of stages a rank than the schedule has",
+        message=r"has (one stage|two stages|several stages) a rank, not \d+",
+    ),
+    Permitted(
+        row="`pipeline`: zero-bubble schedules with `compile`", message=r"cannot cut a compiled backward|compiled"
+    ),
+    Permitted(
+        row="`pipeline`: zero-bubble schedules with `fsdp2` and",
+        message=r"parameters that the second half|resharding|reshard_(root|after_forward).*(zero.bubble|Zero)",
+    ),
+    Permitted(
+        row="`wandb`, `prometheus`, `tensorboard` where their library is not installed",
+        message=r"(wandb|prometheus_client|tensorboard) is not installed",
+    ),
+)
+# What is different from one device because it was asked to be; said in README.
+EXCLUDED: tuple[Mapping[str, str], ...] = (
+    {"scheduling.activation_checkpoint.preserve_rng_state": "false", "model.dropout": "0.1"},
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What became of a cell.
+
+    Args:
+        outcome: proven, refused, or failed.
+        detail: The reason of what is not proven.
+    """
+
+    outcome: str
+    detail: str = ""
+
+
+def options() -> dict[str, tuple[str, ...]]:
+    """Return every option of the plugins that are installed here, and what rows have besides."""
+    return {**installed_options(), **FURTHER}
+
+
+def owners() -> dict[str, tuple[str, ...]]:
+    """Return the plugins that own each axis of the options."""
+    return owners_of(options())
+
+
+def manifest_of(row: Mapping[str, str]) -> str:
+    """Return a row as the text of a manifest; `train.accumulation` is the number of micro-batches of a rank."""
+    degrees = {key.removeprefix("mesh."): int(value) for key, value in row.items() if key.startswith("mesh.")}
+    ranks = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    clip = row.get("train.grad_clip", "default")
+    # Two stages a rank at most.
+    layers = 2 * degrees.get("pp", 1)
+    accumulation = int(row.get("train.accumulation", "1"))
+    return "\n".join(
+        [
+            "composer3d = 1",
+            tables_of(row),
+            'model.use = "composer3d.models:llama"',
+            f"model.args = {{ dim = 32, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, ffn_dim = 64, "
+            f"tie_embeddings = {row.get('model.tie_embeddings', 'false')}, "
+            f"dropout = {row.get('model.dropout', '0.0')} }}",
+            f'data = {{ use = "synthetic", seq_len = {SEQ_LEN}, vocab_size = 32 }}',
+            f"train = {{ steps = 2, microbatch = 1, global_batch = {accumulation * ranks}"
+            + (f", grad_clip = {clip}" if clip != "default" else "")
+            + " }",
+            'run.device = "cpu"',
+            "",
+        ]
+    )
+
+
+def say_row(row: Mapping[str, str]) -> str:
+    """Return the choices of a row that are not neutral, in one line."""
+    return " ".join(f"{key}={value}" for key, value in row.items() if value not in ("off", "default", "1", "on"))
+
+
+def check(row: Mapping[str, str]) -> tuple[str, ...]:
+    """Return what `composer3d check` says against a row, a reason for each problem: the row of README, or the text."""
+    for excluded in EXCLUDED:
+        if excluded.items() <= row.items():
+            return ("excluded",)
+    return _check(json.dumps(dict(row)))
+
+
+@functools.lru_cache(maxsize=65536)
+def _check(text: str) -> tuple[str, ...]:
+    from composer3d.cli.inspection import device_of, inspect, open_manifest
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cell.toml"
+        path.write_text(manifest_of(json.loads(text)))
+        try:
+            opened = open_manifest(str(path), ())
+            found = inspect(opened, world_size=None, rank=0, device=device_of(opened.manifest))
+            problems = [problem for problem in found.problems if problem.severity == "error"]
+        except ManifestError as error:
+            problems = list(error.problems)
+    return tuple(dict.fromkeys(reason_of(problem.message) for problem in problems))
+
+
+def reason_of(message: str) -> str:
+    """Return the permitted refusal that a message is, or the message."""
+    known = (permitted.row for permitted in PERMITTED if re.search(permitted.message, message))
+    return next(known, re.sub(r" \(\S+:\d+\)|\d+", "", message))
+
+
+def judge(row: Mapping[str, str]) -> Verdict:
+    """Check a row, and prove it if it is not refused; one cell."""
+    reasons = check(row)
+    if reasons:
+        permitted = {permitted.row for permitted in PERMITTED} | {"excluded"}
+        other = [reason for reason in reasons if reason not in permitted]
+        return (
+            Verdict(outcome="failed", detail=f"refused: {other[0]}")
+            if other
+            else Verdict(outcome="refused", detail=reasons[0])
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cell.toml"
+        path.write_text(manifest_of(row))
+        try:
+            return _prove(str(path))
+        except (RankError, ComposerError) as error:
+            return Verdict(outcome="failed", detail=str(error))
+
+
+def _prove(path: str) -> Verdict:
+    from composer3d.mesh import Role
+    from composer3d.preparation import layout_of
+    from composer3d.proof import prove, read_manifest, subject_of
+    from composer3d.registry import Hooks
+
+    overrides = ("data.workers=0",)
+    manifest = read_manifest(path, overrides)
+    layout = layout_of(manifest, Hooks(manifest.plugins), world_size=None)
+    train = manifest.tables["train"]
+    verdict = prove(
+        functools.partial(subject_of, path, overrides, None, "cpu"),
+        layout=layout,
+        launch=_launch,
+        num_steps=2,
+        microbatches=(train.global_batch or 1) // layout.degree(Role.BATCH),
+        grad_clip=train.grad_clip,
+    )
+    if verdict.ok:
+        return Verdict(outcome="proven", detail="; ".join(verdict.notes))
+    return Verdict(outcome="failed", detail="\n".join([*verdict.failures, *verdict.diagnosis]))
+
+
+def _launch(function: Any, args: Sequence[Any], num_ranks: int) -> list[Any]:
+    return run_ranks(function, num_ranks, *args, timeout_s=TIMEOUT_S)

@@ -1,0 +1,246 @@
+"""Rows in which every two options of all plugins stand together, but for those that are refused together.
+
+What is refused is not known beforehand. Rows are made, each is put to `check`, and of a row that is refused the choices
+that are to blame are found: the rest of the matrix is then made without them. So a refusal hides no other pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeAlias
+
+from composer3d.testing.covering import pairwise
+from composer3d.testing.options import DEFAULT, OFF, ON, Options, Row, plugin_of
+
+__all__ = ["Combined", "Refused", "combine", "uncovered"]
+
+# Fewer than `pairwise` takes by itself: there are many options here, and a row more costs less than a search.
+_NUM_BEGINNINGS = 4
+
+Choices: TypeAlias = frozenset[tuple[str, str]]
+# Says why `check` refuses a row: one reason for each problem, empty where it is fine.
+Check: TypeAlias = Callable[[Row], Sequence[str]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Refused:
+    """Choices that are refused together, whatever else a row has.
+
+    Args:
+        choices: (key, value); off and defaults are among them where another value would do.
+        reason: As `check` said.
+    """
+
+    choices: Choices
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Combined:
+    """A covering set.
+
+    Args:
+        rows: Every one passes `check`.
+        refused: What no row has.
+    """
+
+    rows: tuple[dict[str, str], ...]
+    refused: tuple[Refused, ...]
+
+
+def combine(
+    options: Options,
+    *,
+    check: Check,
+    owners: Mapping[str, Sequence[str]],
+    max_ranks: int = 8,
+    known: Iterable[Refused] = (),
+    note: Callable[[str], None] = lambda text: None,
+    learned: Callable[[Sequence[Refused]], None] = lambda refused: None,
+) -> Combined:
+    """Return rows such that any two values of any two options stand together in one that `check` lets pass.
+
+    Args:
+        options: From `installed_options`, and others; of each key the neutral value first.
+        check: Asked for every row; it should take a fraction of a second.
+        owners: From `owners_of`: an axis above 1 needs one of them.
+        max_ranks: Of a row's world.
+        known: Refusals that were found before, which saves finding them.
+        note: Told how far it is.
+        learned: Handed all refusals that are known, whenever there are more.
+
+    Returns:
+        The same for the same arguments.
+    """
+    found = list(known)
+    # Whole plugins first: what is refused is mostly between them, and is then seen before their options are chosen.
+    # On is preferred to off: a plugin that is off takes all its options out of a row.
+    ordered = {
+        key: tuple(reversed(options[key])) if options[key] == (OFF, ON) else options[key]
+        for key in sorted(options, key=lambda key: plugin_of(key) is not None)
+    }
+    while True:
+        excluded = excluder(options, owners=owners, max_ranks=max_ranks, refused=found)
+        rows = pairwise(ordered, excluded=excluded, beginnings=_NUM_BEGINNINGS)
+        new: list[Refused] = []
+        for row in rows:
+            explained = {refusal.reason for refusal in new if _stands_in(refusal.choices, row)}
+            for reason in (reason for reason in check(row) if reason not in explained):
+                new.append(explain(row, reason, options, check, owners))
+                note(f"{reason}: {' '.join(f'{key}={value}' for key, value in sorted(new[-1].choices))}")
+        note(f"{len(rows)} rows, {len(found)} refusals known, {len(new)} new")
+        if not new:
+            return Combined(rows=tuple(rows), refused=tuple(found))
+        found += new
+        learned(found)
+
+
+def excluder(
+    options: Options,
+    *,
+    owners: Mapping[str, Sequence[str]],
+    max_ranks: int,
+    refused: Iterable[Refused],
+) -> Callable[[Mapping[str, Any]], bool]:
+    """Return what tells rows, complete or not, that cannot be."""
+    conflicts = [refusal.choices for refusal in refused]
+    axes = [key for key in options if key.startswith("mesh.")]
+    plugins = {key: plugin for key in options if (plugin := plugin_of(key)) is not None}
+
+    def excluded(row: Mapping[str, Any]) -> bool:
+        # What an option says of its plugin holds before the plugin's own turn comes: a search that went on until then
+        # would try everything in between. So does what refusals leave over.
+        implied: dict[str, Any] = dict(row)
+        for key, value in row.items():
+            plugin = plugins.get(key)
+            state = OFF if value == OFF else ON
+            if plugin is not None and implied.setdefault(plugin, state) != state:
+                return True
+        if math.prod(int(row.get(axis, 1)) for axis in axes) > max_ranks:
+            return True
+        for axis, owning in owners.items():
+            if row.get(axis, "1") != "1" and all(implied.get(owner, ON) == OFF for owner in owning):
+                return True
+        return not _propagate(implied, conflicts, options, plugins)
+
+    return excluded
+
+
+def _propagate(
+    implied: dict[str, Any], conflicts: Sequence[Choices], options: Options, plugins: Mapping[str, str]
+) -> bool:
+    """Choose what refusals leave no other value for; False where one of them cannot be avoided."""
+    while True:
+        forbidden: dict[str, set[str]] = {}
+        for choices in conflicts:
+            left = None
+            for key, value in choices:
+                given = implied.get(key)
+                if given is None and left is None:
+                    left = (key, value)
+                elif given != value:
+                    break
+            else:
+                if left is None:
+                    return False
+                forbidden.setdefault(left[0], set()).add(left[1])
+        changed = False
+        for key, values in forbidden.items():
+            plugin = implied.get(plugins.get(key, ""))
+            possible = [
+                value
+                for value in options[key]
+                if value not in values and (plugin is None or (plugin == OFF) == (value == OFF))
+            ]
+            if not possible:
+                return False
+            if len(possible) == 1:
+                implied[key] = possible[0]
+                changed = True
+        if not changed:
+            return True
+
+
+def explain(row: Row, reason: str, options: Options, check: Check, owners: Mapping[str, Sequence[str]]) -> Refused:
+    """Find the choices of a refused row that are to blame.
+
+    First everything goes that may: a plugin is switched off, an option is given its neutral value, as long as the
+    reason stays. Then each choice that is left counts, if the reason goes with another value of it.
+
+    Args:
+        row: Refused.
+        reason: Why.
+        options: All values.
+        check: As for `combine`.
+        owners: As for `combine`.
+    """
+    small = _shrunk(dict(row), reason, options, check, owners)
+    blamed = set()
+    for key, value in small.items():
+        plugin = plugin_of(key)
+        if plugin is not None and small[plugin] == OFF:
+            continue
+        others = (_changed(small, key, other, options) for other in options[key] if other != value)
+        if any(_is_whole(other, owners) and reason not in check(other) for other in others):
+            blamed.add((key, value))
+    return Refused(choices=frozenset(blamed or row.items()), reason=reason)
+
+
+def _shrunk(
+    row: dict[str, str], reason: str, options: Options, check: Check, owners: Mapping[str, Sequence[str]]
+) -> Row:
+    """Neutralise as much of a row as may go while the reason stays: halves of it, then ever smaller parts."""
+    for keys in ([key for key in options if plugin_of(key) is None], [key for key in options if plugin_of(key)]):
+        size = len(keys)
+        while size:
+            for start in range(0, len(keys), size):
+                candidate = row
+                for key in keys[start : start + size]:
+                    neutral = DEFAULT if plugin_of(key) and row[key] != OFF else options[key][0]
+                    if candidate[key] != neutral:
+                        candidate = _changed(candidate, key, neutral, options)
+                if candidate != row and _is_whole(candidate, owners) and reason in check(candidate):
+                    row = candidate
+            size //= 2
+    return row
+
+
+def uncovered(options: Options, rows: Sequence[Row]) -> set[tuple[tuple[str, str], tuple[str, str]]]:
+    """Return the pairs of choices that stand together in no row."""
+    wanted = {
+        ((one, first), (other, second))
+        for one, other in combinations(options, 2)
+        for first in options[one]
+        for second in options[other]
+    }
+    return wanted - {pair for row in rows for pair in combinations([(key, row[key]) for key in options], 2)}
+
+
+def _stands_in(choices: Choices, row: Mapping[str, Any]) -> bool:
+    return all(row.get(key) == value for key, value in choices)
+
+
+def _changed(row: Row, key: str, value: str, options: Options) -> dict[str, str]:
+    """Return the row with another value; a plugin takes its options with it, and brings them at their defaults."""
+    result = {**row, key: value}
+    for other in options:
+        if plugin_of(other) == key:
+            result[other] = OFF if value == OFF else DEFAULT
+    return result
+
+
+def _is_one_change(row: Row, key: str) -> bool:
+    """Tell whether a changed row is a row: an option cannot be off while its plugin is on."""
+    plugin = plugin_of(key)
+    return plugin is None or (row[plugin] == OFF) == (row[key] == OFF)
+
+
+def _is_whole(row: Row, owners: Mapping[str, Sequence[str]]) -> bool:
+    """Tell whether a row has an owner for every axis above 1, and its options are those of its plugins."""
+    options = all(_is_one_change(row, key) for key in row)
+    return options and all(
+        row[axis] == "1" or any(row.get(owner) == ON for owner in keys) for axis, keys in owners.items()
+    )
