@@ -11,7 +11,7 @@ from torch import Tensor
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 
-__all__ = ["ATTRIBUTE", "SEQUENCE", "Cut", "Unfollowed", "copy_mark", "cut_of", "cuts_in", "mark", "note", "strip"]
+__all__ = ["ATTRIBUTE", "SEQUENCE", "Cut", "Unfollowed", "copy_mark", "cut_of", "cuts_in", "mark", "strip", "unmark"]
 
 ATTRIBUTE = "composer3d_cut"
 # Where a cut comes from that goes along the sequence.
@@ -108,17 +108,15 @@ def copy_mark(marked: Tensor, other: Any) -> Any:
     return other
 
 
-def note(record: list[Any], func: Any, result: Any) -> None:
-    """Write down the name of a function and the shapes of its results, if it returned tensors."""
-    with torch_compat.without_torch_functions():
-        shapes = [tuple(leaf.shape) for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor)]
-    if shapes:
-        record.append((getattr(func, "__name__", str(func)), shapes))
-
-
 def strip(tensor: Tensor) -> Tensor:
     """Return a tensor of which nothing is known: the same one, or one that shares its memory and graph."""
     if cut_of(tensor) is None:
         return tensor
     with torch_compat.without_torch_functions():
         return tensor.view_as(tensor)
+
+
+def unmark(tensor: Any) -> None:
+    """Forget what is known of a tensor, if anything is."""
+    if cut_of(tensor) is not None:
+        delattr(tensor, ATTRIBUTE)

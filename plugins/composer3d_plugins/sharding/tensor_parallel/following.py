@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, cuts_in, note
+from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, cuts_in
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
@@ -33,6 +33,7 @@ from composer3d_plugins.sharding.tensor_parallel.functions import (
     narrowed,
 )
 from composer3d_plugins.sharding.tensor_parallel.meeting import Meeting, is_in_place
+from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Placed, Unplaceable, inside, regroup
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ class Following(TorchFunctionMode):
         where: Named in errors.
         mesh: Of tp alone; None where a run is rehearsed.
         drawing: Gives random functions on cut tensors their stream; None where a run is rehearsed.
-        record: Takes the name of each function and the shapes of its results, to be compared with another run.
+        record: Notes each function, to be compared with another run.
     """
 
     def __init__(
@@ -59,29 +60,29 @@ class Following(TorchFunctionMode):
         *,
         mesh: DeviceMesh | None = None,
         drawing: Drawing | None = None,
-        record: list[Any] | None = None,
+        record: Record | None = None,
     ) -> None:
         super().__init__()
         self._degree, self._where, self._drawing, self._record = degree, where, drawing, record
-        self._has_drawn = False
+        self._num_draws = 0
         self._meeting = Meeting(degree, mesh)
         self.mesh = mesh
 
     @property
-    def has_acted(self) -> bool:
-        """Whether something was done that code alone, run on shares, would not get right.
-
-        Whole tensors met cut ones, or cut ones met random numbers.
-        """
-        return self._meeting.has_acted or self._has_drawn
+    def num_acts(self) -> int:
+        """How often something was done that code alone, run on shares, would not do: whole tensors met cut ones."""
+        return self._meeting.num_acts
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function on shares."""
+        if self._record is None:
+            return self.run(func, args, dict(kwargs or {}))
+        acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(kwargs or {}))
-        if self._record is not None:
-            note(self._record, func, result)
+        has_acted, is_apart = self.num_acts > acts, self._num_draws > draws
+        self._record.note(func, args, dict(kwargs or {}), result, has_acted=has_acted, is_apart=is_apart)
         return result
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -166,7 +167,7 @@ class Following(TorchFunctionMode):
             return contextlib.nullcontext()
         if options.get("generator") is not None:
             raise Unfollowed("it draws from a generator of its own, which is in the same state on all ranks")
-        self._has_drawn = True
+        self._num_draws += 1
         return contextlib.nullcontext() if self._drawing is None else self._drawing.sharded()
 
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
