@@ -11,16 +11,28 @@ from torch import Tensor
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 
-__all__ = ["ATTRIBUTE", "SEQUENCE", "Cut", "Unfollowed", "copy_mark", "cut_of", "cuts_in", "mark", "strip", "unmark"]
+__all__ = [
+    "ATTRIBUTE",
+    "SEQUENCE",
+    "Cut",
+    "Marks",
+    "Unfollowed",
+    "copy_mark",
+    "cut_of",
+    "cuts_in",
+    "mark",
+    "strip",
+    "unmark",
+]
 
 ATTRIBUTE = "composer3d_cut"
 # Where a cut comes from that goes along the sequence.
 SEQUENCE = "the sequence"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """What is known of a tensor that is a rank's share.
+    """What is known of a tensor that is a rank's share; one that several tensors have tells that they are cut alike.
 
     Args:
         shadow: A tensor on meta of the whole size.
@@ -100,6 +112,30 @@ def mark(tensor: Tensor, *, placed: Placed, degree: int, sources: frozenset[str]
     shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
     setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources))
     return tensor
+
+
+class Marks:
+    """Marks tensors, those that are cut alike with the same mark.
+
+    Args:
+        degree: Of tp.
+        sources: Of the marks.
+    """
+
+    def __init__(self, degree: int, sources: frozenset[str] = frozenset()) -> None:
+        self._degree, self._sources = degree, sources
+        self._known: dict[Any, Cut] = {}
+
+    def mark(self, tensor: Tensor, placed: Placed) -> Tensor:
+        """Say that a tensor is a rank's share; return it."""
+        key = (tuple(tensor.shape), tensor.dtype, placed)
+        cut = self._known.get(key)
+        if cut is not None:
+            setattr(tensor, ATTRIBUTE, cut)
+            return tensor
+        mark(tensor, placed=placed, degree=self._degree, sources=self._sources)
+        self._known[key] = getattr(tensor, ATTRIBUTE)
+        return tensor
 
 
 def copy_mark(marked: Tensor, other: Any) -> Any:

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, cut_of, mark, strip, unmark
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, strip, unmark
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing
 from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.memory import Memory
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 
@@ -80,12 +81,19 @@ def followed(
         context: The run.
     """
 
+    memory, marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
+
+    def marked(value: Tensor) -> Tensor:
+        if cut is None or cut_of(value) is not None:
+            return value
+        return marks.mark(value.view_as(value), Placed(dim=cut, parts=(value.shape[cut] * mesh.size(),)))
+
     @functools.wraps(forward)
     def following(*args: Any, **kwargs: Any) -> Any:
         key = None if cut is None else activation_of(args, kwargs)
         if cut is not None and key is not None:
-            args, kwargs = replaced(args, kwargs, key, functools.partial(_marked, dim=cut, degree=mesh.size()))
-        with Following(mesh.size(), fqn, mesh=mesh, drawing=Drawing(context, fqn)):
+            args, kwargs = replaced(args, kwargs, key, marked)
+        with Following(mesh.size(), fqn, mesh=mesh, drawing=Drawing(context, fqn), memory=memory):
             output = forward(*args, **kwargs)
         for leaf in torch_compat.tree_leaves(output):
             if (cut_now := cut_of(leaf)) is not None and cut_now.is_sequence:
@@ -93,10 +101,3 @@ def followed(
         return output
 
     return following
-
-
-def _marked(value: Tensor, *, dim: int, degree: int) -> Tensor:
-    if cut_of(value) is not None:
-        return value
-    placed = Placed(dim=dim, parts=(value.shape[dim] * degree,))
-    return mark(value.view_as(value), placed=placed, degree=degree, sources=frozenset({SEQUENCE}))

@@ -17,7 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, cut_of, mark, strip
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
 from composer3d_plugins.sharding.tensor_parallel.making import Made
@@ -62,6 +62,14 @@ class Applier:
     def mesh(self) -> DeviceMesh:
         """The mesh of tp alone; torch makes a new one whenever it is asked, which hooks would do in every forward."""
         return self.context.mesh["tp"]
+
+    @cached_property
+    def _marks(self) -> Marks:
+        return Marks(self.mesh.size())
+
+    @cached_property
+    def _sequence_marks(self) -> Marks:
+        return Marks(self.mesh.size(), frozenset({SEQUENCE}))
 
     def apply(self, fqns: Sequence[str]) -> None:
         """Apply the rules of the modules with these names."""
@@ -182,8 +190,7 @@ class Applier:
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
             local: Tensor = torch_compat.unviewed(output.to_local())
-            placed = Placed(dim=local.ndim - 1, parts=parts)
-            return mark(local, placed=placed, degree=self.mesh.size()) if is_followed else local
+            return self._marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_followed else local
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -210,8 +217,7 @@ class Applier:
             self._refuse_uneven(output, cut)
             local: Tensor = self._unwrap(output, cut)
             if cut is not None and is_followed:
-                placed = Placed(dim=cut, parts=(output.shape[cut],))
-                mark(local, placed=placed, degree=self.mesh.size(), sources=frozenset({SEQUENCE}))
+                self._sequence_marks.mark(local, Placed(dim=cut, parts=(output.shape[cut],)))
             return local
 
         module.register_forward_pre_hook(before)
@@ -265,7 +271,7 @@ class Applier:
                 up_to = 0 if cut is None else cut.placed.dim + 1
                 if cut is None or local.shape[:up_to] != strip(x).shape[:up_to]:
                     return local
-                return mark(local, placed=cut.placed, degree=self.mesh.size(), sources=cut.sources)
+                return (self._sequence_marks if cut.is_sequence else self._marks).mark(local, cut.placed)
 
             module.forward = wrapped
         elif rule.style == "sequence":
