@@ -29,7 +29,11 @@ def rows(name, text):
 
 
 def plans(cases):
-    return [rows(name, text) for name, text in cases]
+    """Return which modules are cut how; how the model's code is run beside that is another test's."""
+    return [
+        {style: fqns for style, fqns in rows(name, text).items() if style not in ("sizes", "followed")}
+        for name, text in cases
+    ]
 
 
 # ---- numerics --------------------------------------------------------------------------------------------------------
@@ -149,18 +153,28 @@ def test_the_sequence_is_cut_between_the_first_block_and_the_last():
     assert found["sequence"] == layers("attention_norm", "attention_dropout", "ffn_norm", "ffn_dropout")
 
 
-def followed(cases):
-    result = []
-    for name, text in cases:
-        run = composer3d.compose(built(name), write_manifest(text), loss_fn=class_loss)
-        result += [made.follows for made in run.context.state.values()]
-        run.close()
-    return result
+def codes(cases):
+    return [{label: rows(name, text).get(label, ()) for label in ("sizes", "followed")} for name, text in cases]
 
 
-def test_only_code_that_computes_with_whole_sizes_is_followed():
-    cases = [("llama", auto()), ("llama", auto(2, SP)), ("mixer", auto()), ("gpt2", auto()), ("bert", auto())]
-    assert run_ranks(followed, 2, cases)[0] == [False, False, False, True, True]
+CODES = [
+    (("llama", auto()), {}),
+    (("llama", auto(2, SP)), {}),
+    (("mixer", auto()), {}),
+    # Attributes hold this rank's number of heads.
+    (("bert", auto()), {"sizes": layers("attention", blocks="layer")}),
+    (("bert", auto(2, SP)), {"sizes": layers("attention", blocks="layer")}),
+    (("GroupedNormed", auto()), {"sizes": ("layers.0", "layers.1")}),
+    # Sizes computed from whole activations; the rest of the block is not followed.
+    (("gpt2", auto()), {"followed": layers("attn", blocks="h")}),
+    (("gpt2", auto(2, SP)), {"followed": layers("attn", blocks="h")}),
+    (("Alibi", auto()), {"followed": ("layers.0", "layers.1")}),
+]
+
+
+def test_what_is_done_to_the_models_code_is_in_the_plan():
+    found = run_ranks(codes, 2, [case for case, _ in CODES])[0]
+    assert found == [{"sizes": (), "followed": (), **expected} for _, expected in CODES]
 
 
 # ---- declared plans --------------------------------------------------------------------------------------------------
@@ -205,6 +219,7 @@ PAIR = {"colwise": layers("mlp.c_fc", blocks="h"), "rowwise": layers("mlp.c_proj
 # A style of Hugging Face's that is not known here: the code tells as much.
 DERIVED = {
     "colwise": layers("mlp.c_fc", blocks="h"),
+    "followed": layers("attn", blocks="h"),
     "head": ("lm_head",),
     "packed_colwise": layers("attn.c_attn", blocks="h"),
     "rowwise": ("h.0.attn.c_proj", "h.0.mlp.c_proj", "h.1.attn.c_proj", "h.1.mlp.c_proj"),

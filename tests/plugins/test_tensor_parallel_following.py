@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from composer3d_plugins.sharding.tensor_parallel import cuts
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
 from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.memory import Memory
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed, Unplaceable, inside, regroup
 
@@ -19,18 +20,19 @@ def share(whole, placed, rank):
     return torch.cat([piece.chunk(DEGREE, placed.dim)[rank] for piece in pieces], placed.dim)
 
 
-def shares(whole, parts=None, dim=-1):
+def shares(whole, parts=None, dim=-1, marks=None):
     """Return every rank's marked share."""
     placed = Placed(dim=dim % whole.ndim, parts=parts or (whole.shape[dim],))
-    return [cuts.mark(share(whole, placed, rank), placed=placed, degree=DEGREE) for rank in range(DEGREE)]
+    marks = marks or cuts.Marks(DEGREE)
+    return [marks.mark(share(whole, placed, rank), placed) for rank in range(DEGREE)]
 
 
-def agree(function, *wholes, parts=None, dim=-1):
+def assert_alike(function, *wholes, parts=None, dim=-1, marks=None, memories=(None, None)):
     """Run a function on whole tensors, and followed on every rank's shares: each result is the share of the whole's."""
     expected = function(*wholes)
-    ranks = list(zip(*(shares(whole, parts, dim) for whole in wholes), strict=True))
+    ranks = list(zip(*(shares(whole, parts, dim, marks) for whole in wholes), strict=True))
     for rank, mine in enumerate(ranks):
-        following = Following(DEGREE, "test")
+        following = Following(DEGREE, "test", memory=memories[rank])
         following._meeting._rank = rank
         with following:
             found = function(*mine)
@@ -112,7 +114,41 @@ FOLLOWED = {
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_shares_of_results_are_results_of_shares(name):
     function, parts, shape = FOLLOWED[name]
-    agree(function, random(*shape), parts=parts)
+    assert_alike(function, random(*shape), parts=parts)
+
+
+class Counting(Memory):
+    """Counts what is decided, and what is remembered."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = self.known = 0
+
+    def get(self, key):
+        found = super().get(key)
+        self.asked, self.known = self.asked + 1, self.known + (found is not None)
+        return found
+
+
+# What changes tensors in place, or takes a share of whole ones, is decided each time.
+DECIDED = {"scaled", "scaled parts", "biased heads", "joined with whole", "grouped keys that are whole", "written"}
+DECIDED |= {"tiled", "glu", "like another"}
+
+
+@pytest.mark.parametrize("name", FOLLOWED)
+def test_what_is_remembered_is_right_on_other_numbers_and_sizes(name):
+    function, parts, shape = FOLLOWED[name]
+    marks, memories = cuts.Marks(DEGREE), [Counting() for _ in range(DEGREE)]
+    x = random(*shape)
+    for whole in (x, x + 1.0):
+        before = [(memory.asked, memory.known) for memory in memories]
+        assert_alike(function, whole, parts=parts, marks=marks, memories=memories)
+    for memory, (asked, known) in zip(memories, before, strict=True):
+        assert (memory.known - known == memory.asked - asked > 0) == (name not in DECIDED)
+    if name in ("attention", "gate", "unequal parts", "open size"):
+        size = (2 * B, S + 2) if name != "open size" else (B, S)
+        for whole in (random(*size, shape[-1]), x):
+            assert_alike(function, whole, parts=parts, marks=marks, memories=memories)
 
 
 REFUSED = {

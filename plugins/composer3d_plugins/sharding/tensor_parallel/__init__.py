@@ -105,10 +105,12 @@ class TensorParallel:
         return list(made.rules)
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
+        made = context.state[self]
         rows: dict[str, list[str]] = {}
-        for fqn, rule in context.state[self].rules.items():
+        for fqn, rule in made.rules.items():
             rows.setdefault(rule.style, []).append(fqn)
-        return {style: rows[style] for style in sorted(rows)}
+        extra = {"sizes": list(dict.fromkeys(fqn for fqn, _ in made.sizes)), "followed": list(made.followed)}
+        return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         from composer3d_plugins.sharding.tensor_parallel.styles import Applier
@@ -117,12 +119,10 @@ class TensorParallel:
         if context.degrees["tp"] > 1:
             Applier(
                 model=model,
-                rules=made.rules,
+                made=made,
                 context=context,
                 sequence_dim=self.sequence_dim if self.sequence_parallel else None,
                 loss_parallel=self.loss_parallel,
-                follows=made.follows,
-                blocks=made.blocks,
             ).apply(fqns)
         return fqns
 

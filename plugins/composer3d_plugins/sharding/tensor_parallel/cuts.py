@@ -11,16 +11,28 @@ from torch import Tensor
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 
-__all__ = ["ATTRIBUTE", "SEQUENCE", "Cut", "Unfollowed", "copy_mark", "cut_of", "cuts_in", "mark", "note", "strip"]
+__all__ = [
+    "ATTRIBUTE",
+    "SEQUENCE",
+    "Cut",
+    "Marks",
+    "Unfollowed",
+    "copy_mark",
+    "cut_of",
+    "cuts_in",
+    "mark",
+    "strip",
+    "unmark",
+]
 
 ATTRIBUTE = "composer3d_cut"
 # Where a cut comes from that goes along the sequence.
 SEQUENCE = "the sequence"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """What is known of a tensor that is a rank's share.
+    """What is known of a tensor that is a rank's share; one that several tensors have tells that they are cut alike.
 
     Args:
         shadow: A tensor on meta of the whole size.
@@ -102,18 +114,34 @@ def mark(tensor: Tensor, *, placed: Placed, degree: int, sources: frozenset[str]
     return tensor
 
 
+class Marks:
+    """Marks tensors, those that are cut alike with the same mark.
+
+    Args:
+        degree: Of tp.
+        sources: Of the marks.
+    """
+
+    def __init__(self, degree: int, sources: frozenset[str] = frozenset()) -> None:
+        self._degree, self._sources = degree, sources
+        self._known: dict[Any, Cut] = {}
+
+    def mark(self, tensor: Tensor, placed: Placed) -> Tensor:
+        """Say that a tensor is a rank's share; return it."""
+        key = (tuple(tensor.shape), tensor.dtype, placed)
+        cut = self._known.get(key)
+        if cut is not None:
+            setattr(tensor, ATTRIBUTE, cut)
+            return tensor
+        mark(tensor, placed=placed, degree=self._degree, sources=self._sources)
+        self._known[key] = getattr(tensor, ATTRIBUTE)
+        return tensor
+
+
 def copy_mark(marked: Tensor, other: Any) -> Any:
     """Say of a tensor what is known of another one; return it."""
     setattr(other, ATTRIBUTE, getattr(marked, ATTRIBUTE))
     return other
-
-
-def note(record: list[Any], func: Any, result: Any) -> None:
-    """Write down the name of a function and the shapes of its results, if it returned tensors."""
-    with torch_compat.without_torch_functions():
-        shapes = [tuple(leaf.shape) for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor)]
-    if shapes:
-        record.append((getattr(func, "__name__", str(func)), shapes))
 
 
 def strip(tensor: Tensor) -> Tensor:
@@ -122,3 +150,9 @@ def strip(tensor: Tensor) -> Tensor:
         return tensor
     with torch_compat.without_torch_functions():
         return tensor.view_as(tensor)
+
+
+def unmark(tensor: Any) -> None:
+    """Forget what is known of a tensor, if anything is."""
+    if cut_of(tensor) is not None:
+        delattr(tensor, ATTRIBUTE)

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, cuts_in, note
+from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, cuts_in
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
@@ -33,6 +33,8 @@ from composer3d_plugins.sharding.tensor_parallel.functions import (
     narrowed,
 )
 from composer3d_plugins.sharding.tensor_parallel.meeting import Meeting, is_in_place
+from composer3d_plugins.sharding.tensor_parallel.memory import Decision, Memory
+from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Placed, Unplaceable, inside, regroup
 
 if TYPE_CHECKING:
@@ -49,7 +51,8 @@ class Following(TorchFunctionMode):
         where: Named in errors.
         mesh: Of tp alone; None where a run is rehearsed.
         drawing: Gives random functions on cut tensors their stream; None where a run is rehearsed.
-        record: Takes the name of each function and the shapes of its results, to be compared with another run.
+        record: Notes each function, to be compared with another run.
+        memory: What was decided in earlier forwards.
     """
 
     def __init__(
@@ -59,29 +62,52 @@ class Following(TorchFunctionMode):
         *,
         mesh: DeviceMesh | None = None,
         drawing: Drawing | None = None,
-        record: list[Any] | None = None,
+        record: Record | None = None,
+        memory: Memory | None = None,
     ) -> None:
         super().__init__()
         self._degree, self._where, self._drawing, self._record = degree, where, drawing, record
-        self._has_drawn = False
+        self._num_draws = 0
+        self._memory = memory
+        # What the function at hand comes to on shares, if that can be done again.
+        self._work: Decision | None = None
         self._meeting = Meeting(degree, mesh)
         self.mesh = mesh
 
     @property
-    def has_acted(self) -> bool:
-        """Whether something was done that code alone, run on shares, would not get right.
-
-        Whole tensors met cut ones, or cut ones met random numbers.
-        """
-        return self._meeting.has_acted or self._has_drawn
+    def num_acts(self) -> int:
+        """How often something was done that code alone, run on shares, would not do: whole tensors met cut ones."""
+        return self._meeting.num_acts
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function on shares."""
+        if self._memory is not None:
+            return self._remembered(self._memory, func, args, kwargs or {})
+        if self._record is None:
+            return self.run(func, args, dict(kwargs or {}))
+        acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(kwargs or {}))
-        if self._record is not None:
-            note(self._record, func, result)
+        has_acted, is_apart = self.num_acts > acts, self._num_draws > draws
+        self._record.note(func, args, dict(kwargs or {}), result, has_acted=has_acted, is_apart=is_apart)
+        return result
+
+    def _remembered(self, memory: Memory, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        if not cuts_in(args, options):
+            return func(*args, **options)
+        key = memory.key(func, args, options)
+        decision = None if key is None else memory.get(key)
+        if decision is not None:
+            return decision(func, args, options)
+        self._work, acts, draws = None, self.num_acts, self._num_draws
+        result = self.run(func, args, dict(options))
+        if key is None or self.num_acts > acts or self._num_draws > draws or is_in_place(name_of(func)):
+            return result
+        if self._work is not None:
+            memory.keep(key, self._work, result)
+        elif name_of(func) in SIZES:
+            memory.keep_answer(key, result)
         return result
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -166,14 +192,16 @@ class Following(TorchFunctionMode):
             return contextlib.nullcontext()
         if options.get("generator") is not None:
             raise Unfollowed("it draws from a generator of its own, which is in the same state on all ranks")
-        self._has_drawn = True
+        self._num_draws += 1
         return contextlib.nullcontext() if self._drawing is None else self._drawing.sharded()
 
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if name in CASTS:
             return _shadow(args[0])
+        # Tensors that are cut alike share a shadow, which is not to be changed.
+        shadow = _shadow if not is_in_place(name) else _own_shadow
         with torch.no_grad():
-            return func(*torch_compat.tree_map(_shadow, list(args)), **torch_compat.tree_map(_shadow, options))
+            return func(*torch_compat.tree_map(shadow, list(args)), **torch_compat.tree_map(shadow, options))
 
     def _on_shares(
         self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
@@ -189,6 +217,7 @@ class Following(TorchFunctionMode):
                 dim = cut.placed.dim + whole.ndim - x.ndim
                 if sizes[dim] == cut.shadow.shape[cut.placed.dim]:
                     sizes[dim] = x.shape[cut.placed.dim]
+                self._work = lambda func, args, options: args[0].expand(sizes)
                 return self._pair(x.expand(sizes), whole, cuts, name)
             if name in SPLITS:
                 dim = options.get("dim", args[2] if len(args) > 2 else 0)
@@ -203,13 +232,16 @@ class Following(TorchFunctionMode):
                 self._refuse_indices(args[1], x.ndim, cut)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
                 return self._glu(func, x, cut, args, options, whole)
+        self._work = None if name == "__setitem__" else _as_it_is
         return self._pair(func(*args, **options), whole, cuts, name)
 
     def _view(self, name: str, x: Tensor, cut: Cut, whole: Tensor) -> Tensor:
         placed = regroup(cut.shadow.shape, cut.placed, whole.shape, degree=self._degree)
         shape = list(whole.shape)
         shape[placed.dim] //= self._degree
-        result = x.view(shape) if name in ("view", "view_as") else x.reshape(shape)
+        strictly = name in ("view", "view_as")
+        self._work = lambda func, args, options: args[0].view(shape) if strictly else args[0].reshape(shape)
+        result = self._work(None, [x], {})
         scale = cut.scale * sum(cut.placed.parts) // sum(placed.parts) if len(cut.placed.parts) == 1 else cut.scale
         return self._mark(result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1))
 
@@ -220,6 +252,8 @@ class Following(TorchFunctionMode):
             stop = start + piece.shape[dim]
             result.append(self._range(x, cut, start, stop, piece))
             start = stop
+        runs = [_run_of(x, piece, dim) for piece in result]
+        self._work = lambda func, args, options: tuple(args[0].narrow(dim, *run) for run in runs)
         return tuple(result)
 
     def _range(self, x: Tensor, cut: Cut, start: int, stop: int, whole: Tensor) -> Tensor:
@@ -262,16 +296,23 @@ class Following(TorchFunctionMode):
         dims = dims_of(entries, x.ndim)
         position = next((at for at, dim in dims.items() if dim == cut.placed.dim), None)
         entry = slice(None) if position is None else entries[position]
+        run: tuple[int, int] | None = None
         if isinstance(entry, slice) and entry != slice(None):
             start, stop, step = entry.indices(cut.shadow.shape[cut.placed.dim])
             if step != 1:
                 raise Unfollowed("it takes a step along the dim that is cut")
             shape = list(cut.shadow.shape)
             shape[cut.placed.dim] = stop - start
-            x = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
+            taken = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
+            run, x = _run_of(x, taken, cut.placed.dim), taken
             entries[position or 0] = slice(None)
         elif isinstance(entry, Tensor | int | list):
             raise Unfollowed("it picks elements along the dim that is cut")
+        if not any(isinstance(entry, Tensor | list) for entry in entries):
+            dim = cut.placed.dim
+            self._work = lambda func, args, options: (args[0] if run is None else args[0].narrow(dim, *run))[
+                tuple(entries)
+            ]
         return self._pair(x[tuple(entries)], whole, [c for c in (cut_of(x), *cuts) if c is not None], "__getitem__")
 
     def _refuse_indices(self, index: Any, ndim: int, cut: Cut) -> None:
@@ -322,6 +363,20 @@ def _shadow(value: Any) -> Any:
     if cut is not None:
         return cut.shadow
     return value if value.is_meta else torch.empty_like(value, device="meta")
+
+
+def _run_of(x: Tensor, piece: Tensor, dim: int) -> tuple[int, int]:
+    """Return where a piece of a tensor begins in it along a dim, and how long it is."""
+    return (piece.storage_offset() - x.storage_offset()) // max(x.stride(dim), 1), piece.shape[dim]
+
+
+def _own_shadow(value: Any) -> Any:
+    shadow = _shadow(value)
+    return torch.empty_like(shadow) if isinstance(shadow, Tensor) else shadow
+
+
+def _as_it_is(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    return func(*args, **options)
 
 
 def _sources(cuts: Sequence[Cut]) -> frozenset[str]:

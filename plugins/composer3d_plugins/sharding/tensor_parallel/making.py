@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from composer3d import PluginError, RunContext, TransformError, select_fqns
+from composer3d import RunContext
 from composer3d_plugins.sharding.tensor_parallel import auto
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.codes import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared
-from composer3d_plugins.sharding.tensor_parallel.plan import (
-    EXPANDING,
-    Rule,
-    Rules,
-    check_covered,
-    check_rules,
-    features,
-    resolve,
-)
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Roles, computes_with_whole_sizes
-from composer3d_plugins.sharding.tensor_parallel.trace import Traced, trace
+from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, check_covered, check_rules, resolve
 
 if TYPE_CHECKING:
     from torch import nn
@@ -34,13 +24,16 @@ class Made:
 
     Args:
         rules: What is done to which module.
-        follows: Whether the model's code computes with sizes of the whole model, as far as is known.
-        blocks: The repeated blocks, where they are known.
+        followed: Modules whose code is followed in every forward: blocks whose activations are cut along the sequence,
+            else what lies around projections.
+        sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
+        apart: Modules that draw random numbers on nothing but cut tensors.
     """
 
     rules: Rules
-    follows: bool = False
-    blocks: tuple[str, ...] = ()
+    followed: tuple[str, ...] = ()
+    sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    apart: tuple[str, ...] = ()
 
 
 def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContext, *, sequence_dim: int | None) -> Made:
@@ -65,52 +58,21 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
         rules = check_rules(model, resolve(stated, context), context)
         if sequence_dim is not None:
             check_covered(model, rules)
-    follows = context.degrees["tp"] > 1 and _follows(model, rules, context, sequence_dim)
-    try:
-        blocks = select_fqns(context.blocks, context.fqns)
-    except TransformError:
-        blocks = []
-    return Made(rules=rules, follows=follows, blocks=tuple(blocks))
+    if context.degrees["tp"] == 1:
+        return Made(rules=rules)
+    return _with_code(Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim))
 
 
-def _follows(model: nn.Module, rules: Rules, context: RunContext, sequence_dim: int | None) -> bool:
-    """Tell whether cut tensors have to be followed, which costs time; where nothing can be seen, they are.
+def _with_code(codes: Codes) -> Made:
+    """Say how the model's code is run; where nothing can be seen, it is followed.
 
     Raises:
         PluginError: Heads do not divide by tp, or code needs what other ranks hold.
     """
-    try:
-        traced = trace(model, context)
-    except PluginError:
-        return True
-    # Every form is looked at: what cannot be followed is refused now, not in the first step.
-    return any(
-        [
-            _form_follows(model, rules, context, sequence_dim=sequence_dim, traced=traced, fqn=fqn)
-            for fqn in traced.forms
-        ]
+    found = codes.find()
+    return Made(
+        rules=codes.rules,
+        followed=tuple(fqn for fqn in codes.context.fqns if fqn in found.followed),
+        sizes=found.sizes,
+        apart=tuple(fqn for fqn in codes.context.fqns if fqn in found.apart),
     )
-
-
-def _form_follows(
-    model: nn.Module, rules: Rules, context: RunContext, *, sequence_dim: int | None, traced: Traced, fqn: str
-) -> bool:
-    prefix = f"{fqn}." if fqn else ""
-    inner = {name.removeprefix(prefix): (name, rule) for name, rule in rules.items() if name.startswith(prefix)}
-    expanding = {
-        short: rule.parts or (features(model.get_submodule(name))[1],)
-        for short, (name, rule) in inner.items()
-        if rule.style in EXPANDING
-    }
-    local = frozenset(short for short, (_, rule) in inner.items() if rule.style in ("local", "sequence"))
-    roles = Roles(expanding=expanding, sequence_dim=sequence_dim, local=local)
-    try:
-        return computes_with_whole_sizes(
-            model.get_submodule(fqn), roles=roles, degree=context.degrees["tp"], call=traced.calls[fqn]
-        )
-    except Unfollowed as error:
-        if not error.divides:
-            raise PluginError(f"heads do not divide: {error}") from error
-        if error.sources - {SEQUENCE}:
-            raise PluginError(f"the plan does not fit the model's code: {error}") from error
-        return True

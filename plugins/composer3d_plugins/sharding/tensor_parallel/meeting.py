@@ -44,14 +44,14 @@ class Meeting:
         mesh: Of tp alone; None in a rehearsal.
 
     Attributes:
-        has_acted: Whether anything was done that code alone, run on shares, would not do.
+        num_acts: How often something was done that code alone, run on shares, would not do.
     """
 
     def __init__(self, degree: int, mesh: DeviceMesh | None) -> None:
         self._degree, self._mesh = degree, mesh
         self._rank = 0 if mesh is None else mesh.get_local_rank()
         self._summed: list[tuple[Tensor, Tensor]] = []
-        self.has_acted = False
+        self.num_acts = 0
 
     def prepare(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], cuts: Mapping[int, tuple[int, Placed]]
@@ -85,7 +85,7 @@ class Meeting:
             dim: The one that is cut.
             is_summed: Whether each rank does other work with the result, so that their gradients are added up.
         """
-        self.has_acted = True
+        self.num_acts += 1
         if self._mesh is None:
             whole = torch.cat([share] * self._degree, dim)
         else:
@@ -102,7 +102,7 @@ class Meeting:
     def _with_summed_gradient(self, whole: Tensor) -> Tensor:
         if not whole.requires_grad or not torch.is_grad_enabled():
             return whole
-        self.has_acted = True
+        self.num_acts += 1
         if self._mesh is None:
             return whole
         for seen, summed in self._summed:
@@ -135,7 +135,7 @@ class Meeting:
                     raise Unplaceable(f"{size} heads that are not cut meet {sum(parts)} that are")
                 parts = (size,)
             if size == sum(parts):
-                self.has_acted = True
+                self.num_acts += 1
                 whole = self._narrowed(whole, whole.ndim - back, parts)
         return whole
 

@@ -10,10 +10,11 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer3d import RunContext
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, cut_of, mark, strip
+from composer3d import RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, strip, unmark
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing
 from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.memory import Memory
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 
@@ -28,33 +29,20 @@ class Region:
     """The cut activations inside one module; reentered in every forward, and when it is recomputed.
 
     Args:
-        fqn: The module's name.
         share: Makes a tensor what expanding projections take, given the dim along which it is cut, None if it is whole.
-        context: The run.
-        mesh: Of tp alone, if the module's code computes with sizes of the whole model; else None.
         cut: The dim along which activations are cut outside of the region, if they are.
         is_known: Whether each of them says itself that it is cut, or is whole.
     """
 
     def __init__(
-        self,
-        fqn: str,
-        share: Callable[[Tensor, int | None], Tensor],
-        *,
-        context: RunContext,
-        mesh: DeviceMesh | None,
-        cut: int | None,
-        is_known: bool = False,
+        self, share: Callable[[Tensor, int | None], Tensor], *, cut: int | None, is_known: bool = False
     ) -> None:
-        self._fqn, self._share, self._context, self._mesh, self._cut = fqn, share, context, mesh, cut
-        self._is_known = is_known
+        self._share, self._cut, self._is_known = share, cut, is_known
         self._shared: list[tuple[Tensor, Tensor]] = []
 
     def wrap(self, module: nn.Module) -> None:
         """Replace the module's forward by one that leaves the region whatever happens, keeping its name."""
         forward = module.forward
-        if self._mesh is not None:
-            forward = followed(forward, self._fqn, mesh=self._mesh, cut=self._cut, context=self._context)
 
         @functools.wraps(forward)
         def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -93,19 +81,23 @@ def followed(
         context: The run.
     """
 
+    memory, marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
+
+    def marked(value: Tensor) -> Tensor:
+        if cut is None or cut_of(value) is not None:
+            return value
+        return marks.mark(value.view_as(value), Placed(dim=cut, parts=(value.shape[cut] * mesh.size(),)))
+
     @functools.wraps(forward)
     def following(*args: Any, **kwargs: Any) -> Any:
         key = None if cut is None else activation_of(args, kwargs)
         if cut is not None and key is not None:
-            args, kwargs = replaced(args, kwargs, key, functools.partial(_marked, dim=cut, degree=mesh.size()))
-        with Following(mesh.size(), fqn, mesh=mesh, drawing=Drawing(context, fqn)):
-            return forward(*args, **kwargs)
+            args, kwargs = replaced(args, kwargs, key, marked)
+        with Following(mesh.size(), fqn, mesh=mesh, drawing=Drawing(context, fqn), memory=memory):
+            output = forward(*args, **kwargs)
+        for leaf in torch_compat.tree_leaves(output):
+            if (cut_now := cut_of(leaf)) is not None and cut_now.is_sequence:
+                unmark(leaf)
+        return output
 
     return following
-
-
-def _marked(value: Tensor, *, dim: int, degree: int) -> Tensor:
-    if cut_of(value) is not None:
-        return value
-    placed = Placed(dim=dim, parts=(value.shape[dim] * degree,))
-    return mark(value.view_as(value), placed=placed, degree=degree, sources=frozenset({SEQUENCE}))

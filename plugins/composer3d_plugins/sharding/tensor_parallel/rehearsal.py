@@ -1,9 +1,9 @@
-"""One block run on meta as it would run under a plan: what works on which tensors, and whether its code follows."""
+"""One block run on meta as it would run under a plan: what works on which tensors, and what its code does with them."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed, cut_of, mark
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed, cut_of, mark, unmark
 from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.trace import (
     Call,
@@ -25,7 +26,7 @@ from composer3d_plugins.sharding.tensor_parallel.trace import (
 )
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
-__all__ = ["SEQUENCE", "Rehearsal", "Roles", "computes_with_whole_sizes"]
+__all__ = ["SEQUENCE", "Code", "Rehearsal", "Roles", "sized"]
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,21 @@ class Roles:
     local: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """How the code of a block is run on shares.
+
+    Args:
+        sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
+        followed: Modules whose code is followed.
+        apart: Modules that draw on nothing but cut tensors.
+    """
+
+    sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    followed: frozenset[str] = frozenset()
+    apart: frozenset[str] = frozenset()
+
+
 @dataclass(kw_only=True)
 class Rehearsal:
     """What one run showed.
@@ -51,8 +67,7 @@ class Rehearsal:
         contracting: Layers that took cut features, with the layers these came from, and the parts they were cut in.
         local: Modules with parameters that worked on cut features without contracting them.
         whole: Modules that worked on whole features of a cut sequence, or where no sequence is cut.
-        record: Functions and shapes.
-        needs_following: Whether code alone, run on shares, would not get everything right.
+        record: What it did.
     """
 
     block: nn.Module
@@ -61,8 +76,9 @@ class Rehearsal:
     contracting: dict[str, tuple[frozenset[str], tuple[int, ...]]] = field(default_factory=dict)
     local: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
-    record: list[Any] = field(default_factory=list)
-    needs_following: bool = False
+    record: Record = field(default_factory=Record)
+    _following: Following | None = None
+    _recorder: Recorder | None = None
 
     def follow(self, call: Call, where: str) -> None:
         """Run with cut tensors followed.
@@ -71,10 +87,9 @@ class Rehearsal:
             Unfollowed: The code does with cut features what cannot be done with them.
         """
         call = self._marked(call)
-        following = Following(self.degree, where, record=self.record)
-        with in_training(self.block), patched(self._answers(followed=True)), following:
+        self._following = Following(self.degree, where, record=self.record)
+        with in_training(self.block), patched(self._answers(Code())), self._following:
             output = on_meta(self.block, call)
-        self.needs_following = following.has_acted
         for leaf in torch_compat.tree_leaves(output):
             cut = cut_of(leaf)
             if cut is not None and cut.sources != {SEQUENCE}:
@@ -92,37 +107,88 @@ class Rehearsal:
         if not isinstance(first, Tensor):
             raise Unfollowed("it returns no activation first", sources=frozenset({SEQUENCE}))
 
-    def run_plain(self, call: Call) -> None:
-        """Run with tensors of a rank's size, and nothing followed; raises whatever the code raises then."""
+    def run_as(self, code: Code, call: Call) -> None:
+        """Run with tensors of a rank's size; raises whatever the code raises then."""
         dim = self.roles.sequence_dim
         if dim is not None:
             call = _replaced(call, lambda x: x.narrow(dim, 0, x.shape[dim] // self.degree))
-        with in_training(self.block), patched(self._answers(followed=False)), Recorder(self.record):
+        self._recorder = Recorder(self.record)
+        with in_training(self.block), sized(self.block, code.sizes), patched(self._answers(code)), self._recorder:
             on_meta(self.block, call)
 
-    def _marked(self, call: Call) -> Call:
+    def _followed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a module's forward in which cut tensors are followed, while they are not around it."""
+        recorder = self._recorder
+        assert recorder is not None, "the code around it is recorded"
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            with torch_compat.without_torch_functions():
+                call = Call(args=args, kwargs=kwargs)
+                if activation_of(args, kwargs) is not None:
+                    call = self._marked(call, is_share=True)
+            self._following, recorder.is_paused = Following(self.degree, fqn, record=self.record), True
+            try:
+                with self._following:
+                    output = forward(*call.args, **call.kwargs)
+            finally:
+                self._following, recorder.is_paused = None, False
+            with torch_compat.without_torch_functions():
+                for leaf in torch_compat.tree_leaves([call.args, dict(call.kwargs)]):
+                    unmark(leaf)
+                for leaf in torch_compat.tree_leaves(output):
+                    if (cut := cut_of(leaf)) is not None and not cut.is_sequence:
+                        raise Unfollowed("its result leaves the module", sources=cut.sources)
+                    unmark(leaf)
+            return output
+
+        return answer
+
+    def _marked(self, call: Call, *, is_share: bool = False) -> Call:
         dim = self.roles.sequence_dim
         if dim is None:
             return call
 
         def cut(x: Tensor) -> Tensor:
-            if x.shape[dim] % self.degree:
+            if not is_share and x.shape[dim] % self.degree:
                 raise Unfollowed(f"a sequence of {x.shape[dim]} does not divide by tp = {self.degree}")
-            share = x.narrow(dim, 0, x.shape[dim] // self.degree)
-            placed = Placed(dim=dim, parts=(x.shape[dim],))
+            share = x if is_share else x.narrow(dim, 0, x.shape[dim] // self.degree)
+            placed = Placed(dim=dim, parts=(share.shape[dim] * self.degree,))
             return mark(share, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
 
         return _replaced(call, cut)
 
-    def _answers(self, *, followed: bool) -> dict[nn.Module, Callable[..., Any]]:
+    def _answers(self, code: Code) -> dict[nn.Module, Callable[..., Any]]:
         answers: dict[nn.Module, Callable[..., Any]] = {}
         for fqn, module in self.block.named_modules():
-            kind = kind_of(module)
-            if kind in ("linear", "transposed"):
-                answers[module] = self._linear(fqn, module, followed)
+            if kind_of(module) in ("linear", "transposed"):
+                answer = self._linear(fqn, module)
             elif fqn and not list(module.children()):
-                answers[module] = self._leaf(fqn, module)
+                answer = self._leaf(fqn, module)
+            else:
+                answer = module.forward
+            if fqn in code.apart:
+                answer = self._apart(answer)
+            if fqn in code.followed:
+                answer = self._followed(fqn, answer)
+            answers[module] = self._placed(fqn, answer)
         return answers
+
+    def _placed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            self.record.enter(fqn)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self.record.leave()
+
+        return answer
+
+    def _apart(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            with self.record.drawing_apart():
+                return forward(*args, **kwargs)
+
+        return answer
 
     def _leaf(self, fqn: str, module: nn.Module) -> Callable[..., Any]:
         forward = module.forward
@@ -141,41 +207,42 @@ class Rehearsal:
         elif self.roles.sequence_dim is None or any(cut is not None for cut in cuts):
             self.whole.add(fqn)
 
-    def _linear(self, fqn: str, module: Any, followed: bool) -> Callable[..., Any]:
+    def _linear(self, fqn: str, module: Any) -> Callable[..., Any]:
         forward, (rows, columns) = module.forward, module.weight.shape
         inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
 
         def answer(x: Tensor) -> Tensor:
             cut = cut_of(x)
-            contracts = self._contracts(fqn, x, inputs, followed)
+            contracts = self._contracts(fqn, x, inputs)
             if not contracts and fqn not in self.roles.expanding:
                 self._note(fqn, [x])
                 with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
                     return forward(x)
             with torch_compat.without_torch_functions():
                 sources = cut.sources if cut is not None else frozenset()
-                if contracts:
-                    if cut is not None:
-                        self.contracting[fqn] = (sources, cut.placed.parts)
-                    return self._contracted(x, outputs, followed)
-                if sources - {SEQUENCE}:
+                if not contracts and sources - {SEQUENCE}:
                     raise Unfollowed(
                         f'"{fqn}" is not given all of a dim that it does not sum over', sources=frozenset({fqn})
                     )
-                return self._expanded(fqn, x, outputs, followed)
+                if contracts and cut is not None:
+                    self.contracting[fqn] = (sources, cut.placed.parts)
+                result = self._contracted(x, outputs) if contracts else self._expanded(fqn, x, outputs)
+                self.record.note(f"{fqn} {contracts}", [x], {}, result)
+                return result
 
         return answer
 
-    def _contracts(self, fqn: str, x: Tensor, inputs: int, followed: bool) -> bool:
+    def _contracts(self, fqn: str, x: Tensor, inputs: int) -> bool:
         cut = cut_of(x)
-        if followed:
+        if self._following is not None:
             is_features = cut is not None and cut.sources != {SEQUENCE}
             return is_features and cut is not None and cut.placed.dim == x.ndim - 1
         return x.shape[-1] * self.degree == inputs
 
-    def _whole_shape(self, x: Tensor, followed: bool) -> list[int]:
+    def _whole_shape(self, x: Tensor) -> list[int]:
         """Return the shape of an activation whose features are not cut, its sequence put together."""
         dim, cut, shape = self.roles.sequence_dim, cut_of(x), list(x.shape)
+        followed = self._following is not None
         if dim is None or (followed and cut is None):
             return shape
         if followed and cut is not None and cut.placed.dim != dim:
@@ -183,15 +250,15 @@ class Rehearsal:
         shape[dim] *= self.degree
         return shape
 
-    def _expanded(self, fqn: str, x: Tensor, outputs: int, followed: bool) -> Tensor:
-        shape = [*self._whole_shape(x, followed)[:-1], outputs // self.degree]
+    def _expanded(self, fqn: str, x: Tensor, outputs: int) -> Tensor:
+        shape = [*self._whole_shape(x)[:-1], outputs // self.degree]
         result = _differentiable(shape, x)
-        if not followed:
+        if self._following is None:
             return result
         placed = Placed(dim=result.ndim - 1, parts=self.roles.expanding[fqn])
         return mark(result, placed=placed, degree=self.degree, sources=frozenset({fqn}))
 
-    def _contracted(self, x: Tensor, outputs: int, followed: bool) -> Tensor:
+    def _contracted(self, x: Tensor, outputs: int) -> Tensor:
         shape, dim = [*x.shape[:-1], outputs], self.roles.sequence_dim
         if dim is None:
             return _differentiable(shape, x)
@@ -199,7 +266,9 @@ class Rehearsal:
         shape[dim] //= self.degree
         result = _differentiable(shape, x)
         placed = Placed(dim=dim, parts=(size,))
-        return mark(result, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE})) if followed else result
+        if self._following is None:
+            return result
+        return mark(result, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
 
 
 def _differentiable(shape: list[int], like: Tensor) -> Tensor:
@@ -207,17 +276,18 @@ def _differentiable(shape: list[int], like: Tensor) -> Tensor:
     return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=True).clone()
 
 
-def computes_with_whole_sizes(block: nn.Module, *, roles: Roles, degree: int, call: Call) -> bool:
-    """Tell whether a block's code needs its cut tensors followed: without, it does something else, or fails."""
-    followed, plain = (Rehearsal(block=block, degree=degree, roles=roles) for _ in range(2))
-    followed.follow(call, type(block).__name__)
-    if followed.needs_following:
-        return True
+@contextlib.contextmanager
+def sized(block: nn.Module, sizes: Mapping[tuple[str, str], int]) -> Iterator[None]:
+    """Give attributes of a block's modules other values inside."""
+    modules = {fqn: block.get_submodule(fqn) for fqn, _ in sizes}
+    before = {key: vars(modules[key[0]])[key[1]] for key in sizes}
     try:
-        plain.run_plain(call)
-    except Exception:  # a model's own code may raise anything
-        return True
-    return followed.record != plain.record
+        for (fqn, name), value in sizes.items():
+            setattr(modules[fqn], name, value)
+        yield
+    finally:
+        for (fqn, name), value in before.items():
+            setattr(modules[fqn], name, value)
 
 
 def _replaced(call: Call, change: Callable[[Tensor], Tensor]) -> Call:

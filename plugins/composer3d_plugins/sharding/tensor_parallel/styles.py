@@ -17,9 +17,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, cut_of, mark, strip
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
+from composer3d_plugins.sharding.tensor_parallel.making import Made
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.region import Region, followed
@@ -40,26 +41,35 @@ class Applier:
 
     Args:
         model: The part.
-        rules: Of the whole model.
+        made: The plan of the whole model.
         context: The run.
         sequence_dim: The dim of activations that is cut by sequence_parallel; None where nothing is.
         loss_parallel: Whether a head leaves its logits cut.
-        follows: Whether the model's code computes with sizes of the whole model, as far as is known.
-        blocks: Where sequence_parallel cuts activations, the modules to follow as a whole, if code is followed.
     """
 
     model: nn.Module
-    rules: Rules
+    made: Made
     context: RunContext
     sequence_dim: int | None
     loss_parallel: bool
-    follows: bool = True
-    blocks: tuple[str, ...] = ()
+
+    @property
+    def rules(self) -> Rules:
+        """What is done to which module."""
+        return self.made.rules
 
     @cached_property
     def mesh(self) -> DeviceMesh:
         """The mesh of tp alone; torch makes a new one whenever it is asked, which hooks would do in every forward."""
         return self.context.mesh["tp"]
+
+    @cached_property
+    def _marks(self) -> Marks:
+        return Marks(self.mesh.size())
+
+    @cached_property
+    def _sequence_marks(self) -> Marks:
+        return Marks(self.mesh.size(), frozenset({SEQUENCE}))
 
     def apply(self, fqns: Sequence[str]) -> None:
         """Apply the rules of the modules with these names."""
@@ -86,43 +96,36 @@ class Applier:
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
-                module = self.model.get_submodule(name)
-                cut = self._cut(self.rules[fqn])
-                around = self._block_around(name) if self.follows and cut is not None else None
-                regions[name] = Region(
-                    name,
-                    self._share,
-                    context=self.context,
-                    mesh=self.mesh if self.follows and around is None else None,
-                    cut=cut,
-                    is_known=around is not None,
-                )
-                regions[name].wrap(module)
-        for block in self._cut_blocks() if self.follows else []:
-            inner = self.model.get_submodule(block)
-            inner.forward = followed(inner.forward, block, mesh=self.mesh, cut=self.sequence_dim, context=self.context)
+                regions[name] = Region(self._share, cut=self._cut(self.rules[fqn]), is_known=self._is_followed(name))
+        self._prepare_code()
+        for name, region in regions.items():
+            region.wrap(self.model.get_submodule(name))
         return regions
 
-    def _cut_blocks(self) -> list[str]:
-        """Return this part's blocks whose activations are cut along the sequence, also those with nothing else cut."""
-        if self.sequence_dim is None:
-            return []
+    def _prepare_code(self) -> None:
+        """Let the model's own code get shares right; see `fitting`."""
         # A stage lacks the blocks of the others, or what is in them.
         held = dict(self.model.named_modules())
-        bounded = any(rule.style in ("split", "split_gather") for rule in self.rules.values())
-        inside = {
-            self._block_around(fqn)
-            for fqn, rule in self.rules.items()
-            if (rule.style in EXPANDING and rule.is_cut) or rule.style == "sequence"
-        }
-        return [
-            block
-            for block in self.blocks
-            if (bounded or block in inside) and block in held and next(held[block].parameters(), None) is not None
-        ]
+        for (fqn, name), value in self.made.sizes.items():
+            if fqn in held:
+                setattr(held[fqn], name, value)
+        for fqn in self.made.apart:
+            if fqn in held and fqn not in self.rules:
+                self._draw_apart(fqn, held[fqn])
+        for fqn in self.made.followed:
+            if fqn in held and next(held[fqn].parameters(), None) is not None:
+                inner = held[fqn]
+                inner.forward = followed(
+                    inner.forward, fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context
+                )
 
-    def _block_around(self, fqn: str) -> str | None:
-        return next((block for block in self.blocks if fqn == block or fqn.startswith(f"{block}.")), None)
+    def _cut_around(self, fqn: str) -> int | None:
+        """Return the dim along which the activation is cut that a followed module takes."""
+        inside = [r for name, r in self.rules.items() if r.style in EXPANDING and region_of(name, self.rules) == fqn]
+        return self._cut(inside[0]) if inside else self.sequence_dim
+
+    def _is_followed(self, fqn: str) -> bool:
+        return any(not other or fqn == other or fqn.startswith(f"{other}.") for other in self.made.followed)
 
     # ---- layouts -----------------------------------------------------------------------------------------------------
 
@@ -183,11 +186,11 @@ class Applier:
 
         size = module.weight.shape[0 if kind_of(module) == "linear" else 1]
         parts = rule.parts or (size,)
+        is_followed = self._is_followed(fqn)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
             local: Tensor = torch_compat.unviewed(output.to_local())
-            placed = Placed(dim=local.ndim - 1, parts=parts)
-            return mark(local, placed=placed, degree=self.mesh.size()) if self.follows else local
+            return self._marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_followed else local
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -197,7 +200,7 @@ class Applier:
         around = [region for name, region in regions.items() if not name or fqn.startswith(f"{name}.")]
         outputs = 0 if kind_of(module) == "linear" else 1
         share = module.weight.shape[1 - outputs] // self.mesh.size()
-        cut = self._cut(rule)
+        cut, is_followed = self._cut(rule), self._is_followed(fqn)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             for region in around:
@@ -213,9 +216,8 @@ class Applier:
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             self._refuse_uneven(output, cut)
             local: Tensor = self._unwrap(output, cut)
-            if cut is not None and self.follows:
-                placed = Placed(dim=cut, parts=(output.shape[cut],))
-                mark(local, placed=placed, degree=self.mesh.size(), sources=frozenset({SEQUENCE}))
+            if cut is not None and is_followed:
+                self._sequence_marks.mark(local, Placed(dim=cut, parts=(output.shape[cut],)))
             return local
 
         module.register_forward_pre_hook(before)
@@ -258,8 +260,8 @@ class Applier:
             # Any dim but the normed one does: which of the others is cut makes no difference to the module.
             dim = 0 if rule.style == "local" else self.sequence_dim
             forward = module.forward
-            # In a followed block a tensor says itself whether it is cut; elsewhere it is.
-            is_known = self.follows and rule.style == "sequence" and self._block_around(fqn) is not None
+            # In followed code a tensor says itself whether it is cut; elsewhere it is.
+            is_known = rule.style == "sequence" and self._is_followed(fqn)
 
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 cut = cut_of(x)
@@ -269,7 +271,7 @@ class Applier:
                 up_to = 0 if cut is None else cut.placed.dim + 1
                 if cut is None or local.shape[:up_to] != strip(x).shape[:up_to]:
                     return local
-                return mark(local, placed=cut.placed, degree=self.mesh.size(), sources=cut.sources)
+                return (self._sequence_marks if cut.is_sequence else self._marks).mark(local, cut.placed)
 
             module.forward = wrapped
         elif rule.style == "sequence":

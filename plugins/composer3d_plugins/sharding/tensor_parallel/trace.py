@@ -17,14 +17,25 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, TransformError, select_fqns, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import note
 from composer3d_plugins.sharding.tensor_parallel.functions import SIZES, name_of
+from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
 
-__all__ = ["Call", "Recorder", "Traced", "activation_of", "in_training", "on_meta", "patched", "replaced", "trace"]
+__all__ = [
+    "Call",
+    "Recorder",
+    "Traced",
+    "activation_of",
+    "in_training",
+    "on_meta",
+    "outside",
+    "patched",
+    "replaced",
+    "trace",
+]
 
 # Image sizes that are tried where nothing tells one.
 IMAGE_SIZES = (224, 32, 28, 64, 16, 96, 48, 384)
@@ -67,10 +78,14 @@ class Traced:
         results: What each linear layer and embedding outside blocks returned last.
         order: The blocks as they were called.
         between: What the model's own code does with activations between blocks, if it does not just hand them on.
+        call: How the model was called.
+        outputs: What the first blocks returned.
     """
 
     forms: dict[str, list[str]]
+    call: Call
     calls: dict[str, Call] = field(default_factory=dict)
+    outputs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
     results: dict[str, Tensor] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
@@ -78,18 +93,24 @@ class Traced:
 
 
 class Recorder(TorchFunctionMode):
-    """Writes down the name of each torch function and the shapes of its results."""
+    """Notes each torch function, but while something else does.
 
-    def __init__(self, record: list[Any]) -> None:
+    Args:
+        record: Takes them.
+    """
+
+    def __init__(self, record: Record) -> None:
         super().__init__()
         self._record = record
+        self.is_paused = False
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         """Run one function."""
         result = func(*args, **(kwargs or {}))
-        note(self._record, func, result)
+        if not self.is_paused:
+            self._record.note(func, args, dict(kwargs or {}), result)
         return result
 
 
@@ -203,15 +224,20 @@ def on_meta(module: nn.Module, call: Call) -> Any:
         return torch.func.functional_call(module, tensors, call.args, dict(call.kwargs))
 
 
-def trace(model: nn.Module, context: RunContext) -> Traced:
+def trace(model: nn.Module, context: RunContext, *, scale: int = 1) -> Traced:
     """Run the model on an example: the one that `compose` was given, else the first that works.
+
+    Args:
+        model: Whole.
+        context: The run.
+        scale: How many times as long an example is as it need be, where none was given.
 
     Raises:
         PluginError: None works; with what the first one met.
     """
     failures: list[str] = []
-    for call in _examples(model, context):
-        traced, handing = Traced(forms=forms_of(model, context)), Handing()
+    for call in _examples(model, context, scale):
+        traced, handing = Traced(forms=forms_of(model, context), call=call), Handing()
         try:
             with patched(_watching(model, traced, handing)), handing:
                 traced.output = on_meta(model, call)
@@ -228,6 +254,25 @@ def trace(model: nn.Module, context: RunContext) -> Traced:
     )
 
 
+def outside(model: nn.Module, traced: Traced) -> Record:
+    """Return what the model's own code does around its blocks, which are called with and give what was traced."""
+    record = Record()
+
+    def answered(fqn: str, first: str) -> Callable[..., Any]:
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            record.note(fqn, args, kwargs, traced.outputs[first])
+            return traced.outputs[first]
+
+        return answer
+
+    answers = {
+        model.get_submodule(fqn): answered(fqn, first) for first, group in traced.forms.items() for fqn in group if fqn
+    }
+    with patched(answers), Recorder(record):
+        on_meta(model, traced.call)
+    return record
+
+
 def _watching(model: nn.Module, traced: Traced, handing: Handing) -> dict[nn.Module, Callable[..., Any]]:
     """Return forwards that note calls; of blocks of one form only the first runs, and the others give its output."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
@@ -242,6 +287,7 @@ def _watching(model: nn.Module, traced: Traced, handing: Handing) -> dict[nn.Mod
         ) -> Any:
             traced.calls.setdefault(first, Call(args=args, kwargs=kwargs))
             outputs[:] = [forward(*args, **kwargs)]
+            traced.outputs[first] = outputs[0]
             return outputs[0]
 
         def called(*args: Any, fqn: str, outputs: Any = outputs, run: Any = run, **kwargs: Any) -> Any:
@@ -263,7 +309,7 @@ def _watching(model: nn.Module, traced: Traced, handing: Handing) -> dict[nn.Mod
     return forwards
 
 
-def _examples(model: nn.Module, context: RunContext) -> Iterator[Call]:
+def _examples(model: nn.Module, context: RunContext, scale: int) -> Iterator[Call]:
     """Yield what the model could be called with: tokens, images, vectors."""
     if context.example is not None:
         args, kwargs = torch_compat.tree_map(
@@ -273,19 +319,21 @@ def _examples(model: nn.Module, context: RunContext) -> Iterator[Call]:
         yield Call(args=tuple(args), kwargs=kwargs)
         return
     modules: list[Any] = list(model.modules())
-    length = 2 * max(context.degrees["tp"], 2)
+    length, batch = 2 * max(context.degrees["tp"], 2) * scale, 1 + scale
     if any(kind_of(module) == "embedding" for module in modules):
-        yield Call(args=(torch.zeros(2, length, dtype=torch.int64, device="meta"),), kwargs={})
+        yield Call(args=(torch.zeros(batch, length, dtype=torch.int64, device="meta"),), kwargs={})
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     first: Any = next((m for m in modules if isinstance(m, nn.Conv2d) or kind_of(m) == "linear"), None)
     if isinstance(first, nn.Conv2d):
         for height, width in _image_sizes(model):
-            yield Call(args=(torch.empty(2, first.in_channels, height, width, dtype=dtype, device="meta"),), kwargs={})
+            yield Call(
+                args=(torch.empty(batch, first.in_channels, height, width, dtype=dtype, device="meta"),), kwargs={}
+            )
     elif first is not None:
         lengths = dict.fromkeys([length, *(m.in_features for m in modules if kind_of(m) == "linear")])
         for size in lengths:
-            yield Call(args=(torch.empty(2, size, first.in_features, dtype=dtype, device="meta"),), kwargs={})
-        yield Call(args=(torch.empty(2, first.in_features, dtype=dtype, device="meta"),), kwargs={})
+            yield Call(args=(torch.empty(batch, size, first.in_features, dtype=dtype, device="meta"),), kwargs={})
+        yield Call(args=(torch.empty(batch, first.in_features, dtype=dtype, device="meta"),), kwargs={})
 
 
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:

@@ -1,0 +1,179 @@
+"""How the code of a whole model is run under a plan, found block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from composer3d import PluginError, RunContext, TransformError, select_fqns
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
+from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, features, region_of
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Code, Roles, sized
+from composer3d_plugins.sharding.tensor_parallel.trace import Call, Traced, outside, trace
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Codes"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Codes:
+    """Finds out about a model.
+
+    Args:
+        model: Whole.
+        rules: The plan.
+        context: The run.
+        sequence_dim: The dim of activations that sequence_parallel cuts; None without it.
+    """
+
+    model: nn.Module
+    rules: Rules
+    context: RunContext
+    sequence_dim: int | None
+
+    @cached_property
+    def blocks(self) -> tuple[str, ...]:
+        """The repeated blocks, where they are known."""
+        try:
+            return tuple(select_fqns(self.context.blocks, self.context.fqns))
+        except TransformError:
+            return ()
+
+    def find(self) -> Code:
+        """Return how the code of every module is run, by the model's FQNs.
+
+        Raises:
+            PluginError: Heads do not divide by tp, or code needs what other ranks hold.
+        """
+        try:
+            traced = trace(self.model, self.context)
+        except PluginError:
+            return self._all_followed()
+        found: list[tuple[str, Code | None]] = []
+        # Every form is looked at: what cannot be followed is refused now, not in the first step.
+        for first, group in traced.forms.items():
+            known: dict[frozenset[tuple[str, Rule]], Code | None] = {}
+            for fqn in group:
+                rules = frozenset(self._inside(fqn).items())
+                if rules not in known:
+                    known[rules] = self._code_of(fqn, traced.calls[first])
+                found.append((fqn, known[rules]))
+        codes = {fqn: code for fqn, code in found if code is not None}
+        if len(codes) < len(found) or not self._holds(codes, traced):
+            return self._all_followed()
+        return _joined(codes)
+
+    def _holds(self, codes: Mapping[str, Code], traced: Traced) -> bool:
+        """Tell whether code that was found right on one example is on a larger one, and leaves the rest as it is."""
+        sizes = _joined(codes).sizes
+        if sizes:
+            before = outside(self.model, traced)
+            with sized(self.model, sizes):
+                if outside(self.model, traced).entries != before.entries:
+                    return False
+        if self.context.example is not None:
+            return True
+        try:
+            larger = trace(self.model, self.context, scale=2)
+        except PluginError:
+            # Such a batch cannot come: positions end before it, say.
+            return True
+        return all(
+            fits(
+                self.model.get_submodule(fqn),
+                code=codes[fqn],
+                roles=self._roles(fqn),
+                degree=self.context.degrees["tp"],
+                call=larger.calls[fqn],
+            )
+            for fqn in traced.forms
+        )
+
+    def _roles(self, fqn: str) -> Roles:
+        block, rules = self.model.get_submodule(fqn), self._inside(fqn)
+        expanding = {
+            name: rule.parts or (features(block.get_submodule(name))[1],)
+            for name, rule in rules.items()
+            if rule.style in EXPANDING
+        }
+        local = frozenset(name for name, rule in rules.items() if rule.style in ("local", "sequence"))
+        return Roles(expanding=expanding, sequence_dim=self.sequence_dim, local=local)
+
+    def _inside(self, fqn: str) -> dict[str, Rule]:
+        """Return the rules of the modules in a block, by their FQNs in it."""
+        prefix = f"{fqn}." if fqn else ""
+        return {name.removeprefix(prefix): rule for name, rule in self.rules.items() if name.startswith(prefix)}
+
+    def _code_of(self, fqn: str, call: Call) -> Code | None:
+        block, rules = self.model.get_submodule(fqn), self._inside(fqn)
+        roles = self._roles(fqn)
+        regions = {region for name in roles.expanding if (region := region_of(name, rules)) is not None}
+        apart = {
+            name
+            for name, rule in rules.items()
+            if rule.style == "sequence" and self.sequence_dim is not None and _is_bare(block.get_submodule(name))
+        }
+        try:
+            code = fit(
+                block,
+                roles=roles,
+                degree=self.context.degrees["tp"],
+                call=call,
+                regions=sorted(regions),
+                apart=frozenset(apart),
+            )
+        except Unfollowed as error:
+            if not error.divides:
+                raise PluginError(f"heads do not divide: {error}") from error
+            if error.sources - {SEQUENCE}:
+                raise PluginError(f"the plan does not fit the model's code: {error}") from error
+            return None
+        # What is not cut along the sequence, though the rest is, is not rehearsed.
+        is_cut = all(rule.is_cut for rule in rules.values() if rule.style in (*EXPANDING, *CONTRACTING, "sequence"))
+        return code if is_cut or self.sequence_dim is None else None
+
+    def _all_followed(self) -> Code:
+        """Follow blocks where they are cut along the sequence, also those with nothing else cut; else regions."""
+        cut = self._cut_blocks()
+        regions = {
+            region
+            for fqn, rule in self.rules.items()
+            if rule.style in EXPANDING and (region := region_of(fqn, self.rules)) is not None
+        }
+        return Code(followed=frozenset(cut) | {region for region in regions if self._block_around(region) not in cut})
+
+    def _cut_blocks(self) -> list[str]:
+        if self.sequence_dim is None:
+            return []
+        bounded = any(rule.style in ("split", "split_gather") for rule in self.rules.values())
+        inside = {
+            self._block_around(fqn)
+            for fqn, rule in self.rules.items()
+            if (rule.style in EXPANDING and rule.is_cut) or rule.style == "sequence"
+        }
+        return [block for block in self.blocks if bounded or block in inside]
+
+    def _block_around(self, fqn: str) -> str | None:
+        return next((block for block in self.blocks if fqn == block or fqn.startswith(f"{block}.")), None)
+
+
+def _joined(codes: Mapping[str, Code]) -> Code:
+    """Return the code of all blocks, by the model's FQNs."""
+
+    def full(fqn: str, name: str) -> str:
+        return ".".join(filter(None, (fqn, name)))
+
+    return Code(
+        sizes={(full(fqn, name), key): v for fqn, code in codes.items() for (name, key), v in code.sizes.items()},
+        followed=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.followed),
+        apart=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.apart),
+    )
+
+
+def _is_bare(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is None

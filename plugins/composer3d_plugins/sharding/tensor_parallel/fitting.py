@@ -1,0 +1,159 @@
+"""How little has to be done so that a block's own code gets a rank's share right.
+
+A run of the block in which every cut tensor is followed tells what the right results are. Code that writes `-1` where
+heads are cut gives the same by itself. Code that reads the number of heads from an attribute does, once the attribute
+holds this rank's number. Where neither helps, as with sizes computed from whole activations, the smallest module around
+is followed in every forward. Each way is tried on meta, and taken only if functions, numbers, tensors and results are
+all the same as in the run that is followed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.records import Record
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Code, Rehearsal, Roles
+from composer3d_plugins.sharding.tensor_parallel.trace import Call
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["fit", "fits"]
+
+# Of attributes changed together, and of runs that are tried for one block.
+MOST_TOGETHER, MOST_RUNS = 3, 80
+
+
+def fit(
+    block: nn.Module, *, roles: Roles, degree: int, call: Call, regions: Sequence[str], apart: frozenset[str]
+) -> Code | None:
+    """Return how the block's code is run; None where all of it has to be followed.
+
+    Args:
+        block: One of its form.
+        roles: What its linear layers are.
+        degree: Of tp.
+        call: What it is called with.
+        regions: The modules in it between whose projections tensors are cut.
+        apart: Modules that draw from the sharded stream as they are planned to.
+
+    Raises:
+        Unfollowed: The code does with cut features what cannot be done with them.
+    """
+    search = Search(block=block, roles=roles, degree=degree, call=call, regions=tuple(regions))
+    return search.run(Code(apart=apart))
+
+
+def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call) -> bool:
+    """Tell whether code gives the same as if it were followed on another call."""
+    try:
+        search = Search(block=block, roles=roles, degree=degree, call=call, regions=())
+    except Unfollowed:
+        return False
+    return search.agreeing(code) == search.length
+
+
+@dataclass(kw_only=True)
+class Search:
+    """Runs a block in one way after the other.
+
+    Attributes:
+        right: What it does when all is followed.
+        num_runs: How many ways were tried.
+    """
+
+    block: nn.Module
+    roles: Roles
+    degree: int
+    call: Call
+    regions: tuple[str, ...]
+    right: Record = field(init=False)
+    num_runs: int = 0
+
+    def __post_init__(self) -> None:
+        rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=self.roles)
+        rehearsal.follow(self.call, type(self.block).__name__)
+        self.right = rehearsal.record
+
+    @property
+    def length(self) -> int:
+        """What `agreeing` returns where all is right."""
+        return len(self.right.entries) + 1
+
+    def agreeing(self, code: Code) -> int:
+        """Return how far a run is right: how many entries, and one more if it is to the end."""
+        self.num_runs += 1
+        rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=self.roles)
+        try:
+            rehearsal.run_as(code, self.call)
+        except Exception:  # a model's own code may raise anything
+            return self.right.agreeing(rehearsal.record)
+        same = rehearsal.record.entries == self.right.entries
+        return self.length if same else self.right.agreeing(rehearsal.record)
+
+    def run(self, code: Code) -> Code | None:
+        """Return what makes every entry right."""
+        reached = self.agreeing(code)
+        while reached < self.length:
+            found = self._better(code, reached)
+            if found is None:
+                return None
+            code, reached = found
+        return code
+
+    def _better(self, code: Code, reached: int) -> tuple[Code, int] | None:
+        """Return what gets further than `code` does, by as little as possible."""
+        for candidate in itertools.chain(self._drawing(code, reached), self._sized(code, reached)):
+            if self.num_runs >= MOST_RUNS:
+                break
+            further = self.agreeing(candidate)
+            if further > reached:
+                return candidate, further
+        for candidate in self._following(code, reached):
+            further = self.agreeing(candidate)
+            if further > reached:
+                return candidate, further
+        return None
+
+    def _around(self, reached: int) -> list[str]:
+        """Return the module at work where a run went wrong, and those around it, innermost first."""
+        place = self.right.place(reached)
+        names = place.split(".") if place else []
+        return [".".join(names[:count]) for count in range(len(names), -1, -1)]
+
+    def _drawing(self, code: Code, reached: int) -> Iterator[Code]:
+        if not self.right.draws_apart(reached):
+            return
+        for fqn in self._around(reached):
+            if fqn and fqn not in code.apart:
+                yield replace(code, apart=code.apart | {fqn})
+
+    def _sized(self, code: Code, reached: int) -> Iterator[Code]:
+        sizes: dict[tuple[str, str], int] = {}
+        for fqn in self._around(reached):
+            for name, value in vars(self.block.get_submodule(fqn)).items():
+                is_size = type(value) is int and value >= self.degree and value % self.degree == 0
+                if is_size and (fqn, name) not in code.sizes and not name.startswith("_"):
+                    sizes[fqn, name] = value // self.degree
+        for count in range(1, MOST_TOGETHER + 1):
+            for keys in itertools.combinations(sizes, count):
+                yield replace(code, sizes={**code.sizes, **{key: sizes[key] for key in keys}})
+
+    def _following(self, code: Code, reached: int) -> Iterator[Code]:
+        for fqn in self._around(reached):
+            if fqn not in self.regions or any(_is_in(fqn, other) for other in code.followed):
+                continue
+            # Code that is followed sees whole sizes.
+            yield Code(
+                sizes={key: value for key, value in code.sizes.items() if not _is_in(key[0], fqn)},
+                followed=frozenset({fqn, *(other for other in code.followed if not _is_in(other, fqn))}),
+                apart=code.apart,
+            )
+
+
+def _is_in(fqn: str, other: str) -> bool:
+    return not other or fqn == other or fqn.startswith(f"{other}.")

@@ -1,0 +1,117 @@
+"""What was decided about functions on cut tensors, so that a step need not decide it again.
+
+A decision follows from the function, its numbers, the marks of cut tensors among its arguments and the shapes of whole
+ones. Those are its key; with other sizes the key is another, and it is decided anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, cut_of
+
+__all__ = ["Decision", "Memory"]
+
+# So many decisions are kept of one module: sizes that change all the time would fill any memory.
+MOST = 4096
+NUMBERS = (bool, int, float, complex)
+HASHABLE = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis))
+
+# Does on shares what a function does on whole tensors.
+Decision = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
+
+
+class Memory:
+    """The decisions of one followed module."""
+
+    def __init__(self) -> None:
+        self._decisions: dict[Any, Decision] = {}
+
+    def key(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Return what a call is known by; None if its arguments cannot be told from others."""
+        key: list[Any] = [func, torch.is_grad_enabled()]
+        if not (_describe(args, key) and _describe(tuple(options), key) and _describe(tuple(options.values()), key)):
+            return None
+        return tuple(key)
+
+    def get(self, key: Any) -> Decision | None:
+        """Return what was decided, if it was."""
+        return self._decisions.get(key)
+
+    def keep(self, key: Any, work: Decision, result: Any) -> None:
+        """Remember a decision.
+
+        Args:
+            key: Of the call.
+            work: What is done on shares.
+            result: What it gave; another result gets the same marks.
+        """
+        if len(self._decisions) >= MOST:
+            self._decisions.clear()
+        if isinstance(result, Tensor):
+            self._decisions[key] = _Single(work, cut_of(result))
+            return
+        with torch_compat.without_torch_functions():
+            cuts = [cut_of(leaf) for leaf in torch_compat.tree_leaves(result)]
+        self._decisions[key] = _Several(work, cuts)
+
+    def keep_answer(self, key: Any, answer: Any) -> None:
+        """Remember what is no tensor, such as a size."""
+        self._decisions[key] = lambda func, args, options: answer
+
+
+class _Single:
+    def __init__(self, work: Decision, cut: Cut | None) -> None:
+        self._work, self._cut = work, cut
+
+    def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Do it, and mark the result."""
+        with torch_compat.without_torch_functions():
+            result = self._work(func, args, options)
+            if self._cut is not None:
+                setattr(result, ATTRIBUTE, self._cut)
+            return result
+
+
+class _Several:
+    def __init__(self, work: Decision, cuts: Sequence[Cut | None]) -> None:
+        self._work, self._cuts = work, cuts
+
+    def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Do it, and mark the results."""
+        with torch_compat.without_torch_functions():
+            result = self._work(func, args, options)
+            for leaf, cut in zip(torch_compat.tree_leaves(result), self._cuts, strict=True):
+                if cut is not None:
+                    setattr(leaf, ATTRIBUTE, cut)
+            return result
+
+
+def _describe(values: Sequence[Any], key: list[Any]) -> bool:
+    """Add to a key what tells arguments apart; False if nothing does."""
+    for value in values:
+        if isinstance(value, Tensor):
+            cut = getattr(value, ATTRIBUTE, None)
+            with torch_compat.without_torch_functions():
+                key += (cut, value.shape, value.dtype, value.requires_grad, value.is_meta)
+        elif isinstance(value, NUMBERS):
+            # 1, 1.0 and True are equal.
+            key += (type(value), value)
+        elif isinstance(value, HASHABLE):
+            key.append(value)
+        elif isinstance(value, list | tuple):
+            key += (type(value), len(value))
+            if not _describe(value, key):
+                return False
+        elif isinstance(value, slice):
+            key.append(slice)
+            if not _describe((value.start, value.stop, value.step), key):
+                return False
+        else:
+            return False
+    return True
