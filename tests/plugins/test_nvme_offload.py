@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, Range, StateFile
 from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
 from support.offloading import DDP, FSDP, PP, TP, Even, assert_same, local, resumed, trained
 
 from composer3d import Batch, ComposerError, PluginError
 from composer3d.testing import assert_parity, run_ranks
-from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, Range, StateFile
 
 # A piece is 20 KiB; a run of a large matrix, of 64 KiB, has 4096 elements.
 TABLE = "[sharding.nvme_offload]\nchunk_mib = 0.02\ndepth = 2\nthreads = 3\nfolder = {!r}\n"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from support.models import Net, composed, full, mine, padded, seeded
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from composer3d.testing import count_collectives
+from support.models import Net, composed, full, mine, padded, seeded
 
 FSDP = "[sharding.fsdp2]\n"
 DDP = "[sharding.ddp]\n"
