@@ -299,6 +299,7 @@ class StepEngine:
                 "call run.backward(loss, last=True) for the last loss of a step"
             )
         self._used = True
+        self._at(StepPoint.GRADIENTS_LOCAL)  # brings back what was kept elsewhere
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if trainable and all(parameter.grad is None for parameter in trainable):
             # FSDP2 finds the tensors of an output in containers that torch knows; in any other object it misses them,
@@ -307,7 +308,6 @@ class StepEngine:
                 f"no parameter got a gradient in step {state.step}; return the model's output as a tensor, or in a "
                 "tuple, list, dict or dataclass"
             )
-        self._at(StepPoint.GRADIENTS_LOCAL)
         gradients.settle_partial(parameters)
         if self._ledger.correction != 1.0:
             gradients.scale_(parameters, self._ledger.correction)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from support.models import Net, composed, full, mine, padded, seeded
+from support import offloading
+from support.models import Net, composed, full, mine, one_step, padded, seeded, sum_loss, write_manifest
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import ComposerError, ManifestError
-from composer3d.testing import count_collectives, run_ranks
+from composer3d import Batch, ComposerError, ManifestError
+from composer3d.testing import assert_parity, count_collectives, run_ranks
 
 # Each matrix of the small model is a piece of its own.
 TABLE = "[sharding.cpu_offload]\npiece_mib = 0.0001\n"
@@ -93,6 +96,122 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout, cls, option
 def test_collectives_are_those_without_it():
     plain, with_offload = (run_ranks(trained, 2, FSDP + text, torch.optim.AdamW, {}, 1)[0][3] for text in ("", TABLE))
     assert plain == with_offload
+
+
+# ---- gradients, parameters, all --------------------------------------------------------------------------------------
+
+OTHERS = ["gradients", "parameters", "all"]
+
+
+@pytest.mark.parametrize("mode", OTHERS)
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        LAYOUTS[2],
+        pytest.param(2, FSDP + LAYOUTS[3].values[1], id="pp"),
+        pytest.param(4, FSDP + LAYOUTS[4].values[1].replace("tp = 2", "tp = 2\ndp_shard = 2"), id="tp and fsdp2"),
+    ],
+)
+def test_every_mode_gives_the_bits_of_the_run_without_it(world_size, layout, mode):
+    plain = run_ranks(trained, world_size, layout, torch.optim.AdamW, {}, 2)
+    text = layout + TABLE + f'mode = "{mode}"\n'
+    for without, found in zip(plain, run_ranks(trained, world_size, text, torch.optim.AdamW, {}, 2), strict=True):
+        assert found[0] == without[0] and found[0][-1] < found[0][0]
+        for one, other in zip(found[1:3], without[1:3], strict=True):
+            assert one.keys() == other.keys()
+            assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
+        assert found[3] == without[3]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, ""), (2, FSDP + "zero = 1\n")])
+def test_gradients_of_several_microbatches_equal_one_device(world_size, layout):
+    text = layout + '[sharding.cpu_offload]\nmode = "gradients"\n'
+    for error in run_ranks(functools.partial(one_step, text, microbatch=2), world_size):
+        assert max(error[:3]) < 1e-12
+
+
+def test_gradients_of_a_schedule_that_computes_them_itself():
+    layout = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n[train]\nmicrobatch = 3\n'
+    factory = functools.partial(Net, num_layers=4)
+    plain = run_ranks(offloading.trained, 2, layout, torch.optim.AdamW, {}, 2, factory)
+    text = layout + '[sharding.cpu_offload]\nmode = "gradients"\n'
+    for found, wanted in zip(
+        run_ranks(offloading.trained, 2, text, torch.optim.AdamW, {}, 2, factory), plain, strict=True
+    ):
+        offloading.assert_same(found, wanted)
+
+
+def in_backward(mode, microbatch):
+    """Return bytes of gradients on the device after every micro-batch, those on the host, and those of all."""
+    run = composed(f'[sharding.cpu_offload]\nmode = "{mode}"\n[train]\nmicrobatch = {microbatch}\n', seeded(dim=8))
+    tokens, targets = padded()
+    seen = []
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        seen.append(sum(p.grad is not None for _, p in run.named_parameters()))
+        gradients = run.context.state.get(next(key for key in run.context.state if type(key).__name__ == "CPUOffload"))
+        held = gradients.host_bytes, gradients.peak_bytes
+        run.clip_grad_norm_(1.0)
+        seen.append(sum(p.grad is not None for _, p in run.named_parameters()))
+        left = gradients.host_bytes
+    sizes = [p.numel() * 4 for _, p in run.named_parameters()]
+    run.close()
+    return seen, held, left, sizes
+
+
+def test_gradients_are_on_the_host_until_they_are_used():
+    for microbatch in (12, 3):
+        seen, held, left, sizes = run_ranks(in_backward, 1, "gradients", microbatch)[0]
+        assert seen == [0, len(sizes)]
+        assert held == (sum(sizes), sum(sizes)) and left == 0
+
+
+def units_of(mode, patterns):
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    text = FSDP + TABLE + f'mode = "{mode}"\n' + (f"parameters = {patterns}\n" if patterns else "")
+    run = composed(text, seeded(dim=8))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    groups = {
+        fqn: isinstance(module._get_fsdp_state()._fsdp_param_groups[0].offload_policy, CPUOffloadPolicy)
+        for fqn, module in run.parts[0].module.named_modules()
+        if hasattr(module, "_get_fsdp_state")
+    }
+    tokens, targets = padded()
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+    plugin = next((key for key in run.context.state if type(key).__name__ == "CPUOffload"), None)
+    log = getattr(run.context.state.get(plugin), "log", None)
+    run.close()
+    return groups, log
+
+
+def test_units_are_told_to_the_data_parallel_plugin():
+    blocks = [f"layers.{index}" for index in range(3)]
+    groups, log = run_ranks(units_of, 1, "all", None)[0]
+    assert groups == dict.fromkeys(["", *blocks], True) and log is None
+    groups, log = run_ranks(units_of, 1, "parameters", '["layers.1", "layers.2"]')[0]
+    assert groups == {"": False, "layers.0": False, "layers.1": True, "layers.2": True}
+    # Parameters and gradients visit the device piece by piece, the next one on its way before one is waited for.
+    assert log[:5] == [("fetch", 0), ("fetch", 1), ("wait", 0), ("store", 0), ("fetch", 2)]
+
+
+def test_verify_passes():
+    tokens, targets = padded()
+    for mode in ("gradients", "parameters"):
+        path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE + f'mode = "{mode}"\n')
+        assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
+
+
+@pytest.mark.parametrize("mode", ["parameters", "all"])
+def test_every_mode_is_resumed_to_the_bit(tmp_path, mode):
+    path, text = tmp_path / "step-2", FSDP + TABLE + f'mode = "{mode}"\n'
+    whole = run_ranks(resumed, 2, path, text, False, 4)[0]
+    again = run_ranks(resumed, 2, path, text, True, 2, 2)[0]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    moved = run_ranks(resumed, 1, path, text, True, 2, 2)[0]
+    assert all(torch.allclose(whole[name], moved[name], atol=1e-5) for name in whole)
 
 
 # ---- order and memory ------------------------------------------------------------------------------------------------
@@ -193,6 +312,8 @@ def refusal(text, options):
         run = composed(text)
     except ManifestError as error:
         return str(error).partition("run.toml")[2]
+    except ComposerError as error:
+        return str(error)
     with pytest.raises(ComposerError) as caught:
         run.optimizer(torch.optim.AdamW, lr=1e-2, **options)
     run.close()
@@ -214,6 +335,30 @@ def refusal(text, options):
             'did you mean "layers.*.up"?',
         ),
         (
+            'mode = "all"',
+            {},
+            ':2:11: [sharding.cpu_offload] mode = "all" needs a data-parallel plugin, which gathers parameters for '
+            "their use; add [sharding.fsdp2]; on one rank it works too",
+        ),
+        (
+            'mode = "parameters"\nparameters = ["layers.*.up"]\n[sharding.fsdp2]',
+            {},
+            'mode = "parameters": the data-parallel plugin does not gather layers.0.up as a unit; name its units in '
+            "[sharding.cpu_offload] parameters, or let fsdp2 or ddp's units gather it",
+        ),
+        (
+            'mode = "gradients"\n[sharding.ddp]\nreducer = "bucketed"',
+            {},
+            'the gradient of "tok.weight" is reduced over ranks where it lies, so it cannot be in host memory before; '
+            "name other parameters, or let fsdp2 or ddp's units reduce it",
+        ),
+        (
+            'mode = "all"\n[sharding.ddp]\nreducer = "bucketed"',
+            {},
+            'mode = "all": the data-parallel plugin does not gather the model as a unit; name its units in '
+            "[sharding.cpu_offload] parameters, or let fsdp2 or ddp's units gather it",
+        ),
+        (
             "piece_mib = 0.0",
             {},
             ":3:1: [sharding.cpu_offload] sharding.cpu_offload.piece_mib must be greater than 0.0, not 0.0",
@@ -221,4 +366,5 @@ def refusal(text, options):
     ],
 )
 def test_refusals(text, options, message):
-    assert run_ranks(refusal, 1, "[sharding.cpu_offload]\n" + text, options)[0] == message
+    world_size = 2 if text.startswith('mode = "gradients"') else 1
+    assert run_ranks(refusal, world_size, "[sharding.cpu_offload]\n" + text, options)[0] == message

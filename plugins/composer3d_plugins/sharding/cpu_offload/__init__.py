@@ -1,17 +1,31 @@
-"""Optimizer state in host memory."""
+"""Parameters, gradients and optimizer state in host memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from composer3d import PluginError, RunContext, hookimpl, plugin, select_fqns
+from composer3d import (
+    Phase,
+    PluginError,
+    Role,
+    RunContext,
+    StepAction,
+    StepPoint,
+    Transform,
+    hookimpl,
+    plugin,
+    select_fqns,
+)
+from composer3d_plugins.sharding.cpu_offload.gradients import HostGradients, refuse_foreign
 from composer3d_plugins.sharding.cpu_offload.optimizer import offloaded
 from composer3d_plugins.sharding.cpu_offload.transfers import transfers_for
+from composer3d_plugins.sharding.cpu_offload.visiting import visiting
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
 MIB = 2**20
@@ -19,35 +33,107 @@ MIB = 2**20
 
 @plugin(family="sharding")
 class CPUOffload:
-    """Keep the optimizer's state in host memory and bring it to the device piece by piece while it steps.
+    """Keep optimizer state, gradients or parameters in host memory, and bring them to the device for their use.
 
-    The state of the next piece travels while a piece is stepped, and what was stepped travels back at the same time, on
-    a stream of its own. The optimizer is the class that was asked for, and computes on the device what it would compute
-    without. On a machine without accelerator host and device are the same memory: the pieces are copied all the same.
-    Memory: no optimizer state on the device but that of three pieces while it steps; all of it in host memory, pinned
-        where there is an accelerator.
+    mode = "optimizer": the state comes to the device piece by piece while it steps. The state of the next piece travels
+        while a piece is stepped, and what was stepped travels back at the same time, on a stream of its own.
+    mode = "gradients": a gradient goes to the host as soon as it is there, and later micro-batches add to it; all come
+        back when the backward is over, to be reduced, clipped and used.
+    mode = "parameters": what a rank holds of the parameters is in host memory, and so are their gradients; a unit's
+        come to the device before they are gathered. The optimizer's state is on the device, and so is the step, to
+        which parameters and gradients travel piece by piece.
+    mode = "all": parameters, gradients and state are in host memory, and the host steps.
+    The optimizer is the class that was asked for, and computes what it would compute without. On a machine without
+    accelerator host and device are the same memory: pieces are copied all the same.
+    Memory: on the device nothing of what is kept in host memory but the unit or the pieces at work (three of
+        piece_mib), and, with "gradients", all gradients from the end of the backward to the end of the step; in host
+        memory all of it, pinned where there is an accelerator.
     Collectives: none.
 
     Source: Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840.
 
     Args:
-        parameters: Patterns of modules or parameters whose state is kept in host memory; default: all.
+        mode: What is kept in host memory. "parameters" and "all" need a plugin that gathers parameters for their use
+            (fsdp2, at any degree, or ddp's units).
+        parameters: Patterns of modules or parameters that are meant; default: all. For "parameters" and "all", of units
+            of the data-parallel plugin.
         piece_mib: Parameters of at most this size, MiB, are stepped at once; a larger one by itself.
     """
 
+    mode: Literal["optimizer", "gradients", "parameters", "all"] = "optimizer"
     parameters: tuple[str, ...] | None = None
     piece_mib: float = Field(default=64.0, gt=0)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse patterns that match nothing."""
+        """Refuse patterns that match nothing, and parameters that nobody would bring to the device."""
         self._chosen(context)
+        if self._moves_parameters and not any(name in context.owners for name in context.layout.names(Role.BATCH)):
+            raise PluginError(
+                f'mode = "{self.mode}" needs a data-parallel plugin, which gathers parameters for their use',
+                hint="add [sharding.fsdp2]; on one rank it works too",
+            )
+
+    @hookimpl
+    def composer3d_offload_policy(self, context: RunContext, fqn: str) -> Any | None:
+        """Let the data-parallel plugin keep a unit's parameters in host memory."""
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        if not self._moves_parameters or (self.parameters is not None and fqn not in self._modules(context)):
+            return None
+        context.state.setdefault((self, "units"), set()).add(fqn)
+        return CPUOffloadPolicy(pin_memory=context.device.type != "cpu")
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform | None:
+        """Take the shards to the host once they have values."""
+        if not self._moves_parameters:
+            return None
+        return Transform(
+            name="cpu_offload",
+            phase=Phase.MATERIALISE,
+            select=lambda model, context: [""] if self.parameters is None else self._modules(context),
+            apply=self._to_host,
+        )
+
+    def _to_host(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        told: set[str] = context.state.get((self, "units"), set())
+        for fqn in fqns:
+            if fqn not in told:
+                raise PluginError(
+                    f'mode = "{self.mode}": the data-parallel plugin does not gather {fqn or "the model"} as a unit',
+                    hint="name its units in [sharding.cpu_offload] parameters, or let fsdp2 or ddp's units gather it",
+                )
+        if context.device.type != "cpu":
+            for fqn in fqns:
+                model.get_submodule(fqn).cpu()
+            for module in model.modules():
+                for name, buffer in module.named_buffers(recurse=False):
+                    module._buffers[name] = buffer.to(context.device)
+        return list(fqns)
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
+        """Take gradients away in backwards and after micro-batches, and bring them back before they are used."""
+        if self.mode != "gradients":
+            return ()
+        chosen = self._chosen(context)
+        mine = {fqn: p for fqn, p in context.named_parameters() if fqn in chosen and p.requires_grad}
+        refuse_foreign(context, mine)
+        gradients = HostGradients(mine.values(), transfers_for(context.device))
+        context.state[self] = gradients
+        return (
+            StepAction(name="cpu_offload.away", point=StepPoint.AFTER_MICROBATCH, run=gradients.sweep),
+            StepAction(name="cpu_offload.back", point=StepPoint.GRADIENTS_LOCAL, run=gradients.bring_back),
+        )
 
     @hookimpl
     def composer3d_optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
-    ) -> Optimizer:
+    ) -> Optimizer | None:
         """Make the optimizer, of the class that was asked for."""
+        if self.mode in ("gradients", "all"):
+            return None
         if any(group.get("differentiable") for group in groups):
             raise PluginError(
                 "cpu_offload does not do what differentiable = true asks: its pieces are stepped in place"
@@ -56,8 +142,16 @@ class CPUOffload:
         kept = {p for fqn, p in context.named_parameters() if fqn in chosen}
         transfers = transfers_for(context.device)
         context.state[self] = transfers
-        made: Optimizer = offloaded(cls, kept=kept, piece_bytes=int(self.piece_mib * MIB), transfers=transfers)(groups)
+        make = offloaded if self.mode == "optimizer" else visiting
+        made: Optimizer = make(cls, kept=kept, piece_bytes=int(self.piece_mib * MIB), transfers=transfers)(groups)
         return made
+
+    @property
+    def _moves_parameters(self) -> bool:
+        return self.mode in ("parameters", "all")
+
+    def _modules(self, context: RunContext) -> list[str]:
+        return [fqn for pattern in self.parameters or () for fqn in select_fqns(pattern, context.fqns)]
 
     def _chosen(self, context: RunContext) -> set[str]:
         if self.parameters is None:

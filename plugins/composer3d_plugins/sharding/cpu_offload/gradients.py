@@ -1,0 +1,87 @@
+"""Gradients that are in host memory while a backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from composer3d import PluginError, RunContext, StepState
+from composer3d_plugins.sharding.cpu_offload.transfers import Transfers
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["HostGradients", "refuse_foreign"]
+
+
+class HostGradients:
+    """Takes every gradient to the host as soon as it is there, and brings all of them back when they are needed.
+
+    What a later micro-batch adds is added on the device, in the order in which autograd would have added it.
+
+    Args:
+        parameters: Whose gradients travel.
+        transfers: Between host and device.
+
+    Attributes:
+        host_bytes: In host memory now.
+        peak_bytes: The most that was there.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter], transfers: Transfers) -> None:
+        self._parameters = list(parameters)
+        self._transfers = transfers
+        self._hosts: dict[nn.Parameter, Tensor] = {}
+        self._held: dict[nn.Parameter, int] = {}
+        self.host_bytes = self.peak_bytes = 0
+        for parameter in self._parameters:
+            parameter.register_post_accumulate_grad_hook(self._leave)
+
+    def sweep(self, state: StepState) -> None:
+        """Take away what no hook of autograd saw: schedules that compute gradients of weights by themselves."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                self._leave(parameter)
+
+    def bring_back(self, state: StepState) -> None:
+        """Put all of them where whoever reduces, measures or uses them looks for them."""
+        fetched = [
+            (parameter, self._transfers.fetch(index, [self._hosts[parameter]])[0])
+            for index, parameter in enumerate(self._held)
+        ]
+        for index, (parameter, here) in enumerate(fetched):
+            self._transfers.wait(index)
+            parameter.grad = here if parameter.grad is None else here.add_(parameter.grad)
+        self._transfers.finish()
+        self._held.clear()
+        self.host_bytes = 0
+
+    def _leave(self, parameter: nn.Parameter) -> None:
+        grad: Any = parameter.grad
+        if parameter in self._held:
+            index = self._held[parameter]
+            (here,) = self._transfers.fetch(index, [self._hosts[parameter]])
+            self._transfers.wait(index)
+            grad = here.add_(grad)
+        else:
+            index = self._held[parameter] = len(self._held)
+            if parameter not in self._hosts:
+                self._hosts[parameter] = self._transfers.allocate(grad)
+            self.host_bytes += grad.numel() * grad.element_size()
+            self.peak_bytes = max(self.peak_bytes, self.host_bytes)
+        self._transfers.store(index, [(self._hosts[parameter], grad)])
+        parameter.grad = None
+
+
+def refuse_foreign(context: RunContext, parameters: Mapping[str, nn.Parameter]) -> None:
+    """Refuse parameters that are whole on every rank, and whose gradients somebody reduces where they lie."""
+    from torch.distributed.tensor import DTensor
+
+    if context.data_parallel_degree == 1:
+        return
+    for fqn, parameter in parameters.items():
+        if not isinstance(parameter, DTensor):
+            raise PluginError(
+                f'the gradient of "{fqn}" is reduced over ranks where it lies, so it cannot be in host memory before',
+                hint="name other parameters, or let fsdp2 or ddp's units reduce it",
+            )

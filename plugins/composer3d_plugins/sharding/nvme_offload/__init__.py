@@ -1,0 +1,89 @@
+"""Optimizer state on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from composer3d import Metric, PluginError, RunContext, hookimpl, plugin
+from composer3d_plugins.sharding.nvme_offload.disk import StateFile
+from composer3d_plugins.sharding.nvme_offload.optimizer import on_disk
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
+MIB = 2**20
+
+
+@plugin(family="sharding")
+class NVMeOffload:
+    """Keep the optimizer's moments in a file, and in memory those of the few pieces that are being stepped.
+
+    While a piece is stepped the next ones are read and the last ones written, by threads, in requests that go past the
+    page cache (O_DIRECT); on a file system that has no such requests, which is said, they go through it. The optimizer
+    is the class that was asked for, and computes what it would compute in memory, to the last bit. The file has no
+    name: nothing is left when the run ends, whatever ends it. A checkpoint reads and fills it as memory, and is the
+    checkpoint of any other run.
+    Memory: of the moments 2 * depth + 1 pieces of chunk_mib each, pinned where there is an accelerator, on which one
+        piece is; nothing else.
+    Collectives: none.
+
+    Source: Rajbhandari et al., ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning,
+    arXiv:2104.07857.
+
+    Args:
+        folder: On the disk that is to be used; default: the run's folder.
+        chunk_mib: The most that one request reads or writes, and that is stepped at once of a moment, MiB. Only of
+            optimizers that torch does not have, or that look at whole matrices, a larger parameter is one piece.
+        depth: So many pieces are read ahead, and as many may be on their way back.
+        threads: The number of requests under way at once.
+    """
+
+    folder: str | None = None
+    chunk_mib: float = Field(default=16.0, gt=0)
+    depth: int = Field(default=3, ge=1)
+    threads: int = Field(default=4, ge=1)
+
+    @hookimpl
+    def composer3d_optimizer(
+        self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
+    ) -> Optimizer:
+        """Make the optimizer, of the class that was asked for, and open its file."""
+        if any(group.get("differentiable") for group in groups):
+            raise PluginError(
+                "nvme_offload does not do what differentiable = true asks: its pieces are stepped in place"
+            )
+        piece_bytes = max(int(self.chunk_mib * MIB) // 4096, 1) * 4096
+        file = StateFile(self._folder(context), chunk_bytes=piece_bytes, num_threads=self.threads)
+        context.state[self] = file
+        made: Optimizer = on_disk(cls, file=file, piece_bytes=piece_bytes, depth=self.depth, device=context.device)(
+            groups
+        )
+        return made
+
+    def _folder(self, context: RunContext) -> Path | None:
+        if context.purpose != "run":
+            return None  # what only proves or plans opens no file
+        if self.folder is None:
+            return context.output
+        return context.manifest.document.folder / self.folder
+
+    @hookimpl
+    def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
+        """Measure what went to and fro, of all ranks together."""
+        file: StateFile | None = context.state.get(self)
+        read, written = (file.read_bytes, file.written_bytes) if file is not None else (0, 0)
+        return [
+            Metric(name="nvme_read_bytes", value=read, reduction="sum"),
+            Metric(name="nvme_written_bytes", value=written, reduction="sum"),
+        ]
+
+    @hookimpl
+    def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
+        """Let the system free the file."""
+        file: StateFile | None = context.state.pop(self, None)
+        if file is not None:
+            file.close()

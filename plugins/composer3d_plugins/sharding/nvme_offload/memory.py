@@ -1,0 +1,115 @@
+"""Memory that a disk reads into and writes from: page-aligned, pinned where there is an accelerator, and few of it."""
+
+from __future__ import annotations
+
+import mmap
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, StateFile
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import torch
+    from torch import Tensor
+
+__all__ = ["Buffer", "Buffers"]
+
+
+class Buffer:
+    """One piece's memory.
+
+    Args:
+        num_bytes: A multiple of a page.
+        device: The device that steps; its copies are awaited before the disk reads the memory.
+    """
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        import torch
+
+        self.num_bytes = num_bytes
+        self._device = device
+        if device.type == "cuda":
+            # What CUDA pins is page-aligned, as a mapping is.
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+            assert self._bytes.data_ptr() % BLOCK == 0, "pinned memory begins at a page"
+        else:
+            self._bytes = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+        array: Any = self._bytes.numpy()
+        self.memory = memoryview(array)
+
+    def view(self, position: int, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """Return a run of it as a tensor of one dim."""
+        return self._bytes[position : position + num_elements * dtype.itemsize].view(dtype)
+
+    def synchronise(self) -> None:
+        """Return when the device has written what it was told to copy here."""
+        if self._device.type == "cuda":
+            import torch
+
+            torch.cuda.current_stream(self._device).synchronize()
+
+
+class Buffers:
+    """As many buffers as pieces are under way; whoever needs one more waits for the oldest that is being written.
+
+    Args:
+        limit: The most there are.
+        device: See `Buffer`.
+
+    Attributes:
+        num_bytes: Of all of them.
+    """
+
+    def __init__(self, limit: int, device: torch.device) -> None:
+        self._limit, self._device = limit, device
+        self._free: list[Buffer] = []
+        self._writing: deque[tuple[Buffer, list[Future[None]]]] = deque()
+        self._num_taken = 0
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int, file: StateFile) -> Buffer:
+        """Return a buffer of at least this size."""
+        while self._writing and (self._is_written() or not self._free and self._num_made() >= self._limit):
+            buffer, requests = self._writing.popleft()
+            file.wait(requests)
+            self._free.append(buffer)
+        self._num_taken += 1
+        fitting = next((buffer for buffer in self._free if buffer.num_bytes >= num_bytes), None)
+        if fitting is not None:
+            self._free.remove(fitting)
+            return fitting
+        if self._free:  # too small: a larger one takes its place
+            self.num_bytes -= self._free.pop().num_bytes
+        made = Buffer(max(num_bytes, BLOCK), self._device)
+        self.num_bytes += made.num_bytes
+        return made
+
+    def _is_written(self) -> bool:
+        return all(request.done() for request in self._writing[0][1])
+
+    def _num_made(self) -> int:
+        return self._num_taken + len(self._writing) + len(self._free)
+
+    def give(self, buffer: Buffer, writes: list[Future[Any]]) -> None:
+        """Take a buffer back, once it is written."""
+        self._num_taken -= 1
+        self._writing.append((buffer, writes))
+
+    def drain(self, file: StateFile) -> None:
+        """Return when everything is written."""
+        while self._writing:
+            buffer, requests = self._writing.popleft()
+            file.wait(requests)
+            self._free.append(buffer)
+
+    def abandon(self) -> None:
+        """After an error: let no request use memory that is handed out again."""
+        for _, requests in self._writing:
+            for request in requests:
+                request.cancel()
+        if self._writing or self._num_taken:
+            self._writing.clear()
+            self._free.clear()
+            self._num_taken = self.num_bytes = 0

@@ -1,0 +1,151 @@
+"""An optimizer of any class whose moments are on disk, and in memory a few pieces at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from composer3d_plugins.sharding.nvme_offload.disk import StateFile
+from composer3d_plugins.sharding.nvme_offload.memory import Buffer, Buffers
+from composer3d_plugins.sharding.nvme_offload.pieces import Fields, Layout, Member, cut, cut_as, local, moments
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+    import torch
+    from torch import Tensor
+    from torch.optim import Optimizer
+
+__all__ = ["on_disk"]
+
+
+def on_disk(cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: int, device: torch.device) -> Any:
+    """Return a subclass, of the same name, that steps pieces of its parameters one after the other.
+
+    Args:
+        cls: Any optimizer whose parameters do not look at each other.
+        file: Where the moments are.
+        piece_bytes: Parameters of at most this size are stepped at once.
+        depth: So many pieces are read ahead, and as many may still be on their way back.
+        device: On which it steps.
+    """
+    base: Any = cls
+    stepper = Stepper(cls, file=file, piece_bytes=piece_bytes, depth=depth, device=device)
+
+    class OnDisk(base):
+        def step(self, closure: Any = None) -> None:
+            """Step every piece while the next ones are read and the last ones written."""
+            assert closure is None, "the composition refuses closures"
+            stepper.step(self)
+
+        def plain_state(self, *, write: bool) -> contextlib.AbstractContextManager[None]:
+            """Show the moments as tensors for a checkpoint; see `composer3d.checkpoint`."""
+            return stepper.plain_state(self, write=write)
+
+    OnDisk.__name__ = OnDisk.__qualname__ = cls.__name__
+    return OnDisk
+
+
+class Stepper:
+    """Steps an optimizer piece by piece.
+
+    Args:
+        cls: The optimizer's class, without what is done here.
+        file: Where the moments are.
+        piece_bytes: Parameters of at most this size are stepped at once.
+        depth: Pieces ahead.
+        device: On which it steps.
+    """
+
+    def __init__(
+        self, cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: int, device: torch.device
+    ) -> None:
+        # The bare step: hooks on the optimizer run once a step, not once a piece.
+        self._inner, self._cls = inspect.unwrap(cls.step), cls
+        self._file, self._piece_bytes, self._depth, self._device = file, piece_bytes, depth, device
+        self._fields = Fields(file)
+        self._buffers = Buffers(2 * depth + 1, device)
+
+    def step(self, optimizer: Any) -> None:
+        """Step every piece while the next ones are read and the last ones written."""
+        import torch
+
+        groups = optimizer.param_groups
+        self._fields.keep_only(optimizer.state)
+        pieces = list(cut(groups, self._piece_bytes, self._cls))
+        reads: deque[tuple[Buffer, Layout, list[Future[None]]]] = deque()
+        try:
+            with torch.no_grad():
+                for index, piece in enumerate(pieces):
+                    while len(reads) <= self._depth and index + len(reads) < len(pieces):
+                        reads.append(self._fetch(pieces[index + len(reads)]))
+                    buffer, layout, requests = reads.popleft()
+                    self._file.wait(requests)
+                    self._step_piece(optimizer, piece, buffer, layout)
+            self._buffers.drain(self._file)
+        finally:
+            optimizer.param_groups = groups
+            self._buffers.abandon()
+
+    def _fetch(self, piece: list[Member]) -> tuple[Buffer, Layout, list[Future[None]]]:
+        layout = self._fields.reading(piece)
+        buffer = self._buffers.take(layout.num_bytes, self._file)
+        return buffer, layout, self._file.read(layout.ranges, buffer.memory)
+
+    def _step_piece(self, optimizer: Any, piece: list[Member], buffer: Buffer, layout: Layout) -> None:
+        for member, name, position, dtype in layout.places:
+            view = buffer.view(position, member.num_elements, dtype).view(member.shape)
+            optimizer.state[member.key][name] = member.like(view.to(self._device, non_blocking=True))
+        for member in piece:
+            member.begin(optimizer.state)
+        optimizer.param_groups = [
+            {**group, "params": [member.key for member in piece if member.group is group]}
+            for group in {id(member.group): member.group for member in piece}.values()
+        ]
+        self._inner(optimizer)
+        self._store(optimizer, piece, buffer, layout)
+
+    def _store(self, optimizer: Any, piece: list[Member], buffer: Buffer, before: Layout) -> None:
+        values = {member: moments(member, optimizer.state) for member in piece}
+        for member in piece:
+            self._fields.add(member, values[member])
+        layout = self._fields.writing(piece, values)
+        if layout != before:  # the step made state that was not there
+            self._buffers.give(buffer, [])
+            buffer = self._buffers.take(layout.num_bytes, self._file)
+        for member, name, position, dtype in layout.places:
+            view, value = buffer.view(position, member.num_elements, dtype), local(values[member][name])
+            if view.data_ptr() != value.data_ptr():
+                view.view(member.shape).copy_(value, non_blocking=True)
+        for member in piece:
+            member.end(optimizer.state)
+        buffer.synchronise()
+        self._buffers.give(buffer, self._file.write(layout.ranges, buffer.memory))
+
+    @contextlib.contextmanager
+    def plain_state(self, optimizer: Any, *, write: bool) -> Iterator[None]:
+        """Show the moments as tensors for a checkpoint: the file as memory, read as it is used."""
+        import torch
+
+        self._fields.keep_only(optimizer.state)
+        memory = self._file.map() if self._file.num_bytes else None
+        shown = list(self._fields.written())
+        try:
+            for parameter, name, field in shown:
+                here = local(parameter)
+                assert memory is not None, "there are fields"
+                value: Tensor = (
+                    torch.frombuffer(memory, dtype=field.dtype, count=here.numel(), offset=field.offset)
+                    if here.numel()
+                    else torch.empty(0, dtype=field.dtype)
+                ).view(here.shape)
+                optimizer.state[parameter][name] = cut_as(parameter, value)
+            yield
+            if write and memory is not None:
+                memory.flush()
+        finally:
+            for parameter, name, _ in shown:
+                optimizer.state[parameter].pop(name, None)
