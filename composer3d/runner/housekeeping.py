@@ -134,11 +134,11 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
     """
     import torch
 
-    device = run.context.device
+    device, folder = run.context.device, manifest.document.folder
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "composer3d": 1,
-        "manifest": {"file": manifest.document.file, "sha256": manifest.document.digest()},
+        "manifest": {"file": manifest.document.file, "sha256": manifest.document.digest(), "folder": str(folder)},
         "data": dict(data),
         "world_size": run.context.world_size,
         "mesh": dict(run.context.degrees),
@@ -150,7 +150,7 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "packages": _packages(),
-        "commit": _commit(manifest.document.folder),
+        "commit": _commit(folder),
     }
 
 
