@@ -180,14 +180,15 @@ def export(
         tensors = _tensors(read(keys), dtype, exporter)
         written[file] = list(tensors)
         _write(file, tensors)
-    if len(files) > 1:
-        _write_index(written, sum(_bytes(info, dtype) for info in infos.values()))
+    _write_index(written, sum(_bytes(info, dtype) for info in infos.values()))
     if exporter is not None and description is not None:
         exporter.describe(description, to, dtype)
     return written
 
 
 def _write_index(written: Mapping[Path, Sequence[str]], total_bytes: int) -> None:
+    if len(written) < 2:
+        return
     weight_map = {key: file.name for file, keys in written.items() for key in keys}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
     next(iter(written)).with_name(INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
