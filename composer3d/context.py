@@ -27,6 +27,9 @@ __all__ = ["Purpose", "RunContext"]
 
 Purpose = Literal["run", "check", "plan", "verify"]
 
+# Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
+Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
+
 
 class RunContext:
     """The run, as hooks see it.
@@ -47,6 +50,7 @@ class RunContext:
         split: The answer to `composer3d_split`, if a plugin gave one.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
         flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
+        left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
         own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
     """
 
@@ -79,6 +83,7 @@ class RunContext:
         self._example: Example | Callable[[], Example | None] | None = None
         self.coordinates = layout.coordinates(rank)
         self.orders: dict[str, Order] = {}
+        self.left_out: dict[str, Merge] = {}
         self._hooks = hooks
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None
@@ -170,6 +175,11 @@ class RunContext:
         return query in self._asked
 
     @property
+    def has_blocks(self) -> bool:
+        """Whether the repeated blocks are known."""
+        return self._blocks is not None
+
+    @property
     def blocks(self) -> str:
         """The pattern of the repeated blocks."""
         if self._blocks is None:
@@ -257,6 +267,26 @@ class RunContext:
     def output(self) -> Path:
         """The run's folder, which `[run] output` names; plugins write below it, and make it where it is not there."""
         return self.manifest.output
+
+    def leave_out(self, fqn: str, merge: Merge) -> None:
+        """Say that checkpoints do not hold a parameter: it is frozen, and a run starts from its value again.
+
+        Args:
+            fqn: Its name.
+            merge: Gives its value in a model that `composer3d export --merge` writes.
+        """
+        self.left_out[fqn] = merge
+
+    def place(self, target: Tensor, full: Tensor) -> None:
+        """Write a full tensor, in the stored order, into a parameter of any placements; see `initialisation.place`.
+
+        Args:
+            target: A parameter or buffer with memory.
+            full: The same on all ranks.
+        """
+        from composer3d.initialisation import place
+
+        place(target, full)
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""

@@ -130,7 +130,10 @@ class Persistence:
             parameters = dict(module.named_parameters())
             persistent = module.state_dict(keep_vars=True).keys()
             buffers = {fqn: b for fqn, b in module.named_buffers() if fqn in persistent}
+            left_out = self._assembled.context.left_out
             for fqn, tensor in {**parameters, **buffers}.items():
+                if fqn in left_out:
+                    continue
                 # Of several copies on this rank the first one is the optimizer's; the others are filled from it.
                 result.setdefault(f"model/{first.get(fqn, fqn)}", checkpoint.unwrapped(tensor.detach()))
         return result

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.checkpoint import TensorInfo
+    from composer3d.cli.merging import MergedWeights
     from composer3d.huggingface.export import Exporter
 
 __all__ = ["add", "execute", "export", "find_checkpoint", "find_description"]
@@ -46,6 +48,11 @@ def add(subparsers: Subparsers) -> None:
         "source", metavar="RUN_OR_CHECKPOINT", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint"
     )
     parser.add_argument("--to", metavar="DIR_OR_FILE", type=Path, required=True, help="folder, or .safetensors file")
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="of a run that saved adapters alone: write the model that they were trained on, with them put in",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors; default: as saved")
     parser.add_argument(
         "--max-shard", metavar="SIZE", type=size, default=DEFAULT_SHARD, help="largest file; default: 5GiB"
@@ -60,6 +67,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
     import torch
 
+    from composer3d.cli.merging import MergedWeights
+
     path = find_checkpoint(arguments.source)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     files = export(
@@ -69,6 +78,7 @@ def execute(arguments: argparse.Namespace) -> int:
         max_shard_bytes=arguments.max_shard,
         description=find_description(path),
         trust_remote_code=arguments.trust_remote_code,
+        merged=MergedWeights.open(path) if arguments.merge else None,
     )
     tensors, size_bytes = len([key for file in files.values() for key in file]), sum(f.stat().st_size for f in files)
     say(f"{path} -> {', '.join(str(file) for file in files)}: {tensors} tensors, {size_bytes / 1024**2:.1f} MiB")
@@ -122,6 +132,7 @@ def export(
     max_shard_bytes: int = DEFAULT_SHARD,
     description: Path | None = None,
     trust_remote_code: bool = False,
+    merged: MergedWeights | None = None,
 ) -> dict[Path, list[str]]:
     """Write the model's tensors of a checkpoint.
 
@@ -135,6 +146,7 @@ def export(
         description: Of a Hugging Face model, see `find_description`: tensors get the names that `save_pretrained` gives
             them, and the folder the rest of what is there.
         trust_remote_code: Run Python that lies in the description.
+        merged: Reads the checkpoint in place of its own tensors.
 
     Returns:
         The files with the keys in each.
@@ -144,12 +156,15 @@ def export(
 
     Memory: one file's tensors. Collectives: none.
     """
-    from composer3d.checkpoint import contents
+    from composer3d.checkpoint import contents, read_tensors
 
-    infos = {key: info for key, info in contents(path).items() if key.startswith(PREFIX)}
+    held = contents(path) if merged is None else merged.contents()
+    infos = {key: info for key, info in held.items() if key.startswith(PREFIX)}
     if not infos:
         raise CheckpointError(f"{path}: holds no weights of a model")
     exporter = None if description is None else _exporter(description, to, trust_remote_code)
+    if exporter is not None and merged is None:
+        _refuse_adapters(path, infos, exporter)
     shards = _cut(infos, dtype, max_shard_bytes, _together(infos, exporter))
     files = _files(to, len(shards))
     if len(files) < len(shards):
@@ -161,17 +176,22 @@ def export(
     files[0].parent.mkdir(parents=True, exist_ok=True)
     written: dict[Path, list[str]] = {}
     for file, keys in zip(files, shards, strict=True):
-        tensors = _tensors(path, keys, dtype, exporter)
+        read = partial(read_tensors, path) if merged is None else merged.read
+        tensors = _tensors(read(keys), dtype, exporter)
         written[file] = list(tensors)
         _write(file, tensors)
-    if len(files) > 1:
-        total = sum(_bytes(info, dtype) for info in infos.values())
-        weight_map = {key: file.name for file, keys in written.items() for key in keys}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        files[0].with_name(INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_index(written, sum(_bytes(info, dtype) for info in infos.values()))
     if exporter is not None and description is not None:
         exporter.describe(description, to, dtype)
     return written
+
+
+def _write_index(written: Mapping[Path, Sequence[str]], total_bytes: int) -> None:
+    if len(written) < 2:
+        return
+    weight_map = {key: file.name for file, keys in written.items() for key in keys}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+    next(iter(written)).with_name(INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _write(file: Path, tensors: dict[str, Tensor]) -> None:
@@ -203,14 +223,20 @@ def _together(infos: Mapping[str, TensorInfo], exporter: Exporter | None) -> lis
     return [[PREFIX + name for name in group] for group in exporter.plan(shapes)]
 
 
-def _tensors(
-    path: Path, keys: Sequence[str], dtype: torch.dtype | None, exporter: Exporter | None
-) -> dict[str, Tensor]:
-    from composer3d.checkpoint import read_tensors
+def _refuse_adapters(path: Path, infos: Mapping[str, TensorInfo], exporter: Exporter) -> None:
+    known = {PREFIX + name for name in exporter.model.state_dict()}
+    strange = next((key for key in infos if key not in known), None)
+    if strange is not None and not known & infos.keys():
+        raise CheckpointError(
+            f"{path}: holds adapters such as {strange.removeprefix(PREFIX)} and not the model that they belong to; "
+            "export it with --merge"
+        )
 
-    tensors = {
-        key.removeprefix(PREFIX): tensor.to(_target(tensor.dtype, dtype)) for key, tensor in read_tensors(path, keys)
-    }
+
+def _tensors(
+    read: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, exporter: Exporter | None
+) -> dict[str, Tensor]:
+    tensors = {key.removeprefix(PREFIX): tensor.to(_target(tensor.dtype, dtype)) for key, tensor in read}
     if exporter is not None:
         tensors = exporter.convert(tensors)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}

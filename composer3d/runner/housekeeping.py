@@ -134,13 +134,13 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
     """
     import torch
 
-    device = run.context.device
+    device, folder = run.context.device, manifest.document.folder
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "composer3d": 1,
         "manifest": {
             "file": manifest.document.file,
-            "folder": str(manifest.document.folder.absolute()),
+            "folder": str(folder.absolute()),
             "sha256": manifest.document.digest(),
         },
         "data": dict(data),
@@ -154,7 +154,7 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "packages": _packages(),
-        "commit": _commit(manifest.document.folder),
+        "commit": _commit(folder),
     }
 
 

@@ -43,7 +43,13 @@ def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimize
             raise PatternError(table.no_decay, "no_decay is a regular expression, searched in FQNs")
         num_dims = {fqn: parameter.ndim for fqn, parameter in run.named_parameters() if parameter.requires_grad}
         key = "groups"
-        optimizer = run.optimizer(cls, groups=describe_groups(table, num_dims, defaults), **defaults)
+        groups = describe_groups(table, num_dims, defaults)
+        if table.use == "muon":
+            from composer3d.runner.muon import group_matrices, matrices_of
+
+            key = "use" if table.matrices is None else "matrices"
+            groups = group_matrices(groups, matrices_of(run, table.matrices))
+        optimizer = run.optimizer(cls, groups=groups, **defaults)
         _refuse_unknown(table, optimizer)
         return optimizer
     except ComposerError as error:
@@ -84,6 +90,11 @@ def optimizer_class(table: OptimizerTable, folder: Path) -> tuple[type[torch.opt
     elif table.use == "sgd":
         cls = torch.optim.SGD
         arguments = {"momentum": 0.9, "foreach": True} | arguments
+    elif table.use == "muon":
+        from composer3d.runner.muon import Muon
+
+        cls = Muon
+        arguments = {"fused": True} | arguments
     else:
         cls = resolve_reference(table.use, folder)
         if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):

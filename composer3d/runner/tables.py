@@ -177,13 +177,15 @@ class OptimizerTable:
     """The optimizer.
 
     Args:
-        use: `adamw`, `sgd`, or `module:Class` of any torch optimizer.
+        use: `adamw`, `sgd`, `muon` (of the matrices in blocks; the rest is AdamW's), or `module:Class` of any torch
+            optimizer.
         lr: Learning rate, the highest that the schedule reaches.
         weight_decay: Of parameters with at least two dims; default 0.1 for adamw, else what the class has.
-        betas: Of adamw, default [0.9, 0.95].
-        eps: Of adamw, default 1e-8.
-        momentum: Of sgd, default 0.9.
-        nesterov: Of sgd.
+        betas: Of adamw and muon's AdamW, default [0.9, 0.95].
+        eps: Of adamw and muon's AdamW, default 1e-8.
+        momentum: Of sgd, default 0.9; of muon, default 0.95.
+        nesterov: Of sgd and muon.
+        matrices: Of muon: a regular expression of what it steps; default: the matrices in the model's blocks.
         args: Further arguments of the class.
         groups: Other hyperparameters for some parameters.
         no_decay: A regular expression of parameters without weight decay; default: those with fewer than two dims, that
@@ -197,6 +199,7 @@ class OptimizerTable:
     eps: float | None = Field(default=None, gt=0)
     momentum: float | None = Field(default=None, ge=0)
     nesterov: bool | None = None
+    matrices: str | None = None
     args: dict[str, Any] = Field(default_factory=dict)
     groups: tuple[OptimizerGroupTable, ...] = ()
     no_decay: str | None = None
@@ -204,11 +207,16 @@ class OptimizerTable:
     @model_validator(mode="after")
     def _keys_belong_to_the_class(self) -> OptimizerTable:
         """Refuse keys that the class would not be given."""
-        for key, owner in (("betas", "adamw"), ("eps", "adamw"), ("momentum", "sgd"), ("nesterov", "sgd")):
-            if getattr(self, key) is not None and self.use != owner:
-                raise ValueError(f'{key} is for use = "{owner}"; write args = {{ {key} = ... }} for another class')
-        if self.use not in ("adamw", "sgd") and ":" not in self.use:
-            raise ValueError(f'use = "{self.use}" is not adamw, sgd or "module:Class"')
+        adam, momentum = ("adamw", "muon"), ("sgd", "muon")
+        for key, owners in (("betas", adam), ("eps", adam), ("momentum", momentum), ("nesterov", momentum)):
+            if getattr(self, key) is not None and self.use not in owners:
+                raise ValueError(f'{key} is for use = "{owners[0]}"; write args = {{ {key} = ... }} for another class')
+        if self.matrices is not None:
+            if self.use != "muon":
+                raise ValueError('matrices is for use = "muon"')
+            _compile("matrices", self.matrices)
+        if self.use not in ("adamw", "sgd", "muon") and ":" not in self.use:
+            raise ValueError(f'use = "{self.use}" is not adamw, sgd, muon or "module:Class"')
         if self.no_decay is not None:
             _compile("no_decay", self.no_decay)
         return self

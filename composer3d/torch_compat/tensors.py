@@ -16,6 +16,7 @@ __all__ = [
     "is_wrapper_subclass",
     "neg_view",
     "num_flops",
+    "orthogonalised",
     "storage_key",
     "tree_leaves",
     "tree_map",
@@ -112,6 +113,14 @@ def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
 
     formula = flop_registry.get(operator._overloadpacket)
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
+
+
+def orthogonalised(matrix: Any, num_steps: int) -> Any:
+    """Return a matrix orthogonalised in bfloat16 as `torch.optim.Muon` does it; it has no public name (2.11-2.15)."""
+    from torch.optim import _muon as muon
+
+    coefficients = (muon.DEFAULT_A, muon.DEFAULT_B, muon.DEFAULT_C)
+    return muon._zeropower_via_newtonschulz(matrix, coefficients, num_steps, muon.EPS)
 
 
 def unviewed(tensor: Any) -> Any:

@@ -461,6 +461,16 @@ def test_gathering_doubly_cut_tensors_is_silent(caplog):
     assert [record.message for record in caplog.records] == ["a fault"]
 
 
+def test_a_matrix_is_orthogonalised_as_muon_does():
+    weight = torch.nn.Parameter(torch.zeros(6, 4))
+    weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.Muon([weight], lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False)
+    optimizer.step()
+    wanted = torch_compat.orthogonalised(weight.grad, 5).float() * (6 / 4) ** 0.5
+    assert torch.allclose(-weight.detach(), wanted, rtol=1e-6)
+    assert torch.linalg.svdvals(wanted).max() < 1.5
+
+
 def test_the_allocators_history_has_its_names():
     assert callable(torch.cuda.memory._record_memory_history) and callable(torch.cuda.memory._dump_snapshot)
     assert {"max_entries"} <= set(__import__("inspect").signature(torch.cuda.memory._record_memory_history).parameters)

@@ -67,7 +67,7 @@ def test_classes_have_their_arguments():
             'use = "sgd"\nbetas = [0.1, 0.2]',
             'betas is for use = "adamw"; write args = { betas = ... } for another class',
         ),
-        ('use = "adam"', 'use = "adam" is not adamw, sgd or "module:Class"'),
+        ('use = "adam"', 'use = "adam" is not adamw, sgd, muon or "module:Class"'),
         (
             'no_decay = "("',
             'no_decay = "(" is not a regular expression: missing ), unterminated subpattern at position 0',

@@ -1,0 +1,363 @@
+"""Low-rank adapters on frozen weights, which are quantised to NF4 as they arrive, or left as they are."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from composer3d import (
+    CheckpointError,
+    Phase,
+    PluginError,
+    RunContext,
+    Stateful,
+    Transform,
+    TransformError,
+    hookimpl,
+    plugin,
+    select_fqns,
+)
+from composer3d_plugins.precision.qlora.layer import Adapter, become_adapted, update_of
+from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@dataclass(kw_only=True, eq=False)
+class Chosen:
+    """What a run remembers.
+
+    Attributes:
+        quantised: The format of every stored weight, by the layer's FQN.
+        adapted: FQNs of the layers with adapters.
+        waiting: Stored weights of a model that came with values, until they are placed.
+        digests: Of frozen parameters, as they arrived.
+    """
+
+    quantised: dict[str, Format]
+    adapted: tuple[str, ...]
+    waiting: dict[str, Tensor] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a checkpoint of adapters must find again."""
+        return {"digests": dict(self.digests)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare."""
+        for fqn, digest in state["digests"].items():
+            if self.digests.get(fqn, digest) != digest:
+                raise CheckpointError(
+                    f'the checkpoint\'s adapters were trained on another "{fqn}" than this run starts from'
+                )
+
+
+@plugin(family="precision")
+class QLoRA:
+    """Freeze the model and train low-rank adapters beside its linear layers: y = W x + alpha / rank * B A x.
+
+    With quantize = "nf4" the weights of the linear layers in blocks, and of those with adapters, are quantised in full
+    as they arrive, so in every layout to the same values, and multiplied after they are dequantised. Of NF4, 64
+    neighbours of a row share a scale of one byte, and `scale_block` scales a factor and a mean. Layers whose input is
+    no multiple of 64 are kept as they are. quantize = "none" is LoRA. A starts uniform, B at zero. The gradients of
+    adapters are those of one device; only adapters are trained, and saved: `composer3d export --merge` puts them into
+    the weights that they were trained on.
+    Memory: of a quantised weight 33 + 8 / scale_block bytes for 64 elements, divided as the layout divides weights; the
+        values of the layer at work; adapters of rank * (in + out) elements, whose gradients and optimizer state are the
+        only ones. While weights arrive, some copies of one of them.
+    Collectives: none of its own under data parallelism: frozen parameters have no gradients to reduce. Under tp one
+        all-reduce a step for every adapter matrix that is not cut.
+
+    Source: Dettmers et al., QLoRA, arXiv:2305.14314; Hu et al., LoRA, arXiv:2106.09685; torchao's NF4.
+
+    Args:
+        rank: Of the adapters.
+        alpha: Their product counts alpha / rank; default: twice the rank.
+        dropout: Of what the adapters are given.
+        modules: Patterns of linear layers with adapters, or of modules whose linear layers have them; default: those in
+            the model's blocks.
+        quantize: "nf4", or "none".
+        keep: Patterns of layers that are not quantised.
+        scale_block: Scales that share a factor; fewer, where their groups do not divide by tp.
+    """
+
+    rank: int = Field(default=16, ge=1)
+    alpha: float | None = Field(default=None, gt=0)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    modules: tuple[str, ...] | None = None
+    quantize: Literal["nf4", "none"] = "nf4"
+    keep: tuple[str, ...] = ()
+    scale_block: int = Field(default=32, ge=1)
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse options that would do nothing."""
+        if self.keep and self.quantize == "none":
+            raise PluginError('keep = [...] with quantize = "none", which keeps all weights', hint="remove keep")
+
+    @hookimpl
+    def composer3d_convert(self, context: RunContext) -> Transform:
+        """Make the adapters; the weights are stored once they are cut, so that other plugins cut what they know."""
+        reason = "both replace what the same linear layers compute; float8 has no products of 4-bit weights"
+        return Transform(
+            name="qlora",
+            phase=Phase.CONVERT,
+            select=self._select,
+            apply=self._apply,
+            rows=self._rows,
+            conflicts={"float8": reason},
+        )
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> list[Transform]:
+        """Store what is quantised, cut adapters as their weights are, and give them their values."""
+        store = Transform(
+            name="qlora.store",
+            phase=Phase.TENSOR,
+            select=self._selected,
+            apply=self._store,
+            after=("tensor_parallel",),
+            rows=lambda context: {},
+        )
+        start = Transform(
+            name="qlora.start",
+            phase=Phase.MATERIALISE,
+            select=self._selected,
+            apply=self._start,
+            rows=lambda context: {},
+        )
+        return [store, start]
+
+    @hookimpl
+    def composer3d_load_parameter(self, context: RunContext, fqn: str, tensor: Tensor) -> Tensor | None:
+        """Quantise a weight that arrives."""
+        chosen: Chosen = context.state[self]
+        if fqn in context.parameter_fqns:
+            chosen.digests[fqn] = _digest(tensor)
+        layer, _, name = fqn.rpartition(".")
+        if name != "weight" or layer not in chosen.quantised:
+            return None
+        return chosen.quantised[layer].quantised(tensor)
+
+    @hookimpl
+    def composer3d_state(self, context: RunContext) -> Mapping[str, Stateful]:
+        """Save by what the frozen weights are known again."""
+        return {"base": context.state[self]}
+
+    # ---- which layers ------------------------------------------------------------------------------------------------
+
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        layers = {fqn: module for fqn, module in model.named_modules() if _is_linear(module)}
+        inside = _inside((context.blocks,), layers, context) if context.has_blocks else list(layers)
+        adapted = inside if self.modules is None else _inside(self.modules, layers, context)
+        if not adapted:
+            raise PluginError("the model has no linear layer in its blocks; name layers with modules = [...]")
+        tied = {fqn for group in context.ties for fqn in group}
+        kept = set(_inside(self.keep, layers, context))
+        quantised = {
+            fqn: Format.of(layers[fqn].in_features, group=self.scale_block)
+            for fqn in dict.fromkeys([*inside, *adapted])
+            if self.quantize == "nf4"
+            and layers[fqn].in_features % BLOCK == 0
+            and f"{fqn}.weight" not in tied
+            and fqn not in kept
+        }
+        if self.quantize == "nf4" and not quantised:
+            raise PluginError(
+                f"no layer is left to quantise: rows of {BLOCK} elements share a scale, and no layer that is neither "
+                "tied nor kept has an input of a multiple of that",
+                hint='write quantize = "none"',
+            )
+        context.state[self] = Chosen(quantised=quantised, adapted=tuple(adapted))
+        for fqn in context.parameter_fqns:
+            layer, _, name = fqn.rpartition(".")
+            is_weight = name == "weight"
+            context.leave_out(
+                fqn,
+                partial(
+                    self._merged, layer, quantised.get(layer) if is_weight else None, is_weight and layer in adapted
+                ),
+            )
+        # So that groups of the optimizer may name them.
+        context.parameter_fqns += tuple(f"{fqn}.{name}" for fqn in adapted for name in ("lora_a", "lora_b"))
+        return list(dict.fromkeys([*quantised, *adapted]))
+
+    def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
+        chosen: Chosen = context.state[self]
+        rows = {"adapters": chosen.adapted, "nf4": tuple(chosen.quantised)}
+        return {label: fqns for label, fqns in rows.items() if fqns}
+
+    def _selected(self, model: nn.Module, context: RunContext) -> list[str]:
+        chosen: Chosen | None = context.state.get(self)
+        if chosen is None:
+            return [""]  # the selection of layers failed, which is told once
+        return list(dict.fromkeys([*chosen.quantised, *chosen.adapted]))
+
+    @property
+    def _scale(self) -> float:
+        return (2.0 * self.rank if self.alpha is None else self.alpha) / self.rank
+
+    def _merged(
+        self, layer: str, form: Format | None, is_adapted: bool, weight: Tensor, read: Callable[[str], Tensor]
+    ) -> Tensor:
+        """Return a parameter as an exported model has it: what was multiplied by, and the adapters' product."""
+        from composer3d_plugins.precision.qlora.nf4 import levels
+
+        base = weight if form is None else form.dequantised(form.quantised(weight), levels("cpu"))
+        if not is_adapted:
+            return base.to(weight.dtype)
+        a, b = read(f"{layer}.lora_a"), read(f"{layer}.lora_b")
+        return (base.to(a.dtype) + update_of(a, b, self._scale)).to(weight.dtype)
+
+    # ---- what is done to them ----------------------------------------------------------------------------------------
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        chosen: Chosen = context.state[self]
+        for fqn, parameter in model.named_parameters():
+            parameter.requires_grad_(False)
+            if not parameter.is_meta:
+                chosen.digests[fqn] = _digest(parameter.detach())
+        for fqn in fqns:
+            module: Any = model.get_submodule(fqn)
+            form = chosen.quantised.get(fqn)
+            if form is not None and not module.weight.is_meta:
+                chosen.waiting[fqn] = form.quantised(module.weight.detach().cpu())
+            adapter = Adapter(
+                fqn=fqn,
+                form=form,
+                rank=self.rank if fqn in chosen.adapted else 0,
+                scale=self._scale,
+                dropout=self.dropout,
+                sharded_random=context.sharded_random,
+            )
+            become_adapted(module, adapter)
+        return fqns
+
+    def _store(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        chosen: Chosen = context.state[self]
+        for fqn in fqns:
+            module: Any = model.get_submodule(fqn)
+            _cut_adapters(module)
+            form = chosen.quantised.get(fqn)
+            if form is not None:
+                order = context.orders.get(f"{fqn}.weight")
+                if order is not None and order.dim == 1:
+                    context.reorder(f"{fqn}.weight", dim=1, runs=_in_bytes(order.runs, form, fqn))
+                module.weight = _stored_like(module.weight, form, fqn)
+                if fqn in chosen.waiting:
+                    full = context.in_stored_order(f"{fqn}.weight", chosen.waiting.pop(fqn))
+                    context.place(module.weight, full)
+        return fqns
+
+    def _start(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        import torch
+
+        chosen: Chosen = context.state[self]
+        for fqn in fqns:
+            if fqn in chosen.adapted:
+                module: Any = model.get_submodule(fqn)
+                generator = torch.Generator().manual_seed(_seed(context.manifest.train.seed, fqn))
+                a, bound = module.lora_a, 1 / math.sqrt(module.in_features)
+                full = torch.rand(a.shape, dtype=a.dtype, generator=generator).mul_(2 * bound).sub_(bound)
+                context.place(a, context.in_stored_order(f"{fqn}.lora_a", full))
+                context.place(module.lora_b, torch.zeros(module.lora_b.shape))
+        return fqns
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Leave subclasses alone: their forward may be another, or, as in torch's attention, is not called."""
+    from torch import nn
+
+    return type(module) is nn.Linear
+
+
+def _inside(patterns: Sequence[str], layers: Mapping[str, Any], context: RunContext) -> list[str]:
+    """Return the linear layers that patterns match, or that are inside of what they match."""
+    found: list[str] = []
+    for pattern in patterns:
+        inside = [
+            fqn for name in select_fqns(pattern, context.fqns) for fqn in layers if f"{fqn}.".startswith(f"{name}.")
+        ]
+        if not inside:
+            raise PluginError(f'the pattern "{pattern}" matches modules without linear layers')
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def _cut_adapters(module: Any) -> None:
+    """Cut a layer's adapters over tp as its weight is cut; what its cut does not reach is whole on every rank."""
+    from torch import nn
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    weight = module.weight
+    if not isinstance(weight, DTensor) or getattr(module, "lora_a", None) is None:
+        return
+    (placement,), mesh = weight.placements, weight.device_mesh
+    for name, dim in (("lora_a", 1), ("lora_b", 0)):
+        full = getattr(module, name).detach()
+        is_cut = placement.is_shard(dim)
+        piece = full.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone() if is_cut else full
+        value = DTensor.from_local(
+            piece,
+            mesh,
+            [Shard(dim) if is_cut else Replicate()],
+            run_check=False,
+            shape=full.shape,
+            stride=full.stride(),
+        )
+        setattr(module, name, nn.Parameter(value))
+
+
+def _stored_like(weight: Any, form: Format, fqn: str) -> nn.Parameter:
+    """Return an empty stored weight, cut as the weight is; on meta where that is, else where values can be put."""
+    import torch
+    from torch import nn
+    from torch.distributed.tensor import DTensor
+
+    rows, columns = weight.shape
+    shape = torch.Size((rows, form.width(columns)))
+    if not isinstance(weight, DTensor):
+        return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=weight.device), requires_grad=False)
+    (placement,), mesh = weight.placements, weight.device_mesh
+    groups = columns // (BLOCK * form.group)
+    if placement.is_shard(1) and groups % mesh.size():
+        raise TransformError(
+            f'"{fqn}" is cut into tp = {mesh.size()} shares of its {columns} inputs, and {BLOCK * form.group} of them '
+            f"share a factor; write a smaller scale_block, or keep the layer as it is"
+        )
+    local_rows, local_columns = weight.to_local().shape
+    piece = torch.empty((local_rows, form.width(local_columns)), dtype=torch.uint8, device=weight.device)
+    value = DTensor.from_local(piece, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1))
+    return nn.Parameter(value, requires_grad=False)
+
+
+def _in_bytes(runs: Sequence[tuple[int, int]], form: Format, fqn: str) -> list[tuple[int, int]]:
+    """Return runs of columns as runs of bytes."""
+    size = BLOCK * form.group
+    if any(start % size or length % size for start, length in runs):
+        raise TransformError(
+            f'"{fqn}" is cut per part, and {size} of its inputs share a factor, in two parts; write a smaller '
+            "scale_block, or keep the layer as it is"
+        )
+    return [(start // size * form.group_bytes, length // size * form.group_bytes) for start, length in runs]
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return by what a parameter is known again: at most some thousands of its elements count."""
+    import torch
+
+    flat = tensor.reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 4096)].detach().to(device="cpu", dtype=torch.float32).contiguous()
+    described = f"{tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes() + described, digest_size=8).hexdigest()
+
+
+def _seed(seed: int, fqn: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed} {fqn}".encode(), digest_size=7).digest(), "big")

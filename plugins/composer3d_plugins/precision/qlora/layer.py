@@ -1,0 +1,190 @@
+"""A linear layer with a frozen weight, stored in NF4 or as it is, and a trained product of two narrow matrices."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d_plugins.precision.qlora.nf4 import Format, levels
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["Adapter", "become_adapted", "update_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapter:
+    """What a layer does beside its product.
+
+    Args:
+        fqn: The layer's.
+        form: Of the stored weight; None where it is kept as it is.
+        rank: Of the trained product; 0 where there is none.
+        scale: Its factor.
+        dropout: Of its input.
+        sharded_random: Opens the random stream of cut activations.
+    """
+
+    fqn: str
+    form: Format | None
+    rank: int
+    scale: float
+    dropout: float
+    sharded_random: Callable[[int], contextlib.AbstractContextManager[None]]
+
+
+def update_of(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """Return what the adapter adds to the weight, `[out, in]`."""
+    return scale * (b @ a)
+
+
+def become_adapted(module: Any, adapter: Adapter) -> None:
+    """Let a linear layer compute as an adapted one; it stays the object that it is, so hooks and other names stay.
+
+    Its parameters `lora_a` `[rank, in]` and `lora_b` `[out, rank]` are made where its weight is, without values.
+    """
+    import torch
+    from torch import nn
+
+    module.adapter = adapter
+    weight = module.weight
+    # Small updates would be lost in a narrower dtype.
+    dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
+    if adapter.rank:
+        for name, shape in (
+            ("lora_a", (adapter.rank, module.in_features)),
+            ("lora_b", (module.out_features, adapter.rank)),
+        ):
+            module.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device)))
+    module.__class__ = _adapted_class(type(module))
+
+
+def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
+    base: Any = cls
+
+    class Adapted(base):
+        def forward(self, input: Tensor) -> Any:
+            """Return the product of the frozen weight and that of the adapter."""
+            return _on_shares(self, input)
+
+    Adapted.__name__ = Adapted.__qualname__ = f"Adapted{cls.__name__}"
+    return Adapted
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Share:
+    """What a rank multiplies: plain tensors; a, b and bias are None where there is none."""
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    a: Tensor | None
+    b: Tensor | None
+    is_cut: bool = False
+
+
+def _on_shares(module: Any, x: Any) -> Any:
+    """Compute on this rank's share of a weight that is cut along tp, as the cut says, or on the whole."""
+    from torch.distributed.tensor import DTensor
+
+    weight = module.weight
+    a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
+    if not isinstance(weight, DTensor):
+        return _product(module, _Share(x=x, weight=weight, bias=module.bias, a=a, b=b))
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    (placement,), mesh = weight.placements, weight.device_mesh
+    partial, whole = (Partial(),), (Replicate(),)
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, whole, run_check=False)
+    bias = None if module.bias is None else _local(module.bias)
+    if placement.is_shard(0):
+        # Every rank's outputs tell of the whole input, and of the whole of a.
+        x = x.redistribute(placements=whole)
+        share = _Share(
+            x=_local(x, partial), weight=_local(weight), bias=bias, a=_local(a, partial), b=_local(b), is_cut=False
+        )
+        result = (Shard(x.ndim - 1),)
+    elif placement.is_shard(1):
+        # Every rank has a summand of the output; one of them adds the bias.
+        x = x.redistribute(placements=(Shard(x.ndim - 1),))
+        share = _Share(
+            x=_local(x),
+            weight=_local(weight),
+            bias=bias if mesh.get_local_rank() == 0 else None,
+            a=_local(a),
+            b=_local(b, partial),
+            is_cut=True,
+        )
+        result = partial  # type: ignore[assignment]
+    else:
+        is_cut = not x.placements[0].is_replicate()
+        share = _Share(
+            x=_local(x),
+            weight=_local(weight),
+            bias=bias,
+            a=_local(a, partial if is_cut else None),
+            b=_local(b, partial if is_cut else None),
+            is_cut=is_cut,
+        )
+        result = x.placements
+    return DTensor.from_local(_product(module, share), mesh, result, run_check=False)
+
+
+def _local(tensor: Any, gradient: Any = None) -> Any:
+    """Return a rank's share, whose gradient is placed as `gradient` says, by default as the tensor is."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.to_local(grad_placements=gradient) if isinstance(tensor, DTensor) else tensor
+
+
+def _product(module: Any, share: _Share) -> Tensor:
+    import torch.nn.functional as F
+
+    adapter: Adapter = module.adapter
+    if adapter.form is None:
+        y = F.linear(share.x, share.weight, share.bias)
+    else:
+        y = _stored_product(share.x, share.weight, share.bias, adapter.form, _levels(module, share.weight.device))
+    if share.a is None or share.b is None:
+        return y
+    x = share.x.to(share.a.dtype)
+    if adapter.dropout and module.training:
+        drawn = adapter.sharded_random(zlib.crc32(adapter.fqn.encode()) << 16) if share.is_cut else None
+        with drawn or contextlib.nullcontext():
+            x = F.dropout(x, adapter.dropout)
+    return y + (adapter.scale * F.linear(F.linear(x, share.a), share.b)).to(y.dtype)
+
+
+def _levels(module: Any, device: torch.device) -> Tensor:
+    """Return the table of a device; made once, for making it copies from the host."""
+    table: Tensor | None = vars(module).get("levels")
+    if table is None or table.device != device:
+        table = module.levels = levels(device)
+    return table
+
+
+def _stored_product(x: Tensor, stored: Tensor, bias: Tensor | None, form: Format, table: Tensor) -> Tensor:
+    """Multiply by a stored weight without keeping its values for the backward, which makes them again."""
+    import torch
+    import torch.nn.functional as F
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, stored: Tensor) -> Tensor:
+            ctx.save_for_backward(stored)
+            return F.linear(x, form.dequantised(stored, table).to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+            (stored,) = ctx.saved_tensors
+            (gradient,) = gradients
+            return gradient @ form.dequantised(stored, table).to(gradient.dtype), None
+
+    y: Tensor = Product.apply(x, stored)
+    return y

@@ -1,0 +1,108 @@
+"""Matrices in NF4, laid out so that every share of their rows or columns is complete by itself.
+
+torchao quantises: 64 neighbours of a row share a scale, and the scales, less their mean, are kept in one byte, of which
+some share a factor. A group is what shares such a factor, and is kept as one run of bytes: codes, scales, factor, mean.
+So a stored matrix is a uint8 matrix with as many rows, and whoever cuts it between rows or groups (FSDP2, tensor
+parallelism, a checkpoint) needs to know nothing of its format.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BLOCK", "Format", "levels"]
+
+BLOCK = 64  # weights that share a scale
+_CODES = BLOCK // 2  # bytes
+_SCALING = 8  # bytes of a factor and a mean
+
+# Of the format, as torchao rounds them; what is stored are their indices.
+_LEVELS = (
+    (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0)
+    + (0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
+)  # fmt: skip
+_ZEROS = 0x77  # two codes of 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """How a matrix is stored.
+
+    Args:
+        group: Scales that share a factor.
+    """
+
+    group: int
+
+    @classmethod
+    def of(cls, in_features: int, *, group: int) -> Format:
+        """Return the format of rows of a length: groups of at most `group` scales that do not cross rows."""
+        return cls(group=gcd(in_features // BLOCK, group))
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of one group."""
+        return self.group * (_CODES + 1) + _SCALING
+
+    def width(self, in_features: int) -> int:
+        """Return the bytes of a row of weights."""
+        return in_features // (BLOCK * self.group) * self.group_bytes
+
+    def features(self, width: int) -> int:
+        """Return the weights in a row of bytes."""
+        return width // self.group_bytes * self.group * BLOCK
+
+    def quantised(self, weight: Tensor) -> Tensor:
+        """Return a matrix as it is stored.
+
+        Args:
+            weight: `[out, in]`, in a multiple of 64.
+
+        Memory: several float32 copies of the matrix for a moment.
+        """
+        import torch
+
+        module: Any = torch_compat.import_torchao("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+        rows, columns = weight.shape
+        full = weight.detach().float().contiguous()
+        made = module.to_nf4(full, BLOCK, self.group)
+        codes = made.quantized_data.view(-1, _CODES).clone()
+        # A block of zeros has no scale that its elements could be divided by.
+        codes[full.view(-1, BLOCK).abs().amax(-1) == 0] = _ZEROS
+        factors = made.quantization_factor.view(-1, 1)
+        scaling = torch.cat([factors, made.scaler_mean.expand_as(factors)], -1).contiguous().view(torch.uint8)
+        scales = made.quantized_scalers.view(-1, self.group).view(torch.uint8)
+        stored = torch.cat([codes.view(-1, self.group * _CODES), scales, scaling], -1)
+        return stored.view(rows, self.width(columns))
+
+    def dequantised(self, stored: Tensor, levels: Tensor) -> Tensor:
+        """Return the float32 matrix of a stored one, or of any whole groups of it.
+
+        Args:
+            stored: `[out, width]`.
+            levels: From `levels`, on its device.
+        """
+        import torch
+
+        groups = stored.view(-1, self.group_bytes)
+        end = self.group * _CODES
+        values = levels.index_select(0, groups[:, :end].reshape(-1).int()).view(-1, self.group, BLOCK)
+        scaling = groups[:, end + self.group :].contiguous().view(torch.float32)
+        scales = groups[:, end : end + self.group].view(torch.int8) / scaling[:, :1] + scaling[:, 1:]
+        return (values * scales.unsqueeze(-1)).view(stored.shape[0], self.features(stored.shape[1]))
+
+
+def levels(device: Any) -> Tensor:
+    """Return the two weights that every byte of codes stands for, `[256, 2]`."""
+    import torch
+
+    table = torch.tensor(_LEVELS, dtype=torch.float32, device=device)
+    code = torch.arange(256, device=device)
+    return torch.stack([table[code >> 4], table[code & 15]], -1)

@@ -1,0 +1,363 @@
+"""Adapters on frozen weights, in NF4 or as they are, beside one device that was written with torchao's own tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import VOCAB, composed, full, mine, padded, seeded, sum_loss
+from torch import nn
+
+from composer3d import ManifestError, torch_compat
+from composer3d.testing import count_collectives, run_ranks
+
+# Before ranks are forked: each of them would import it anew.
+nf4 = torch_compat.import_torchao("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
+
+DIM, WIDE, RANK, NUM_LAYERS, GROUP = 128, 256, 4, 2, 1
+TABLE = f"[precision.qlora]\nrank = {RANK}\nscale_block = {GROUP}\n"
+LORA = f'[precision.qlora]\nrank = {RANK}\nquantize = "none"\n'
+LAYOUTS = [
+    pytest.param(1, "", id="one"),
+    pytest.param(2, "[sharding.fsdp2]\n", id="fsdp2"),
+    pytest.param(4, "[sharding.fsdp2]\nzero = 2\n", id="zero2"),
+    pytest.param(2, "[sharding.ddp]\n", id="ddp"),
+]
+TP_PLAN = '[sharding.tensor_parallel.plan]\n"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
+TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n" + TP_PLAN
+TP_FSDP = "[mesh]\ntp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[sharding.tensor_parallel]\n" + TP_PLAN
+PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 6\n"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(VOCAB, DIM)
+        self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+        self.norm = nn.LayerNorm(DIM)
+        self.out = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.norm(x)) + 0.0
+
+
+class Reference(nn.Module):
+    """A linear layer with an adapter, as one writes it with torchao."""
+
+    def __init__(self, linear, a, quantise):
+        super().__init__()
+        weight = linear.weight.detach()
+        self.frozen = weight
+        if quantise:
+            self.frozen = nf4.to_nf4(weight.float(), 64, GROUP).get_original_weight().to(weight.dtype)
+        self.bias = linear.bias.detach()
+        self.lora_a, self.lora_b = nn.Parameter(a.clone()), nn.Parameter(torch.zeros(len(weight), RANK).to(a.dtype))
+
+    def forward(self, x):
+        return F.linear(x, self.frozen, self.bias) + 2.0 * F.linear(F.linear(x, self.lora_a), self.lora_b)
+
+
+def reference(weights, adapters, chunks, num_steps, quantise):
+    """Train one device, chunk by chunk as ranks do; return losses, and the last gradients and adapters."""
+    model = Wide().requires_grad_(False)
+    model.load_state_dict(weights)
+    for index, layer in enumerate(model.layers):
+        for name in ("up", "down"):
+            made = Reference(getattr(layer, name), adapters[f"layers.{index}.{name}.lora_a"], quantise)
+            setattr(layer, name, made)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    optimizer = torch.optim.SGD(trained.values(), lr=0.5)
+    tokens, targets = padded()
+    count, losses = (targets != -100).sum(), []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        total = 0.0
+        for part, wanted in zip(tokens.chunk(chunks), targets.chunk(chunks), strict=True):
+            loss, _ = sum_loss(model(part), wanted)
+            (loss * (1 / count)).backward()
+            total += float(loss.detach())
+        losses.append(total / int(count))
+        optimizer.step()
+    return losses, {name: p.grad for name, p in trained.items()}, {name: p.detach() for name, p in trained.items()}
+
+
+def trained(text, chunks, quantise, dtype, num_steps=4, factory=False):
+    """Train in a layout; return losses beside the reference's, and the largest errors of gradients and adapters."""
+    torch.set_default_dtype(dtype)
+    weights = seeded(Wide).state_dict()
+    run = composed(text, Wide if factory else seeded(Wide))
+    names = [name for name, p in run.named_parameters() if p.requires_grad]
+    start = {name: full(p.detach()).clone() for name, p in run.named_parameters() if "lora" in name}
+    everyone = [None] * run.context.world_size
+    torch.distributed.all_gather_object(everyone, start)
+    start = {name: value for each in everyone for name, value in each.items()}
+    losses_1, gradients, adapters = reference(weights, start, chunks, num_steps, quantise)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    losses = []
+    for number in range(num_steps):
+        optimizer.zero_grad()
+        with run.step(number):
+            losses.append(float(run.forward_backward(tokens, target=targets)))
+            run.clip_grad_norm_(float("inf"))
+            optimizer.step()
+    found = {name: (full(p.grad), full(p)) for name, p in run.named_parameters() if p.requires_grad}
+    run.close()
+    assert all("lora" in name for name in names)
+    errors = [
+        max(float((pair[index] - wanted[name]).abs().max() / wanted[name].abs().max()) for name, pair in found.items())
+        for index, wanted in enumerate((gradients, adapters))
+    ]
+    return losses, losses_1, *errors
+
+
+# ---- numerics --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("text", "quantise"), [(TABLE, True), (LORA, False)], ids=["nf4", "lora"])
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout, text, quantise):
+    results = run_ranks(trained, world_size, layout + text, world_size, quantise, torch.float32)
+    for losses, losses_1, gradients, adapters in results:
+        # The order in which four ranks' gradients are added up is the backend's.
+        assert max(gradients, adapters) <= (1e-6 if world_size > 2 else 0.0)
+        assert losses == pytest.approx(losses_1, rel=1e-6)
+        assert losses[-1] < losses[0]
+    assert len({tuple(losses) for losses, *_ in results}) == 1
+
+
+@pytest.mark.parametrize(("text", "quantise"), [(TABLE, True), (LORA, False)], ids=["nf4", "lora"])
+@pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (2, PP, 2)])
+def test_tensor_and_pipeline_parallel_equal_one_device(world_size, layout, chunks, text, quantise):
+    # In float64, so that another order of sums is told from another result; NF4's own values stay float32.
+    for losses, _, gradients, adapters in run_ranks(
+        trained, world_size, layout + text, chunks, quantise, torch.float64
+    ):
+        assert gradients < 1e-12
+        assert adapters < 1e-12
+        assert losses[-1] < losses[0]
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+
+
+def counted(text):
+    run = composed(text, seeded(Wide))
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with count_collectives(run.mesh) as collectives, run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+    run.close()
+    return collectives.summary()
+
+
+def test_collectives_of_data_parallelism():
+    units = NUM_LAYERS + 1
+    found = run_ranks(counted, 2, "[sharding.fsdp2]\n" + TABLE)[0]
+    plain = run_ranks(counted, 2, "[sharding.fsdp2]\n")[0]
+    # The root, whose parameters are all frozen, is gathered and has no gradients.
+    assert found["all_gather", "dp_shard"][0] == plain["all_gather", "dp_shard"][0]
+    assert found["reduce_scatter", "dp_shard"] == (units - 1, 4 * NUM_LAYERS * 2 * RANK * (DIM + WIDE))
+    assert found["all_gather", "dp_shard"][1] < plain["all_gather", "dp_shard"][1] * 0.3
+
+
+def test_collectives_of_tensor_parallelism():
+    key = ("all_reduce", "tp")
+    found, plain = (run_ranks(counted, 2, TP + text)[0] for text in (TABLE, ""))
+    # lora_a of up and lora_b of down are whole on every rank; the first block's input needs no gradient.
+    assert found[key][0] == plain[key][0] - 1 + 2 * NUM_LAYERS
+    assert {k: v for k, v in found.items() if k[1] != "tp"} == {k: v for k, v in plain.items() if k[1] != "tp"}
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def bytes_held(text):
+    """Return the bytes of this rank's parameters in blocks: stored, of adapters, and of their optimizer state."""
+    run = composed(text, Wide)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    local = {
+        name: p.to_local() if hasattr(p, "to_local") else p.detach()
+        for name, p in run.named_parameters()
+        if "layers" in name
+    }
+    stored = sum(t.untyped_storage().nbytes() for name, t in local.items() if name.endswith("weight"))
+    adapters = sum(t.numel() * t.element_size() for name, t in local.items() if "lora" in name)
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    states = sum(s.to_local().numel() * 4 if hasattr(s, "to_local") else s.numel() * 4 for s in states)
+    run.close()
+    return stored, adapters, states
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(1, ""), (2, "[sharding.fsdp2]\n")])
+def test_bytes_of_weights_adapters_and_state(world_size, layout):
+    text = layout + f"[precision.qlora]\nrank = {RANK}\nscale_block = 4\n"
+    elements, adapters = NUM_LAYERS * 2 * DIM * WIDE, NUM_LAYERS * 2 * RANK * (DIM + WIDE) * 4
+    # 64 elements: 32 bytes of codes and one of a scale; a factor and a mean for the 2 or 4 scales of a group.
+    wanted = elements // 64 * 33 + NUM_LAYERS * DIM * WIDE // 64 * 8 // 2 + NUM_LAYERS * DIM * WIDE // 64 * 8 // 4
+    for stored, held, state in run_ranks(bytes_held, world_size, text):
+        assert stored == wanted // world_size
+        assert held == adapters // world_size
+        assert state == 2 * adapters // world_size
+
+
+# ---- state -----------------------------------------------------------------------------------------------------------
+
+
+def saved(path, text, load, num_steps, seed=0):
+    """Train to a checkpoint and on, or from it; return full parameters, and what the checkpoint holds."""
+    from composer3d.checkpoint import contents
+
+    run = composed(text + f"[train]\nseed = {seed}\n", Wide)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2, groups=[{"match": "lora_b$", "lr": 2e-2}])
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    if load:
+        run.load(path)
+    for step in range(num_steps):
+        if step == 2 and not load:
+            run.save(path)
+        with run.step(step + 2 if load else step):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: full(p) for name, p in run.named_parameters()}
+    run.close()
+    return weights, sorted(key for key in contents(path) if key.startswith("model/")) if path.exists() else []
+
+
+@pytest.mark.parametrize("text", [TABLE + "dropout = 0.1\n", LORA], ids=["nf4", "lora"])
+def test_a_resumed_run_is_the_same_and_reshards(tmp_path, text):
+    path, layout = tmp_path / "step-2", "[sharding.fsdp2]\n"
+    whole, keys = run_ranks(saved, 2, path, layout + text, False, 4)[0]
+    again, _ = run_ranks(saved, 2, path, layout + text, True, 2)[0]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert keys == sorted(f"model/{name}" for name in whole if "lora" in name)
+    two, _ = run_ranks(saved, 2, path, layout + text, True, 0)[0]
+    for world_size, other in ((1, ""), (2, TP), (4, TP_FSDP)):
+        loaded, _ = run_ranks(saved, world_size, path, other + text, True, 0)[0]
+        # What is stored is the same in every layout, and so are adapters that were trained in another.
+        assert all(torch.equal(two[name], loaded[name]) for name in two)
+
+
+def test_every_layout_starts_from_the_same_adapters(tmp_path):
+    one, two, four = (
+        run_ranks(saved, world_size, tmp_path / "none", layout + TABLE, False, 0)[0][0]
+        for world_size, layout in ((1, ""), (2, TP), (4, "[sharding.fsdp2]\n"))
+    )
+    for name, value in one.items():
+        assert torch.equal(two[name], value) and torch.equal(four[name], value)
+        assert "lora_a" not in name or value.std() > 0
+
+
+def another_base(path):
+    from composer3d import CheckpointError
+
+    with pytest.raises(CheckpointError) as caught:
+        saved(path, TABLE, True, 0, seed=1)
+    return str(caught.value)
+
+
+def test_refuses_adapters_of_another_model(tmp_path):
+    run_ranks(saved, 1, tmp_path / "step-2", TABLE, False, 3)
+    assert run_ranks(another_base, 1, tmp_path / "step-2")[0] == (
+        'the checkpoint\'s adapters were trained on another "tok.weight" than this run starts from'
+    )
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text, seeded(Wide))
+    return str(caught.value).partition("run.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            '[precision.qlora]\nquantize = "none"\nkeep = ["layers.0"]\n',
+            ':2:12: [precision.qlora] keep = [...] with quantize = "none", which keeps all weights; remove keep',
+        ),
+        (
+            '[precision.qlora]\nmodules = ["norm"]\n',
+            ':2:12: [precision.qlora] the pattern "norm" matches modules without linear layers',
+        ),
+        (
+            '[precision.qlora]\nkeep = ["layers"]\n',
+            ":2:12: [precision.qlora] no layer is left to quantise: rows of 64 elements share a scale, and no layer "
+            'that is neither tied nor kept has an input of a multiple of that; write quantize = "none"',
+        ),
+        (
+            "[precision.qlora]\n[precision.float8]\n",
+            ':2:12: [precision.qlora] "qlora" cannot be combined with "float8": both replace what the same linear '
+            "layers compute; float8 has no products of 4-bit weights",
+        ),
+    ],
+)
+def test_refusals(text, message):
+    assert run_ranks(refusal, 1, text)[0] == message
+
+
+def cut_refusal():
+    with pytest.raises(Exception) as caught:
+        composed(TP + f"[precision.qlora]\nrank = {RANK}\nscale_block = 4\n", seeded(Wide))
+    return str(caught.value)
+
+
+def test_refuses_a_cut_through_a_group():
+    assert run_ranks(cut_refusal, 2)[0] == (
+        '"layers.0.down" is cut into tp = 2 shares of its 256 inputs, and 256 of them share a factor; write a smaller '
+        "scale_block, or keep the layer as it is"
+    )
+
+
+# ---- the format ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_format_is_torchaos(group):
+    from composer3d_plugins.precision.qlora.nf4 import Format, levels
+
+    torch.manual_seed(0)
+    weight = torch.randn(96, 256) * torch.logspace(-3, 1, 96)[:, None]
+    form = Format.of(256, group=group)
+    stored = form.quantised(weight)
+    assert stored.shape == (96, form.width(256)) and stored.dtype is torch.uint8
+    values = form.dequantised(stored, levels("cpu"))
+    assert torch.equal(values, nf4.to_nf4(weight, 64, group).get_original_weight())
+    # A share of rows or groups is complete by itself.
+    assert torch.equal(form.dequantised(stored[10:20], levels("cpu")), values[10:20])
+    width = form.group_bytes
+    right = form.dequantised(stored[:, -width:].contiguous(), levels("cpu"))
+    assert torch.equal(right, values[:, -64 * group :])
+
+
+def test_zeros_stay_zeros():
+    from composer3d_plugins.precision.qlora.nf4 import Format, levels
+
+    weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(0))
+    weight[1:3] = 0.0
+    form = Format.of(128, group=2)
+    values = form.dequantised(form.quantised(weight), levels("cpu"))
+    assert torch.equal(values[1:3], weight[1:3]) and values[0].abs().max() > 0
+    assert torch.equal(form.dequantised(form.quantised(torch.zeros(4, 128)), levels("cpu")), torch.zeros(4, 128))
