@@ -57,6 +57,7 @@ SCHEDULES = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
+ONE_STAGE = ("no-pp", "GPipe", "1F1B")  # a rank; the other schedules have two
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "data": tuple(DATA),
     "tensor": tuple(TENSOR),
@@ -101,6 +102,11 @@ class Cell:
         return DEGREE ** len(self.degrees)
 
     @property
+    def num_stages(self) -> int:
+        """Of the whole pipeline."""
+        return self.degrees.get("pp", 1) * (1 if self.schedule in ONE_STAGE else 2)
+
+    @property
     def num_microbatches(self) -> int:
         """Of a data-parallel rank in a step."""
         return self.degrees.get("pp", 1) * (4 if self.microbatches == "4P" else 1)
@@ -143,10 +149,16 @@ PERMITTED = (
         applies=lambda cell: cell.data == "ddp-bucketed" and bool({"pp", "tp"} & cell.degrees.keys()),
     ),
     Refusal(
-        reason="too few micro-batches for the schedule",
-        message=r"makes \d+ micro-batches of \d+, and \w+ needs at least as many micro-batches as stages, \d+",
-        # Its two stages a rank are those of one model run from both ends: below that it has no order of actions.
-        applies=lambda cell: cell.schedule == "DualPipeV" and cell.num_microbatches < 2 * cell.degrees["pp"],
+        reason="too few micro-batches or blocks for the schedule",
+        message=(
+            r"makes \d+ micro-batches of \d+, and \w+ needs at least as many micro-batches as stages, \d+"
+            r"|makes \d+ stages, and the model has \d+ blocks"
+        ),
+        # DualPipeV's two stages a rank are those of one model run from both ends: with fewer micro-batches it has no
+        # order of actions. A stage without a block would have nothing to do.
+        applies=lambda cell: (
+            (cell.schedule == "DualPipeV" and cell.num_microbatches < cell.num_stages) or cell.num_stages > NUM_LAYERS
+        ),
     ),
 )
 

@@ -157,7 +157,9 @@ def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> No
         before = _names(part.module)
         have = before | {fqn for fqn, _ in part.module.named_modules()}
         present = [fqn for fqn in fqns if fqn in have]
+        context.applied_part = part
         touched = set(transform.apply(part.module, present, context) or ())
+        context.applied_part = None
         if missing := sorted(set(present) - touched):
             raise TransformError(f'{transform.name} selected {len(present)} modules and did not touch "{missing[0]}"')
         if foreign := sorted(touched - set(present)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -48,6 +49,7 @@ class RunContext:
         state: What plugins remember, keyed by the plugin instance.
         parts: This rank's stages, once the model is split.
         split: The answer to `composer3d_split`, if a plugin gave one.
+        applied_part: The part that a transform is being applied to.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
         flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
         left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
@@ -80,6 +82,7 @@ class RunContext:
         self.state: dict[Any, Any] = {}
         self.parts: tuple[Part, ...] = ()
         self.split: Split | None = None
+        self.applied_part: Part | None = None
         self._example: Example | Callable[[], Example | None] | None = None
         self.coordinates = layout.coordinates(rank)
         self.orders: dict[str, Order] = {}
@@ -215,9 +218,11 @@ class RunContext:
         return [(fqn, model.get_submodule(fqn)) for fqn in found if fqn in names]
 
     def dtypes(self, fqn: str) -> Dtypes:
-        """Ask for the dtypes of the unit with this name."""
+        """Ask for the dtypes of the unit with this name; only the last stage's root has the model's outputs to cast."""
         self._asked.add("composer3d_dtypes")
-        return self._hooks.query("composer3d_dtypes", context=self, fqn=fqn) or Dtypes()
+        found: Dtypes = self._hooks.query("composer3d_dtypes", context=self, fqn=fqn) or Dtypes()
+        is_inner = self.applied_part is not None and not self.applied_part.is_last
+        return replace(found, output=None) if is_inner and not fqn else found
 
     def offload_policy(self, fqn: str) -> Any | None:
         """Ask for torch's `OffloadPolicy` of the unit with this name."""

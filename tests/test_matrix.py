@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from itertools import combinations, product
 
 import pytest
-from matrix import groups, report
+from matrix import groups, report, run
 from matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, judge, one_device
+from matrix_progress import Progress, row_of
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,13 @@ def reference():
 
 def outcomes(verdicts):
     return {str(verdict.cell): f"{verdict.outcome} {verdict.detail}".strip() for verdict in verdicts}
+
+
+def test_every_layout_is_a_cell():
+    data = ("ddp", "ddp-bucketed", "zero1", "zero2", "zero3", "hsdp")
+    schedules = ("no-pp", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
+    product_of = product(data, ("tp1", "tp2", "tp2-sp"), (*schedules, "DualPipeV"), ("P", "4P"))
+    assert [str(cell) for cell in cells()] == ["/".join(options) for options in product_of]
 
 
 @pytest.mark.parametrize("group", groups(covering()), ids=lambda group: f"{group[0].world_size}-{group[0]}")
@@ -72,13 +80,50 @@ def test_a_cell_that_is_permitted_a_refusal_it_does_not_need_is_a_failure(refere
     assert (verdict.outcome, verdict.detail) == ("failed", "not refused, although: stale")
 
 
+def test_too_few_blocks_are_refused(reference, monkeypatch):
+    monkeypatch.setattr("matrix_cells.NUM_LAYERS", 2)
+    cell = Cell(data="zero3", tensor="tp1", schedule="ZBVZeroBubble", microbatches="4P")
+    assert outcomes(judge([cell], reference)) == {str(cell): "refused too few micro-batches or blocks for the schedule"}
+
+
 def test_the_report_counts():
     made = [("proven", "", {"loss": 1e-16}), ("refused", "few", {}), ("failed", "wrong", {"loss": 1.0})]
-    verdicts = [
-        Verdict(cell=cell, outcome=outcome, detail=detail, largest=largest)
+    rows = [
+        row_of(Verdict(cell=cell, outcome=outcome, detail=detail, largest=largest))
         for cell, (outcome, detail, largest) in zip(cells(), made, strict=False)
     ]
-    found = report(verdicts, {}, 1.0)
+    found = report(rows, {}, 1.0)
     assert found["summary"] == {"proven": 1, "refused": 1, "failed": 1}
     assert found["refused"] == {"few": 1} and found["largest"] == {"loss": 1.0}
     assert [row["outcome"] for row in found["cells"]] == ["proven", "refused", "failed"]
+
+
+# ---- a run that was cut off ------------------------------------------------------------------------------------------
+
+STATED = {"code": "0", "machine": "m", "python": "3", "torch": "2"}
+
+
+def test_a_run_that_was_cut_off_goes_on(tmp_path):
+    path, other = tmp_path / "progress.jsonl", Cell(data="ddp", tensor="tp1", schedule="no-pp", microbatches="P")
+    (row,) = run([CELL], Progress(path, stated=STATED, resume=False))
+    assert row["outcome"] == "proven"
+    # What is written down already is believed; the line that was being written when the run ended is not there.
+    path.write_text(path.read_text().replace('"proven"', '"kept"') + '{"wall_s": 1.0, "rows": [{"cell": "')
+    progress = Progress(path, stated=STATED, resume=True)
+    assert [row["outcome"] for row in run([other, CELL], progress)] == ["proven", "kept"]
+    assert progress.wall_s > 0
+    again = Progress(path, stated=STATED, resume=True)
+    assert again.rows == progress.rows and again.wall_s == progress.wall_s
+    again.close()
+    assert not path.exists()
+
+
+def test_verdicts_of_other_code_are_not_gone_on_with(tmp_path, capsys):
+    path = tmp_path / "progress.jsonl"
+    Progress(path, stated=STATED, resume=False).add([{"cell": str(CELL)}], 1.0)
+    with pytest.raises(SystemExit):
+        Progress(path, stated=STATED | {"code": "1"}, resume=True)
+    assert capsys.readouterr().err == (
+        f"{path} is of other conditions: code was 0 and is 1; leave --resume out to begin anew\n"
+    )
+    assert Progress(path, stated=STATED | {"code": "1"}, resume=False).rows == {}

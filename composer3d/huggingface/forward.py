@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["expect_no_packing"]
+__all__ = ["expect_no_packing", "run_on_meta"]
 
 
 def expect_no_packing(model: nn.Module) -> None:
@@ -34,3 +35,61 @@ def expect_no_packing(model: nn.Module) -> None:
 
     model.register_forward_pre_hook(enter, with_kwargs=True)
     model.register_forward_hook(leave, always_call=True)
+
+
+def run_on_meta(model: nn.Module) -> None:
+    """Let a forward on meta, in which plugins see how a model is made, go where one with values goes.
+
+    transformers reads masks to leave out those that hide nothing, some of which models make themselves: on meta they
+    stay. Experts run by `eager` look for tokens one after the other: on meta `batched_mm` multiplies them all, and the
+    same parameters lead to the same outputs.
+    """
+    from transformers import masking_utils
+
+    name = "fast_all"
+
+    def keep_mask(replaced: list[Any], module: nn.Module) -> None:
+        original = getattr(masking_utils, name, None)
+        replaced.append(original)
+        if original is not None:
+            setattr(masking_utils, name, lambda mask: not mask.is_meta and original(mask))
+
+    def restore_mask(replaced: list[Any], module: nn.Module) -> None:
+        if (original := replaced.pop()) is not None:
+            setattr(masking_utils, name, original)
+
+    def multiply_all(replaced: list[Any], module: Any) -> None:
+        replaced.append(module.config._experts_implementation)
+        module.config._experts_implementation = "batched_mm"
+
+    def restore_experts(replaced: list[Any], module: Any) -> None:
+        module.config._experts_implementation = replaced.pop()
+
+    _on_meta(model, keep_mask, restore_mask)
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager" and hasattr(
+            module, "_apply_gate"
+        ):
+            _on_meta(module, multiply_all, restore_experts)
+
+
+def _on_meta(
+    module: nn.Module,
+    before: Callable[[list[Any], nn.Module], None],
+    after: Callable[[list[Any], nn.Module], None],
+) -> None:
+    """Run something around those forwards of a module that are given tensors on meta."""
+    replaced: list[Any] = []
+    entered: list[bool] = []
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        entered.append(any(getattr(value, "is_meta", False) for value in (*args, *kwargs.values())))
+        if entered[-1]:
+            before(replaced, module)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if entered.pop():
+            after(replaced, module)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, always_call=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d.errors import ModelError, did_you_mean
 from composer3d.huggingface.files import WeightFiles
 from composer3d.huggingface.folder import TOKENIZER, find_folder, import_transformers
-from composer3d.huggingface.forward import expect_no_packing
+from composer3d.huggingface.forward import expect_no_packing, run_on_meta
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,7 @@ class HuggingFaceModel:
                 raise ModelError(message, key="attn_implementation") from error
             raise ModelError(f"transformers cannot make a causal language model of {self.folder}: {said}") from error
         expect_no_packing(model)
+        run_on_meta(model)
         return model
 
     def open_weights(self, model: nn.Module) -> FolderWeights | None:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tomllib
 
+import matrix
 import pytest
 import torch
 from support.documents import ROOT, blocks, code, files, read, table
@@ -287,6 +288,29 @@ def test_figures_are_those_measured():
         "first step of 8 ranks": f"{commands['first step, 8 ranks']['seconds']:.1f} s",
         "`composer3d check quickstart`, CPU beyond `import torch`": f"{check['seconds']:.2f} s",
     }
+
+
+def test_the_summary_of_the_matrix_is_that_of_its_run():
+    found = results("matrix") if matrix.RESULT.is_file() else None
+    assert README.count(matrix.BEGIN) == README.count(matrix.END) == 1
+    assert matrix.with_summary(README, found) == README
+    # It is the whole of it, and nothing failed.
+    assert found is None or [row["cell"] for row in found["cells"]] == [str(cell) for cell in matrix.cells()]
+    assert found is None or found["summary"]["failed"] == 0
+
+
+def test_what_a_run_of_the_matrix_says():
+    rows = [
+        {"cell": "a", "outcome": "proven", "detail": "", "largest": {"loss": 1.5e-16, "gradients": 2e-14}},
+        {"cell": "b", "outcome": "refused", "detail": "too few", "largest": {}},
+    ]
+    stated = {"date": "2026-01-02", "machine": "2 cores", "python": "3.11.7", "torch": "2.13.0"}
+    told = matrix.summary(matrix.report(rows, stated, 600.0))
+    assert told == (
+        "Of 2 layouts 1 are proven, 1 refused as they must be (1 for too few), 0 failed.\n"
+        "Largest relative differences from one device: loss 1.5e-16, gradients 2.0e-14.\n"
+        "Run on 2026-01-02 in 10 minutes: 2 cores; Python 3.11.7, torch 2.13.0.\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["step_time", "hook_overhead", "guard_cost", "telemetry", "quickstart"])

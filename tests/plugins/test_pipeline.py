@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.models import Net, composed, full, mine, padded, seeded, sum_loss
-from support.pipelined import Spans, assert_equal_to_one_device, pipelined_step
+from support.pipelined import Spans, assert_equal_to_one_device, beside_one_device, pipelined_step
 
 from composer3d.testing import count_collectives, run_ranks
 
@@ -46,44 +46,10 @@ def test_four_ranks(schedule, tied):
     assert_equal_to_one_device(run_ranks(step, 4, manifest(schedule, pp=4), Net, options))
 
 
-def five_steps(text, options):
-    """Train on both, and compare the weights."""
-    torch.set_default_dtype(torch.float64)
-    tokens, targets = padded()
-    model = seeded(**options)
-    reference = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = composed(text + "\n[train]\nmicrobatch = 3\n", seeded(**options))
-    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-    worst = 0.0
-    for number in range(5):
-        total, count = sum_loss(model(tokens), targets)
-        (total / count).backward()
-        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        reference.step()
-        reference.zero_grad()
-        with run.step(number):
-            run.forward_backward(mine(run, tokens), target=mine(run, targets))
-            norm = run.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        worst = max(worst, float((norm - expected).abs() / expected))
-    loss = run.evaluate(mine(run, tokens), target=mine(run, targets)).loss
-    total, count = sum_loss(model(tokens), targets)
-    worst = max(worst, float((loss - total.detach() / count).abs()))
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    for part in run.parts:
-        for name, parameter in part.module.named_parameters():
-            worst = max(worst, float((full(parameter) - weights[name].detach()).abs().max()))
-    copies = [name for part in run.parts for name in part.copies if name in dict(part.module.named_parameters())]
-    names = [name for name, _ in run.named_parameters()]
-    run.close()
-    return worst, copies, names
-
-
 @pytest.mark.parametrize("schedule", ALL)
 def test_tied_weights_stay_equal_to_one_devices(schedule):
     (worst, copies, names), (other, more, others) = run_ranks(
-        five_steps, 2, manifest(schedule), {"num_layers": 4, "tied": True}
+        beside_one_device, 2, manifest(schedule), Net, {"num_layers": 4, "tied": True}
     )
     assert max(worst, other) < TIGHT
     # A copy has its own name in the stage, and the first name everywhere else.
@@ -94,7 +60,9 @@ def test_tied_weights_stay_equal_to_one_devices(schedule):
 
 def test_tied_weights_under_sharding():
     text = manifest("ZBVZeroBubble") + "[sharding.fsdp2]\n"
-    assert max(worst for worst, *_ in run_ranks(five_steps, 4, text, {"num_layers": 4, "tied": True})) < TIGHT
+    assert (
+        max(worst for worst, *_ in run_ranks(beside_one_device, 4, text, Net, {"num_layers": 4, "tied": True})) < TIGHT
+    )
 
 
 def several_shapes():

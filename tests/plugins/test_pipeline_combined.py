@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
-from support.models import Net, composed, mine, padded, seeded, unpadded
-from support.pipelined import assert_equal_to_one_device, pipelined_step
+from support.models import Net, composed, mine, padded, seeded
+from support.pipelined import assert_equal_to_one_device, losses_of, pipelined_step
 
 from composer3d.testing import count_collectives, run_ranks
 
@@ -55,29 +54,26 @@ def test_gradients_equal_one_device_for_all_schedules(schedule, name, tied, reco
     assert_equal_to_one_device(run_ranks(partial(pipelined_step, microbatch=1), 4, text, Net, options))
 
 
-def trained(text, microbatch):
-    """Return the losses of a few steps in the run's own dtypes."""
-    run = composed(f"{text}\n[train]\nmicrobatch = {microbatch}\n", seeded(num_layers=4))
-    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-    tokens, targets = unpadded()
-    losses = []
-    for number in range(6):
-        with run.step(number):
-            losses.append(float(run.forward_backward(mine(run, tokens), target=mine(run, targets))))
-            optimizer.step()
-            optimizer.zero_grad()
-    run.close()
-    return losses
+FOUR_LAYERS = {"num_layers": 4}
 
 
 @pytest.mark.parametrize("schedule", FAST)
 def test_mixed_precision_cuts_nothing_at_stages(schedule):
     # Micro-batches as one device takes them: what travels between stages is what a block gives the next one.
-    (alone,) = run_ranks(trained, 1, "[sharding.fsdp2]\n[precision.mixed]\n", 3)
+    (alone,) = run_ranks(losses_of, 1, "[sharding.fsdp2]\n[precision.mixed]\n", Net, FOUR_LAYERS)
     text = f'[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "{schedule}"\n[sharding.fsdp2]\n[precision.mixed]\n'
-    for losses in run_ranks(trained, 2, text, 3):
+    for losses in run_ranks(losses_of, 2, text, Net, FOUR_LAYERS):
         assert losses == pytest.approx(alone, rel=1e-3)
         assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.parametrize("plugin", ["[sharding.fsdp2]\n", "[sharding.ddp]\n", ""])
+def test_the_dtype_of_outputs_is_that_of_the_last_stages(plugin):
+    # In float32 but for the outputs: what stages hand on is not cut to theirs.
+    text = f'{plugin}[precision.mixed]\nparam_dtype = "float32"\noutput_dtype = "bfloat16"\n'
+    (alone,) = run_ranks(losses_of, 1, text, Net, FOUR_LAYERS)
+    for losses in run_ranks(losses_of, 2, f"[mesh]\npp = 2\n[scheduling.pipeline]\n{text}", Net, FOUR_LAYERS):
+        assert losses == pytest.approx(alone, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -85,8 +81,8 @@ def test_mixed_precision_cuts_nothing_at_stages(schedule):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks():
     text = '[mesh]\npp = 2\n[scheduling.pipeline]\n[scheduling.compile]\nbackend = "aot_eager"\n'
-    (alone,) = run_ranks(trained, 1, "", 3)
-    for losses in run_ranks(trained, 2, text, 3):
+    (alone,) = run_ranks(losses_of, 1, "", Net, FOUR_LAYERS)
+    for losses in run_ranks(losses_of, 2, text, Net, FOUR_LAYERS):
         assert losses == pytest.approx(alone, rel=1e-4)
 
 

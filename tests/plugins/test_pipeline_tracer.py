@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
-from support.models import composed, full, mine, padded, seeded
-from support.pipelined import assert_equal_to_one_device, pipelined_step, token_sum
+from support.models import composed, padded, seeded
+from support.pipelined import assert_equal_to_one_device, beside_one_device, pipelined_step, token_sum
 from support.traced import Disorder, Shared, Twins, Unet, Writing
 
 from composer3d.testing import count_collectives, run_ranks
@@ -36,38 +35,6 @@ def test_four_ranks(factory):
     assert_equal_to_one_device(run_ranks(step, 4, text, factory))
 
 
-def several(schedule, options):
-    """Train on both for some steps, evaluating between; return the greatest distances, and names."""
-    torch.set_default_dtype(torch.float64)
-    tokens, targets = padded()
-    model = seeded(Shared)
-    reference = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    run = composed(manifest(schedule) + options + "[train]\nmicrobatch = 2\n", seeded(Shared), loss_fn=token_sum)
-    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-    worst = 0.0
-    for number in range(3):
-        total, count = token_sum(model(tokens), targets)
-        (total / count).backward()
-        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        reference.step()
-        reference.zero_grad()
-        with run.step(number):
-            run.forward_backward(mine(run, tokens), target=mine(run, targets))
-            norm = run.clip_grad_norm_(0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        worst = max(worst, float((norm - expected).abs() / expected))
-        total, count = token_sum(model(tokens), targets)
-        loss = run.evaluate(mine(run, tokens), target=mine(run, targets)).loss
-        worst = max(worst, float((loss - total.detach() / count).abs()))
-    weights = dict(model.named_parameters(remove_duplicate=False))
-    for part in run.parts:
-        for name, parameter in part.module.named_parameters():
-            worst = max(worst, float((full(parameter) - weights[name].detach()).abs().max()))
-    run.close()
-    return worst
-
-
 @pytest.mark.parametrize(
     ("size", "schedule", "options"),
     [
@@ -79,7 +46,7 @@ def several(schedule, options):
     ],
 )
 def test_shared_blocks_stay_equal_to_one_devices(size, schedule, options):
-    for worst in run_ranks(several, size, schedule, options):
+    for worst, *_ in run_ranks(partial(beside_one_device, num_steps=3), size, manifest(schedule) + options, Shared):
         assert worst < 1e-12
 
 

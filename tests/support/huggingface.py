@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 import torch.nn.functional as F
 
 import composer3d
 from composer3d import Loss
 from composer3d.huggingface import HuggingFaceModel, model_inputs, model_loss
-from composer3d.testing import full
+from composer3d.testing import full, run_ranks
 from support.models import largest, write_manifest
 
 _SIZES = {
@@ -42,6 +44,18 @@ def config_of(family):
         "neox": lambda: t.GPTNeoXConfig(**_SIZES),
         "olmo2": lambda: t.Olmo2Config(**_GROUPED),
         "mixtral": lambda: t.MixtralConfig(**_GROUPED, num_local_experts=4),
+        "qwen2_moe": lambda: t.Qwen2MoeConfig(
+            **_GROUPED,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+        ),
+        "falcon": lambda: t.FalconConfig(**_SIZES, num_kv_heads=2, new_decoder_architecture=True),
+        "bloom": lambda: t.BloomConfig(**_SIZES, n_layer=2, n_head=4),
+        "opt": lambda: t.OPTConfig(**_SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0),
+        # It makes a mask of its own, and looks at it.
+        "biogpt": lambda: t.BioGptConfig(**_SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
     }[family]()
 
 
@@ -75,6 +89,12 @@ def token_sum(output, targets):
     return Loss(sum=total, count=(targets != -100).sum())
 
 
+def options_of(folder):
+    """Return how experts are run: grouped matrix products know no float64."""
+    config = json.loads((folder / "config.json").read_text())
+    return {"experts_implementation": "eager"} if config.keys() & {"num_experts", "num_local_experts"} else {}
+
+
 def reference(folder, own_loss):
     """One device: transformers' model, a sequence at a time, as the runs cut their batch.
 
@@ -83,7 +103,7 @@ def reference(folder, own_loss):
     from transformers import AutoModelForCausalLM, logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64).train()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options_of(folder)).train()
     inputs, targets = batch()
     count = (targets != -100).sum()
     loss = torch.zeros((), dtype=torch.float64)
@@ -105,7 +125,7 @@ def one_step(folder, text, own_loss=False):
     """
     torch.set_default_dtype(torch.float64)
     loss_1, gradients, num_bytes = reference(folder, own_loss)
-    factory = HuggingFaceModel(folder, dtype="float64")
+    factory = HuggingFaceModel(folder, dtype="float64", config=options_of(folder))
     loss_fn = factory.own_loss() if own_loss else token_sum
     run = composer3d.compose(factory, write_manifest(f"{text}\n[train]\nmicrobatch = 1\n"), loss_fn=loss_fn)
     read = factory.files.num_bytes_read / num_bytes
@@ -132,3 +152,19 @@ def one_step(folder, text, own_loss=False):
 def steps_of(cases):
     """Run several steps on a rank: a world costs more than a step."""
     return [one_step(*case) for case in cases]
+
+
+def results_of(cases, folders, world_size):
+    """Return by case what every rank found; cases are (family, layout, whether the loss is the model's own)."""
+    work = [(folders[family], text, own_loss) for family, text, own_loss, *_ in cases.values()]
+    by_rank = run_ranks(steps_of, world_size, work, timeout_s=120)
+    return {name: [results[index] for results in by_rank] for index, name in enumerate(cases)}
+
+
+def assert_equal_to_one_device(results, most_read):
+    """Assert that all ranks agree with one device, and that each read no more than its share of the weights' bytes."""
+    for loss, gradients, wrong, read in results:
+        assert loss < 1e-12
+        assert gradients < 1e-12
+        assert wrong == []
+        assert 0 < read <= most_read

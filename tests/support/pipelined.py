@@ -11,7 +11,7 @@ from torch import nn
 
 from composer3d import hookimpl, plugin
 from composer3d.testing import count_collectives
-from support.models import VOCAB, Block, composed, full, largest, mine, padded, seeded
+from support.models import VOCAB, Block, Net, composed, full, largest, mine, padded, seeded, unpadded
 
 DIM = 7
 
@@ -216,3 +216,57 @@ def assert_equal_to_one_device(results, tolerance=1e-12):
         assert result["norm"] < tolerance
         assert result["gradients"] < tolerance
     assert set().union(*(result["names"] for result in results)) == results[0]["all_names"]
+
+
+def beside_one_device(text, factory=Net, options=None, *, num_steps=5):
+    """Train on a rank and on one device, evaluating after every step.
+
+    Returns (largest distance of norms, losses and weights, names of copies on this rank, names of parameters).
+    """
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    model = seeded(factory, **(options or {}))
+    optimizer_1 = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    run = composed(f"{text}\n[train]\nmicrobatch = 3\n", seeded(factory, **(options or {})), loss_fn=token_sum)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    errors = []
+    for number in range(num_steps):
+        total, count = token_sum(model(tokens), targets)
+        (total / count).backward()
+        expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer_1.step()
+        optimizer_1.zero_grad()
+        with run.step(number):
+            run.forward_backward(mine(run, tokens), target=mine(run, targets))
+            norm = run.clip_grad_norm_(0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        errors.append(float((norm - expected).abs() / expected))
+        total, count = token_sum(model(tokens), targets)
+        loss = run.evaluate(mine(run, tokens), target=mine(run, targets)).loss
+        errors.append(float((loss - total.detach() / count).abs()))
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    copies = []
+    for part in run.parts:
+        own = dict(part.module.named_parameters())
+        copies += [name for name in part.copies if name in own]
+        errors += [float((full(parameter) - weights[name].detach()).abs().max()) for name, parameter in own.items()]
+    names = [name for name, _ in run.named_parameters()]
+    run.close()
+    return largest(errors), copies, names
+
+
+def losses_of(text, factory=Net, options=None, *, microbatch=3):
+    """Return on a rank the losses of a few steps in the run's own dtypes."""
+    model = seeded(factory, **(options or {}))
+    run = composed(f"{text}\n[train]\nmicrobatch = {microbatch}\n", model, loss_fn=token_sum)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = unpadded()
+    losses = []
+    for number in range(6):
+        with run.step(number):
+            losses.append(float(run.forward_backward(mine(run, tokens), target=mine(run, targets))))
+            optimizer.step()
+            optimizer.zero_grad()
+    run.close()
+    return losses

@@ -95,7 +95,7 @@ class Disorder(nn.Module):
         x = second["hidden"] + 0.5 * first
         x += third["hidden"]  # in place, on what is its own
         fourth = d(hidden=x, beside=third["beside"])
-        return self.out(a(hidden=fourth["hidden"] * second["beside"])["hidden"] + first)
+        return self.out(a(hidden=fourth["hidden"] * second["beside"])["hidden"] + first) + 0.0
 
 
 class Writing(nn.Module):
@@ -130,3 +130,12 @@ class Twins(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.out(x) + 0.0
+
+
+class HalfFrozen(Unet):
+    """Of the U the named parameters do not learn."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen))

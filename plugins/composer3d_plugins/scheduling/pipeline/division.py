@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from composer3d_plugins.scheduling.pipeline.balance import Load
 from composer3d_plugins.scheduling.pipeline.trace import Observation, observe
@@ -19,55 +20,60 @@ __all__ = ["Choose", "Division", "Straight", "divide_straight"]
 Choose = Callable[[Sequence[str], Load], Sequence[int]]
 
 
-class Division(Protocol):
-    """A model that is cut."""
+class Seen(Protocol):
+    """What one forward of the whole model did: an `Observation` or a `Trace`."""
+
+    @property
+    def uses(self) -> Mapping[str, object]:
+        """Of every parameter, by its first FQN."""
+
+
+S = TypeVar("S", bound=Seen)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Division(abc.ABC, Generic[S]):
+    """A model that is cut.
+
+    Args:
+        seen: Of the whole model.
+        starts: The index of every stage's first block, or call.
+    """
+
+    seen: S
+    starts: tuple[int, ...]
 
     @property
     def num_stages(self) -> int:
         """Of the pipeline."""
+        return len(self.starts)
 
     @property
     def parameters(self) -> Iterable[str]:
         """The first FQNs of all parameters."""
+        return self.seen.uses
 
+    @abc.abstractmethod
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
 
+    @abc.abstractmethod
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
         """Return a stage's module; of parameters under `clones` this rank has one already."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Straight:
-    """Blocks called once each, in order; only the hidden state travels.
-
-    Args:
-        observation: Of the whole model.
-        cuts: The index of every stage's first block.
-    """
-
-    observation: Observation
-    cuts: tuple[int, ...]
-
-    @property
-    def num_stages(self) -> int:
-        """Of the pipeline."""
-        return len(self.cuts)
-
-    @property
-    def parameters(self) -> Iterable[str]:
-        """The first FQNs of all parameters."""
-        return self.observation.uses
+class Straight(Division[Observation]):
+    """Blocks called once each, in order; only the hidden state travels."""
 
     def _end(self, stage: int) -> int:
-        return (*self.cuts, len(self.observation.blocks))[stage + 1]
+        return (*self.starts, len(self.seen.blocks))[stage + 1]
 
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
-        firsts, needs = self.observation.firsts, self.observation.needs
+        firsts, needs = self.seen.firsts, self.seen.needs
         users = {user for name, first in firsts.items() if first == fqn for user in needs[name]}
         return tuple(
-            stage for stage, start in enumerate(self.cuts) if any(start <= user < self._end(stage) for user in users)
+            stage for stage, start in enumerate(self.starts) if any(start <= user < self._end(stage) for user in users)
         )
 
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
@@ -75,7 +81,7 @@ class Straight:
         from composer3d_plugins.scheduling.pipeline.stage import build_stage
 
         return build_stage(
-            model, self.observation, start=self.cuts[stage], end=self._end(stage), device=device, clones=clones
+            model, self.seen, start=self.starts[stage], end=self._end(stage), device=device, clones=clones
         )
 
 
@@ -93,4 +99,4 @@ def divide_straight(model: nn.Module, blocks: Sequence[str], example: object, ch
         parameters_bytes=observation.parameters_bytes,
         activations_bytes=observation.activations_bytes,
     )
-    return Straight(observation=observation, cuts=tuple(choose(blocks, load)))
+    return Straight(seen=observation, starts=tuple(choose(blocks, load)))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import bisect
-import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from composer3d import TransformError
 from composer3d_plugins.scheduling.pipeline.balance import Load
-from composer3d_plugins.scheduling.pipeline.division import Choose
+from composer3d_plugins.scheduling.pipeline.division import Choose, Division
 from composer3d_plugins.scheduling.pipeline.following import Source
 from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, Trace, trace
 
@@ -22,27 +21,8 @@ if TYPE_CHECKING:
 __all__ = ["Traced", "divide_traced"]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Traced:
-    """Calls in any order; the values that later stages need travel.
-
-    Args:
-        trace: Of the whole model.
-        starts: The index of every stage's first call.
-    """
-
-    trace: Trace
-    starts: tuple[int, ...]
-
-    @property
-    def num_stages(self) -> int:
-        """Of the pipeline."""
-        return len(self.starts)
-
-    @property
-    def parameters(self) -> Iterable[str]:
-        """The first FQNs of all parameters."""
-        return self.trace.uses
+class Traced(Division[Trace]):
+    """Calls in any order; the values that later stages need travel."""
 
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
@@ -55,9 +35,9 @@ class Traced:
         needed = frozenset(fqn for fqn, stages in self._needs.items() if stage in stages)
         enters, leaves = self.values_into(stage), self.values_into(stage + 1)
         runner = TracedRunner(
-            self.trace,
+            self.seen,
             start=self.starts[stage],
-            end=(*self.starts, len(self.trace.calls))[stage + 1],
+            end=(*self.starts, len(self.seen.calls))[stage + 1],
             enters=enters,
             leaves=leaves,
             # torch takes the halves of a backward apart by walking between one input and one output, and cannot where
@@ -67,11 +47,11 @@ class Traced:
         )
         absent = frozenset(fqn for fqn, stages in self._buffer_needs.items() if stage not in stages)
         return build_traced_stage(
-            model, runner, self.trace, needed=needed, absent_buffers=absent, clones=clones, device=device
+            model, runner, self.seen, needed=needed, absent_buffers=absent, clones=clones, device=device
         )
 
     def _is_used_once(self, fqn: str) -> bool:
-        return self.trace.uses[self.trace.firsts[fqn]] <= 1
+        return self.seen.uses[self.seen.firsts[fqn]] <= 1
 
     # ---- what goes where ---------------------------------------------------------------------------------------------
 
@@ -84,37 +64,37 @@ class Traced:
         wanted = {source for takes in self._takes[stage:] for source in takes if isinstance(source, int)}
         return sorted(
             number
-            for index, call in enumerate(self.trace.calls)
+            for index, call in enumerate(self.seen.calls)
             if self.stage_of(index) < stage and not call.is_everywhere
             for number in wanted.intersection(call.values)
         )
 
     def _stages_making(self, call: int) -> range:
         first = self.stage_of(call)
-        return range(first, self.num_stages if self.trace.calls[call].is_everywhere else first + 1)
+        return range(first, self.num_stages if self.seen.calls[call].is_everywhere else first + 1)
 
     @functools.cached_property
     def _takes(self) -> list[set[Source]]:
         """What each stage computes with."""
         takes: list[set[Source]] = [set() for _ in self.starts]
-        for index, call in enumerate(self.trace.calls):
+        for index, call in enumerate(self.seen.calls):
             for stage in self._stages_making(index):
                 takes[stage] |= call.takes
-        takes[-1] |= self.trace.takes
+        takes[-1] |= self.seen.takes
         return takes
 
     @functools.cached_property
     def _names(self) -> dict[str, list[str]]:
         """All names of every parameter, by the first."""
         names: dict[str, list[str]] = defaultdict(list)
-        for fqn, first in self.trace.firsts.items():
+        for fqn, first in self.seen.firsts.items():
             names[first].append(fqn)
         return names
 
     @functools.cached_property
     def _needs(self) -> dict[str, set[int]]:
         """The stages that need a parameter, by every name of it."""
-        needs = {fqn: {stage for stage, takes in enumerate(self._takes) if fqn in takes} for fqn in self.trace.firsts}
+        needs = {fqn: {stage for stage, takes in enumerate(self._takes) if fqn in takes} for fqn in self.seen.firsts}
         for first, names in self._names.items():
             if not any(needs[name] for name in names):
                 needs[first] = {min(self._callers(first), default=0)}  # it has to be somewhere
@@ -126,7 +106,7 @@ class Traced:
     def _same_places(self) -> list[list[str]]:
         """Return the names that stand for one place: of a module that is in the model twice."""
         places: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for prefix, module in self.trace.skeleton.named_modules(remove_duplicate=False):
+        for prefix, module in self.seen.skeleton.named_modules(remove_duplicate=False):
             for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
                 places[id(module), name].append(f"{prefix}.{name}".lstrip("."))
         return list(places.values())
@@ -135,7 +115,7 @@ class Traced:
         """Return the stages that call a module that something lies in."""
         return {
             stage
-            for index, call in enumerate(self.trace.calls)
+            for index, call in enumerate(self.seen.calls)
             if fqn.startswith(f"{call.fqn}.")
             for stage in self._stages_making(index)
         }
@@ -147,7 +127,7 @@ class Traced:
             fqn: {stage for stage, takes in enumerate(self._takes) if fqn in takes}
             or self._callers(fqn)
             or set(range(self.num_stages))
-            for fqn, _ in self.trace.skeleton.named_buffers()
+            for fqn, _ in self.seen.skeleton.named_buffers()
         }
 
     # ---- what cannot be ----------------------------------------------------------------------------------------------
@@ -160,7 +140,7 @@ class Traced:
         """
         for stage in range(1, self.num_stages):
             if not self.values_into(stage):
-                name = self.trace.calls[self.starts[stage]].name
+                name = self.seen.calls[self.starts[stage]].name
                 raise TransformError(f'nothing that is computed before "{name}" is used there or later')
         seen: dict[Source, int] = {}
         for stage, takes in enumerate(self._takes):
@@ -170,7 +150,7 @@ class Traced:
                 kind, number = source
                 if kind == CHANGED and self.stage_of(number) != stage:
                     raise TransformError(
-                        f'"{self.trace.calls[number].name}" changes in place what it is given, and another stage than '
+                        f'"{self.seen.calls[number].name}" changes in place what it is given, and another stage than '
                         "its own uses that; let it change a copy, or cut elsewhere"
                     )
                 if kind == DRAWN and seen.setdefault(source, stage) != stage:
@@ -178,7 +158,7 @@ class Traced:
                         f"stages {seen[source]} and {stage} use the same random numbers, which the forward draws "
                         "between modules, and each would draw its own; draw them in a module (torch.nn.Dropout)"
                     )
-        for fqn, writers in self.trace.buffer_writers.items():
+        for fqn, writers in self.seen.buffer_writers.items():
             stages = sorted({self.stage_of(index) for index in writers})
             if len(stages) > 1:
                 raise TransformError(
@@ -198,7 +178,7 @@ def divide_traced(model: nn.Module, blocks: Sequence[str], example: object, choo
     if not places:
         raise TransformError(f'"{blocks[0]}" is not called in a forward, nor is another block')
     starts = [places[index] if index else 0 for index in choose([seen.calls[p].name for p in places], _load(seen))]
-    division = Traced(trace=seen, starts=tuple(starts))
+    division = Traced(seen=seen, starts=tuple(starts))
     division.refuse()
     return division
 

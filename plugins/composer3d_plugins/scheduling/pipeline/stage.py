@@ -27,7 +27,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     refuse_out_of_reach,
     take_out,
     take_out_tensors,
-    zeros,
+    tensors_of_stage,
 )
 from composer3d_plugins.scheduling.pipeline.trace import Observation
 
@@ -160,19 +160,9 @@ def build_stage(
     """
     runner = Runner(observation, start, end)
     needed, absent = observation.needed(start, end), observation.absent_buffers(start, end)
-    memo: dict[int, Any] = {
-        # What a module of another stage counts there, it writes into a tensor of its own here.
-        id(b): torch.zeros(b.shape, dtype=b.dtype, device=device) if fqn in absent else b
-        for fqn, b in model.named_buffers()
-    }
-    held = {observation.firsts[fqn] for fqn in needed}
-    for fqn, parameter in model.named_parameters():
-        if fqn not in held:
-            memo[id(parameter)] = nn.Parameter(zeros(parameter, device), requires_grad=False)
-        elif fqn in clones:
-            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-        else:
-            memo[id(parameter)] = parameter
+    memo = tensors_of_stage(
+        model, observation.firsts, needed=needed, absent_buffers=absent, clones=clones, device=device
+    )
     for index, fqn in enumerate(observation.blocks):
         if not start <= index < end:
             block = observation.skeleton.get_submodule(fqn)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ __all__ = [
     "runner_of",
     "take_out",
     "take_out_tensors",
+    "tensors_of_stage",
     "zeros",
 ]
 
@@ -227,6 +228,40 @@ def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: f
 def zeros(parameter: Tensor, device: torch.device) -> Tensor:
     """Return zeros of a parameter's shape that take no memory."""
     return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+
+
+def tensors_of_stage(
+    model: nn.Module,
+    firsts: Mapping[str, str],
+    *,
+    needed: Collection[str],
+    absent_buffers: Collection[str],
+    clones: Collection[str],
+    device: torch.device,
+) -> dict[int, Any]:
+    """Return what a copy of the model has in the place of its tensors, as `copy.deepcopy` wants it.
+
+    Args:
+        model: Whole.
+        firsts: For every name of a parameter its first one.
+        needed: Names of the parameters that the stage holds; zeros stand for the others.
+        absent_buffers: Names of the buffers that it does not; what is written into them here goes into zeros.
+        clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
+        device: Of the zeros.
+    """
+    memo: dict[int, Any] = {
+        id(b): torch.zeros(b.shape, dtype=b.dtype, device=device) if fqn in absent_buffers else b
+        for fqn, b in model.named_buffers()
+    }
+    held = {firsts[fqn] for fqn in needed}
+    for fqn, parameter in model.named_parameters():
+        if fqn not in held:
+            memo[id(parameter)] = nn.Parameter(zeros(parameter, device), requires_grad=False)
+        elif fqn in clones:
+            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+        else:
+            memo[id(parameter)] = parameter
+    return memo
 
 
 def refuse_out_of_reach(stage: nn.Module, needed: frozenset[str]) -> None:

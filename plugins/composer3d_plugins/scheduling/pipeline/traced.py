@@ -26,6 +26,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     inner_call,
     refuse_out_of_reach,
     take_out_tensors,
+    tensors_of_stage,
     zeros,
 )
 from composer3d_plugins.scheduling.pipeline.tracer import Trace
@@ -205,18 +206,9 @@ def build_traced_stage(
         clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
         device: Of the zeros that stand for absent parameters.
     """
-    memo: dict[int, Any] = {
-        id(b): torch.zeros(b.shape, dtype=b.dtype, device=device) if fqn in absent_buffers else b
-        for fqn, b in model.named_buffers()
-    }
-    held = {trace.firsts[fqn] for fqn in needed}
-    for fqn, parameter in model.named_parameters():
-        if fqn not in held:
-            memo[id(parameter)] = nn.Parameter(zeros(parameter, device), requires_grad=False)
-        elif fqn in clones:
-            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-        else:
-            memo[id(parameter)] = parameter
+    memo = tensors_of_stage(
+        model, trace.firsts, needed=needed, absent_buffers=absent_buffers, clones=clones, device=device
+    )
     stage = copy.deepcopy(model, memo)
     made: Mapping[str, bool] = {
         call.fqn: any(runner.runs(index) for index, other in enumerate(trace.calls) if other.fqn == call.fqn)
