@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from composer3d.initialisation import Recipe
     from composer3d.loss import Reduction
 
-__all__ = ["Assembled", "assemble"]
+__all__ = ["Assembled", "apply_transforms", "assemble", "build_mesh", "freeze", "give_memory"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -104,7 +104,7 @@ def assemble(
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
-        return _freeze(preparation, loss_fn, loss_reduction, count_fn, release, plan)
+        return freeze(preparation, loss_fn, loss_reduction, count_fn, release, plan)
     except BaseException as error:
         # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
         if preparation is not None:
@@ -203,12 +203,25 @@ def materialise(preparation: Preparation) -> None:
             unmade += [tensors[fqn] for fqn in left]
         elif context.device.type != "cpu":
             part.module.to(context.device)
-    for transform, fqns in preparation.selected:
-        if transform.phase is Phase.MATERIALISE:
-            _apply(transform, fqns, context)
+    _finish(preparation)
     for fqn, tensor in zip(names, unmade, strict=True):
         if bool(gradients.local(tensor).isnan().any()):
             raise InitialisationError(f'"{fqn}" was added by a plugin, and nothing gave it values')
+
+
+def give_memory(preparation: Preparation) -> None:
+    """Give every part memory and no values, for a composition that computes none; then as `materialise`."""
+    context, recipe = preparation.context, preparation.recipe
+    for part in context.parts:
+        initialisation.give_memory(part.module, recipe, device=context.device)
+        initialisation.restore_ties(part.module, context.ties)
+    _finish(preparation)
+
+
+def _finish(preparation: Preparation) -> None:
+    for transform, fqns in preparation.selected:
+        if transform.phase is Phase.MATERIALISE:
+            _apply(transform, fqns, preparation.context)
 
 
 def _agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:
@@ -310,7 +323,7 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     )
 
 
-def _freeze(
+def freeze(
     preparation: Preparation,
     loss_fn: LossFunction | None,
     reduction: Reduction | None,

@@ -161,6 +161,10 @@ class RunContext:
         self._recorders = recorders if flight is None else (flight, *recorders)
         self._microbatch, self._sharded = microbatch, sharded
 
+    def watch(self, recorder: Recorder) -> None:
+        """Add a recorder to those that plugins gave; for who runs a composition in order to look at it."""
+        self._recorders = (*self._recorders, recorder)
+
     def was_asked(self, query: str) -> bool:
         """Tell whether any transform asked a query of the context."""
         return query in self._asked

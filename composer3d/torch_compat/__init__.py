@@ -46,6 +46,7 @@ from composer3d.torch_compat.tensors import (
     is_wrapper_subclass,
     neg_view,
     num_flops,
+    plain_tensors,
     record_memory_history,
     storage_key,
     tree_leaves,
@@ -53,8 +54,20 @@ from composer3d.torch_compat.tensors import (
     unviewed,
     written_tensors,
 )
+from composer3d.torch_compat.tracing import (
+    active_fake_mode,
+    fake_tensors,
+    is_view,
+    lone_pipeline,
+    watch_storages,
+)
 
 __all__ = [
+    "active_fake_mode",
+    "fake_tensors",
+    "is_view",
+    "lone_pipeline",
+    "watch_storages",
     "record_memory_history",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
@@ -81,6 +94,7 @@ __all__ = [
     "local_agent",
     "neg_view",
     "num_flops",
+    "plain_tensors",
     "pipeline_orders",
     "pipeline_schedule",
     "process_group",
