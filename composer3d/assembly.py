@@ -135,11 +135,19 @@ def build_mesh(preparation: Preparation) -> None:
     context.set_mesh(mesh.build(context.layout, device_type=context.device.type, options=options))
 
 
-def apply_transforms(preparation: Preparation) -> None:
-    """Split the model and apply every transform up to COMMUNICATE, checking that each did what it declared."""
+def apply_transforms(
+    preparation: Preparation, *, after_split: Callable[[Sequence[Part]], None] = lambda parts: None
+) -> None:
+    """Split the model and apply every transform up to COMMUNICATE, checking that each did what it declared.
+
+    Args:
+        preparation: With a mesh.
+        after_split: Called with this rank's stages, before anything else is done to them.
+    """
     context, model = preparation.context, preparation.model
     context.split = preparation.hooks.query("composer3d_split", context=context, model=model)
     context.parts = context.split.parts if context.split is not None else (Part(module=model),)
+    after_split(context.parts)
     for transform, fqns in preparation.selected:
         if transform.phase is not Phase.MATERIALISE:
             _apply(transform, fqns, context)

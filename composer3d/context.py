@@ -106,6 +106,11 @@ class RunContext:
         self._example = example
 
     @property
+    def plugins(self) -> tuple[Registered, ...]:
+        """The plugins of the run."""
+        return tuple(self._hooks.plugins)
+
+    @property
     def data_parallel_degree(self) -> int:
         """How many ranks read different samples."""
         return self.layout.degree(Role.BATCH)

@@ -14,6 +14,7 @@ from composer3d.assembly import apply_transforms, build_mesh, freeze, give_memor
 from composer3d.composition import Composition
 from composer3d.errors import ManifestError
 from composer3d.guard import Totals
+from composer3d.planning.blocks import BlockCut
 from composer3d.preparation import prepare
 
 if TYPE_CHECKING:
@@ -64,12 +65,13 @@ class Job:
 
 
 @contextlib.contextmanager
-def composed(job: Job, rank: int) -> Iterator[Composition]:
+def composed(job: Job, rank: int, *, cut: BlockCut | None = None) -> Iterator[Composition]:
     """Compose as one rank; inside, every operator makes tensors without values.
 
     Args:
         job: What to compose.
         rank: The one to be.
+        cut: Leaves blocks of this rank's stages out.
 
     Raises:
         ManifestError: With every mistake of the manifest.
@@ -93,7 +95,7 @@ def composed(job: Job, rank: int) -> Iterator[Composition]:
             raise ManifestError(errors)
         plan = agree_on_plan(preparation)
         build_mesh(preparation)
-        apply_transforms(preparation)
+        apply_transforms(preparation, after_split=lambda parts: cut and cut.apply(parts, preparation))
         with torch_compat.fake_tensors():
             give_memory(preparation)
             assembled = freeze(preparation, job.loss_fn, None, None, lambda: None, plan)

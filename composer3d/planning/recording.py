@@ -42,7 +42,8 @@ class Stretch:
         microbatch: None outside of micro-batches.
         operators: Calls by operator.
         collectives: In order, each with whether the next thing waits for it.
-        peaks: The most bytes alive inside it, by the module that ran.
+        peaks: Of the most bytes alive inside it, by the module that ran: all, those that forwards made, gradients; and
+            the number of storages.
     """
 
     kind: SegmentKind
@@ -50,7 +51,7 @@ class Stretch:
     microbatch: int | None
     operators: Counter[Calls] = field(default_factory=Counter)
     collectives: list[tuple[Collective, bool]] = field(default_factory=list)
-    peaks: dict[str, int] = field(default_factory=dict)
+    peaks: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,10 +67,6 @@ class Recording:
         gradients: Bytes of gradients at the end of the last backward.
         activations: The most bytes that forwards made and that were there as one ended.
         peak: The most bytes at any moment.
-        peak_stretch: In which that was.
-        peak_module: The module that ran then.
-        peak_gradients: Of the peak, gradients.
-        peak_activations: Of the peak, what forwards made.
     """
 
     stretches: list[Stretch] = field(default_factory=list)
@@ -80,10 +77,6 @@ class Recording:
     gradients: int = 0
     activations: int = 0
     peak: int = 0
-    peak_stretch: Stretch | None = None
-    peak_module: str = ""
-    peak_gradients: int = 0
-    peak_activations: int = 0
 
 
 class _Observer:
@@ -93,14 +86,14 @@ class _Observer:
         from composer3d.testing.collectives import Collectives
 
         self.run, self.result, self.place = run, Recording(), Place()
-        self.storages = StorageCounter(self._grown)
+        self.storages = StorageCounter(self._note_peak)
         self.collectives = Collectives.over(run.mesh)
         self._known: dict[Any, tuple[str, bool, bool]] = {}
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
         self._messages: list[tuple[Collective, bool]] = []
         self._is_quiet = self._is_forward_backward = False
-        self._peak: tuple[Stretch, str, int] | None = None
+        self._births: list[tuple[int, int]] = []
 
     def _stretch(self, kind: SegmentKind, stage: int, microbatch: int | None) -> Stretch:
         made = Stretch(kind=kind, stage=stage, microbatch=microbatch)
@@ -122,6 +115,8 @@ class _Observer:
         kind = _ACTIONS.get(name)
         if kind is None:
             return None
+        if kind == "optimizer":
+            self._measure_gradients()
         made = self._stretch(kind, attributes.get("stage", 0), attributes.get("microbatch"))
         self._open.append(made)
         made.collectives += self._messages  # what was received for it
@@ -154,18 +149,29 @@ class _Observer:
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
-    def _grown(self) -> None:
+    def _note_peak(self) -> None:
+        """Keep the most bytes by stretch and module: what is extrapolated needs more than the one maximum."""
         if self._is_quiet:
             return
-        self._note_peak()
-        if self.storages.live > self.storages.peak:
-            self._peak = (self.stretch, self.place.module, self.storages.kinds[MADE_FORWARD])
+        peaks, module, storages = self.stretch.peaks, self.place.module, self.storages
+        if storages.live > peaks.get(module, (-1,))[0]:
+            # Until the gradients are known, the clock stands for those that were there.
+            peaks[module] = (storages.live, storages.kinds[MADE_FORWARD], storages.clock, storages.num_live)
 
-    def _note_peak(self) -> None:
-        """Keep the most bytes by stretch and module: extrapolation needs more than the one maximum."""
-        peaks, module = self.stretch.peaks, self.place.module
-        if self.storages.live > peaks.get(module, -1):
-            peaks[module] = self.storages.live
+    def _measure_gradients(self) -> None:
+        gradients = [p.grad for part in self.run.parts for p in part.module.parameters() if p.grad is not None]
+        self.result.gradients = self.storages.bytes_of(gradients)
+        self._births = self.storages.births_of(gradients)
+
+    def finish(self) -> None:
+        """Put gradients in the place of clocks."""
+        births = self._births
+        for stretch in self.result.stretches:
+            stretch.peaks = {
+                module: (live, made, sum(size for birth, size in births if birth <= clock), number)
+                for module, (live, made, clock, number) in stretch.peaks.items()
+            }
+        self.result.peak = max(live for stretch in self.result.stretches for live, *_ in stretch.peaks.values())
 
     # ---- operators ---------------------------------------------------------------------------------------------------
 
@@ -218,7 +224,8 @@ class _Observer:
         tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
         made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
         floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
-        sizes = sum(t.numel() * t.element_size() for t in (*tensors, *made))
+        written = torch_compat.written_tensors(operator, args, kwargs) if operator._schema.is_mutable else made
+        sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
         dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
         flops = int(torch_compat.num_flops(operator, args, kwargs, result))
         shapes = tuple(tuple(t.shape) for t in tensors)
@@ -263,7 +270,7 @@ def record_step(run: Composition, optimizer: Any, batch: Any) -> Iterator[_Obser
     ):
         yield observer
     result.optimizer = storages.bytes_of(_state_tensors(optimizer))
-    result.peak = storages.peak
+    observer.finish()
 
 
 def _state_tensors(optimizer: Any) -> list[Any]:

@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from composer3d.errors import ComposerError
 from composer3d.protocol import Action
 
-__all__ = ["Cell", "Costs", "Simulation", "simulate"]
+__all__ = ["ActionCosts", "Cell", "Costs", "Simulation", "StageCosts", "simulate"]
+
+
+class ActionCosts(Protocol):
+    """What actions take."""
+
+    @property
+    def transfer(self) -> float:
+        """From one rank to another."""
+
+    def seconds(self, action: Action, *, stages_per_rank: int) -> float:
+        """Return what an action takes by itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +58,27 @@ class Costs:
     def of(self, kind: str) -> float:
         """Return what an action takes on all of a rank's stages together."""
         return {"F": self.forward, "B": self.backward, "W": self.weight}.get(kind, self.backward - self.weight)
+
+    def seconds(self, action: Action, *, stages_per_rank: int) -> float:
+        """Return what one of a rank's stages takes."""
+        return self.of(action.kind) / stages_per_rank
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageCosts:
+    """What actions take where stages differ: the first holds an embedding, the last the loss.
+
+    Args:
+        stages: Time by stage and kind of action.
+        transfer: From one rank to another.
+    """
+
+    stages: Mapping[tuple[int, str], float]
+    transfer: float = 0.0
+
+    def seconds(self, action: Action, *, stages_per_rank: int) -> float:
+        """Return what the action's stage takes, however many others its rank has."""
+        return self.stages[action.stage, action.kind]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +138,7 @@ class Simulation:
         return peak
 
 
-def simulate(orders: Sequence[Sequence[Action]], costs: Costs) -> Simulation:
+def simulate(orders: Sequence[Sequence[Action]], costs: ActionCosts) -> Simulation:
     """Run every rank's actions in their order.
 
     A forward waits for the stage before; a backward for its own forward and the stage behind; the gradients of weights
@@ -133,7 +166,7 @@ def simulate(orders: Sequence[Sequence[Action]], costs: Costs) -> Simulation:
                 if ready is None:
                     break
                 start = max(clocks[rank], ready)
-                end = start + costs.of(action.kind) / stages_per_rank
+                end = start + costs.seconds(action, stages_per_rank=stages_per_rank)
                 cells[rank].append(Cell(action=action, start=start, end=end))
                 done[action.kind, action.stage, action.microbatch] = clocks[rank] = end
                 places[rank] += 1
@@ -152,7 +185,7 @@ def simulate(orders: Sequence[Sequence[Action]], costs: Costs) -> Simulation:
 
 
 def _ready(
-    action: Action, done: dict[tuple[str, int, int], float], owner: dict[int, int], costs: Costs
+    action: Action, done: dict[tuple[str, int, int], float], owner: dict[int, int], costs: ActionCosts
 ) -> float | None:
     """Return when all that an action needs is on its rank; None if that has not been computed yet."""
     stage, microbatch = action.stage, action.microbatch

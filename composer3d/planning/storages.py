@@ -35,6 +35,7 @@ class StorageCounter:
         peak: Bytes at most, since `restart`.
         kinds: Of `live`, by `LASTING`, `MADE_FORWARD` and `MADE_LATER`.
         kind: What a storage that is made now counts as.
+        clock: Storages seen so far.
         is_paused: DTensor is computing with global shapes.
     """
 
@@ -44,11 +45,11 @@ class StorageCounter:
         self._kinds: dict[int, int] = {}
         self._births: dict[int, int] = {}
         self._references: dict[int, Any] = {}
-        self._clock = 0
+        self.clock = 0
         self.is_paused = False
         self._mode: Any = None
         self._is_mode_known = False
-        self.live = self.peak = self.clock_at_peak = 0
+        self.live = self.peak = 0
         self.kinds = [0, 0, 0]
         self.kind = LASTING
 
@@ -85,8 +86,8 @@ class StorageCounter:
         size = storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
-            self._clock += 1
-            self._kinds[key], self._births[key] = self.kind, self._clock
+            self.clock += 1
+            self._kinds[key], self._births[key] = self.kind, self.clock
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
             self._change(key, 0, size)
         elif known != size:
@@ -99,7 +100,7 @@ class StorageCounter:
         if after > before:
             self._at_growth()
             if self.live > self.peak:
-                self.peak, self.clock_at_peak = self.live, self._clock
+                self.peak = self.live
 
     def _forget(self, key: int) -> None:
         size = self._sizes.pop(key, None)
@@ -109,27 +110,30 @@ class StorageCounter:
         self.kinds[self._kinds.pop(key)] -= size
         del self._births[key], self._references[key]
 
+    @property
+    def num_live(self) -> int:
+        """Storages that are alive."""
+        return len(self._sizes)
+
     # ---- questions ---------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
         """Begin a new maximum."""
-        self.peak, self.clock_at_peak = self.live, self._clock
+        self.peak = self.live
 
     def settle(self) -> None:
         """Count all that is alive as lasting."""
         self._kinds = dict.fromkeys(self._kinds, LASTING)
         self.kinds = [self.live, 0, 0]
 
-    def bytes_of(self, tensors: Iterable[Any], *, born_by: int | None = None) -> int:
-        """Return the bytes of the storages of some tensors, each once.
+    def bytes_of(self, tensors: Iterable[Any]) -> int:
+        """Return the bytes of the storages of some tensors, each once; plain, or wrappers."""
+        return sum(size for _, size in self.births_of(tensors))
 
-        Args:
-            tensors: Plain, or wrappers.
-            born_by: Only of storages that were there at this reading of the clock.
-        """
+    def births_of(self, tensors: Iterable[Any]) -> list[tuple[int, int]]:
+        """Return (reading of the clock when it was made, bytes) of the storages of some tensors."""
         keys = {key for tensor in tensors if tensor is not None for key in _keys(tensor)}
-        late = -1 if born_by is None else born_by
-        return sum(self._sizes.get(key, 0) for key in keys if late < 0 or self._births.get(key, late + 1) <= late)
+        return [(self._births[key], self._sizes[key]) for key in keys if key in self._sizes]
 
     def bytes_made_forward(self, excluded: Iterable[Any]) -> int:
         """Return the live bytes that forwards made, without those of some tensors."""
