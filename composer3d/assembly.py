@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from composer3d.initialisation import Recipe
     from composer3d.loss import Reduction
 
-__all__ = ["Assembled", "assemble"]
+__all__ = ["Assembled", "apply_transforms", "assemble", "build_mesh", "freeze", "give_memory"]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -104,7 +104,7 @@ def assemble(
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
-        return _freeze(preparation, loss_fn, loss_reduction, count_fn, release, plan)
+        return freeze(preparation, loss_fn, loss_reduction, count_fn, release, plan)
     except BaseException as error:
         # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
         if preparation is not None:
@@ -135,11 +135,19 @@ def build_mesh(preparation: Preparation) -> None:
     context.set_mesh(mesh.build(context.layout, device_type=context.device.type, options=options))
 
 
-def apply_transforms(preparation: Preparation) -> None:
-    """Split the model and apply every transform up to COMMUNICATE, checking that each did what it declared."""
+def apply_transforms(
+    preparation: Preparation, *, after_split: Callable[[Sequence[Part]], None] = lambda parts: None
+) -> None:
+    """Split the model and apply every transform up to COMMUNICATE, checking that each did what it declared.
+
+    Args:
+        preparation: With a mesh.
+        after_split: Called with this rank's stages, before anything else is done to them.
+    """
     context, model = preparation.context, preparation.model
     context.split = preparation.hooks.query("composer3d_split", context=context, model=model)
     context.parts = context.split.parts if context.split is not None else (Part(module=model),)
+    after_split(context.parts)
     for transform, fqns in preparation.selected:
         if transform.phase is not Phase.MATERIALISE:
             _apply(transform, fqns, context)
@@ -205,12 +213,25 @@ def materialise(preparation: Preparation) -> None:
             unmade += [tensors[fqn] for fqn in left]
         elif context.device.type != "cpu":
             part.module.to(context.device)
-    for transform, fqns in preparation.selected:
-        if transform.phase is Phase.MATERIALISE:
-            _apply(transform, fqns, context)
+    _finish(preparation)
     for fqn, tensor in zip(names, unmade, strict=True):
         if bool(gradients.local(tensor).isnan().any()):
             raise InitialisationError(f'"{fqn}" was added by a plugin, and nothing gave it values')
+
+
+def give_memory(preparation: Preparation) -> None:
+    """Give every part memory and no values, for a composition that computes none; then as `materialise`."""
+    context, recipe = preparation.context, preparation.recipe
+    for part in context.parts:
+        initialisation.give_memory(part.module, recipe, device=context.device)
+        initialisation.restore_ties(part.module, context.ties)
+    _finish(preparation)
+
+
+def _finish(preparation: Preparation) -> None:
+    for transform, fqns in preparation.selected:
+        if transform.phase is Phase.MATERIALISE:
+            _apply(transform, fqns, preparation.context)
 
 
 def _agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:
@@ -312,7 +333,7 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     )
 
 
-def _freeze(
+def freeze(
     preparation: Preparation,
     loss_fn: LossFunction | None,
     reduction: Reduction | None,

@@ -117,6 +117,11 @@ class RunContext:
         self._example = example
 
     @property
+    def plugins(self) -> tuple[Registered, ...]:
+        """The plugins of the run."""
+        return tuple(self._hooks.plugins)
+
+    @property
     def data_parallel_degree(self) -> int:
         """How many ranks read different samples."""
         return self.layout.degree(Role.BATCH)
@@ -172,6 +177,10 @@ class RunContext:
         self.flight = flight
         self._recorders = recorders if flight is None else (flight, *recorders)
         self._microbatch, self._sharded = microbatch, sharded
+
+    def watch(self, recorder: Recorder) -> None:
+        """Add a recorder to those that plugins gave; for who runs a composition in order to look at it."""
+        self._recorders = (*self._recorders, recorder)
 
     def was_asked(self, query: str) -> bool:
         """Tell whether any transform asked a query of the context."""

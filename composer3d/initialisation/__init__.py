@@ -8,7 +8,7 @@ no rank ever holds more than its shards and one full tensor. Weights that lie on
 from __future__ import annotations
 
 from composer3d.initialisation.identity import fingerprints, first_difference, seed_of
-from composer3d.initialisation.placement import materialise, place
+from composer3d.initialisation.placement import give_memory, materialise, place
 from composer3d.initialisation.recipe import Recipe, TensorSpec
 from composer3d.initialisation.recording import record
 from composer3d.initialisation.source import Slab, TensorSource, WeightsOnDisk
@@ -22,6 +22,7 @@ __all__ = [
     "WeightsOnDisk",
     "fingerprints",
     "first_difference",
+    "give_memory",
     "materialise",
     "place",
     "record",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from composer3d.initialisation.recipe import Recipe
 
-__all__ = ["materialise", "place"]
+__all__ = ["give_memory", "materialise", "place"]
 
 
 def place(target: Tensor, full: Tensor | Slab) -> None:
@@ -127,3 +127,21 @@ def materialise(
             if isinstance(value, torch.Tensor) and value.is_meta and path in recipe.attributes:
                 setattr(owner, name, _read(full(path)).to(device))
     return tuple(sorted(unmade))
+
+
+def give_memory(module: nn.Module, recipe: Recipe | None, *, device: torch.device | str) -> None:
+    """Give what is on meta memory on a device, and no values: parameters, buffers and the recipe's plain attributes.
+
+    Args:
+        module: The model, or a part of it, in its final placement.
+        recipe: From recording the model's factory; None where the model came without.
+        device: Where the tensors go.
+    """
+    import torch
+
+    allocate(module, device)
+    for prefix, owner in module.named_modules():
+        for name, value in list(vars(owner).items()):
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(value, torch.Tensor) and value.is_meta and recipe is not None and path in recipe.attributes:
+                setattr(owner, name, torch.empty_like(value, device=device))

@@ -95,6 +95,10 @@ class Memory:
         moment: When that is: a segment's kind, with stage and micro-batch where there are several.
         module: The FQN of the module that ran then; empty outside of modules.
         buffers: Registered buffers.
+        activations_at_peak: Of the peak, what forwards made.
+        gradients_at_peak: Of the peak, gradients. With these two, parameters, optimizer, buffers and transient add up
+            to the peak.
+        num_storages: At the peak.
     """
 
     parameters: int
@@ -106,6 +110,9 @@ class Memory:
     moment: str
     module: str
     buffers: int = 0
+    activations_at_peak: int = 0
+    gradients_at_peak: int = 0
+    num_storages: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

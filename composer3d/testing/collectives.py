@@ -96,6 +96,22 @@ class Collectives:
         self._axes = axes
         self._rows: list[Collective] = []
 
+    @classmethod
+    def over(cls, mesh: DeviceMesh | None) -> Collectives:
+        """Return an empty record that names axes as a mesh does, for a dispatch mode of one's own."""
+        return cls(_axes(mesh))
+
+    @staticmethod
+    def is_collective(operator: Any) -> bool:
+        """Tell whether an operator is one of torch's collectives."""
+        namespace, name = operator.name().split(".")[0].split("::")
+        return namespace in _NAMESPACES and name not in _NOT_COLLECTIVE
+
+    def observe(self, operator: Any, args: tuple[Any, ...]) -> None:
+        """Count an operator that has run, if it is a collective."""
+        if self.is_collective(operator):
+            _record(self, operator.name().split(".")[0].split("::")[1], args)
+
     @property
     def rows(self) -> tuple[Collective, ...]:
         """Every collective, one row each."""
@@ -147,15 +163,13 @@ def count_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
     >>> collectives.summary()
     {('all_reduce', 'world'): (1, 24)}
     """
-    collectives = Collectives(_axes(mesh))
+    collectives = Collectives.over(mesh)
 
     def handle(operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if any(is_wrapper_subclass(cls) for cls in types):
             return NotImplemented
         result = operator(*args, **kwargs)
-        namespace, name = operator.name().split(".")[0].split("::")
-        if namespace in _NAMESPACES and name not in _NOT_COLLECTIVE:
-            _record(collectives, name, args)
+        collectives.observe(operator, args)
         return result
 
     with dispatch_mode(handle):

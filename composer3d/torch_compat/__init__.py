@@ -48,6 +48,7 @@ from composer3d.torch_compat.tensors import (
     neg_view,
     num_flops,
     orthogonalised,
+    plain_tensors,
     record_memory_history,
     storage_key,
     tree_leaves,
@@ -55,8 +56,20 @@ from composer3d.torch_compat.tensors import (
     unviewed,
     written_tensors,
 )
+from composer3d.torch_compat.tracing import (
+    active_fake_mode,
+    fake_tensors,
+    is_view,
+    lone_pipeline,
+    watch_storages,
+)
 
 __all__ = [
+    "active_fake_mode",
+    "fake_tensors",
+    "is_view",
+    "lone_pipeline",
+    "watch_storages",
     "record_memory_history",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
@@ -84,6 +97,7 @@ __all__ = [
     "neg_view",
     "num_flops",
     "orthogonalised",
+    "plain_tensors",
     "pipeline_orders",
     "pipeline_schedule",
     "process_group",

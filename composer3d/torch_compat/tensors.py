@@ -17,6 +17,7 @@ __all__ = [
     "neg_view",
     "num_flops",
     "orthogonalised",
+    "plain_tensors",
     "storage_key",
     "tree_leaves",
     "tree_map",
@@ -30,6 +31,19 @@ def is_wrapper_subclass(cls: type) -> bool:
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
     return is_traceable_wrapper_subclass_type(cls)
+
+
+def plain_tensors(tensor: Any) -> list[Any]:
+    """Return the plain tensors that a tensor consists of: itself, or what a wrapper holds at any depth.
+
+    What wrappers name may be other things too: DTensor's mesh is one (torch 2.13).
+    """
+    import torch
+
+    if not is_wrapper_subclass(type(tensor)):
+        return [tensor]
+    inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+    return [plain for each in inner if isinstance(each, torch.Tensor) for plain in plain_tensors(each)]
 
 
 def storage_key(tensor: Any) -> int:

@@ -1,0 +1,119 @@
+"""`composer3d plan`: what a manifest costs on every kind of rank, without the ranks."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from composer3d.cli.inspection import Inspection, inspect, open_manifest
+from composer3d.cli.options import Subparsers, add_json, add_manifest, natural, positive, size
+from composer3d.cli.output import print_problems, say_json
+from composer3d.errors import ComposerError
+
+if TYPE_CHECKING:
+    from composer3d.planning.plan import Plan
+    from composer3d.planning.roles import RankChoice
+
+__all__ = ["add", "execute"]
+
+DOES_NOT_FIT, WRONG = 1, 2
+
+
+def add(subparsers: Subparsers) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="say what a manifest costs: memory, collectives, bubble, per rank",
+        description="Compose the manifest with its plugins and real degrees in one process, on ranks that do not "
+        "exist and tensors without values, and trace one optimizer step: bytes of memory, collectives, operators, "
+        "bubble. Exit code 1 if a rank does not fit into --memory.",
+    )
+    add_manifest(parser)
+    parser.add_argument(
+        "--diff", metavar="OTHER", help="say what changes from MANIFEST to this one, by the largest difference"
+    )
+    parser.add_argument(
+        "--world-size", type=positive, metavar="N", help="ranks of the run; default: what the degrees multiply to"
+    )
+    parser.add_argument(
+        "--rank",
+        type=_rank,
+        default="worst",
+        metavar="WHICH",
+        help="worst: one of each distinct role; all: one of every pipeline position; or a number; default: worst",
+    )
+    parser.add_argument("--memory", type=size, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
+    parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
+    parser.add_argument(
+        "--full", action="store_true", help="trace every block, where two depths of equal blocks would do"
+    )
+    add_json(parser)
+    parser.set_defaults(execute=execute)
+
+
+def _rank(text: str) -> str | int:
+    return text if text in ("worst", "all") else natural(text)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Plan, and print; 1 if it does not fit, 2 if the manifest is wrong."""
+    plan = _plan(arguments, arguments.manifest)
+    if plan is None:
+        return WRONG
+    if arguments.json:
+        from composer3d.planning.report import plan_to_json
+
+        say_json(plan_to_json(plan))
+    return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
+
+
+def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
+    """Return the plan of a manifest; None after printing what is wrong with it."""
+    import torch
+
+    from composer3d.cli.rules import find_factory
+    from composer3d.planning.job import job_of
+    from composer3d.planning.plan import make_plan
+    from composer3d.runner.data import foreseen_example
+    from composer3d.runner.tokenizer import with_tokenizer
+
+    inspected = open_manifest(source, arguments.overrides)
+    # Ranks that do not exist compute nowhere; the CPU stands for any device.
+    found = inspect(inspected, world_size=arguments.world_size, rank=0, device=torch.device("cpu"))
+    if not found.ok(strict=False) or found.layout is None or found.preparation is None:
+        print_problems(found.ordered())
+        return None
+    manifest = with_tokenizer(inspected.manifest)
+    factory, problems = find_factory(manifest)
+    assert factory is not None and not problems, "the inspection has found it"
+    train = manifest.tables["train"]
+    example = foreseen_example(
+        manifest.tables["data"], manifest.document.folder, seed=train.seed, num_samples=train.microbatch or 1
+    )
+    if example is None:
+        raise ComposerError(f"{source}: the form of a batch of [data] cannot be told without preparing the data")
+    job = job_of(manifest, factory, found.layout, example)
+    choice: RankChoice = arguments.rank
+    return make_plan(
+        job,
+        found.layout,
+        orders=found.preparation.actions(job.num_microbatches),
+        schedule=_schedule_name(found),
+        choice=choice,
+        memory_bytes=arguments.memory,
+        hardware=arguments.hardware,
+        extrapolate=not arguments.full,
+    )
+
+
+def _schedule_name(found: Inspection) -> str | None:
+    """Return what the plugin that owns the stages calls its schedule."""
+    assert found.preparation is not None
+    from composer3d.mesh import Role
+
+    context = found.preparation.context
+    owners = [context.owners[name] for name in context.layout.names(Role.STAGE) if name in context.owners]
+    names = [getattr(owner.instance, "schedule", None) for owner in owners if context.layout.degree(Role.STAGE) > 1]
+    return next((name for name in names if isinstance(name, str)), None)

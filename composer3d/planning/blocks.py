@@ -1,0 +1,146 @@
+"""Repeated blocks: which of a rank's stages' blocks are alike, and stages with fewer of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from composer3d import patterns
+from composer3d.errors import TransformError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from composer3d.preparation import Preparation
+    from composer3d.protocol import Part
+
+__all__ = ["BlockCut"]
+
+# Under these names blocks keep their own number.
+_NUMBERS = frozenset({"index", "layer_id", "layer_idx", "layer_number"})
+
+
+class BlockCut:
+    """Leaves out all but the first blocks of every stage, where all blocks of a stage are alike.
+
+    A block that is left out stays in its place, holds nothing, and hands on what it is given in the form in which the
+    block before it returned. It is emptied before any transform but the split, so every plugin does to the stage what
+    it would do to a short one.
+
+    Args:
+        keep: Blocks that every stage keeps.
+
+    Attributes:
+        names: Of every stage's blocks, in order, those that are left out too.
+        are_alike: Whether all blocks of each stage are made alike, and every transform does the same to each.
+    """
+
+    def __init__(self, keep: int | None) -> None:
+        self._keep = keep
+        self.names: list[list[str]] = []
+        self.are_alike = False
+
+    def apply(self, parts: Sequence[Part], preparation: Preparation) -> None:
+        """Look at the stages, and empty their last blocks where they are alike."""
+        context = preparation.context
+        try:
+            names = patterns.select(context.blocks, context.fqns)
+        except TransformError:  # no single list of equal blocks
+            names = []
+        for part in parts:
+            have = {fqn for fqn, module in part.module.named_modules() if any(True for _ in module.parameters())}
+            self.names.append([fqn for fqn in names if fqn in have])
+        self.are_alike = (
+            bool(names)
+            and not _are_tied(names, context.ties)
+            and all(_treated_alike(preparation, n) for n in self.names)
+        )
+        self.are_alike &= all(
+            len({_form(part.module.get_submodule(fqn)) for fqn in found}) == 1
+            for part, found in zip(parts, self.names, strict=True)
+        )
+        if self._keep is None or not self.are_alike:
+            return
+        for part, found in zip(parts, self.names, strict=True):
+            last: list[Any] = [None]
+            for fqn in found[: self._keep]:
+                part.module.get_submodule(fqn).register_forward_hook(partial(_note, last))
+            for fqn in found[self._keep :]:
+                _empty(part.module.get_submodule(fqn), last)
+
+    def role_of(self, module: str) -> tuple[str, str, int]:
+        """Return a module's name, stage-wise, with its block's place in the stage instead of its number.
+
+        Returns:
+            The name inside its block, or of a module outside of blocks; the block's place: `first`, `last`, a number
+            from the front, or empty; and the stage's position on this rank.
+        """
+        for index, names in enumerate(self.names):
+            kept = names if self._keep is None else names[: self._keep]
+            for place, name in enumerate(kept):
+                if module == name or module.startswith(f"{name}."):
+                    if place == len(kept) - 1:
+                        return module[len(name) :], "last", index
+                    return module[len(name) :], "first" if place == 0 else f"{place}", index
+        return module, "", 0
+
+
+def _note(last: list[Any], _: Any, __: Any, output: Any) -> None:
+    """Keep the form of what a block returned, not its tensors."""
+    import torch
+
+    if isinstance(output, torch.Tensor):
+        last[0] = None
+    elif isinstance(output, tuple | list):
+        last[0] = type(output), [None if isinstance(each, torch.Tensor) else each for each in output[1:]]
+
+
+def _empty(block: nn.Module, last: list[Any]) -> None:
+    def forward(hidden: Any, *_: Any, **__: Any) -> Any:
+        return hidden if last[0] is None else last[0][0]([hidden, *last[0][1]])
+
+    block._modules.clear()
+    block._parameters.clear()
+    block._buffers.clear()
+    block.forward = forward  # type: ignore[method-assign]
+
+
+def _form(block: nn.Module) -> tuple[Any, ...]:
+    """Return what two blocks have in common that compute alike."""
+    modules = tuple((fqn, type(module).__qualname__, _plain(module)) for fqn, module in block.named_modules())
+    tensors = tuple(
+        (fqn, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+        for fqn, tensor in [*block.named_parameters(), *block.named_buffers()]
+    )
+    return modules, tensors
+
+
+def _plain(module: nn.Module) -> tuple[Any, ...]:
+    """Return a module's numbers and texts; a layer's own number is no difference."""
+    values = sorted((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
+    return tuple(
+        (name, value) for name, value in values if name not in ("layer_idx", "layer_id", "index", "layer_number")
+    )
+
+
+def _treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
+    """Tell whether every transform selects the same modules inside each block."""
+    for _, fqns in preparation.selected:
+        inside: dict[str, set[str]] = {name: set() for name in names}
+        for fqn in fqns:
+            owner = next((name for name in _prefixes(fqn) if name in inside), None)
+            if owner is not None:
+                inside[owner].add(fqn[len(owner) :])
+        if len({frozenset(found) for found in inside.values()}) > 1:
+            return False
+    return True
+
+
+def _prefixes(fqn: str) -> list[str]:
+    parts = fqn.split(".")
+    return [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+
+
+def _are_tied(names: Sequence[str], ties: Sequence[tuple[str, ...]]) -> bool:
+    return any(any(fqn == name or fqn.startswith(f"{name}.") for name in names) for group in ties for fqn in group)

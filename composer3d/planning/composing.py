@@ -1,0 +1,164 @@
+"""The very composition of a manifest as one rank of a world without others, on tensors without values."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.agreement import agree_on_plan
+from composer3d.assembly import apply_transforms, build_mesh, freeze, give_memory
+from composer3d.composition import Composition
+from composer3d.errors import ManifestError
+from composer3d.guard import Totals
+from composer3d.planning.blocks import BlockCut
+from composer3d.preparation import prepare
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from composer3d.manifest import Manifest
+    from composer3d.protocol import Example, LossFunction
+
+__all__ = ["Job", "composed", "prime_optimizer", "run_step"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Job:
+    """What is planned: a manifest with its model, batch, loss and optimizer.
+
+    Args:
+        manifest: Typed.
+        model: On meta, whole or with fewer blocks; it is copied.
+        loss_fn: As for `compose`.
+        make_optimizer: Called with a composition.
+        example: `(args, kwargs)` of a micro-batch of any size, on meta: the form of what the model is called with.
+        inputs: What the model is called with besides, given the targets.
+        grad_clip: As in `[train]`.
+        world_size: Ranks.
+        num_microbatches: Of a step, on every data-parallel rank.
+        microbatch: Samples of one.
+    """
+
+    manifest: Manifest
+    model: nn.Module
+    loss_fn: LossFunction | None
+    make_optimizer: Callable[[Composition], torch.optim.Optimizer]
+    example: Example
+    inputs: Callable[[Any], Mapping[str, Any]]
+    grad_clip: float
+    world_size: int
+    num_microbatches: int
+    microbatch: int
+
+    def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], Any]:
+        """Return tokens and targets of one rank's step; in a fake mode without values."""
+        import torch
+
+        size = num_microbatches * self.microbatch
+        args = tuple(torch.zeros((size, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in self.example[0])
+        return args, torch.zeros_like(args[0], dtype=torch.int64)
+
+
+@contextlib.contextmanager
+def composed(job: Job, rank: int, *, cut: BlockCut | None = None) -> Iterator[Composition]:
+    """Compose as one rank; inside, every operator makes tensors without values.
+
+    Args:
+        job: What to compose.
+        rank: The one to be.
+        cut: Leaves blocks of this rank's stages out.
+
+    Raises:
+        ManifestError: With every mistake of the manifest.
+    """
+    import torch
+
+    from composer3d.testing.worlds import fake_world
+
+    with fake_world(job.world_size, rank):
+        preparation = prepare(
+            copy.deepcopy(job.model),
+            job.manifest,
+            world_size=job.world_size,
+            rank=rank,
+            device=torch.device("cpu"),
+            purpose="plan",
+            example=job.example,
+        )
+        errors = [problem for problem in preparation.problems if problem.severity == "error"]
+        if errors:
+            raise ManifestError(errors)
+        plan = agree_on_plan(preparation)
+        build_mesh(preparation)
+        apply_transforms(preparation, after_split=lambda parts: cut and cut.apply(parts, preparation))
+        with torch_compat.fake_tensors():
+            give_memory(preparation)
+            assembled = freeze(preparation, job.loss_fn, None, None, lambda: None, plan)
+            run = Composition(assembled)
+            run._engine._guard = _Alone(run._engine._guard)  # type: ignore[assignment]
+            with contextlib.closing(run):
+                yield run
+
+
+def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer make its state, as it is after the first step; weights are what they were."""
+    import torch
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    with run._engine.bypassed():
+        optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+
+
+def run_step(
+    run: Composition,
+    optimizer: torch.optim.Optimizer,
+    args: Sequence[Any],
+    target: Any,
+    *,
+    inputs: Mapping[str, Any],
+    grad_clip: float,
+    number: int = 1,
+) -> None:
+    """Run an optimizer step as the runner does."""
+    with run.step(number):
+        loss = float(run.forward_backward(*args, target=target, **inputs))
+        float(run.clip_grad_norm_(grad_clip))
+        del loss
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+class _Alone:
+    """The step guard where nobody answers: it sends what it would send, and believes itself."""
+
+    def __init__(self, guard: Any) -> None:
+        self._guard = guard
+
+    def agree(self, *, counts: Sequence[int], **_: Any) -> Totals:
+        import torch
+        import torch.distributed as dist
+
+        size = len(self._guard._ranks) if self._guard._compares else 0
+        tensor = torch.zeros(3 + 3 * size, dtype=torch.int64, device=self._guard._device)
+        dist.all_reduce(tensor, group=self._guard._group)
+        return Totals(count=1, num_microbatches=len(counts), equal=True)
+
+    def any(self, votes: Sequence[bool]) -> list[bool]:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.zeros(len(votes), dtype=torch.int64, device=self._guard._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._guard._group)
+        return [False] * len(votes)
+
+    def digest(self, value: Any, *, own: bool = False) -> int:
+        return 0

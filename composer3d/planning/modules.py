@@ -1,0 +1,67 @@
+"""Which module runs: forwards as they nest, backwards as they begin."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Place", "watch_modules"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Place:
+    """Where the step is.
+
+    Attributes:
+        module: The FQN of the module that runs; empty outside of modules and in the root itself.
+    """
+
+    module: str = ""
+
+
+@contextlib.contextmanager
+def watch_modules(modules: Sequence[nn.Module], place: Place) -> Iterator[None]:
+    """Keep a place up to date.
+
+    A forward is told by hooks. In a backward it is the module whose output's gradient was computed last, by a hook on
+    the node that made the output: nothing is put into the graph, and no tensor is kept.
+
+    Args:
+        modules: This rank's parts.
+        place: Is written.
+    """
+    handles: list[Any] = []
+    outer: list[str] = []
+
+    def enter(fqn: str, *_: Any) -> None:
+        outer.append(place.module)
+        place.module = fqn
+
+    def leave(fqn: str, _: Any, __: Any, output: Any) -> None:
+        place.module = outer.pop() if outer else ""
+        for tensor in torch_compat.tree_leaves(output):
+            node = getattr(tensor, "grad_fn", None)
+            if node is not None:
+                node.register_prehook(partial(_set, place, fqn))
+
+    for module in modules:
+        for fqn, inner in module.named_modules():
+            handles.append(inner.register_forward_pre_hook(partial(enter, fqn)))
+            handles.append(inner.register_forward_hook(partial(leave, fqn), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _set(place: Place, fqn: str, *_: Any) -> None:
+    place.module = fqn

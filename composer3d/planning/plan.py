@@ -1,0 +1,139 @@
+"""`plan`: what a manifest costs on every kind of rank, before a rank exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d.planning.allocator import Allocation, Verdict, allocate, judge
+from composer3d.planning.pipeline import PipelinePlan, plan_pipeline
+from composer3d.planning.roles import RankChoice, chosen_ranks
+from composer3d.planning.simulation import Costs, simulate
+from composer3d.planning.traced import RankTrace
+from composer3d.planning.tracing import Tracer
+
+if TYPE_CHECKING:
+    from composer3d.mesh import Layout
+    from composer3d.planning.composing import Job
+    from composer3d.protocol import Action
+
+__all__ = ["Plan", "RankPlan", "make_plan"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RankPlan:
+    """One rank, and all that do the same.
+
+    Args:
+        trace: Its step.
+        allocation: What that needs of a GPU.
+        verdict: Whether it fits; None where no memory was named.
+    """
+
+    trace: RankTrace
+    allocation: Allocation
+    verdict: Verdict | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """What a manifest costs.
+
+    Args:
+        layout: Of its world.
+        schedule: The name of its pipeline's schedule; None without one.
+        ranks: The one with the highest peak first.
+        pipeline: What the pipeline loses; None without one.
+        num_microbatches: Of a step, on every data-parallel rank.
+        gpus_per_node: As in `[mesh]`; None where it does not say.
+        memory_bytes: Of a device; None where none was named.
+        time: What the time model says, ready for JSON; None without hardware.
+        notes: What a reader has to know.
+    """
+
+    layout: Layout
+    schedule: str | None
+    ranks: tuple[RankPlan, ...]
+    pipeline: PipelinePlan | None
+    num_microbatches: int
+    gpus_per_node: int | None
+    memory_bytes: int | None
+    time: Mapping[str, Any] | None
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """The worst of the ranks' verdicts."""
+        verdicts = [rank.verdict for rank in self.ranks if rank.verdict is not None]
+        order: list[Verdict] = ["fits", "tight", "does not fit"]
+        return max(verdicts, key=order.index, default=None)
+
+
+def make_plan(
+    job: Job,
+    layout: Layout,
+    *,
+    orders: Sequence[Sequence[Action]] | None,
+    schedule: str | None = None,
+    choice: RankChoice = "worst",
+    memory_bytes: int | None = None,
+    hardware: str | None = None,
+    extrapolate: bool = True,
+) -> Plan:
+    """Trace the chosen ranks and say what they cost.
+
+    Args:
+        job: From `job_of`.
+        layout: Of its world.
+        orders: The pipeline's actions, by rank along its axis; None without one.
+        schedule: The name of the pipeline's schedule.
+        choice: The ranks to trace; see `chosen_ranks`.
+        memory_bytes: Of a device.
+        hardware: A name or a file of a described cluster.
+        extrapolate: Trace repeated blocks at two depths, where the rest follows from them.
+
+    Raises:
+        ComposerError: What cannot be composed, or a rank that there is not.
+    """
+    simulation = None if orders is None else simulate(orders, Costs())
+    tracer = Tracer(job, layout, extrapolate=extrapolate)
+    chosen = chosen_ranks(layout, simulation, choice)
+    traces = [tracer.trace(rank, stands_for=number) for rank, number in chosen.items()]
+    ranks = []
+    for trace in sorted(traces, key=lambda trace: -trace.memory.peak):
+        allocation = allocate(trace)
+        verdict = None if memory_bytes is None else judge(allocation, memory_bytes)
+        ranks.append(RankPlan(trace=trace, allocation=allocation, verdict=verdict))
+    return Plan(
+        layout=layout,
+        schedule=schedule,
+        ranks=tuple(ranks),
+        pipeline=None if orders is None else plan_pipeline(orders, traces),
+        num_microbatches=job.num_microbatches,
+        gpus_per_node=job.manifest.mesh.gpus_per_node,
+        memory_bytes=memory_bytes,
+        time=_time(traces, hardware),
+        notes=_notes(traces, hardware, memory_bytes),
+    )
+
+
+def _time(traces: Sequence[RankTrace], hardware: str | None) -> Mapping[str, Any] | None:
+    """Return what the time model says of the traces; there is none yet, and the notes say so."""
+    return None
+
+
+def _notes(traces: Sequence[RankTrace], hardware: str | None, memory_bytes: int | None) -> tuple[str, ...]:
+    notes = [
+        "kernels are those of the CPU: flash attention's workspaces and fused kernels of a GPU may differ a little"
+    ]
+    if any(trace.is_extrapolated for trace in traces):
+        notes.append("repeated blocks were traced at two depths, and the rest follows from them")
+    if hardware is None:
+        notes.append("no time: no hardware was named (--hardware)")
+    else:
+        notes.append(f"no time: the model of time does not know {hardware} yet")
+    if memory_bytes is None:
+        notes.append("no verdict: no memory was named (--memory 80GiB)")
+    notes += [note for trace in traces for note in trace.notes]
+    return tuple(dict.fromkeys(notes))

@@ -1,0 +1,167 @@
+"""Bytes of storages, counted exactly: each when it is first seen, until it is freed, whatever views there are of it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["LASTING", "MADE_FORWARD", "MADE_LATER", "StorageCounter"]
+
+# What a storage counts as, by when it was made: before the step, in a forward, or anywhere else in the step.
+LASTING, MADE_FORWARD, MADE_LATER = 0, 1, 2
+
+
+class StorageCounter:
+    """Live bytes of this rank's storages, and their maximum.
+
+    A storage counts once, from the operator that made it until its last reference is gone; a change of its size, by
+    which FSDP2 frees and fills parameters, counts when it happens. Wrappers (DTensor) are looked through. Not counted:
+    tensors on meta, tensors of the fake mode in which DTensor computes global shapes, what kernels allocate inside.
+    The same class counts real and fake runs. Real and fake storages have the sizes that were asked for; an allocator's
+    rounding is another question.
+
+    Args:
+        at_growth: Called whenever there are more bytes.
+
+    Attributes:
+        live: Bytes now.
+        peak: Bytes at most, since `restart`.
+        kinds: Of `live`, by `LASTING`, `MADE_FORWARD` and `MADE_LATER`.
+        kind: What a storage that is made now counts as.
+        clock: Storages seen so far.
+        is_paused: DTensor is computing with global shapes.
+    """
+
+    def __init__(self, at_growth: Callable[[], None] | None = None) -> None:
+        self._at_growth = at_growth or (lambda: None)
+        self._sizes: dict[int, int] = {}
+        self._kinds: dict[int, int] = {}
+        self._births: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self.clock = 0
+        self.is_paused = False
+        self._mode: Any = None
+        self._is_mode_known = False
+        self.live = self.peak = 0
+        self.kinds = [0, 0, 0]
+        self.kind = LASTING
+
+    # ---- what is seen ------------------------------------------------------------------------------------------------
+
+    def track(self, tensors: Iterable[Any]) -> None:
+        """Count tensors that exist already."""
+        for tensor in tensors:
+            for plain in () if tensor is None else torch_compat.plain_tensors(tensor):
+                self._see(plain)
+
+    def see(self, result: Any) -> None:
+        """Count what an operator returned."""
+        if self.is_paused:
+            return
+        kind = type(result)
+        if kind is tuple or kind is list:
+            for item in result:
+                self.see(item)
+        elif hasattr(result, "untyped_storage"):
+            self._see(result)
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        mode = getattr(tensor, "fake_mode", None)
+        if mode is not None:
+            if not self._is_mode_known:
+                self._mode, self._is_mode_known = torch_compat.active_fake_mode(), True
+            if mode is not self._mode:
+                return  # DTensor finds out global shapes in a fake mode of its own
+        elif tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        size = storage.nbytes()
+        known = self._sizes.get(key)
+        if known is None:
+            self.clock += 1
+            self._kinds[key], self._births[key] = self.kind, self.clock
+            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._change(key, 0, size)
+        elif known != size:
+            self._change(key, known, size)
+
+    def _change(self, key: int, before: int, after: int) -> None:
+        self._sizes[key] = after
+        self.live += after - before
+        self.kinds[self._kinds[key]] += after - before
+        if after > before:
+            self._at_growth()
+            if self.live > self.peak:
+                self.peak = self.live
+
+    def _forget(self, key: int) -> None:
+        size = self._sizes.pop(key, None)
+        if size is None:
+            return
+        self.live -= size
+        self.kinds[self._kinds.pop(key)] -= size
+        del self._births[key], self._references[key]
+
+    @property
+    def num_live(self) -> int:
+        """Storages that are alive."""
+        return len(self._sizes)
+
+    # ---- questions ---------------------------------------------------------------------------------------------------
+
+    def restart(self) -> None:
+        """Begin a new maximum."""
+        self.peak = self.live
+
+    def settle(self) -> None:
+        """Count all that is alive as lasting."""
+        self._kinds = dict.fromkeys(self._kinds, LASTING)
+        self.kinds = [self.live, 0, 0]
+
+    def bytes_of(self, tensors: Iterable[Any]) -> int:
+        """Return the bytes of the storages of some tensors, each once; plain, or wrappers."""
+        return sum(size for _, size in self.births_of(tensors))
+
+    def births_of(self, tensors: Iterable[Any]) -> list[tuple[int, int]]:
+        """Return (reading of the clock when it was made, bytes) of the storages of some tensors."""
+        keys = {key for tensor in tensors if tensor is not None for key in _keys(tensor)}
+        return [(self._births[key], self._sizes[key]) for key in keys if key in self._sizes]
+
+    def bytes_made_forward(self, excluded: Iterable[Any]) -> int:
+        """Return the live bytes that forwards made, without those of some tensors."""
+        keys = {key for tensor in excluded if tensor is not None for key in _keys(tensor)}
+        return self.kinds[MADE_FORWARD] - sum(
+            self._sizes.get(key, 0) for key in keys if self._kinds.get(key) == MADE_FORWARD
+        )
+
+    # ---- as a context ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> StorageCounter:
+        """Hear of storages that change their size, and of DTensor's computations with global shapes."""
+        self._watch = torch_compat.watch_storages(self._resized, self._pause)
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Stop."""
+        self._watch.__exit__(kind, error, tb)
+
+    def _resized(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self._sizes:
+            self._change(key, self._sizes[key], storage.nbytes())
+
+    def _pause(self, is_paused: bool) -> None:
+        self.is_paused = is_paused
+
+
+def _keys(tensor: Any) -> list[int]:
+    return [torch_compat.storage_key(plain) for plain in torch_compat.plain_tensors(tensor)]

@@ -1,0 +1,139 @@
+"""Runs without values: fake tensors, storages that change their size, what torch asks of other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = [
+    "active_fake_mode",
+    "fake_tensors",
+    "is_view",
+    "lone_pipeline",
+    "watch_storages",
+]
+
+_READERS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
+
+
+def fake_tensors() -> Any:
+    """Return the mode in which operators make tensors without values; it has no public home (torch 2.11-2.15).
+
+    Tensors with values are let in: models and plugins make small constants before. An operator that returns what a
+    tensor holds as a Python value returns what `_value` says, where torch would refuse.
+    """
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    class Mode(FakeTensorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.name() in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
+                return _value(func.name(), args[0].dtype)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return Mode(allow_non_fake_inputs=True)
+
+
+def _value(name: str, dtype: Any) -> Any:
+    """Return what is read from a tensor without values.
+
+    Tensors are equal. Floating-point numbers are losses, norms and counts: one. Numbers of items and truths are none
+    and false, so that nothing that code looks for is found.
+    """
+    if name == "aten::equal":
+        return True
+    return 1.0 if dtype.is_floating_point else 0 if str(dtype) != "torch.bool" else False
+
+
+def active_fake_mode() -> Any:
+    """Return the fake mode that is on, or None; see `fake_tensors`."""
+    from torch._guards import detect_fake_mode
+
+    return detect_fake_mode()
+
+
+def is_view(operator: Any) -> bool:
+    """Tell whether an operator only returns views of what it is given; operators have no public home."""
+    return bool(operator.is_view) or operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
+
+
+@contextlib.contextmanager
+def watch_storages(resized: Callable[[Any], None], paused: Callable[[bool], None]) -> Iterator[None]:
+    """Tell of storages whose size is changed by hand, and of the times in which DTensor computes with global shapes.
+
+    FSDP2 frees and fills parameters by `UntypedStorage.resize_`, which passes no operator; DTensor's propagator runs
+    operators at the global shape to know the result's form, which is private (torch 2.11-2.15).
+    """
+    import torch
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    propagator: Any = ShardingPropagator
+    storages: Any = torch.UntypedStorage
+    name = "_propagate_tensor_meta_non_cached"
+    resize, propagate = storages.resize_, getattr(propagator, name)
+
+    def told(storage: Any, size: int) -> Any:
+        result = resize(storage, size)
+        resized(storage)
+        return result
+
+    def quiet(self: Any, *args: Any, **kwargs: Any) -> Any:
+        paused(True)
+        try:
+            return propagate(self, *args, **kwargs)
+        finally:
+            paused(False)
+
+    storages.resize_ = told
+    setattr(propagator, name, quiet)
+    try:
+        yield
+    finally:
+        # It is inherited: what is put over it is taken away again.
+        del storages.resize_
+        setattr(propagator, name, propagate)
+
+
+@contextlib.contextmanager
+def lone_pipeline(
+    preparing: Callable[[bool], None], sent: Callable[[int, int, Any], None], wanted: Callable[[int, int], Any]
+) -> Iterator[None]:
+    """Let a pipeline's stages learn their shapes where the other stages do not exist.
+
+    In its first step torch asks the stage before for the form of what it sends, and the stage behind for the form of
+    the gradient, by methods that are private (torch 2.13). What a stage sends backward has the form of what it was
+    sent.
+
+    Args:
+        preparing: Called with True as the first step begins to learn shapes, and with False after.
+        sent: Called with (stage, to, description) of what a stage says of its outputs.
+        wanted: Called with (stage, from); returns such a description.
+    """
+    from torch.distributed.pipelining import stage as stages
+    from torch.distributed.pipelining.schedules import _PipelineSchedule
+
+    module: Any = stages
+    cls, schedule = stages.PipelineStage, _PipelineSchedule
+    originals = cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages
+
+    def receive(self: Any, source: int) -> Any:
+        if source < self.stage_index:
+            return wanted(self.stage_index, source)
+        return module._StageBackwardMeta(backward_metas=module._derive_grad_metas(self._stage_meta.outputs))
+
+    def send(self: Any, meta: Any, target: int) -> None:
+        if target > self.stage_index:
+            sent(self.stage_index, target, meta)
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        preparing(True)
+        try:
+            return originals[2](*args, **kwargs)
+        finally:
+            preparing(False)
+
+    cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages = receive, send, initialize  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages = originals  # type: ignore[method-assign]
