@@ -52,15 +52,24 @@ class Streams:
     def sharded(self, site: int) -> Iterator[None]:
         """Draw from the sharded stream inside.
 
+        Inside a micro-batch the replicated stream goes on with another seed afterwards, and the sharded one depends on
+        the seed before: whoever draws at one site twice draws other numbers, and a recomputation, for which torch puts
+        the generators back, draws the same.
+
         Args:
-            site: Tells the places of one micro-batch apart: two of the same number would draw the same values.
+            site: Tells the places of one micro-batch apart.
         """
-        states = self._states()
-        self._set(self._sharded, site + 1)
+        import torch
+
+        before, states = torch.default_generator.initial_seed(), self._states() if self._outside is None else None
+        self._set(self._sharded, site + 1, before)
         try:
             yield
         finally:
-            self._restore(states)
+            if states is None:
+                self._set(self._replicated, 1, before)
+            else:
+                self._restore(states)
 
     def _states(self) -> list[Tensor]:
         import torch
@@ -77,10 +86,10 @@ class Streams:
         if self._device.type != "cpu":
             torch.get_device_module(self._device).set_rng_state(states[1], self._device)
 
-    def _set(self, name: str, site: int) -> None:
+    def _set(self, name: str, site: int, *before: int) -> None:
         import torch
 
-        seed = seed_of(self._seed, *self._place, name, site)
+        seed = seed_of(self._seed, *self._place, name, site, *before)
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(seed)

@@ -141,13 +141,36 @@ def test_sharded_regions_draw_other_numbers_on_every_rank_along_tp():
     assert len({tuple(inside) for _, inside, _ in regions}) == 4
 
 
-def test_a_sharded_region_leaves_the_replicated_stream_where_it_was():
-    streams = streams_of(0)
-    streams.enter(3, 1)
-    whole = torch.rand(4).tolist()
-    streams.leave()
-    before, _, after = in_a_region(0)
-    assert [*before, *after] == whole
+def test_a_site_that_draws_twice_draws_other_numbers_and_a_recomputation_the_same():
+    def twice(streams):
+        drawn = []
+        for _ in range(2):
+            with streams.sharded(0):
+                drawn.append(tuple(torch.rand(4).tolist()))
+        return [*drawn, tuple(torch.rand(4).tolist())]
+
+    found = []
+    for rank in (0, 1):
+        streams = streams_of(rank)
+        streams.enter(3, 1)
+        state = torch.get_rng_state()
+        found.append(twice(streams))
+        # What torch's checkpoint does before it computes again.
+        torch.set_rng_state(state)
+        assert twice(streams) == found[-1]
+        streams.leave()
+    (one, again, after), (other, _, also_after) = found
+    assert len({one, again, other}) == 3
+    assert after == also_after
+
+
+def test_a_sharded_region_outside_of_micro_batches_leaves_the_loops_own_stream_where_it_was():
+    torch.manual_seed(0)
+    whole = torch.rand(4)
+    torch.manual_seed(0)
+    with streams_of(1).sharded(0):
+        torch.rand(4)
+    assert torch.equal(torch.rand(4), whole)
 
 
 def test_sharded_regions_are_told_apart_by_site_step_and_micro_batch():

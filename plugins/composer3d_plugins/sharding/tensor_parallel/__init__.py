@@ -43,6 +43,7 @@ class TensorParallel:
     packed_colwise, packed_rowwise: the same for several projections in one matrix (query, key and value; gate and up),
         cut per part: `{ style = "packed_colwise", parts = [64, 32, 32] }`.
     vocab: an embedding cut along its rows.
+    attention: an `nn.MultiheadAttention`, cut along its heads.
     head: cut along the outputs, which are gathered, or with loss_parallel stay cut.
     sequence: a norm or dropout that works on activations cut along the sequence, or an embedding of positions.
     local: a norm that works on cut features, such as one a head.

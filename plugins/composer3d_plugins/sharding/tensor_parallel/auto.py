@@ -11,19 +11,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from composer3d import PluginError, RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal, Roles
 from composer3d_plugins.sharding.tensor_parallel.trace import Call, Traced, trace
 from composer3d_plugins.sharding.tensor_parallel.weights import head_counts, kind_of, parent_of
-
-if TYPE_CHECKING:
-    from torch import nn
 
 __all__ = ["derive"]
 
@@ -152,10 +150,12 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -
             block=model.get_submodule(first), fqn=first, call=traced.calls[first], degree=context.degrees["tp"]
         )
         found = _rules_of(derivation)
+        if sequence_dim is None:
+            found = _with_heads(derivation, found)
         derivations.append((derivation, group))
         reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
         rules |= _named(found, group)
-    if not any(rule.style == "colwise" or rule.style == "packed_colwise" for rule in rules.values()):
+    if not any(rule.style in ("colwise", "packed_colwise", "attention") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
         raise PluginError(
             f"no plan can be derived for this model: {shown or 'it has no linear layers'}", hint="write it"
@@ -191,6 +191,22 @@ def _rules_of(derivation: Derivation) -> Rules:
             rules[name] = Rule(style="local")
     for name in derivation.reasons:
         rules.setdefault(name, Rule(style="replicate"))
+    return rules
+
+
+def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
+    """Cut the heads of torch's own attention modules, whose projections are parameters."""
+    for name, module in derivation.block.named_modules():
+        if not isinstance(module, nn.MultiheadAttention):
+            continue
+        reason = why_whole(module, derivation.degree)
+        if reason is not None:
+            derivation.reasons[name] = reason
+            continue
+        prefix = f"{name}." if name else ""
+        rules = {inner: rule for inner, rule in rules.items() if not inner.startswith(prefix)}
+        derivation.reasons = {i: why for i, why in derivation.reasons.items() if not i.startswith(prefix)}
+        rules[name] = Rule(style="attention")
     return rules
 
 

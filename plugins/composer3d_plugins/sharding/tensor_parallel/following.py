@@ -84,7 +84,7 @@ class Following(TorchFunctionMode):
     ) -> Any:
         """Run one function on shares."""
         if self._memory is not None:
-            return self._remembered(self._memory, func, args, kwargs or {})
+            return self._remembered(self._memory, func, args, dict(kwargs or {}))
         if self._record is None:
             return self.run(func, args, dict(kwargs or {}))
         acts, draws = self.num_acts, self._num_draws
@@ -100,7 +100,8 @@ class Following(TorchFunctionMode):
         decision = None if key is None else memory.get(key)
         if decision is not None:
             return decision(func, args, options)
-        self._work, acts, draws = None, self.num_acts, self._num_draws
+        self._forget()
+        acts, draws = self.num_acts, self._num_draws
         result = self.run(func, args, dict(options))
         if key is None or self.num_acts > acts or self._num_draws > draws or is_in_place(name_of(func)):
             return result
@@ -109,6 +110,9 @@ class Following(TorchFunctionMode):
         elif name_of(func) in SIZES:
             memory.keep_answer(key, result)
         return result
+
+    def _forget(self) -> None:
+        self._work = None
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run one function; where nothing is cut, as it is.

@@ -33,6 +33,7 @@ Style = Literal[
     "packed_rowwise",
     "vocab",
     "head",
+    "attention",
     "sequence",
     "local",
     "replicate",
@@ -107,6 +108,8 @@ def check_rules(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
         if rule.style in WANTED and kind_of(module) not in WANTED[rule.style]:
             kinds = "an embedding" if rule.style == "vocab" else "a linear layer with a weight of two dims"
             raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "{rule.style}" cuts {kinds}')
+        if rule.style == "attention":
+            _check_attention(fqn, module, degree)
         if rule.style in ("vocab", "sequence") and getattr(module, "max_norm", None) is not None:
             raise PluginError(
                 f'"{fqn}" has max_norm, which rescales its rows as they are looked up, on each rank others than on the '
@@ -123,6 +126,18 @@ def check_rules(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
     _check_heads(model, result, degree)
     _check_ties(result, context)
     return result
+
+
+def _check_attention(fqn: str, module: Any, degree: int) -> None:
+    from torch import nn
+
+    from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
+
+    if not isinstance(module, nn.MultiheadAttention):
+        raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "attention" cuts nn.MultiheadAttention')
+    reason = why_whole(module, degree)
+    if reason is not None:
+        raise PluginError(f'"{fqn}" cannot be cut: {reason}', hint='write "replicate"')
 
 
 def _check_divides(fqn: str, module: Any, rule: Rule, degree: int) -> None:
@@ -195,6 +210,8 @@ def _check_ties(rules: Rules, context: RunContext) -> None:
 
     def layout(name: str) -> tuple[str, Any]:
         rule = rules.get(name.rpartition(".")[0])
+        if rule is not None and rule.style == "attention":
+            return name.rpartition(".")[2], None
         if rule is None or rule.style in ("replicate", "split", "gather", "split_gather"):
             return "whole", None
         return ("rows", None) if rule.style in ("vocab", "head", "colwise") else (rule.style, rule.parts)

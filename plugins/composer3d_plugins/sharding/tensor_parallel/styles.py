@@ -17,6 +17,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
@@ -86,6 +87,8 @@ class Applier:
                 self._vocab(fqn, module, rule)
             elif rule.style == "head":
                 self._head(fqn, module, rule)
+            elif rule.style == "attention":
+                self._attention(fqn, module)
             elif rule.style == "local" or (rule.style == "sequence" and self.sequence_dim is not None):
                 self._pointwise(fqn, module, rule)
             elif rule.style in ("split", "gather", "split_gather") and self.sequence_dim is not None:
@@ -247,6 +250,18 @@ class Applier:
         local: Tensor = torch_compat.unviewed(output.to_local())
         placed = Placed(dim=local.ndim - 1, parts=(output.shape[-1],))
         return CutLogits.of(mark(local, placed=placed, degree=self.mesh.size()), self.mesh)
+
+    def _attention(self, fqn: str, module: Any) -> None:
+        """Give each rank some of the heads."""
+        size, degree = module.embed_dim, self.mesh.size()
+        for name in ("in_proj_weight", "in_proj_bias"):
+            if getattr(module, name) is not None:
+                self.context.reorder(f"{fqn}.{name}", dim=0, runs=runs_of((size,) * 3, degree))
+        for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+            self._place(fqn, module, name, 0)
+        self._place(f"{fqn}.out_proj", module.out_proj, "weight", 1)
+        self._place(f"{fqn}.out_proj", module.out_proj, "bias", None)
+        module.forward = HeadsOf(module=module, fqn=fqn, mesh=self.mesh, context=self.context).forward
 
     def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""

@@ -1,0 +1,162 @@
+"""torch's own attention module, whose projections are parameters that its forward hands to one function.
+
+That function knows the whole model's sizes only. The module therefore gets a forward that does the same on this rank's
+heads, with the same arguments and results.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from composer3d import RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["HeadsOf", "why_whole"]
+
+
+def why_whole(module: nn.MultiheadAttention, degree: int) -> str | None:
+    """Return why a module's heads are not cut; None if they are."""
+    if module.num_heads % degree:
+        return f"its {module.num_heads} heads do not divide by tp = {degree}"
+    if module.bias_k is not None or module.add_zero_attn:
+        return "it adds a key and a value of its own, which belong to all heads"
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadsOf:
+    """The forward of `nn.MultiheadAttention` on this rank's heads.
+
+    Collectives: 1 all-reduce forward, 1 backward for each tensor that is given; the weights, where they are asked for,
+    are gathered over heads: 1 all-gather.
+
+    Args:
+        module: With parameters that are cut.
+        fqn: Its name.
+        mesh: Of tp alone.
+        context: The run.
+    """
+
+    module: nn.MultiheadAttention
+    fqn: str
+    mesh: DeviceMesh
+    context: RunContext
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; the arguments are torch's own."""
+        if is_causal and attn_mask is None:
+            raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
+        is_batched = query.dim() == 3
+        shared = {id(x): self._shared(x) for x in (query, key, value)}
+        given = [self._batched(shared[id(x)], is_batched) for x in (query, key, value)]
+        q, k, v = (
+            F.linear(x, weight, bias).unflatten(-1, (-1, self.module.head_dim)).transpose(1, 2)
+            for x, weight, bias in zip(given, self._weights(), self._biases(), strict=True)
+        )
+        mask = self._mask(q, k, attn_mask, key_padding_mask)
+        out, weights = self._attend(q, k, v, mask, need_weights)
+        result = self._summed(F.linear(out.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)))
+        if self.module.out_proj.bias is not None:
+            result = result + _local(self.module.out_proj.bias)
+        if weights is not None:
+            weights = self._gathered(weights)
+            weights = weights.mean(1) if average_attn_weights else weights
+        if not is_batched:
+            return result.squeeze(0), None if weights is None else weights.squeeze(0)
+        return result if self.module.batch_first else result.transpose(0, 1), weights
+
+    def _batched(self, x: Tensor, is_batched: bool) -> Tensor:
+        if not is_batched:
+            return x.unsqueeze(0)
+        return x if self.module.batch_first else x.transpose(0, 1)
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        packed: Any = self.module.in_proj_weight
+        if packed is not None:
+            return _local(packed).chunk(3)
+        return tuple(_local(getattr(self.module, f"{name}_proj_weight")) for name in "qkv")
+
+    def _biases(self) -> tuple[Tensor | None, ...]:
+        bias = self.module.in_proj_bias
+        return (None, None, None) if bias is None else _local(bias).chunk(3)
+
+    def _mask(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Return what is added to the scores of this rank's heads."""
+        masks = []
+        if attn_mask is not None:
+            if attn_mask.dim() == 3:
+                whole = attn_mask.view(q.shape[0], self.module.num_heads, *attn_mask.shape[-2:])
+                attn_mask = whole.narrow(1, self.mesh.get_local_rank() * q.shape[1], q.shape[1])
+            masks.append(_added(attn_mask, q.dtype))
+        if padding is not None:
+            masks.append(_added(padding, q.dtype).view(-1, 1, 1, k.shape[2]))
+        return sum(masks[1:], masks[0]) if masks else None
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        probability = self.module.dropout if self.module.training else 0.0
+        drawing = self.context.sharded_random(site_of(self.fqn)) if probability else contextlib.nullcontext()
+        with drawing:
+            if not need_weights:
+                return F.scaled_dot_product_attention(q, k, v, mask, probability), None
+            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+            weights = (scores if mask is None else scores + mask).softmax(-1)
+            weights = F.dropout(weights, probability) if probability else weights
+        return weights @ v, weights
+
+    # ---- between ranks -----------------------------------------------------------------------------------------------
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """Return a whole tensor that each rank does other work with, so that its gradients are added up."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        wrapped = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        result: Tensor = torch_compat.unviewed(wrapped.to_local(grad_placements=[Partial()]))
+        return result
+
+    def _summed(self, share: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        wrapped: Any = DTensor.from_local(share, self.mesh, [Partial()], run_check=False)
+        result: Tensor = torch_compat.unviewed(wrapped.redistribute(placements=[Replicate()]).to_local())
+        return result
+
+    def _gathered(self, share: Tensor) -> Tensor:
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        wrapped: Any = DTensor.from_local(share, self.mesh, [Shard(1)], run_check=False)
+        result: Tensor = torch_compat.unviewed(wrapped.redistribute(placements=[Replicate()]).to_local())
+        return result
+
+
+def _local(parameter: Any) -> Tensor:
+    result: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+    return result
+
+
+def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a mask that is added: torch's of booleans tell what is left out."""
+    if mask.dtype != torch.bool:
+        return mask.to(dtype)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))
