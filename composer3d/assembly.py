@@ -368,6 +368,7 @@ def freeze(
         sharded=streams.sharded,
     )
     spans.watch_sharding(context)
+    unwatch = spans.watch_operators(context)
     scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
 
     def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
@@ -389,5 +390,14 @@ def freeze(
         measures=frozen("composer3d_measure"),
         metric_sinks=frozen("composer3d_metrics"),
         states=states,
-        release=release if flight is None else flight.closing(release),
+        release=_one_by_one(unwatch, *(() if flight is None else (flight.close,)), release),
     )
+
+
+def _one_by_one(*functions: Callable[[], None]) -> Callable[[], None]:
+    def release() -> None:
+        with contextlib.ExitStack() as stack:
+            for function in reversed(functions):
+                stack.callback(function)
+
+    return release

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -94,15 +94,6 @@ class Flight:
         self._prefix = f"composer3d/flight/{self._store.add(f'composer3d/flight/rank-{self._rank}', 1)}"
         self._thread.start()
         atexit.register(self.close)  # a thread that asks the store while Python ends would end it badly
-
-    def closing(self, then: Callable[[], None]) -> Callable[[], None]:
-        """Return a function that stops looking, and then calls another."""
-
-        def close() -> None:
-            self.close()
-            then()
-
-        return close
 
     def close(self) -> None:
         """Stop looking."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Span = Callable[..., AbstractContextManager[None]]
 
-__all__ = ["waits", "watch_own_forward", "watch_sharding"]
+__all__ = ["waits", "watch_operators", "watch_own_forward", "watch_sharding"]
 
 _END = object()
 
@@ -75,6 +75,26 @@ def watch_sharding(context: RunContext) -> None:
         for name, module in part.module.named_modules():
             for group, all_gather, reduce_scatter in torch_compat.fsdp_groups(module):
                 _watch_group(group, all_gather, reduce_scatter, unit=name or "(root)", span=context.span)
+
+
+def watch_operators(context: RunContext) -> Callable[[], None]:
+    """Open spans around collectives that operators issue (DTensor's, under tensor parallelism); return what ends it.
+
+    Each is two spans: one where it is issued, with its `bytes`, and `wait` where its result is needed, with its `op`.
+    Both name the mesh `axis`.
+
+    Args:
+        context: Frozen.
+    """
+    if not context.has_recorders:
+        return lambda: None
+    names = [axis.name for axis in context.layout.dense_axes if context.degrees[axis.name] > 1]
+    axes = {torch_compat.group_name(context.mesh.get_group(name)): name for name in names}
+
+    return torch_compat.watch_operator_collectives(
+        {group: context.degrees[axis] for group, axis in axes.items()},
+        lambda name, group, **attributes: context.span(name, axis=axes[group], **attributes),
+    )
 
 
 def _watch_group(group: Any, all_gather: Any, reduce_scatter: Any, *, unit: str, span: Span) -> None:

@@ -16,6 +16,7 @@ from composer3d.torch_compat.layouts import (
     silence_redistribution,
     with_local,
 )
+from composer3d.torch_compat.messages import watch_operator_collectives, watching_messages
 from composer3d.torch_compat.modes import (
     dispatch_mode,
     import_torchao,
@@ -112,6 +113,8 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unviewed",
+    "watch_operator_collectives",
+    "watching_messages",
     "with_local",
     "without_torch_functions",
     "written_tensors",

@@ -495,3 +495,40 @@ def test_the_compiler_traces_unflatten_through_a_mode():
     compiled = torch.compile(lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), backend="eager", fullgraph=True)
     with Mode():
         assert all(map(torch.equal, compiled(x), x.unflatten(-1, (-1, 2)).unbind(-1)))
+
+
+def operators():
+    """Reduce a DTensor in an operator, watched; return what was opened, and what torch is after it."""
+    from contextlib import nullcontext
+
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, opened, plain = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), [], functional.all_reduce
+
+    def span(name, group, **attributes):
+        opened.append((name, group == torch_compat.group_name(mesh.get_group()), attributes))
+        return nullcontext()
+
+    end = torch_compat.watch_operator_collectives({torch_compat.group_name(mesh.get_group()): 2}, span)
+    total = DTensor.from_local(torch.ones(6), mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local() + 0
+    end()
+    return opened, total.tolist(), functional.all_reduce is plain
+
+
+def test_watch_operator_collectives():
+    for opened, total, is_plain in run_ranks(operators, 2):
+        assert opened == [("all_reduce", True, {"bytes": 24}), ("wait", True, {"op": "all_reduce"})]
+        assert total == [2.0] * 6 and is_plain
+
+
+def test_watching_messages():
+    from torch.distributed.pipelining import schedules
+
+    before = schedules._batch_p2p, schedules._wait_batch_p2p
+    with torch_compat.watching_messages(lambda name, **attributes: None):
+        assert schedules._batch_p2p is not before[0] and schedules._wait_batch_p2p is not before[1]
+        # Nothing to wait for is no message.
+        assert schedules._batch_p2p([]) == [] and schedules._wait_batch_p2p([]) is None
+    assert (schedules._batch_p2p, schedules._wait_batch_p2p) == before

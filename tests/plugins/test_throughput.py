@@ -4,13 +4,14 @@ from functools import partial
 
 import pytest
 from composer3d_plugins.profiling.throughput import _percentile
-from support.models import Net, composed, one_step
+from support.models import Even, Net, composed, one_step
 from support.reporting import train
 
 from composer3d import ManifestError
 from composer3d.testing import run_ranks
 
 PIPELINE = "[mesh]\npp = 2\n[scheduling.pipeline]\n"
+TENSOR = '[mesh]\ntp = 2\n[sharding.tensor_parallel.plan]\n"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
 FSDP, TABLE = "[sharding.fsdp2]\n", "[profiling.throughput]\npeak_tflops = 0.5\n"
 TOKENS = 12 * 5
 
@@ -69,6 +70,14 @@ def test_bandwidth_of_every_axis():
         names = {name for name in rows[-1] if name.startswith("collective")}
         assert names == {"collective_gib_per_s_dp_replicate", "collective_gib_per_s_dp_shard"}
         assert rows[-1]["collective_gib_per_s_dp_shard"] > 0
+
+
+def test_bandwidth_inside_operators_and_none_of_messages():
+    (rows, _), _ = run_ranks(partial(train, options={"factory": Even}), 2, TENSOR + TABLE)
+    assert {name for name in rows[-1] if name.startswith("collective")} == {"collective_gib_per_s_tp"}
+    assert 0 < rows[-1]["collective_gib_per_s_tp"] < 100
+    (rows, _), _ = run_ranks(partial(train, options={"num_layers": 4}), 2, PIPELINE + TABLE)
+    assert not [name for name in rows[-1] if name.startswith("collective")]
 
 
 def test_percentiles():

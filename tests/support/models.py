@@ -46,6 +46,15 @@ class Net(nn.Module):
         return self.out(self.norm(x)) + 0.0
 
 
+class Even(Net):
+    """A model whose blocks can be cut over tp."""
+
+    def __init__(self, dim=7, num_layers=4):
+        super().__init__(dim=dim, num_layers=num_layers)
+        for block in self.layers:
+            block.up, block.down = nn.Linear(dim, 16), nn.Linear(16, dim)
+
+
 def seeded(factory=Net, **options):
     """Return the model with the same weights on every rank."""
     torch.manual_seed(0)

@@ -87,7 +87,9 @@ class _Meter:
         self._times: deque[float] = deque(maxlen=options.window)
         # Ranks along tp and pp share a batch; each answers for its share of it, so that sums over ranks come out.
         self._share = context.data_parallel_degree / context.world_size
-        self._axes = [axis for axis, degree in context.degrees.items() if degree > 1]
+        # Messages of a pipeline are waited for while the other side computes: that is no bandwidth.
+        stages = context.layout.names(Role.STAGE)
+        self._axes = [axis for axis, degree in context.degrees.items() if degree > 1 and axis not in stages]
         self._flops_per_token = 6.0 * _num_multiplying(context) / context.layout.degree(Role.TENSOR)
         self._in_step = False
         self._num_steps = self._tokens = self._counting_tokens = 0
@@ -100,7 +102,7 @@ class _Meter:
             self._in_step, self._tokens = True, 0
             self._moved.clear()
             self._num_steps += 1
-        elif "bytes" not in attributes:
+        elif attributes.get("axis") not in self._axes:
             return None
         return name, attributes, time.perf_counter_ns()
 
@@ -114,7 +116,8 @@ class _Meter:
             self._times.append(elapsed / 1e9)
         else:
             sums = self._moved[attributes["axis"]]
-            sums[0] += attributes["bytes"]
+            # Where a result is waited for, the collective goes on whose bytes were counted where it was issued.
+            sums[0] += attributes.get("bytes", 0)
             sums[1] += elapsed
 
     def batch(self, batch: Batch) -> None:

@@ -178,7 +178,8 @@ class FSDP2:
                     [grad.reshape(-1).float() if grad.dtype.itemsize < 4 else grad.reshape(-1) for grad in grads]
                 )
                 for axis in AXES:
-                    dist.all_reduce(flat, group=context.mesh[axis].get_group())
+                    with context.span("all_reduce", group="ignored", axis=axis, bytes=flat.nbytes):
+                        dist.all_reduce(flat, group=context.mesh[axis].get_group())
                 flat /= context.data_parallel_degree
                 _scatter_back(flat, grads)
 

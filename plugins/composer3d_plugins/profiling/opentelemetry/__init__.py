@@ -36,7 +36,8 @@ class OpenTelemetry:
 
     Steps only note raw times; a thread makes spans of them, exports them, and counts what is not taken. The span `run`
     hangs below the launcher's, if there is a `TRACEPARENT`; below it are steps, data waits, checkpoints and
-    evaluations; in a step forward, backward, optimizer and every group of collectives.
+    evaluations; in a step forward, backward, optimizer, every group of collectives, those inside operators too, and the
+    messages of a pipeline.
 
     Memory: what `queue_size` spans take, below 10 MiB.
     Collectives: one broadcast of the trace's name at the start, none in steps.

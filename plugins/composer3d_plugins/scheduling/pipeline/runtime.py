@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -87,12 +89,13 @@ class PipelineRuntime:
         self._microbatches = microbatches
         indices = torch.arange(len(microbatches))
         try:
-            self._schedule.step(
-                *((indices,) if any(part.is_first for part in self._parts) else ()),
-                **({"target": indices} if any(part.is_last for part in self._parts) else {}),
-                microbatch=indices,
-                return_outputs=False,
-            )
+            with self._watching():
+                self._schedule.step(
+                    *((indices,) if any(part.is_first for part in self._parts) else ()),
+                    **({"target": indices} if any(part.is_last for part in self._parts) else {}),
+                    microbatch=indices,
+                    return_outputs=False,
+                )
         except BaseException:
             self._signature = None
             raise
@@ -100,6 +103,12 @@ class PipelineRuntime:
             self._microbatches = ()
         for parameter, grad in stashed:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+    def _watching(self) -> AbstractContextManager[None]:
+        """Open spans where messages are waited for, if somebody records them."""
+        if not self._context.has_recorders:
+            return nullcontext()
+        return torch_compat.watching_messages(partial(self._context.span, axis="pp"))
 
     def _stash_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
         """Put gradients aside: torch's inference of shapes sets those of FSDP2's modules to None."""

@@ -108,7 +108,8 @@ class Ties:
                     _settle(copy)
                     total += _local(copy.grad)
             if tie.group is not None:
-                dist.all_reduce(total, group=tie.group)
+                with state.context.span("all_reduce", group="ties", axis="pp", bytes=total.nbytes):
+                    dist.all_reduce(total, group=tie.group)
             first, *others = copies
             if first.grad is None:
                 first.grad = torch.zeros_like(first)

@@ -1,0 +1,143 @@
+"""Seeing collectives inside of operators, and messages between pipeline stages."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+__all__ = ["watch_operator_collectives", "watching_messages"]
+
+Span = Callable[..., AbstractContextManager[None]]
+
+# torch 2.13 has the names in `single`, torch 2.11 those in `tensor`, which 2.13 still has and builds on the others.
+_COLLECTIVES = {
+    "all_reduce": "all_reduce",
+    "all_gather_single": "all_gather",
+    "all_gather_tensor": "all_gather",
+    "reduce_scatter_single": "reduce_scatter",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+}
+
+
+def watch_operator_collectives(groups: Mapping[str, int], span: Callable[..., Any]) -> Callable[[], None]:
+    """Open spans around torch's functional collectives, which DTensor's operators issue; return what ends that.
+
+    They have no hook, and below them there is only a dispatch mode, which costs every operator several microseconds:
+    so the functions of the private module by which DTensor calls them are replaced (torch 2.11-2.15). Inside compiled
+    code they are left alone.
+
+    Args:
+        groups: Names of the process groups that are watched, with the number of their ranks.
+        span: Given a name, the group's name and attributes, opens a span: the operation with the payload's `bytes`
+            where it is issued, and `wait` with its `op` where its result is needed.
+    """
+    import torch
+    from torch.distributed import _functional_collectives as functional
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    inside = threading.local()
+    pending: Any = WeakIdKeyDictionary()
+    plain = {name: getattr(functional, name) for name in (*_COLLECTIVES, "wait_tensor") if hasattr(functional, name)}
+
+    def spanned(name: str, op: str) -> Any:
+        function = plain[name]
+
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            # One may be built on another: the outer one counts.
+            is_watched = not torch.compiler.is_compiling() and not getattr(inside, "collective", False)
+            group = _watched_group((*args, *kwargs.values()), groups) if is_watched else None
+            if group is None:
+                return function(*args, **kwargs)
+            # A gather's payload is what comes out, as everywhere.
+            size = _num_bytes(args[0]) * (groups[group] if op == "all_gather" else 1)
+            inside.collective = True
+            try:
+                with span(op, group, bytes=size):
+                    result = function(*args, **kwargs)
+            finally:
+                inside.collective = False
+            if isinstance(result, functional.AsyncCollectiveTensor):
+                pending[result.elem] = (op, group)
+            return result
+
+        return collective
+
+    def wait_tensor(tensor: Any) -> Any:
+        if torch.compiler.is_compiling() or tensor not in pending:
+            return plain["wait_tensor"](tensor)
+        op, group = pending.pop(tensor)
+        with span("wait", group, op=op):
+            return plain["wait_tensor"](tensor)
+
+    replaced = {name: spanned(name, op) for name, op in _COLLECTIVES.items() if name in plain}
+    for name, function in {**replaced, "wait_tensor": wait_tensor}.items():
+        setattr(functional, name, function)
+
+    def end() -> None:
+        for name, function in plain.items():
+            setattr(functional, name, function)
+
+    return end
+
+
+def _watched_group(arguments: Sequence[Any], groups: Mapping[str, int]) -> str | None:
+    """Return the name of the group among the arguments of a collective, if it is one that is watched."""
+    return next((name for argument in arguments if (name := _group_name(argument)) in groups), None)
+
+
+def _group_name(argument: Any) -> str:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if isinstance(argument, tuple) and argument and isinstance(argument[0], DeviceMesh):
+        return str(argument[0].get_group(argument[1]).group_name)
+    if isinstance(argument, DeviceMesh):
+        return str(argument.get_group().group_name)
+    if isinstance(argument, ProcessGroup):
+        return str(argument.group_name)
+    return argument if isinstance(argument, str) else ""
+
+
+def _num_bytes(tensor: Any) -> int:
+    return int(tensor.numel() * tensor.element_size())
+
+
+@contextmanager
+def watching_messages(span: Span) -> Iterator[None]:
+    """Open spans where torch's pipeline schedules wait for messages, `send`, `receive` or `exchange` with their bytes.
+
+    The schedules issue and wait through two private functions of their module (torch 2.11-2.15).
+
+    Args:
+        span: Opens one, given a name and attributes.
+    """
+    import torch.distributed as dist
+    from torch.distributed.pipelining import schedules
+
+    module: Any = schedules
+    issue, wait = module._batch_p2p, module._wait_batch_p2p
+    issued: dict[int, tuple[str, int]] = {}
+
+    def batch(operations: Any, *args: Any, **kwargs: Any) -> Any:
+        works = issue(operations, *args, **kwargs)
+        kinds = {operation.op for operation in operations}
+        name = "exchange" if len(kinds) > 1 else "send" if kinds == {dist.isend} else "receive"
+        if works:
+            issued[id(works[0])] = name, sum(_num_bytes(operation.tensor) for operation in operations)
+        return works
+
+    def wait_batch(works: Any) -> Any:
+        if not works or id(works[0]) not in issued:
+            return wait(works)
+        name, num_bytes = issued.pop(id(works[0]))
+        with span(name, bytes=num_bytes):
+            return wait(works)
+
+    module._batch_p2p, module._wait_batch_p2p = batch, wait_batch
+    try:
+        yield
+    finally:
+        module._batch_p2p, module._wait_batch_p2p = issue, wait
