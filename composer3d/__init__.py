@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         TransformError,
     )
     from composer3d.evaluation import Evaluation
+    from composer3d.linears import linear_layers, on_shares
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
     from composer3d.patterns import select as select_fqns
@@ -82,6 +83,7 @@ _MODULES = {
         "TransformError",
     ),
     "evaluation": ("Evaluation",),
+    "linears": ("linear_layers", "on_shares"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "preparation": ("PlanRow",),
@@ -154,8 +156,10 @@ __all__ = [
     "TransformError",
     "compose",
     "hookimpl",
+    "linear_layers",
     "load_manifest",
     "map_tensors",
+    "on_shares",
     "plugin",
     "resolve_reference",
     "select_fqns",

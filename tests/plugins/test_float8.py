@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from support.models import VOCAB, composed, full, mine, padded, seeded, sum_loss
+from support.float8 import CONVERTED, NUM_LAYERS, Wide, table
+from support.models import composed, full, mine, padded, seeded, sum_loss
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,36 +18,6 @@ from composer3d.testing import count_collectives, run_ranks
 float8 = torch_compat.import_torchao("torchao.float8")
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
-NUM_LAYERS, CONVERTED = 3, 3 * 2 * 16 * 32
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16, bias=False)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
-
-
-class Wide(nn.Module):
-    """Linear layers whose dims are multiples of 16, but for the last."""
-
-    def __init__(self, tied=False):
-        super().__init__()
-        size = 16 if tied else VOCAB
-        self.tok = nn.Embedding(size, 16)
-        self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
-        self.norm = nn.LayerNorm(16)
-        self.out = nn.Linear(16, size, bias=not tied)
-        if tied:
-            self.out.weight = self.tok.weight
-
-    def forward(self, tokens):
-        x = self.tok(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.out(self.norm(x)) + 0.0
 
 
 def converted(recipe):
@@ -98,10 +69,6 @@ def trained(text, recipe, chunks, num_steps=3):
     return losses, losses_1, *errors
 
 
-def table(recipe, more=""):
-    return f'[precision.float8]\nrecipe = "{recipe}"\n{more}\n'
-
-
 # ---- numerics --------------------------------------------------------------------------------------------------------
 
 
@@ -147,69 +114,6 @@ def test_tensor_and_pipeline_parallel_equal_one_device(layout, chunks, recipe):
     for _, _, gradients, weights in run_ranks(trained, 2, layout + table(recipe), recipe, chunks):
         assert gradients < 2e-6
         assert weights < 2e-6
-
-
-SEQUENCE = (
-    "[mesh]\ntp = 2\n{}[sharding.tensor_parallel]\nsequence_parallel = true\nsequence_dim = 1\n"
-    '[sharding.tensor_parallel.plan]\ntok = "vocab"\n"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
-    'norm = "sequence"\nout = "head"\n'
-)
-
-
-def even():
-    """A sequence and a vocabulary that divide by tp."""
-    generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, 16, (8, 7), generator=generator)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def sequence_parallel(text, recipe, num_steps=2):
-    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
-    model = float8.convert_to_float8_training(
-        seeded(Even), config=config, module_filter_fn=lambda module, fqn: fqn.startswith("layers.")
-    )
-    run = composed(text, seeded(Even))
-    tokens, targets = even()
-    degree = run.context.data_parallel_degree
-    local = mine(run, tokens), mine(run, targets)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2), run.optimizer(torch.optim.SGD, lr=0.2)]
-    for number in range(num_steps):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for part, wanted in zip(tokens.chunk(degree), targets.chunk(degree), strict=True):
-            (sum_loss(model(part), wanted)[0] / targets.numel()).backward()
-        with run.step(number):
-            run.forward_backward(local[0], target=local[1])
-            optimizers[1].step()
-        optimizers[0].step()
-    gradients = {name: p.grad for name, p in model.named_parameters()}
-    error = max(
-        float((full(p.grad) - gradients[name]).abs().max() / gradients[name].abs().max())
-        for name, p in run.named_parameters()
-    )
-    run.close()
-    return error
-
-
-class Even(Wide):
-    def __init__(self):
-        super().__init__()
-        self.tok, self.out = nn.Embedding(16, 16), nn.Linear(16, 16)
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layout", "recipe", "more"),
-    [
-        (2, "", "tensorwise", ""),
-        (2, "", "rowwise", ""),
-        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "rowwise", ""),
-        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "tensorwise", "all_gather = true\n"),
-    ],
-)
-def test_sequence_parallel_equals_one_device(world_size, layout, recipe, more):
-    text = SEQUENCE.format(layout) + table(recipe, more + 'modules = ["layers"]')
-    for error in run_ranks(sequence_parallel, world_size, text, recipe):
-        assert error < 2e-6
 
 
 def test_auto_decides_as_torchao():

@@ -261,6 +261,20 @@ def test_refusals(cls, options, message):
     assert run_ranks(refusal, 1, cls, options)[0] == message
 
 
+def both():
+    run = composed(TABLE + "[sharding.cpu_offload]\n", seeded(Wide))
+    with pytest.raises(ComposerError) as caught:
+        run.optimizer(torch.optim.AdamW, lr=1e-2)
+    run.close()
+    return str(caught.value)
+
+
+def test_refuses_an_optimizer_that_cpu_offload_makes():
+    message = run_ranks(both, 1)[0]
+    assert "both answer composer3d_optimizer" in message
+    assert "low_bit_optimizer" in message and "cpu_offload" in message
+
+
 def test_amsgrad_and_adam():
     def losses(text):
         run = composed(text, seeded(Wide))

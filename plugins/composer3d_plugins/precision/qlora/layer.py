@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from composer3d import on_shares
 from composer3d_plugins.precision.qlora.nf4 import Format, levels
 
 if TYPE_CHECKING:
@@ -76,89 +77,45 @@ def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
     return Adapted
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Share:
-    """What a rank multiplies: plain tensors; a, b and bias are None where there is none."""
-
-    x: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    a: Tensor | None
-    b: Tensor | None
-    is_cut: bool = False
-
-
 def _on_shares(module: Any, x: Any) -> Any:
     """Compute on this rank's share of a weight that is cut along tp, as the cut says, or on the whole."""
     from torch.distributed.tensor import DTensor
 
     weight = module.weight
+    is_cut = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
     a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
-    if not isinstance(weight, DTensor):
-        return _product(module, _Share(x=x, weight=weight, bias=module.bias, a=a, b=b))
-    from torch.distributed.tensor import Partial, Replicate, Shard
 
-    (placement,), mesh = weight.placements, weight.device_mesh
-    partial, whole = (Partial(),), (Replicate(),)
-    if not isinstance(x, DTensor):
-        x = DTensor.from_local(x, mesh, whole, run_check=False)
-    bias = None if module.bias is None else _local(module.bias)
-    if placement.is_shard(0):
-        # Every rank's outputs tell of the whole input, and of the whole of a.
-        x = x.redistribute(placements=whole)
-        share = _Share(
-            x=_local(x, partial), weight=_local(weight), bias=bias, a=_local(a, partial), b=_local(b), is_cut=False
-        )
-        result = (Shard(x.ndim - 1),)
-    elif placement.is_shard(1):
-        # Every rank has a summand of the output; one of them adds the bias.
-        x = x.redistribute(placements=(Shard(x.ndim - 1),))
-        share = _Share(
-            x=_local(x),
-            weight=_local(weight),
-            bias=bias if mesh.get_local_rank() == 0 else None,
-            a=_local(a),
-            b=_local(b, partial),
-            is_cut=True,
-        )
-        result = partial  # type: ignore[assignment]
-    else:
-        is_cut = not x.placements[0].is_replicate()
-        share = _Share(
-            x=_local(x),
-            weight=_local(weight),
-            bias=bias,
-            a=_local(a, partial if is_cut else None),
-            b=_local(b, partial if is_cut else None),
-            is_cut=is_cut,
-        )
-        result = x.placements
-    return DTensor.from_local(_product(module, share), mesh, result, run_check=False)
+    def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
+        return _product(module, x, weight, bias, a, b, is_cut=is_cut)
+
+    return on_shares(product, x, weight, module.bias, a, b)
 
 
-def _local(tensor: Any, gradient: Any = None) -> Any:
-    """Return a rank's share, whose gradient is placed as `gradient` says, by default as the tensor is."""
-    from torch.distributed.tensor import DTensor
-
-    return tensor.to_local(grad_placements=gradient) if isinstance(tensor, DTensor) else tensor
-
-
-def _product(module: Any, share: _Share) -> Tensor:
+def _product(
+    module: Any,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor | None,
+    b: Tensor | None,
+    *,
+    is_cut: bool,
+) -> Tensor:
     import torch.nn.functional as F
 
     adapter: Adapter = module.adapter
     if adapter.form is None:
-        y = F.linear(share.x, share.weight, share.bias)
+        y = F.linear(x, weight, bias)
     else:
-        y = _stored_product(share.x, share.weight, share.bias, adapter.form, _levels(module, share.weight.device))
-    if share.a is None or share.b is None:
+        y = _stored_product(x, weight, bias, adapter.form, _levels(module, weight.device))
+    if a is None or b is None:
         return y
-    x = share.x.to(share.a.dtype)
+    x = x.to(a.dtype)
     if adapter.dropout and module.training:
-        drawn = adapter.sharded_random(zlib.crc32(adapter.fqn.encode()) << 16) if share.is_cut else None
-        with drawn or contextlib.nullcontext():
+        drawn = adapter.sharded_random(zlib.crc32(adapter.fqn.encode()) << 16) if is_cut else contextlib.nullcontext()
+        with drawn:
             x = F.dropout(x, adapter.dropout)
-    return y + (adapter.scale * F.linear(F.linear(x, share.a), share.b)).to(y.dtype)
+    return y + (adapter.scale * F.linear(F.linear(x, a), b)).to(y.dtype)
 
 
 def _levels(module: Any, device: torch.device) -> Tensor:

@@ -1,0 +1,118 @@
+"""What precision plugins share: which linear layers they take, and how one is computed where tp cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import PluginError
+from composer3d.patterns import select
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d.context import RunContext
+
+__all__ = ["linear_layers", "on_shares"]
+
+
+def linear_layers(
+    model: nn.Module,
+    context: RunContext,
+    *,
+    modules: Sequence[str] | None,
+    exclude: Sequence[str] = (),
+    multiple: int = 1,
+) -> list[str]:
+    """Return the FQNs of linear layers that a plugin may convert.
+
+    Subclasses of `nn.Linear` are left alone: their forward may be another, or, as in torch's attention, is not called.
+
+    Args:
+        model: The whole one.
+        context: Of the run.
+        modules: Patterns of layers, or of modules whose layers are meant; None takes all that can be converted.
+        exclude: Patterns of what is left out.
+        multiple: Of which inputs and outputs must be multiples.
+
+    Raises:
+        PatternError: A pattern matches nothing.
+        PluginError: A layer that was named has other sizes, or none is left.
+    """
+    from torch import nn
+
+    layers: dict[str, Any] = {fqn: module for fqn, module in model.named_modules() if type(module) is nn.Linear}
+
+    def inside(patterns: Sequence[str]) -> list[str]:
+        found: list[str] = []
+        for pattern in patterns:
+            names = select(pattern, context.fqns)
+            within = [fqn for name in names for fqn in layers if f"{fqn}.".startswith(f"{name}.")]
+            if not within:
+                raise PluginError(f'the pattern "{pattern}" matches modules without linear layers')
+            found += within
+        return found
+
+    def fits(fqn: str) -> bool:
+        return not (layers[fqn].in_features % multiple or layers[fqn].out_features % multiple)
+
+    left_out = set(inside(exclude))
+    named = list(layers) if modules is None else inside(modules)
+    chosen = [fqn for fqn in dict.fromkeys(named) if fqn not in left_out]
+    odd = [fqn for fqn in chosen if not fits(fqn)]
+    if odd and modules is not None:
+        layer = layers[odd[0]]
+        raise PluginError(
+            f'"{odd[0]}" is a linear layer of {layer.in_features} x {layer.out_features}, and both must be multiples '
+            f"of {multiple}",
+            hint="exclude it",
+        )
+    result = [fqn for fqn in chosen if fits(fqn)]
+    if not result:
+        raise PluginError(
+            f"no layer is left to convert: of {len(layers)} linear layers, {len(named)} are named, and exclude or "
+            f"sizes that are no multiples of {multiple} leave out the rest"
+        )
+    return result
+
+
+def on_shares(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any, *others: Any) -> Any:
+    """Compute a linear layer with `product(x, weight, bias, *others)` on plain tensors, also where its weight is cut.
+
+    Where the weight is a DTensor of tp, every rank computes on its shares: of the outputs where the weight is cut along
+    them, a summand of the output where it is cut along the inputs. Gradients of what is whole on every rank and meets
+    what is cut are sums over ranks.
+    Collectives: none, but those that bring `x` into the placement that the weight asks for.
+
+    Args:
+        product: Linear in its shares, with gradients.
+        x: `[..., in]`.
+        weight: `[out, in]`, or stored in another form with these dims.
+        bias: `[out]` or None.
+        others: Further parameters or None.
+    """
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+    if not isinstance(weight, DTensor):
+        return product(x, weight, bias, *others)
+    (placement,), mesh = weight.placements, weight.device_mesh
+    if not isinstance(x, DTensor):
+        x = DTensor.from_local(x, mesh, (Replicate(),), run_check=False)
+    result: Any = x.placements
+    if placement.is_shard(0):
+        x, result = x.redistribute(placements=(Replicate(),)), (Shard(x.ndim - 1),)
+    elif placement.is_shard(1):
+        x, result = x.redistribute(placements=(Shard(x.ndim - 1),)), (Partial(),)
+    is_cut = not (placement.is_replicate() and x.placements[0].is_replicate())
+
+    def local(tensor: Any) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor
+        meets = is_cut and tensor.placements[0].is_replicate()
+        return tensor.to_local(grad_placements=(Partial(),) if meets else None)
+
+    own_bias = local(bias)
+    if own_bias is not None and placement.is_shard(1) and mesh.get_local_rank() != 0:
+        own_bias = own_bias * 0.0  # it is added once, and every rank has a gradient
+    y = product(local(x), local(weight), own_bias, *map(local, others))
+    return DTensor.from_local(y, mesh, result, run_check=False)

@@ -1,0 +1,96 @@
+"""Linear layers multiplied in int8, by torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import (
+    Phase,
+    PluginError,
+    RunContext,
+    Transform,
+    hookimpl,
+    linear_layers,
+    on_shares,
+    plugin,
+    torch_compat,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+
+@plugin(family="precision")
+class Int8:
+    """Multiply the matrices of linear layers in int8; weights, gradients and the optimizer stay as they are.
+
+    Every row of the one operand and every column of the other has a scale of its own, its largest element. Each of the
+    three products of a layer may be left in the dtype of the activations. Under tp a layer that is cut along its inputs
+    scales the rows of its shares, which are finer scales than those of one device.
+    Memory: int8 copies of the operands of the layer at work.
+    Collectives: none of its own.
+
+    Source: torchao's int8 mixed-precision training; Xi et al., Jetfire, arXiv:2403.12422.
+
+    Args:
+        output: Multiply inputs and weights in int8.
+        grad_input: Multiply gradients of outputs and weights in int8.
+        grad_weight: Multiply inputs and gradients of outputs in int8.
+        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims
+            are multiples of 16, as the hardware needs.
+        exclude: Patterns of those that are left as they are.
+    """
+
+    output: bool = True
+    grad_input: bool = True
+    grad_weight: bool = True
+    modules: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse to do nothing."""
+        if not (self.output or self.grad_input or self.grad_weight):
+            raise PluginError("output, grad_input and grad_weight are false, so nothing is multiplied in int8")
+
+    @hookimpl
+    def composer3d_convert(self, context: RunContext) -> Transform:
+        """Convert the layers."""
+        reason = "both replace what the same linear layers compute"
+        return Transform(
+            name="int8",
+            phase=Phase.CONVERT,
+            select=self._select,
+            apply=self._apply,
+            conflicts=dict.fromkeys(("float8", "mxfp8", "qlora"), reason),
+        )
+
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        return linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=16)
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        from torch import nn
+
+        training: Any = torch_compat.import_torchao("torchao.prototype.quantized_training.int8_mixed_precision")
+        config = training.Int8MixedPrecisionTrainingConfig(
+            output=self.output, grad_input=self.grad_input, grad_weight=self.grad_weight, module_swap=True
+        )
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            # Its backward looks at gradients as matrices, which slices of a sequence are not.
+            y: Tensor = training._Int8MixedPrecisionTrainingLinearFunction.apply(x, weight, bias, config)
+            return y * 1.0 if y.requires_grad else y
+
+        class Multiplied(nn.Linear):
+            """A linear layer in int8; the module stays the object that it is."""
+
+            def forward(self, input: Tensor) -> Tensor:
+                """Multiply."""
+                y: Tensor = on_shares(product, input.contiguous(), self.weight, self.bias)
+                return y
+
+        Multiplied.__name__ = Multiplied.__qualname__ = "Int8Linear"
+        for fqn in fqns:
+            model.get_submodule(fqn).__class__ = Multiplied
+        return fqns

@@ -1,0 +1,125 @@
+"""Linear layers multiplied in MXFP8, by torchao."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import (
+    BatchError,
+    Phase,
+    PluginError,
+    RunContext,
+    Transform,
+    hookimpl,
+    linear_layers,
+    on_shares,
+    plugin,
+    torch_compat,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+BLOCK = 32
+
+
+@plugin(family="precision")
+class MXFP8:
+    """Multiply the matrices of linear layers in MXFP8; weights, gradients and the optimizer stay as they are.
+
+    32 neighbours along the dim that is summed over share a scale, a power of two, and are kept in float8. Where the
+    device has no such products (below compute capability 10.0) they are emulated, and the plan says so.
+    Memory: float8 copies of the operands of the layer at work.
+    Collectives: none of its own. A cut by tp leaves blocks whole, so scales are those of one device.
+
+    Source: Rouhani et al., Microscaling Data Formats for Deep Learning, arXiv:2310.10537; torchao's moe_training.
+
+    Args:
+        recipe: "mxfp8" multiplies all three products so, for which the tokens of a micro-batch must be a multiple of
+            32; "mxfp8_wgrad_hp" computes gradients of weights in the dtype of the activations.
+        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims
+            are multiples of 32.
+        exclude: Patterns of those that are left as they are.
+        emulate: Emulate, or not; default: where the device has no such products.
+    """
+
+    recipe: Literal["mxfp8", "mxfp8_wgrad_hp"] = "mxfp8"
+    modules: tuple[str, ...] | None = None
+    exclude: tuple[str, ...] = ()
+    emulate: bool | None = None
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse what the device does not have."""
+        if self.emulate is False and not _has_products(context.device):
+            raise PluginError(
+                f"emulate = false, and this device ({context.device.type}) has no MXFP8 products",
+                hint="leave emulate out; the plan says where products are emulated",
+            )
+
+    @hookimpl
+    def composer3d_convert(self, context: RunContext) -> Transform:
+        """Convert the layers."""
+        reason = "both replace what the same linear layers compute"
+        return Transform(
+            name="mxfp8",
+            phase=Phase.CONVERT,
+            select=self._select,
+            apply=self._apply,
+            rows=self._rows,
+            conflicts=dict.fromkeys(("float8", "qlora"), reason),
+        )
+
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        chosen = linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=BLOCK)
+        context.state[self] = chosen
+        return chosen
+
+    def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
+        label = f"{self.recipe}_emulated" if self._emulates(context.device) else self.recipe
+        return {label: context.state[self]}
+
+    def _emulates(self, device: torch.device) -> bool:
+        return not _has_products(device) if self.emulate is None else self.emulate
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        from torch import nn
+
+        mx: Any = torch_compat.import_torchao("torchao.prototype.moe_training.mxfp8_linear")
+        formats: Any = torch_compat.import_torchao("torchao.prototype.mx_formats.config")
+        kernels: Any = torch_compat.import_torchao("torchao.quantization.quantize_.common")
+        kernel = kernels.KernelPreference.EMULATED if self._emulates(context.device) else kernels.KernelPreference.AUTO
+        rounding, keeps = formats.ScaleCalculationMode.RCEIL, self.recipe == "mxfp8_wgrad_hp"
+
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            tokens = x.numel() // x.shape[-1]
+            if not keeps and tokens % BLOCK:
+                raise BatchError(
+                    f"mxfp8 multiplies blocks of {BLOCK} tokens, and a micro-batch has {tokens}; choose another "
+                    'microbatch, or recipe = "mxfp8_wgrad_hp"'
+                )
+            y: Tensor = mx._to_mxfp8_then_scaled_mm(x, weight.to(x.dtype), kernel, rounding, keeps)
+            return y if bias is None else y + bias.to(y.dtype)
+
+        class Multiplied(nn.Linear):
+            """A linear layer in MXFP8; the module stays the object that it is."""
+
+            def forward(self, input: Tensor) -> Tensor:
+                """Multiply."""
+                y: Tensor = on_shares(product, input, self.weight, self.bias)
+                return y
+
+        Multiplied.__name__ = Multiplied.__qualname__ = "MXFP8Linear"
+        for fqn in fqns:
+            model.get_submodule(fqn).__class__ = Multiplied
+        return fqns
+
+
+def _has_products(device: torch.device) -> bool:
+    import torch
+
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (10, 0)

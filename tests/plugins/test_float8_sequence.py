@@ -1,0 +1,79 @@
+"""Float8 under sequence parallelism, where activations and weights are gathered as bytes, beside one device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from support.float8 import Wide, table
+from support.models import composed, full, mine, seeded, sum_loss
+from torch import nn
+
+from composer3d import torch_compat
+from composer3d.testing import run_ranks
+
+# Before ranks are forked: each of them would import it anew.
+float8 = torch_compat.import_torchao("torchao.float8")
+
+SEQUENCE = (
+    "[mesh]\ntp = 2\n{}[sharding.tensor_parallel]\nsequence_parallel = true\nsequence_dim = 1\n"
+    '[sharding.tensor_parallel.plan]\ntok = "vocab"\n"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
+    'norm = "sequence"\nout = "head"\n'
+)
+
+
+def even():
+    """A sequence and a vocabulary that divide by tp."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, 16, (8, 7), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def sequence_parallel(text, recipe, num_steps=2):
+    config = dataclasses.replace(float8.Float8LinearConfig.from_recipe_name(recipe), emulate=True)
+    model = float8.convert_to_float8_training(
+        seeded(Even), config=config, module_filter_fn=lambda module, fqn: fqn.startswith("layers.")
+    )
+    run = composed(text, seeded(Even))
+    tokens, targets = even()
+    degree = run.context.data_parallel_degree
+    local = mine(run, tokens), mine(run, targets)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.2), run.optimizer(torch.optim.SGD, lr=0.2)]
+    for number in range(num_steps):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for part, wanted in zip(tokens.chunk(degree), targets.chunk(degree), strict=True):
+            (sum_loss(model(part), wanted)[0] / targets.numel()).backward()
+        with run.step(number):
+            run.forward_backward(local[0], target=local[1])
+            optimizers[1].step()
+        optimizers[0].step()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    error = max(
+        float((full(p.grad) - gradients[name]).abs().max() / gradients[name].abs().max())
+        for name, p in run.named_parameters()
+    )
+    run.close()
+    return error
+
+
+class Even(Wide):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.out = nn.Embedding(16, 16), nn.Linear(16, 16)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout", "recipe", "more"),
+    [
+        (2, "", "tensorwise", ""),
+        (2, "", "rowwise", ""),
+        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "rowwise", ""),
+        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "tensorwise", "all_gather = true\n"),
+    ],
+)
+def test_sequence_parallel_equals_one_device(world_size, layout, recipe, more):
+    text = SEQUENCE.format(layout) + table(recipe, more + 'modules = ["layers"]')
+    for error in run_ranks(sequence_parallel, world_size, text, recipe):
+        assert error < 2e-6

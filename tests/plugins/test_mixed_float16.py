@@ -1,0 +1,173 @@
+"""Float16 with a loss scale that all ranks agree on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import composed, mine, padded
+from support.narrow import FLOAT16, LAYOUTS, narrow_reference
+from torch.distributed.tensor import DTensor
+
+from composer3d import StepAction, StepPoint, hookimpl, plugin
+from composer3d.testing import count_collectives, full, run_ranks
+
+# ---- float16 ---------------------------------------------------------------------------------------------------------
+
+
+def float16_step(text):
+    tokens, targets = padded()
+    run = composed(f"{text}\n{FLOAT16}initial_scale = 1024.0\n")
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    reference = narrow_reference(tokens, targets, run.context.data_parallel_degree, torch.float16, 1024.0)
+    with run.step(0), count_collectives(run.mesh) as collectives:
+        run.forward_backward(mine(run, tokens), target=mine(run, targets))
+        dtypes = {(row.op, row.axis, str(row.dtype)) for row in collectives.rows}
+        run.clip_grad_norm_(float("inf"))
+    error = max(
+        float((full(p.grad) - reference[name]).abs().max() / reference[name].abs().max())
+        for name, p in run.named_parameters()
+    )
+    run.close()
+    return error, dtypes
+
+
+@pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
+def test_float16_means_the_same_in_every_layout(world_size, text):
+    for error, dtypes in run_ranks(float16_step, world_size, text):
+        assert error < 2e-6
+        if "fsdp2" in text:
+            assert ("all_gather", "dp_shard", "torch.float16") in dtypes
+            assert ("reduce_scatter", "dp_shard", "torch.float32") in dtypes
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@plugin(family="profiling")
+class Overflowing:
+    """Puts an infinity into one gradient of one rank.
+
+    Args:
+        rank: Which.
+        steps: When.
+    """
+
+    rank: int = 0
+    steps: tuple[int, ...] = (1,)
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return StepAction(name="overflowing", point=StepPoint.GRADIENTS_REDUCED, run=self._overflow)
+
+    def _overflow(self, state):
+        if state.context.rank == self.rank and state.step in self.steps:
+            gradient = next(p.grad for p in state.parts[0].module.parameters() if p.grad is not None)
+            local(gradient).view(-1)[0] = float("inf")
+
+
+OVERFLOWING = '[profiling.overflowing]\nuse = "plugins.test_mixed_float16:Overflowing"\n'
+
+
+def overflowing(text, num_steps=4):
+    """Train with an overflow on one rank; return scales, skipped steps, whether weights stayed, and the weights."""
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    rows, unchanged = [], []
+    for number in range(num_steps):
+        before = [local(p.detach()).clone() for _, p in run.named_parameters()]
+        with run.step(number):
+            run.forward_backward(tokens, target=targets)
+            run.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        rows.append(run.report(number, {}))
+        unchanged.append(
+            all(torch.equal(a, local(p)) for a, (_, p) in zip(before, run.named_parameters(), strict=True))
+        )
+    run.close()
+    return [row["loss_scale"] for row in rows], [row["overflow_steps"] for row in rows], unchanged
+
+
+@pytest.mark.parametrize(
+    ("world_size", "text"),
+    [
+        (2, "[sharding.fsdp2]\n"),
+        (2, "[sharding.ddp]\n"),
+        # Stages have other parameters: torch's own scaler would desynchronise here.
+        (2, "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"),
+        (4, "[mesh]\npp = 2\ndp_shard = 2\n[scheduling.pipeline]\n[sharding.fsdp2]\n[train]\nmicrobatch = 3\n"),
+    ],
+)
+def test_an_overflow_on_one_rank_is_agreed_over_all(world_size, text):
+    settings = "initial_scale = 1024.0\ngrowth_interval = 1\nbackoff_factor = 0.25\ngrowth_factor = 4.0\n"
+    manifest = text + FLOAT16 + settings + OVERFLOWING + f"rank = {world_size - 1}\n"
+    for scales, skipped, unchanged in run_ranks(overflowing, world_size, manifest):
+        assert scales == [4096.0, 1024.0, 4096.0, 16384.0]
+        assert skipped == [0, 1, 1, 1]
+        assert unchanged == [False, True, False, False]
+
+
+def test_a_scale_that_is_too_high_comes_down_by_itself():
+    manifest = "[sharding.fsdp2]\n" + FLOAT16 + f"initial_scale = {2.0**24}\n"
+    for scales, skipped, unchanged in run_ranks(overflowing, 2, manifest, 12):
+        assert scales[0] == 2.0**23
+        assert 0 < skipped[-1] < 12
+        assert scales[-1] == 2.0 ** (24 - skipped[-1])
+        assert unchanged == [True] * int(skipped[-1]) + [False] * (12 - int(skipped[-1]))
+
+
+def test_the_vote_is_the_only_collective_of_its_own():
+    def counts(text):
+        run = composed(text)
+        optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+        tokens, targets = (mine(run, tensor) for tensor in padded())
+        with count_collectives(run.mesh) as collectives, run.step(0):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+        run.close()
+        return {key: count for key, (count, _) in collectives.summary().items()}
+
+    plain, scaled = (run_ranks(counts, 2, f"[sharding.fsdp2]\n{text}")[0] for text in ("[precision.mixed]", FLOAT16))
+    (key,) = (key for key in scaled if scaled[key] != plain.get(key, 0))
+    assert (key[0], scaled.pop(key) - plain.pop(key)) == ("all_reduce", 1)
+    assert scaled == plain
+
+
+def resumed(path, text, cut):
+    """Train six steps, or load after three and train the other three; return scale, weights and state."""
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    start = 0
+    if cut:
+        run.load(path)
+        start = 3
+    for number in range(start, 6):
+        if number == 3 and not cut:
+            run.save(path)
+        with run.step(number):
+            run.forward_backward(tokens, target=targets)
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: full(p) for name, p in run.named_parameters()}
+    row = run.report(6, {})
+    run.close()
+    return weights, row
+
+
+@pytest.mark.parametrize("layout", ["", "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"])
+def test_a_resumed_run_is_the_same_and_reshards(tmp_path, layout):
+    settings = "initial_scale = 64.0\ngrowth_interval = 2\n" + OVERFLOWING + "steps = [1]\n"
+    sharded = "[sharding.fsdp2]\n" + FLOAT16 + settings
+    whole = run_ranks(resumed, 2, tmp_path / "step-3", sharded, False)
+    again = run_ranks(resumed, 2, tmp_path / "step-3", sharded, True)
+    for (weights, row), (other, other_row) in zip(whole, again, strict=True):
+        assert row == other_row == {"loss_scale": 128.0, "overflow_steps": 1.0}
+        assert all(torch.equal(weights[name], other[name]) for name in weights)
+    # In another layout the same scale goes on, and the same weights up to float16's rounding.
+    for weights, row in run_ranks(resumed, 2 if layout else 1, tmp_path / "step-3", layout + FLOAT16 + settings, True):
+        assert row == {"loss_scale": 128.0, "overflow_steps": 1.0}
+        for name, weight in weights.items():
+            assert torch.allclose(weight, whole[0][0][name], atol=2e-2)

@@ -1,0 +1,145 @@
+"""MXFP8 beside one device on which torchao itself converted the same layers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.lowered import PP, TP, TP_FSDP, Wide, batch, counted, inside, plan, saved, trained
+from support.models import composed, seeded
+from torch import nn
+
+from composer3d import BatchError, ManifestError, torch_compat
+from composer3d.testing import run_ranks
+
+# Before ranks are forked: each of them would import it anew.
+config = torch_compat.import_torchao("torchao.prototype.moe_training.config")
+quantization = torch_compat.import_torchao("torchao.quantization")
+torch_compat.import_torchao("torchao.prototype.moe_training.mxfp8_linear")
+TABLE = "[precision.mxfp8]\n"
+
+
+class Biased(nn.Linear):
+    """torchao's product of a wrapped weight leaves out a bias that it is given, and says nothing."""
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        return y if self.bias is None else y + self.bias
+
+
+def converted(model):
+    recipe = config.MXFP8TrainingOpConfig.from_recipe(config.MXFP8TrainingRecipe("mxfp8_emulated_rceil"))
+    biases = {fqn: module.bias for fqn, module in model.named_modules() if inside(module, fqn)}
+    quantization.quantize_(model, recipe, filter_fn=inside)
+    for fqn, bias in biases.items():
+        module = model.get_submodule(fqn)
+        module.bias, module.__class__ = bias, Biased
+    return model
+
+
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [(1, ""), (2, "[sharding.fsdp2]\n"), (2, "[sharding.fsdp2]\nzero = 1\n"), (2, "[sharding.ddp]\n")],
+)
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout):
+    for losses, losses_1, gradients, weights in run_ranks(trained, world_size, layout + TABLE, converted, world_size):
+        assert (gradients, weights) == (0.0, 0.0)
+        assert losses == pytest.approx(losses_1, rel=1e-6)
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (2, PP, 2)])
+def test_tensor_and_pipeline_parallel_equal_one_device(world_size, layout, chunks):
+    # Blocks stay whole; what is left is the order of sums, which now and then rounds an element to the next float8.
+    for losses, losses_1, gradients, weights in run_ranks(trained, world_size, layout + TABLE, converted, chunks):
+        assert gradients < 2**-4
+        assert weights < 1e-2
+        assert losses == pytest.approx(losses_1, rel=1e-3)
+
+
+def test_collectives_are_those_without_it():
+    for world_size, layout in ((2, "[sharding.fsdp2]\n"), (2, TP)):
+        assert run_ranks(counted, world_size, layout + TABLE) == run_ranks(counted, world_size, layout)
+
+
+def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
+    path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
+    whole = run_ranks(saved, 2, path, text, False, 4)[0]
+    again = run_ranks(saved, 2, path, text, True, 2)[0]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    # What is saved are the weights themselves: they load in any layout, also without it.
+    two, plain = (run_ranks(saved, size, path, other, True, 0)[0] for size, other in ((2, text), (4, TP_FSDP)))
+    assert all(torch.equal(two[name], plain[name]) for name in two)
+
+
+def test_the_plan_says_what_is_converted():
+    found, classes = run_ranks(plan, 1, TABLE)[0]
+    assert found == [f"CONVERT      {'mxfp8.mxfp8_emulated':<24} layers.0.up, layers.0.down, layers.1.up, ... 4 in all"]
+    assert [fqn for fqn, name in classes.items() if name == "MXFP8Linear"] == [
+        f"layers.{index}.{name}" for index in range(2) for name in ("up", "down")
+    ]
+
+
+def uneven():
+    run = composed(TABLE, seeded(Wide))
+    tokens, targets = batch(3)
+    with pytest.raises(BatchError) as caught, run.step(0):
+        run.forward_backward(tokens, target=targets)
+    run.close()
+    return str(caught.value)
+
+
+def test_refuses_tokens_that_are_no_blocks():
+    assert run_ranks(uneven, 1)[0] == (
+        "mxfp8 multiplies blocks of 32 tokens, and a micro-batch has 24; choose another microbatch, or "
+        'recipe = "mxfp8_wgrad_hp"'
+    )
+
+
+def gradient_of(recipe):
+    """Return the gradient of the last converted weight, whose outputs' gradients are those of the layers after it."""
+    run = composed(f'[precision.mxfp8]\nrecipe = "{recipe}"\n', seeded(Wide))
+    tokens, targets = batch()
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    gradient = dict(run.named_parameters())["layers.1.down.weight"].grad.clone()
+    run.close()
+    return gradient
+
+
+def test_gradients_of_weights_can_be_left_in_full_precision():
+    low, kept = (run_ranks(gradient_of, 1, recipe)[0] for recipe in ("mxfp8", "mxfp8_wgrad_hp"))
+    # Both operands are rounded to 3 bits after the leading one, or neither.
+    assert 0.0 < float((low - kept).abs().max() / kept.abs().max()) < 2 * 2**-4
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def refusal(text):
+    with pytest.raises(ManifestError) as caught:
+        composed(text, seeded(Wide))
+    return str(caught.value).partition("run.toml")[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "emulate = false\n",
+            ":2:12: [precision.mxfp8] emulate = false, and this device (cpu) has no MXFP8 products; "
+            "leave emulate out; the plan says where products are emulated",
+        ),
+        (
+            'modules = ["out"]\n',
+            ':2:12: [precision.mxfp8] "out" is a linear layer of 32 x 11, and both must be multiples of 32; exclude it',
+        ),
+        (
+            "[precision.float8]\n",
+            ':2:12: [precision.mxfp8] "mxfp8" cannot be combined with "float8": both replace what '
+            "the same linear layers compute",
+        ),
+    ],
+)
+def test_refusals(text, message):
+    assert run_ranks(refusal, 1, TABLE + text)[0] == message

@@ -1,0 +1,35 @@
+"""Layouts that compute in a narrow dtype, and one device that cuts the batch as they do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from support.models import seeded, sum_loss
+
+FLOAT16 = '[precision.mixed]\nparam_dtype = "float16"\n'
+LAYOUTS = [
+    pytest.param(1, "", id="plain"),
+    pytest.param(2, "[sharding.fsdp2]", id="fsdp2"),
+    pytest.param(2, "[sharding.ddp]", id="ddp"),
+    pytest.param(2, '[sharding.ddp]\nreducer = "bucketed"', id="ddp-bucketed"),
+    pytest.param(2, '[scheduling.activation_checkpoint]\n[sharding.ddp]\nreducer = "bucketed"', id="ddp-bucketed-ac"),
+]
+
+
+def narrow_reference(tokens, targets, chunks, dtype=torch.bfloat16, scale=1.0, change=lambda model: model):
+    """One device that cuts the batch as the run does: narrow compute, float32 weights and sums of gradients."""
+    total = {}
+    count = (targets != -100).sum()
+    model = seeded()
+    for part in range(chunks):
+        narrow = change(seeded().to(dtype))
+        size = tokens.shape[0] // chunks
+        cut = slice(part * size, (part + 1) * size)
+        logits = narrow(tokens[cut])
+        loss, _ = sum_loss(logits.float() if dtype is torch.float16 else logits, targets[cut])
+        (loss * (chunks / count) * scale).backward()
+        for name, p in narrow.named_parameters():
+            total[name] = total.get(name, 0) + p.grad.float() / chunks / scale
+    assert dict(model.named_parameters()).keys() == total.keys()
+    return total
