@@ -26,6 +26,7 @@ _ACTIONS: Mapping[str, SegmentKind] = {
     "backward_weight": "weight_backward",
     "optimizer": "optimizer",
 }
+_NO_WORK = ("c10d::", "_c10d_functional::", "prim::", "profiler::", "aten::promote_types", "aten::_local_scalar_dense")
 _MESSAGES = frozenset({"send", "recv"})
 
 # Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
@@ -87,7 +88,8 @@ class _Observer:
 
         self.run, self.result, self.place = run, Recording(), Place()
         self.storages = StorageCounter(self._note_peak)
-        self.collectives = Collectives.over(run.mesh)
+        with torch_compat.with_values():
+            self.collectives = Collectives.over(run.mesh)
         self._known: dict[Any, tuple[str, bool, bool]] = {}
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
@@ -138,14 +140,28 @@ class _Observer:
             self._note_peak()
 
     def _measure_activations(self) -> None:
-        held = [p for part in self.run.parts for p in part.module.parameters()]
-        self.result.activations = max(self.result.activations, self.storages.bytes_made_forward(held))
+        modules = [module for part in self.run.parts for module in part.module.modules()]
+        gathered = [tensor for module in modules for tensor in torch_compat.fsdp_buffers(module)]
+        # Parameters that were gathered in a forward are there for it, not for the backward.
+        self.storages.recount([*gathered, *(p for module in modules for p in module.parameters(recurse=False))])
+        self.result.activations = max(self.result.activations, self.storages.kinds[MADE_FORWARD])
 
     def preparing(self, is_on: bool) -> None:
         """Leave out what only the first step of a run does."""
         self._is_quiet = is_on
         if not is_on:
+            # The loss of a micro-batch that only taught shapes is kept until the step's losses are added up.
+            self.run._engine.forget_losses()
             self.storages.restart()
+
+    def restart(self) -> None:
+        """Forget what was recorded; for a run whose first step is not like the others."""
+        self.result.stretches.clear()
+        self.result.activations = 0
+        self._messages.clear()
+        self.storages.settle()
+        self.storages.restart()
+        self._between = self._stretch("gradients", 0, None)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -198,7 +214,7 @@ class _Observer:
         name = operator.name()
         is_collective = self.collectives.is_collective(operator)
         is_silent = not is_collective and (
-            torch_compat.is_view(operator) or name.startswith(("c10d::", "_c10d_functional::", "prim::"))
+            torch_compat.is_view(operator) or name.startswith(_NO_WORK)
         )
         short = name.replace("::", ".").split(".")
         return ".".join(short[:2]), is_collective, is_silent

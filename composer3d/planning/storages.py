@@ -135,12 +135,13 @@ class StorageCounter:
         keys = {key for tensor in tensors if tensor is not None for key in _keys(tensor)}
         return [(self._births[key], self._sizes[key]) for key in keys if key in self._sizes]
 
-    def bytes_made_forward(self, excluded: Iterable[Any]) -> int:
-        """Return the live bytes that forwards made, without those of some tensors."""
-        keys = {key for tensor in excluded if tensor is not None for key in _keys(tensor)}
-        return self.kinds[MADE_FORWARD] - sum(
-            self._sizes.get(key, 0) for key in keys if self._kinds.get(key) == MADE_FORWARD
-        )
+    def recount(self, tensors: Iterable[Any]) -> None:
+        """Count what forwards made as made elsewhere, for some tensors."""
+        for key in (key for tensor in tensors for key in _keys(tensor)):
+            if self._kinds.get(key) == MADE_FORWARD:
+                self._kinds[key] = MADE_LATER
+                self.kinds[MADE_FORWARD] -= self._sizes[key]
+                self.kinds[MADE_LATER] += self._sizes[key]
 
     # ---- as a context ------------------------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.mesh import Layout
 from composer3d.planning.blocks import BlockCut
-from composer3d.planning.composing import Job, composed, prime_optimizer, run_step
+from composer3d.planning.composing import Job, composed, make_lasting, prime_optimizer, run_step
 from composer3d.planning.extending import Sketch, extend, sketch_of
 from composer3d.planning.recording import record_step
 from composer3d.planning.summary import summarise
@@ -95,6 +95,8 @@ class Tracer:
                     record_step(run, optimizer, (args, target, dict(inputs))) as observer,
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted),
                 ):
+                    make_lasting(run, args, target, inputs)
+                    observer.restart()
                     run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip)
                 return _Traced(sketch=sketch_of(observer.result, cut.role_of), cut=cut, context=run.context)
         finally:

@@ -9,6 +9,7 @@ from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
     flatten,
+    fsdp_buffers,
     fsdp_groups,
     replicate_buckets,
     replicate_units,
@@ -60,6 +61,7 @@ from composer3d.torch_compat.tracing import (
     is_view,
     lone_pipeline,
     watch_storages,
+    with_values,
 )
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "is_view",
     "lone_pipeline",
     "watch_storages",
+    "with_values",
     "record_memory_history",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
@@ -84,6 +87,7 @@ __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp_buffers",
     "fsdp_groups",
     "group_name",
     "has_argument",
