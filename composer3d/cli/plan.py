@@ -99,7 +99,7 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     return make_plan(
         job,
         found.layout,
-        orders=found.preparation.actions(job.num_microbatches),
+        orders_of=found.preparation.actions,
         schedule=_schedule_name(found),
         choice=choice,
         memory_bytes=arguments.memory,

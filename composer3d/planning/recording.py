@@ -67,6 +67,7 @@ class Recording:
         batch: Bytes of the batch.
         gradients: Bytes of gradients at the end of the last backward.
         activations: The most bytes that forwards made and that were there as one ended.
+        prepared: Bytes that the first step made for all micro-batches before it ran them, and kept.
         peak: The most bytes at any moment.
     """
 
@@ -77,6 +78,7 @@ class Recording:
     batch: int = 0
     gradients: int = 0
     activations: int = 0
+    prepared: int = 0
     peak: int = 0
 
 
@@ -149,6 +151,7 @@ class _Observer:
     def preparing(self, is_on: bool) -> None:
         """Leave out what only the first step of a run does."""
         self._is_quiet = is_on
+        self.result.prepared += -self.storages.live if is_on else self.storages.live
         if not is_on:
             # The loss of a micro-batch that only taught shapes is kept until the step's losses are added up.
             self.run._engine.forget_losses()
@@ -213,9 +216,7 @@ class _Observer:
     def _look_at(self, operator: Any) -> tuple[str, bool, bool]:
         name = operator.name()
         is_collective = self.collectives.is_collective(operator)
-        is_silent = not is_collective and (
-            torch_compat.is_view(operator) or name.startswith(_NO_WORK)
-        )
+        is_silent = not is_collective and (torch_compat.is_view(operator) or name.startswith(_NO_WORK))
         short = name.replace("::", ".").split(".")
         return ".".join(short[:2]), is_collective, is_silent
 

@@ -45,7 +45,9 @@ CASES = {
         world_size=4,
         num_microbatches=4,
     ),
-    "stranger": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned:Stranger"\n'),
+    "stranger": Case(
+        'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned:Stranger"\n'
+    ),
 }
 
 

@@ -20,8 +20,6 @@ from composer3d.planning.recording import record_step
 from composer3d.planning.report import collective_rows
 from composer3d.planning.summary import summarise
 from composer3d.planning.tracing import Tracer
-from composer3d.preparation import layout_of
-from composer3d.registry import Hooks
 
 VOCAB, SEQ, MICROBATCH = 64, 16, 2
 
@@ -71,9 +69,7 @@ def job_of(case, folder):
 
 
 def tracer_of(case, folder, **options):
-    job = job_of(case, folder)
-    layout = layout_of(job.manifest, Hooks(job.manifest.plugins), world_size=case.world_size)
-    return Tracer(job, layout, **options)
+    return Tracer(job_of(case, folder), **options)
 
 
 def measured(case, folder):
