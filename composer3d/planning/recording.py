@@ -92,7 +92,7 @@ class _Observer:
         self.storages = StorageCounter(self._note_peak)
         with torch_compat.with_values():
             self.collectives = Collectives.over(run.mesh)
-        self._known: dict[Any, tuple[str, bool, bool]] = {}
+        self._known: dict[Any, tuple[str, bool, bool, bool]] = {}
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
         self._messages: list[tuple[Collective, bool]] = []
@@ -199,12 +199,13 @@ class _Observer:
         known = self._known.get(operator)
         if known is None:
             known = self._known[operator] = self._look_at(operator)
-        name, is_collective, is_silent = known
+        name, is_collective, is_silent, is_in_place = known
         for cls in types:
             if torch_compat.is_wrapper_subclass(cls):
                 return NotImplemented
         result = operator(*args, **kwargs)
-        self.storages.see(result)
+        # An operator in place makes nothing; a tensor that is new then is a backend's own: gloo copies in a wait.
+        self.storages.see(result, known=is_in_place)
         if self._is_quiet or self.storages.is_paused:
             return result
         if is_collective:
@@ -213,12 +214,12 @@ class _Observer:
             self._count(name, operator, args, kwargs, result)
         return result
 
-    def _look_at(self, operator: Any) -> tuple[str, bool, bool]:
+    def _look_at(self, operator: Any) -> tuple[str, bool, bool, bool]:
         name = operator.name()
         is_collective = self.collectives.is_collective(operator)
         is_silent = not is_collective and (torch_compat.is_view(operator) or name.startswith(_NO_WORK))
         short = name.replace("::", ".").split(".")
-        return ".".join(short[:2]), is_collective, is_silent
+        return ".".join(short[:2]), is_collective, is_silent, torch_compat.is_in_place(operator)
 
     def _collect(self, operator: Any, args: tuple[Any, ...]) -> None:
         before = len(self.collectives.rows)
@@ -241,7 +242,7 @@ class _Observer:
         tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
         made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
         floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
-        written = torch_compat.written_tensors(operator, args, kwargs) if operator._schema.is_mutable else made
+        written = torch_compat.written_tensors(operator, args, kwargs) if self._known[operator][3] else made
         sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
         dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
         flops = int(torch_compat.num_flops(operator, args, kwargs, result))

@@ -61,18 +61,23 @@ class StorageCounter:
             for plain in () if tensor is None else torch_compat.plain_tensors(tensor):
                 self._see(plain)
 
-    def see(self, result: Any) -> None:
-        """Count what an operator returned."""
+    def see(self, result: Any, *, known: bool = False) -> None:
+        """Count what an operator returned.
+
+        Args:
+            result: Of the operator.
+            known: Only look whether storages that are counted have another size.
+        """
         if self.is_paused:
             return
         kind = type(result)
         if kind is tuple or kind is list:
             for item in result:
-                self.see(item)
+                self.see(item, known=known)
         elif hasattr(result, "untyped_storage"):
-            self._see(result)
+            self._see(result, known)
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor, is_known: bool = False) -> None:
         mode = getattr(tensor, "fake_mode", None)
         if mode is not None:
             if not self._is_mode_known:
@@ -86,6 +91,8 @@ class StorageCounter:
         size = storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
+            if is_known:
+                return
             self.clock += 1
             self._kinds[key], self._births[key] = self.kind, self.clock
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))

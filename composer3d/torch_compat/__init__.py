@@ -58,6 +58,7 @@ from composer3d.torch_compat.tensors import (
 from composer3d.torch_compat.tracing import (
     active_fake_mode,
     fake_tensors,
+    is_in_place,
     is_view,
     lone_pipeline,
     watch_storages,
@@ -67,6 +68,7 @@ from composer3d.torch_compat.tracing import (
 __all__ = [
     "active_fake_mode",
     "fake_tensors",
+    "is_in_place",
     "is_view",
     "lone_pipeline",
     "watch_storages",

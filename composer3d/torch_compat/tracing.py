@@ -9,6 +9,7 @@ from typing import Any
 __all__ = [
     "active_fake_mode",
     "fake_tensors",
+    "is_in_place",
     "is_view",
     "lone_pipeline",
     "watch_storages",
@@ -61,6 +62,11 @@ def active_fake_mode() -> Any:
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode()
+
+
+def is_in_place(operator: Any) -> bool:
+    """Tell whether an operator writes to what it is given, as its schema says; schemas have no public home."""
+    return bool(operator._schema.is_mutable)
 
 
 def is_view(operator: Any) -> bool:
