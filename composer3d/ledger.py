@@ -56,6 +56,10 @@ class Ledger:
         self._entries.append((loss.sum.detach(), loss.count, None if auxiliary is None else auxiliary.detach()))
         return loss.sum if auxiliary is None else loss.sum + auxiliary
 
+    def forget(self) -> None:
+        """Drop what was recorded since the last `settle`."""
+        self._entries.clear()
+
     @property
     def pending(self) -> int:
         """Losses recorded since the last `settle`."""

@@ -264,6 +264,10 @@ class StepEngine:
         self._own = OwnForward() if target is None else OwnForward(target=target, count=self._count(target))
         self._agree([self._own.count], identity, own=True)
 
+    def forget_losses(self) -> None:
+        """Drop the losses recorded so far in this step."""
+        self._ledger.forget()
+
     # ---- counts ------------------------------------------------------------------------------------------------------
 
     def _agree(self, counts: Sequence[int], identity: int, *, own: bool = False) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.cli.inspection import Inspection, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, natural, positive, size
-from composer3d.cli.output import print_problems, say_json
+from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
@@ -62,11 +62,41 @@ def execute(arguments: argparse.Namespace) -> int:
     plan = _plan(arguments, arguments.manifest)
     if plan is None:
         return WRONG
+    if arguments.diff is not None:
+        return _diff(arguments, plan)
+    if arguments.html is not None:
+        from composer3d.planning.page import plan_to_html
+
+        _write(arguments.html, plan_to_html(plan, title=arguments.manifest))
     if arguments.json:
         from composer3d.planning.report import plan_to_json
 
         say_json(plan_to_json(plan))
+    else:
+        from composer3d.planning.text import show_plan
+
+        say(show_plan(plan))
     return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
+
+
+def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
+    from composer3d.planning.difference import difference_to_json, show_difference
+
+    other = _plan(arguments, arguments.diff)
+    if other is None:
+        return WRONG
+    if arguments.json:
+        say_json(difference_to_json(plan, other))
+    else:
+        say(show_difference(plan, other))
+    return DOES_NOT_FIT if other.verdict == "does not fit" else 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ComposerError(f"{path}: cannot be written: {error.strerror}") from error
 
 
 def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
@@ -99,7 +129,7 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     return make_plan(
         job,
         found.layout,
-        orders=found.preparation.actions(job.num_microbatches),
+        orders_of=found.preparation.actions,
         schedule=_schedule_name(found),
         choice=choice,
         memory_bytes=arguments.memory,

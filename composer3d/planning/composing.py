@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.agreement import agree_on_plan
+from composer3d.agreement import described, fingerprint
 from composer3d.assembly import apply_transforms, build_mesh, freeze, give_memory
 from composer3d.composition import Composition
 from composer3d.errors import ManifestError
 from composer3d.guard import Totals
 from composer3d.planning.blocks import BlockCut
-from composer3d.preparation import prepare
+from composer3d.preparation import Preparation, prepare
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.protocol import Example, LossFunction
 
-__all__ = ["Job", "composed", "prime_optimizer", "run_step"]
+__all__ = ["Job", "composed", "make_lasting", "prepared", "prime_optimizer", "run_step"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,44 +65,65 @@ class Job:
 
 
 @contextlib.contextmanager
-def composed(job: Job, rank: int, *, cut: BlockCut | None = None) -> Iterator[Composition]:
+def composed(job: Job, preparation: Preparation, rank: int, *, cut: BlockCut | None = None) -> Iterator[Composition]:
     """Compose as one rank; inside, every operator makes tensors without values.
 
     Args:
         job: What to compose.
+        preparation: From `prepared`; it is aimed at the rank, and left as it was.
         rank: The one to be.
         cut: Leaves blocks of this rank's stages out.
+    """
+    from composer3d.testing.worlds import fake_world
+
+    with fake_world(job.world_size, rank), _aimed(preparation, rank) as aimed:
+        build_mesh(aimed)
+        apply_transforms(aimed, after_split=lambda parts: cut and cut.apply(parts, aimed))
+        with torch_compat.fake_tensors():
+            give_memory(aimed)
+            run = Composition(freeze(aimed, job.loss_fn, None, None, lambda: None, fingerprint(described(aimed))))
+            run._engine._guard = _Alone(run._engine._guard)  # type: ignore[assignment]
+            with contextlib.closing(run):
+                yield run
+
+
+def prepared(job: Job) -> Preparation:
+    """Join manifest and model, once for all ranks: what plugins see in a model does not depend on who looks.
 
     Raises:
         ManifestError: With every mistake of the manifest.
     """
     import torch
 
-    from composer3d.testing.worlds import fake_world
+    preparation = prepare(
+        job.model,
+        job.manifest,
+        world_size=job.world_size,
+        rank=0,
+        device=torch.device("cpu"),
+        purpose="plan",
+        example=job.example,
+    )
+    errors = [problem for problem in preparation.problems if problem.severity == "error"]
+    if errors:
+        raise ManifestError(errors)
+    return preparation
 
-    with fake_world(job.world_size, rank):
-        preparation = prepare(
-            copy.deepcopy(job.model),
-            job.manifest,
-            world_size=job.world_size,
-            rank=rank,
-            device=torch.device("cpu"),
-            purpose="plan",
-            example=job.example,
-        )
-        errors = [problem for problem in preparation.problems if problem.severity == "error"]
-        if errors:
-            raise ManifestError(errors)
-        plan = agree_on_plan(preparation)
-        build_mesh(preparation)
-        apply_transforms(preparation, after_split=lambda parts: cut and cut.apply(parts, preparation))
-        with torch_compat.fake_tensors():
-            give_memory(preparation)
-            assembled = freeze(preparation, job.loss_fn, None, None, lambda: None, plan)
-            run = Composition(assembled)
-            run._engine._guard = _Alone(run._engine._guard)  # type: ignore[assignment]
-            with contextlib.closing(run):
-                yield run
+
+@contextlib.contextmanager
+def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
+    """Let the preparation be another rank's, on a copy of the model; what composing adds is taken away after."""
+    context = preparation.context
+    before = dict(vars(context))
+    context.state = {key: copy.copy(value) for key, value in context.state.items()}
+    context.orders = dict(context.orders)
+    context._asked = set(context._asked)
+    context.rank, context.coordinates = rank, context.layout.coordinates(rank)
+    try:
+        yield replace(preparation, model=copy.deepcopy(preparation.model))
+    finally:
+        vars(context).clear()
+        vars(context).update(before)
 
 
 def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
@@ -116,6 +137,11 @@ def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
     for parameter in parameters:
         parameter.grad = None
+
+
+def make_lasting(run: Composition, args: Sequence[Any], target: Any, inputs: Mapping[str, Any]) -> None:
+    """Make what a run makes in its first step and keeps: the numbers by which ranks compare their batches."""
+    run._engine.identity((tuple(args), dict(inputs), target))
 
 
 def run_step(
@@ -161,4 +187,4 @@ class _Alone:
         return [False] * len(votes)
 
     def digest(self, value: Any, *, own: bool = False) -> int:
-        return 0
+        return int(self._guard.digest(value, own=own))

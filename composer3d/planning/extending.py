@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from composer3d.planning.recording import Calls, Recording, Stretch
 from composer3d.planning.traced import SegmentKind
 
-__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "sketch_of"]
+__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "repeat", "sketch_of"]
 
 Key = TypeVar("Key", bound=Hashable)
 # A module by its place: its name, that of its block in the stage, and the stage's position on the rank.
@@ -51,6 +51,7 @@ class Sketch:
     batch: int
     gradients: int
     activations: int
+    prepared: int
 
     @property
     def peak(self) -> tuple[Stage, Place, tuple[int, int, int, int]]:
@@ -149,3 +150,51 @@ def _matched(
 
 def _order(key: Calls) -> Any:
     return key[:2], key[4], key[2]
+
+
+def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:
+    """Return the sketch of a step with more micro-batches, which add no more activations.
+
+    What is added runs as the last forward does that another micro-batch's backward follows, and that backward; the
+    batch, and what is received into, has a place for each.
+
+    Args:
+        sketch: Of a step in which as many micro-batches are in flight as ever will be.
+        num_microbatches: Of that step.
+        more: Micro-batches to add.
+    """
+    each = (sketch.batch + sketch.prepared) // num_microbatches
+    added = [
+        stage for number in {s.stage for s in sketch.stretches} for stage in _steady(sketch, number, num_microbatches)
+    ]
+    stretches = [
+        replace(
+            stage,
+            peaks={
+                place: (live + more * each, made, gradients, number + more)
+                for place, (live, made, gradients, number) in stage.peaks.items()
+            },
+        )
+        for stage in sketch.stretches
+    ]
+    return replace(
+        sketch,
+        stretches=(*stretches, *(replace(stage, peaks={}) for stage in added for _ in range(more))),
+        batch=sketch.batch + more * sketch.batch // num_microbatches,
+        prepared=sketch.prepared + more * sketch.prepared // num_microbatches,
+    )
+
+
+def _steady(sketch: Sketch, stage: int, num_microbatches: int) -> list[Stage]:
+    """Return the forward and the backward, or its halves, that every further micro-batch runs as."""
+    actions = [s for s in sketch.stretches if s.stage == stage and s.microbatch is not None]
+    last = max((place for place, s in enumerate(actions) if s.kind == "forward"), default=None)
+    if last is None:
+        return []
+    kinds = [kind for kind in ("backward", "input_backward", "weight_backward") if any(s.kind == kind for s in actions)]
+    behind = {kind: next((s for s in actions[last:] if s.kind == kind), actions[last]) for kind in kinds}
+    if any(s.microbatch == num_microbatches - 1 for s in behind.values()):
+        # The last micro-batch is unlike the others: the one before it, whole.
+        before = num_microbatches - 2
+        return [s for s in actions if s.microbatch == before]
+    return [actions[last], *behind.values()]

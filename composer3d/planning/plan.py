@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from composer3d.errors import ComposerError
 from composer3d.planning.allocator import Allocation, Verdict, allocate, judge
 from composer3d.planning.pipeline import PipelinePlan, plan_pipeline
 from composer3d.planning.roles import RankChoice, chosen_ranks
@@ -18,7 +19,11 @@ if TYPE_CHECKING:
     from composer3d.planning.composing import Job
     from composer3d.protocol import Action
 
-__all__ = ["Plan", "RankPlan", "make_plan"]
+__all__ = ["Plan", "RankPlan", "enough_microbatches", "make_plan"]
+
+# Without a pipeline the first micro-batch makes gradients, the last one may reduce them, and one is neither.
+_ALONE = 3
+OrdersOf = Callable[[int], "Sequence[Sequence[Action]] | None"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -74,7 +79,7 @@ def make_plan(
     job: Job,
     layout: Layout,
     *,
-    orders: Sequence[Sequence[Action]] | None,
+    orders_of: OrdersOf,
     schedule: str | None = None,
     choice: RankChoice = "worst",
     memory_bytes: int | None = None,
@@ -86,7 +91,7 @@ def make_plan(
     Args:
         job: From `job_of`.
         layout: Of its world.
-        orders: The pipeline's actions, by rank along its axis; None without one.
+        orders_of: Gives the pipeline's actions for a number of micro-batches, by rank along its axis; None without one.
         schedule: The name of the pipeline's schedule.
         choice: The ranks to trace; see `chosen_ranks`.
         memory_bytes: Of a device.
@@ -96,8 +101,9 @@ def make_plan(
     Raises:
         ComposerError: What cannot be composed, or a rank that there is not.
     """
+    orders = orders_of(job.num_microbatches)
     simulation = None if orders is None else simulate(orders, Costs())
-    tracer = Tracer(job, layout, extrapolate=extrapolate)
+    tracer = Tracer(job, extrapolate=extrapolate, enough=enough_microbatches(orders_of, job.num_microbatches))
     chosen = chosen_ranks(layout, simulation, choice)
     traces = [tracer.trace(rank, stands_for=number) for rank, number in chosen.items()]
     ranks = []
@@ -116,6 +122,29 @@ def make_plan(
         time=_time(traces, hardware),
         notes=_notes(traces, hardware, memory_bytes),
     )
+
+
+def enough_microbatches(orders_of: OrdersOf, num_microbatches: int) -> int:
+    """Return the fewest micro-batches after which every further one only repeats what others do.
+
+    Args:
+        orders_of: As for `make_plan`.
+        num_microbatches: Of the step.
+    """
+    orders = orders_of(num_microbatches)
+    if orders is None:
+        return min(num_microbatches, _ALONE)
+    in_flight, degree = simulate(orders, Costs()).in_flight, len(orders)
+    # Of schedules of several stages a rank, torch runs whole rounds of micro-batches.
+    step = 1 if len({action.stage for action in orders[0]}) == 1 else degree
+    for number in range(degree + step, num_microbatches, step):
+        try:
+            fewer = orders_of(number)
+        except ComposerError:
+            continue
+        if fewer is not None and simulate(fewer, Costs()).in_flight == in_flight:
+            return number
+    return num_microbatches
 
 
 def _time(traces: Sequence[RankTrace], hardware: str | None) -> Mapping[str, Any] | None:

@@ -26,6 +26,7 @@ _ACTIONS: Mapping[str, SegmentKind] = {
     "backward_weight": "weight_backward",
     "optimizer": "optimizer",
 }
+_NO_WORK = ("c10d::", "_c10d_functional::", "prim::", "profiler::", "aten::promote_types", "aten::_local_scalar_dense")
 _MESSAGES = frozenset({"send", "recv"})
 
 # Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
@@ -66,6 +67,7 @@ class Recording:
         batch: Bytes of the batch.
         gradients: Bytes of gradients at the end of the last backward.
         activations: The most bytes that forwards made and that were there as one ended.
+        prepared: Bytes that the first step made for all micro-batches before it ran them, and kept.
         peak: The most bytes at any moment.
     """
 
@@ -76,6 +78,7 @@ class Recording:
     batch: int = 0
     gradients: int = 0
     activations: int = 0
+    prepared: int = 0
     peak: int = 0
 
 
@@ -87,8 +90,9 @@ class _Observer:
 
         self.run, self.result, self.place = run, Recording(), Place()
         self.storages = StorageCounter(self._note_peak)
-        self.collectives = Collectives.over(run.mesh)
-        self._known: dict[Any, tuple[str, bool, bool]] = {}
+        with torch_compat.with_values():
+            self.collectives = Collectives.over(run.mesh)
+        self._known: dict[Any, tuple[str, bool, bool, bool]] = {}
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
         self._messages: list[tuple[Collective, bool]] = []
@@ -138,14 +142,29 @@ class _Observer:
             self._note_peak()
 
     def _measure_activations(self) -> None:
-        held = [p for part in self.run.parts for p in part.module.parameters()]
-        self.result.activations = max(self.result.activations, self.storages.bytes_made_forward(held))
+        modules = [module for part in self.run.parts for module in part.module.modules()]
+        gathered = [tensor for module in modules for tensor in torch_compat.fsdp_buffers(module)]
+        # Parameters that were gathered in a forward are there for it, not for the backward.
+        self.storages.recount([*gathered, *(p for module in modules for p in module.parameters(recurse=False))])
+        self.result.activations = max(self.result.activations, self.storages.kinds[MADE_FORWARD])
 
     def preparing(self, is_on: bool) -> None:
         """Leave out what only the first step of a run does."""
         self._is_quiet = is_on
+        self.result.prepared += -self.storages.live if is_on else self.storages.live
         if not is_on:
+            # The loss of a micro-batch that only taught shapes is kept until the step's losses are added up.
+            self.run._engine.forget_losses()
             self.storages.restart()
+
+    def restart(self) -> None:
+        """Forget what was recorded; for a run whose first step is not like the others."""
+        self.result.stretches.clear()
+        self.result.activations = 0
+        self._messages.clear()
+        self.storages.settle()
+        self.storages.restart()
+        self._between = self._stretch("gradients", 0, None)
 
     # ---- memory ------------------------------------------------------------------------------------------------------
 
@@ -180,12 +199,13 @@ class _Observer:
         known = self._known.get(operator)
         if known is None:
             known = self._known[operator] = self._look_at(operator)
-        name, is_collective, is_silent = known
+        name, is_collective, is_silent, is_in_place = known
         for cls in types:
             if torch_compat.is_wrapper_subclass(cls):
                 return NotImplemented
         result = operator(*args, **kwargs)
-        self.storages.see(result)
+        # An operator in place makes nothing; a tensor that is new then is a backend's own: gloo copies in a wait.
+        self.storages.see(result, known=is_in_place)
         if self._is_quiet or self.storages.is_paused:
             return result
         if is_collective:
@@ -194,14 +214,12 @@ class _Observer:
             self._count(name, operator, args, kwargs, result)
         return result
 
-    def _look_at(self, operator: Any) -> tuple[str, bool, bool]:
+    def _look_at(self, operator: Any) -> tuple[str, bool, bool, bool]:
         name = operator.name()
         is_collective = self.collectives.is_collective(operator)
-        is_silent = not is_collective and (
-            torch_compat.is_view(operator) or name.startswith(("c10d::", "_c10d_functional::", "prim::"))
-        )
+        is_silent = not is_collective and (torch_compat.is_view(operator) or name.startswith(_NO_WORK))
         short = name.replace("::", ".").split(".")
-        return ".".join(short[:2]), is_collective, is_silent
+        return ".".join(short[:2]), is_collective, is_silent, torch_compat.is_in_place(operator)
 
     def _collect(self, operator: Any, args: tuple[Any, ...]) -> None:
         before = len(self.collectives.rows)
@@ -224,7 +242,7 @@ class _Observer:
         tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
         made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
         floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
-        written = torch_compat.written_tensors(operator, args, kwargs) if operator._schema.is_mutable else made
+        written = torch_compat.written_tensors(operator, args, kwargs) if self._known[operator][3] else made
         sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
         dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
         flops = int(torch_compat.num_flops(operator, args, kwargs, result))

@@ -61,18 +61,23 @@ class StorageCounter:
             for plain in () if tensor is None else torch_compat.plain_tensors(tensor):
                 self._see(plain)
 
-    def see(self, result: Any) -> None:
-        """Count what an operator returned."""
+    def see(self, result: Any, *, known: bool = False) -> None:
+        """Count what an operator returned.
+
+        Args:
+            result: Of the operator.
+            known: Only look whether storages that are counted have another size.
+        """
         if self.is_paused:
             return
         kind = type(result)
         if kind is tuple or kind is list:
             for item in result:
-                self.see(item)
+                self.see(item, known=known)
         elif hasattr(result, "untyped_storage"):
-            self._see(result)
+            self._see(result, known)
 
-    def _see(self, tensor: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor, is_known: bool = False) -> None:
         mode = getattr(tensor, "fake_mode", None)
         if mode is not None:
             if not self._is_mode_known:
@@ -86,6 +91,8 @@ class StorageCounter:
         size = storage.nbytes()
         known = self._sizes.get(key)
         if known is None:
+            if is_known:
+                return
             self.clock += 1
             self._kinds[key], self._births[key] = self.kind, self.clock
             self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
@@ -135,12 +142,13 @@ class StorageCounter:
         keys = {key for tensor in tensors if tensor is not None for key in _keys(tensor)}
         return [(self._births[key], self._sizes[key]) for key in keys if key in self._sizes]
 
-    def bytes_made_forward(self, excluded: Iterable[Any]) -> int:
-        """Return the live bytes that forwards made, without those of some tensors."""
-        keys = {key for tensor in excluded if tensor is not None for key in _keys(tensor)}
-        return self.kinds[MADE_FORWARD] - sum(
-            self._sizes.get(key, 0) for key in keys if self._kinds.get(key) == MADE_FORWARD
-        )
+    def recount(self, tensors: Iterable[Any]) -> None:
+        """Count what forwards made as made elsewhere, for some tensors."""
+        for key in (key for tensor in tensors for key in _keys(tensor)):
+            if self._kinds.get(key) == MADE_FORWARD:
+                self._kinds[key] = MADE_LATER
+                self.kinds[MADE_FORWARD] -= self._sizes[key]
+                self.kinds[MADE_LATER] += self._sizes[key]
 
     # ---- as a context ------------------------------------------------------------------------------------------------
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.mesh import Layout
 from composer3d.planning.blocks import BlockCut
-from composer3d.planning.composing import Job, composed, prime_optimizer, run_step
-from composer3d.planning.extending import Sketch, extend, sketch_of
+from composer3d.planning.composing import Job, composed, make_lasting, prepared, prime_optimizer, run_step
+from composer3d.planning.extending import Sketch, extend, repeat, sketch_of
 from composer3d.planning.recording import record_step
 from composer3d.planning.summary import summarise
 from composer3d.planning.traced import RankTrace
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracer"]
 
-# Blocks of the two short stages. With three there are a first, a last, and one that is neither.
-_SHORT = 3
+# Blocks of the shorter one of two short stages; the other one has one more.
+_SHORT = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,19 +36,24 @@ class Tracer:
 
     Args:
         job: What is planned.
-        layout: Of its world.
-        extrapolate: False traces every block of every rank.
+        extrapolate: False traces every block and every micro-batch.
+        enough: Micro-batches, after which every further one does the same; default: all of them.
     """
 
-    def __init__(self, job: Job, layout: Layout, *, extrapolate: bool = True) -> None:
-        self._job, self._layout, self._extrapolate = job, layout, extrapolate
+    def __init__(self, job: Job, *, extrapolate: bool = True, enough: int | None = None) -> None:
+        self._job, self._extrapolate = job, extrapolate
+        self._num_microbatches = (
+            min(enough or job.num_microbatches, job.num_microbatches) if extrapolate else job.num_microbatches
+        )
+        self._preparation = prepared(job)
         self._sent: dict[int, Any] = {}
 
     def trace(self, rank: int, *, stands_for: int = 1) -> RankTrace:
         """Trace one rank.
 
-        Blocks that are alike are traced as stages of three and of four, and the rest follows: by every further block
-        each count and each moment's bytes grow by the same.
+        Blocks that are alike are traced as stages of two and of three, and the rest follows: by every further block
+        each count and each moment's bytes grow by the same. So it is with micro-batches, once as many are in flight as
+        there ever are.
 
         Args:
             rank: Global.
@@ -70,13 +75,16 @@ class Tracer:
     def _summary(
         self, rank: int, traced: _Traced, sketch: Sketch, *, stands_for: int, is_extrapolated: bool
     ) -> RankTrace:
+        more = self._job.num_microbatches - self._num_microbatches
+        if more:
+            sketch = repeat(sketch, num_microbatches=self._num_microbatches, more=more)
         return summarise(
             sketch,
             context=traced.context,
             blocks=traced.cut.names,
             rank=rank,
             stands_for=stands_for,
-            is_extrapolated=is_extrapolated,
+            is_extrapolated=is_extrapolated or more > 0,
         )
 
     def _run(self, rank: int, keep: int | None) -> _Traced:
@@ -86,17 +94,19 @@ class Tracer:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with composed(job, rank, cut=cut) as run:
+            with composed(job, self._preparation, rank, cut=cut) as run:
                 optimizer = job.make_optimizer(run)
                 prime_optimizer(run, optimizer)
-                args, target = job.batch(job.num_microbatches)
+                args, target = job.batch(self._num_microbatches)
                 inputs = job.inputs(target)
                 with (
                     record_step(run, optimizer, (args, target, dict(inputs))) as observer,
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted),
                 ):
+                    make_lasting(run, args, target, inputs)
+                    observer.restart()
                     run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip)
-                return _Traced(sketch=sketch_of(observer.result, cut.role_of), cut=cut, context=run.context)
+                return _Traced(sketch=sketch_of(observer.result, cut.role_of), cut=cut, context=copy.copy(run.context))
         finally:
             if was_enabled:
                 gc.enable()

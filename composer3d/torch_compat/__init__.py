@@ -9,6 +9,7 @@ from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
     flatten,
+    fsdp_buffers,
     fsdp_groups,
     replicate_buckets,
     replicate_units,
@@ -60,17 +61,21 @@ from composer3d.torch_compat.tensors import (
 from composer3d.torch_compat.tracing import (
     active_fake_mode,
     fake_tensors,
+    is_in_place,
     is_view,
     lone_pipeline,
     watch_storages,
+    with_values,
 )
 
 __all__ = [
     "active_fake_mode",
     "fake_tensors",
+    "is_in_place",
     "is_view",
     "lone_pipeline",
     "watch_storages",
+    "with_values",
     "record_memory_history",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
@@ -87,6 +92,7 @@ __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "fsdp_buffers",
     "fsdp_groups",
     "group_name",
     "has_argument",

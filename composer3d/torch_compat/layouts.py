@@ -11,6 +11,7 @@ __all__ = [
     "ShardOf",
     "clear_sharding_caches",
     "flatten",
+    "fsdp_buffers",
     "fsdp_groups",
     "replicate_buckets",
     "replicate_units",
@@ -83,6 +84,16 @@ def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
     for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
         if group is not None:
             yield group, group._all_gather_comm, group._reduce_scatter_comm
+
+
+def fsdp_buffers(module: Any) -> Iterator[Any]:
+    """Yield the tensors in which FSDP2 gathers a module's own parameters, freed or not; private (torch 2.11-2.15)."""
+    for group, _, _ in fsdp_groups(module):
+        for parameter in group.fsdp_params:
+            yield from parameter.all_gather_outputs
+            yield from parameter._unsharded_inner_tensors
+            if hasattr(parameter, "_unsharded_param"):
+                yield parameter._unsharded_param
 
 
 def with_local(tensor: Any, local: Any) -> Any:

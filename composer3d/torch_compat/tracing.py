@@ -9,9 +9,11 @@ from typing import Any
 __all__ = [
     "active_fake_mode",
     "fake_tensors",
+    "is_in_place",
     "is_view",
     "lone_pipeline",
     "watch_storages",
+    "with_values",
 ]
 
 _READERS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
@@ -27,8 +29,11 @@ def fake_tensors() -> Any:
 
     class Mode(FakeTensorMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.name() in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
-                return _value(func.name(), args[0].dtype)
+            name = func.name()
+            if name == "_c10d_functional::wait_tensor" and isinstance(args[0], FakeTensor):
+                return args[0]  # torch's own would take new memory, where the real one returns what it is given
+            if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
+                return _value(name, args[0].dtype)
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     return Mode(allow_non_fake_inputs=True)
@@ -45,11 +50,23 @@ def _value(name: str, dtype: Any) -> Any:
     return 1.0 if dtype.is_floating_point else 0 if str(dtype) != "torch.bool" else False
 
 
+def with_values() -> Any:
+    """Return a context in which tensors have values again, within `fake_tensors`."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+
+    return unset_fake_temporarily()
+
+
 def active_fake_mode() -> Any:
     """Return the fake mode that is on, or None; see `fake_tensors`."""
     from torch._guards import detect_fake_mode
 
     return detect_fake_mode()
+
+
+def is_in_place(operator: Any) -> bool:
+    """Tell whether an operator writes to what it is given, as its schema says; schemas have no public home."""
+    return bool(operator._schema.is_mutable)
 
 
 def is_view(operator: Any) -> bool:
@@ -109,12 +126,13 @@ def lone_pipeline(
         sent: Called with (stage, to, description) of what a stage says of its outputs.
         wanted: Called with (stage, from); returns such a description.
     """
+    from torch.distributed.pipelining import schedules
     from torch.distributed.pipelining import stage as stages
-    from torch.distributed.pipelining.schedules import _PipelineSchedule
 
     module: Any = stages
-    cls, schedule = stages.PipelineStage, _PipelineSchedule
-    originals = cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages
+    running: Any = schedules
+    cls, schedule = stages.PipelineStage, schedules._PipelineSchedule
+    originals = cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages, running._batch_p2p
 
     def receive(self: Any, source: int) -> Any:
         if source < self.stage_index:
@@ -132,8 +150,26 @@ def lone_pipeline(
         finally:
             preparing(False)
 
+    def batch(operations: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        works = originals[3](operations, *args, **kwargs)
+        return [_Held(work, [operation.tensor for operation in operations]) for work in works]
+
     cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages = receive, send, initialize  # type: ignore[method-assign,assignment]
+    running._batch_p2p = batch
     try:
         yield
     finally:
-        cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages = originals  # type: ignore[method-assign]
+        cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages, running._batch_p2p = originals  # type: ignore[method-assign]
+
+
+class _Held:
+    """A message under way; it keeps its tensor until it is waited for, as those of real backends do."""
+
+    def __init__(self, work: Any, tensors: list[Any]) -> None:
+        self._work, self._tensors = work, tensors
+
+    def wait(self, *args: Any) -> Any:
+        return self._work.wait(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)

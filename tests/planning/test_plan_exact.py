@@ -1,0 +1,70 @@
+"""A plan against real ranks: the same bytes, the same collectives, on every kind of rank."""
+
+from __future__ import annotations
+
+import pytest
+from support.planned import Case, figures, measured, tracer_of
+
+from composer3d.testing import run_ranks
+
+FSDP, TP, PP = "mesh.dp_shard = {}\n[sharding.fsdp2]\n", "[sharding.tensor_parallel]\n", "[scheduling.pipeline]\n"
+CASES = {
+    "zero3": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n"),
+    "zero2": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nzero = 2\n"),
+    "zero1": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nzero = 1\n"),
+    "zero3_uneven": Case("mesh.dp_shard = 3\n[sharding.fsdp2]\n", world_size=3),
+    "reshard_root": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nreshard_root = true\n"),
+    "prefetch": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nforward_prefetch = 2\nbackward_prefetch = 1\n"),
+    "hsdp": Case("[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n", world_size=4),
+    "ddp": Case("mesh.dp_replicate = 2\n[sharding.ddp]\n"),
+    "mixed": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "bfloat16"\n'),
+    "float16": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "float16"\n'),
+    "recompute": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n"),
+    "selective": Case(
+        'mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_checkpoint]\nmode = "selective"\n'
+        'save = ["aten.mm"]\n'
+    ),
+    "tp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n'),
+    "sp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\nsequence_parallel = true\n'),
+    "fsdp_sp": Case(
+        '[mesh]\ndp_shard = 2\ntp = 2\n[sharding.fsdp2]\n[sharding.tensor_parallel]\nplan = "auto"\n'
+        "sequence_parallel = true\n",
+        world_size=4,
+    ),
+    "cpu_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[sharding.cpu_offload]\npiece_mib = 0.01\n"),
+    "gpipe": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n', num_microbatches=4),
+    "1f1b": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n', num_microbatches=5),
+    "interleaved": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "Interleaved1F1B"\n', num_microbatches=4),
+    "zero_bubble": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n', num_microbatches=4),
+    "pp_fsdp": Case(
+        "[mesh]\npp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[scheduling.pipeline]\n", world_size=4, num_microbatches=4
+    ),
+    "three_dimensions": Case(
+        '[mesh]\npp = 2\ntp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n[scheduling.pipeline]\n'
+        "[scheduling.activation_checkpoint]\n",
+        world_size=4,
+        num_microbatches=4,
+    ),
+    "stranger": Case(
+        'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned:Stranger"\n'
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def happened(tmp_path_factory):
+    """Run every case on real ranks, all of one size in one world."""
+    folder, found = tmp_path_factory.mktemp("real"), {}
+    for size in sorted({case.world_size for case in CASES.values()}):
+        names = [name for name, case in CASES.items() if case.world_size == size]
+        ranks = run_ranks(lambda names=names: [measured(CASES[name], folder) for name in names], size, timeout_s=240.0)
+        found |= {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_is_what_real_ranks_do(name, happened, tmp_path):
+    case = CASES[name]
+    tracer = tracer_of(case, tmp_path, extrapolate=False)
+    for rank in (0, case.world_size - 1):
+        assert figures(tracer.trace(rank)) == happened[name][rank]

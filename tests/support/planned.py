@@ -1,0 +1,120 @@
+"""Manifests that are run on real ranks and planned, side by side."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from composer3d import Composition, StepAction, StepPoint, compose, gradients, hookimpl, plugin
+from composer3d.initialisation import record
+from composer3d.manifest import load_manifest
+from composer3d.mesh import Role
+from composer3d.models import llama
+from composer3d.planning.composing import Job, run_step
+from composer3d.planning.extending import sketch_of
+from composer3d.planning.recording import record_step
+from composer3d.planning.report import collective_rows
+from composer3d.planning.summary import summarise
+from composer3d.planning.tracing import Tracer
+
+VOCAB, SEQ, MICROBATCH = 64, 16, 2
+
+
+def factory(num_layers):
+    return lambda: llama(dim=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, vocab_size=VOCAB)
+
+
+def loss_fn(output, target):
+    logits = output.flatten(0, -2).float()
+    return torch.nn.functional.cross_entropy(logits, target.flatten(), reduction="sum"), target.numel()
+
+
+@dataclass(frozen=True)
+class Case:
+    """A manifest's tables beside a tiny Llama, and how many micro-batches a rank runs."""
+
+    text: str
+    world_size: int = 2
+    num_microbatches: int = 2
+    num_layers: int = 4
+    fused: bool = True
+
+    def manifest(self, folder):
+        path = folder / f"{os.getpid()}.toml"
+        path.write_text(f'composer3d = 1\nmodel.blocks = "layers.*"\ntrain.microbatch = {MICROBATCH}\n{self.text}\n')
+        return load_manifest(path)
+
+    def optimizer(self, run: Composition):
+        return run.optimizer(torch.optim.AdamW, lr=1e-3, fused=self.fused)
+
+
+def job_of(case, folder):
+    manifest = case.manifest(folder)
+    return Job(
+        manifest=manifest,
+        model=record(factory(case.num_layers))[0],
+        loss_fn=loss_fn,
+        make_optimizer=case.optimizer,
+        example=((torch.empty(MICROBATCH, SEQ, dtype=torch.int64, device="meta"),), {}),
+        inputs=lambda targets: {},
+        grad_clip=1.0,
+        world_size=case.world_size,
+        num_microbatches=case.num_microbatches,
+        microbatch=MICROBATCH,
+    )
+
+
+def tracer_of(case, folder, **options):
+    return Tracer(job_of(case, folder), **options)
+
+
+def measured(case, folder):
+    """Run two steps on this rank and return the second one's trace."""
+    run = compose(factory(case.num_layers), case.manifest(folder), loss_fn=loss_fn, device="cpu", purpose="verify")
+    generator = torch.Generator().manual_seed(run.context.layout.index(dist.get_rank(), Role.BATCH))
+    size = MICROBATCH * case.num_microbatches
+    tokens, target = (torch.randint(VOCAB, (size, SEQ), generator=generator) for _ in range(2))
+    gc.collect()
+    gc.disable()
+    try:
+        with run:
+            optimizer = case.optimizer(run)
+            with record_step(run, optimizer, (tokens, target)) as observer:
+                run_step(run, optimizer, (tokens,), target, inputs={}, grad_clip=1.0, number=0)
+                observer.restart()
+                run_step(run, optimizer, (tokens,), target, inputs={}, grad_clip=1.0, number=1)
+            sketch = sketch_of(observer.result, lambda module: (module, "", 0))
+            trace = summarise(
+                sketch, context=run.context, blocks=[()], rank=dist.get_rank(), stands_for=1, is_extrapolated=False
+            )
+    finally:
+        gc.enable()
+    return figures(trace)
+
+
+def figures(trace):
+    memory = replace(trace.memory, activations_at_peak=0, gradients_at_peak=0, transient=0, moment="")
+    rows = {(row["op"], row["axis"], row["plugin"]): (row["count"], row["bytes"]) for row in collective_rows(trace)}
+    flops = sum(s.count * o.count * o.flops for s in trace.segments for o in s.operators)
+    return {"memory": vars(memory) if hasattr(memory, "__dict__") else memory, "collectives": rows, "flops": flops}
+
+
+@plugin(family="communication")
+class Stranger:
+    """A plugin of somebody else: a copy of the output projection's gradient, summed once more. Memory: the copy.
+
+    Collectives: one all-reduce.
+    """
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return StepAction(name="stranger", point=StepPoint.GRADIENTS_REDUCED, run=self._run)
+
+    def _run(self, state):
+        grad = state.parts[0].module.get_parameter("output.weight").grad
+        copy = gradients.local(grad).clone()
+        dist.all_reduce(copy, group=state.context.mesh["dp_shard"].get_group())
