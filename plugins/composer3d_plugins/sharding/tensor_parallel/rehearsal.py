@@ -86,7 +86,7 @@ class Rehearsal:
         Raises:
             Unfollowed: The code does with cut features what cannot be done with them.
         """
-        call = self._marked(call)
+        call = self._marked(call.fresh())
         self._following = Following(self.degree, where, record=self.record)
         with in_training(self.block), patched(self._answers(Code())), self._following:
             output = on_meta(self.block, call)
@@ -109,7 +109,7 @@ class Rehearsal:
 
     def run_as(self, code: Code, call: Call) -> None:
         """Run with tensors of a rank's size; raises whatever the code raises then."""
-        dim = self.roles.sequence_dim
+        call, dim = call.fresh(), self.roles.sequence_dim
         if dim is not None:
             call = _replaced(call, lambda x: x.narrow(dim, 0, x.shape[dim] // self.degree))
         self._recorder = Recorder(self.record)

@@ -7,6 +7,7 @@ run again by itself, with its linear layers answering as they would under a plan
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,6 +48,17 @@ class Call:
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+
+    def fresh(self) -> Call:
+        """Return the same tensors in containers of their own: a module may change what it is given, such as a cache."""
+        tensors = [
+            leaf for leaf in torch_compat.tree_leaves([self.args, dict(self.kwargs)]) if isinstance(leaf, Tensor)
+        ]
+        try:
+            args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)), {id(tensor): tensor for tensor in tensors})
+        except Exception:  # an object of the model's own may refuse, for any reason
+            return self
+        return Call(args=args, kwargs=kwargs)
 
 
 def activation_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
@@ -285,7 +297,7 @@ def _watching(model: nn.Module, traced: Traced, handing: Handing) -> dict[nn.Mod
         def run(
             *args: Any, forward: Any = block.forward, first: str = first, outputs: Any = outputs, **kwargs: Any
         ) -> Any:
-            traced.calls.setdefault(first, Call(args=args, kwargs=kwargs))
+            traced.calls.setdefault(first, Call(args=args, kwargs=kwargs).fresh())
             outputs[:] = [forward(*args, **kwargs)]
             traced.outputs[first] = outputs[0]
             return outputs[0]
