@@ -59,8 +59,8 @@ def one_step(family, text, options):
     return (*errors, float((evaluated - loss_1).abs())), set(found), set(gradients), sent
 
 
-def compare(world_size, cases):
-    """Return what every rank sent in every case, after comparing with one device."""
+def assert_equal_to_one_device(world_size, cases):
+    """Assert it of every case; return what every rank sent in each."""
     results = run_ranks(steps_of, world_size, cases)
     for number, case in enumerate(cases):
         errors = [largest(rank[number][0]) for rank in results]
@@ -74,13 +74,13 @@ def compare(world_size, cases):
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_gradients_and_evaluation_equal_one_device(family):
-    compare(4, [(family, layout() + table(family, settings)) for settings in SETTINGS])
+    assert_equal_to_one_device(4, [(family, layout() + table(family, settings)) for settings in SETTINGS])
 
 
 def test_gradients_of_encoders_and_of_images():
     # Where nothing puts the sequence together before a head, sequence_parallel has no place: vision transformers.
     cases = [("bert", layout() + table("bert", settings)) for settings in ("", SP)]
-    compare(4, [*cases, ("vit", layout() + table("vit")), ("mixer", layout() + table("mixer"))])
+    assert_equal_to_one_device(4, [*cases, ("vit", layout() + table("vit")), ("mixer", layout() + table("mixer"))])
 
 
 @pytest.mark.parametrize(
@@ -94,12 +94,16 @@ def test_gradients_of_encoders_and_of_images():
 )
 def test_every_schedule(schedule):
     # The head of gpt2 is the embedding: on one rank, or on two.
-    compare(4, [("gpt2", layout(schedule) + table("gpt2", f"{SP}\n{LP}")), ("llama", layout(schedule) + AUTO + SP)])
+    assert_equal_to_one_device(
+        4, [("gpt2", layout(schedule) + table("gpt2", f"{SP}\n{LP}")), ("llama", layout(schedule) + AUTO + SP)]
+    )
 
 
 def test_recomputation():
     more = "[scheduling.activation_checkpoint]\n"
-    compare(4, [("llama", layout(schedule, more) + table("llama", SP)) for schedule in ("1F1B", "ZBVZeroBubble")])
+    assert_equal_to_one_device(
+        4, [("llama", layout(schedule, more) + table("llama", SP)) for schedule in ("1F1B", "ZBVZeroBubble")]
+    )
 
 
 DATA_PARALLEL = {
@@ -115,7 +119,7 @@ def three_dimensions(schedule, name, family, settings):
 
 
 def test_three_dimensions():
-    compare(
+    assert_equal_to_one_device(
         8,
         [
             three_dimensions("1F1B", "zero3", "llama", f"{SP}\n{LP}"),
@@ -129,14 +133,16 @@ def test_three_dimensions():
 def test_three_dimensions_without_bubbles():
     # The composition keeps parameters whole between forward and backward, as the manifest is silent.
     unstated = layout("ZBVZeroBubble", "dp_shard = 2\n[sharding.fsdp2]\n") + table("gpt2", SP)
-    compare(8, [("gpt2", unstated), three_dimensions("ZBVZeroBubble", "ddp", "gpt2", f"{SP}\n{LP}")])
+    assert_equal_to_one_device(8, [("gpt2", unstated), three_dimensions("ZBVZeroBubble", "ddp", "gpt2", f"{SP}\n{LP}")])
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
 def test_each_rank_sends_its_own_part_of_a_sequence():
-    whole, cut = compare(4, [("llama", layout() + table("llama", settings)) for settings in ("", SP)])
+    whole, cut = assert_equal_to_one_device(
+        4, [("llama", layout() + table("llama", settings)) for settings in ("", SP)]
+    )
     header = 16 * 8
     assert [sent > 0 for sent in whole] == [sent > 0 for sent in cut] == [True, True, False, False]
     for all_of_it, part in zip(whole[:2], cut[:2], strict=True):
