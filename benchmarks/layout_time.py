@@ -4,6 +4,7 @@ layout: for one rank of every stage, everything that compose does before weights
 plugin's choice on the whole of it, the mesh, and every transform applied to the rank's part. One fresh process a rank;
 what importing torch costs is not in it, and the first use of everything else is.
 check: `composer3d check --json` of the same manifest, the whole process.
+What is limited is CPU time, which is about the time that passes on a machine that does nothing else.
 
 Usage: python benchmarks/layout_time.py [--json]
 """
@@ -106,10 +107,19 @@ def measure() -> list[dict[str, Any]]:
             found = json.loads(child(sys.executable, __file__, "--rank", str(rank), "--manifest", str(path)))
             rows.append({"name": f"layout, stage {stage}", "rank": rank, **found, "budget_s": LAYOUT_LIMIT_S})
             note(f"{rows[-1]['name']}: {found['seconds']} s")
-        started = time.monotonic()
+        started, cpu_started = time.monotonic(), children_cpu_s()
         child(sys.executable, "-m", "composer3d", "check", str(path), "--world-size", str(WORLD_SIZE), "--json")
-        rows.append({"name": "check", "seconds": round(time.monotonic() - started, 2), "budget_s": CHECK_LIMIT_S})
+        seconds, cpu_s = time.monotonic() - started, children_cpu_s() - cpu_started
+        rows.append(
+            {"name": "check", "seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2), "budget_s": CHECK_LIMIT_S}
+        )
     return rows
+
+
+def children_cpu_s() -> float:
+    """Return the CPU time of the processes that were started and have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def main() -> int:
@@ -130,7 +140,7 @@ def main() -> int:
     else:
         for row in rows:
             say("  ".join(f"{value}" if key == "name" else f"{key} {value}" for key, value in row.items()))
-    return 0 if all(row["seconds"] <= row["budget_s"] for row in rows) else 1
+    return 0 if all(row["cpu_s"] <= row["budget_s"] for row in rows) else 1
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import combinations, product
 
 import pytest
 from matrix import groups, report, run
-from matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, judge, one_device
+from matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, factory, judge, one_device
 from matrix_progress import Progress, row_of
+from support.models import write_manifest
+
+import composer3d
+from composer3d.testing import fake_world
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +57,36 @@ def test_two_options_that_stand_nowhere_together_are_those_of_permitted_refusals
         *((bucketed, ("schedule", name)) for name in OPTIONS["schedule"] if name != "no-pp"),
         (dual, ("microbatches", "P")),
     }
+
+
+# ---- sixteen ranks ---------------------------------------------------------------------------------------------------
+
+
+def laid_out(cell, rank):
+    """Return what a rank holds, by FQN: elements, and axes of the mesh."""
+    with fake_world(cell.world_size, rank=rank):
+        run = composer3d.compose(
+            factory, write_manifest(cell.manifest.removeprefix("composer3d = 1\n")), purpose="plan"
+        )
+        return {
+            name: (parameter.to_local().numel(), parameter.device_mesh.mesh_dim_names)
+            for name, parameter in run.named_parameters()
+        }
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_hybrid_tensor_and_pipeline_parallelism_hold_every_element_once_a_copy(schedule):
+    # The tests above compare any two of the three with one device; all three take 16 ranks, laid out one by one here.
+    cell = Cell(data="hsdp", tensor="tp2-sp", schedule=schedule, microbatches="4P")
+    assert cell.world_size == 16
+    total = Counter()
+    for rank in range(16):
+        for name, (number, axes) in laid_out(cell, rank).items():
+            assert axes[:2] == ("dp_replicate", "dp_shard") and ("tp" in axes or "norm" in name)
+            total[name] += number
+    # Two copies along dp_replicate, and norms are whole on both ranks along tp.
+    model = dict(factory().named_parameters())
+    assert total == {name: (4 if "norm" in name else 2) * parameter.numel() for name, parameter in model.items()}
 
 
 # ---- what the verdicts themselves can tell ---------------------------------------------------------------------------

@@ -28,6 +28,14 @@ class Prepared(Vectors):
         assert self.ready
         return super().__getitem__(index)
 
+class Foreseen(Prepared):
+    def example(self):
+        return torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64)
+
+class Wrong(Prepared):
+    def example(self):
+        raise ValueError("not yet")
+
 class Stream:
     def __init__(self):
         self.next = 0
@@ -72,6 +80,8 @@ def form(example):
         ({"use": "synthetic", "seq_len": 16}, ((4, 16), torch.int64)),
         ({"use": "example_data:Vectors"}, ((4, 3, 5), torch.float32)),
         ({"use": "example_data:Vectors", "padding": "multiple", "pad_multiple": 4}, ((4, 4, 5), torch.float32)),
+        # Prepared by the run alone; its method says what items are like.
+        ({"use": "example_data:Foreseen"}, ((4, 3, 5), torch.float32)),
         ({"use": "example_data:Stream", "order": "stream"}, ((4, 2), torch.int64)),
     ],
 )
@@ -110,3 +120,7 @@ def test_what_check_cannot_foresee(folder):
     assert form(example_of(opened(table, folder), table, seed=0, num_samples=1))[0] == (2, 3, 5)
     with pytest.raises(DataError, match="no such data"):
         foreseen_example(DataTable(use="example_data:broken"), folder, seed=0, num_samples=1)
+    with pytest.raises(
+        DataError, match=r'^\[data\] use = "example_data:Wrong": example\(\) failed: ValueError: not yet$'
+    ):
+        foreseen_example(DataTable(use="example_data:Wrong"), folder, seed=0, num_samples=1)

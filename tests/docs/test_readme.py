@@ -259,6 +259,9 @@ def test_figures_are_those_measured():
     telemetry = {row["name"]: row for row in results("telemetry")["rows"]}["phase"]
     commands = {row["name"]: row for row in results("quickstart")["rows"]}
     quickstart, check = commands["quickstart"], commands["check, CPU beyond import torch"]
+    *layouts, large = results("layout_time")["rows"]
+    assert len(layouts) == 4 and large["name"] == "check"
+    assert all(row["cpu_s"] <= row["budget_s"] for row in [*layouts, large])
 
     def compared(ratio, control, row=step):
         return f"{row[ratio]:.3f} (control {row[control]:.3f})"
@@ -287,6 +290,8 @@ def test_figures_are_those_measured():
         "last loss over first loss of it": f"{quickstart['loss_ratio']:.2f} ({quickstart['steps']} steps)",
         "first step of 8 ranks": f"{commands['first step, 8 ranks']['seconds']:.1f} s",
         "`composer3d check quickstart`, CPU beyond `import torch`": f"{check['seconds']:.2f} s",
+        "80 blocks of Llama-3-70B laid out on one of 512 ranks, CPU": f"{max(row['cpu_s'] for row in layouts):.1f} s",
+        "`composer3d check` of it, CPU": f"{large['cpu_s']:.1f} s",
     }
 
 
@@ -313,7 +318,7 @@ def test_what_a_run_of_the_matrix_says():
     )
 
 
-@pytest.mark.parametrize("name", ["step_time", "hook_overhead", "guard_cost", "telemetry", "quickstart"])
+@pytest.mark.parametrize("name", ["step_time", "hook_overhead", "guard_cost", "telemetry", "quickstart", "layout_time"])
 def test_results_state_their_conditions(name):
     found = results(name)["conditions"]
     assert found.keys() >= {"date", "machine", "python", "torch", "load_1min_before"}

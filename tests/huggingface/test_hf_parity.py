@@ -42,7 +42,7 @@ CASES = {
     "neox-interleaved-heads-tp": ("neox", TP, False, 0.6),
     "olmo2-tp": ("olmo2", TP, False, 0.66),
     "falcon-fused-grouped-tp": ("falcon", TP, False, 0.53),
-    "bloom-fused-interleaved-tp": ("bloom", TP, False, 0.66),
+    "bloom-fused-interleaved-tp": ("bloom", TP, False, 0.67),
     "opt-tied-pp": ("opt", PP, False, 0.61),
     "biogpt-own-mask-pp": ("biogpt", PP, False, 0.61),
     "biogpt-own-mask-tp": ("biogpt", TP, False, 0.57),

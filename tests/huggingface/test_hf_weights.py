@@ -207,34 +207,34 @@ def test_init_draws_weights_of_the_configuration_in_every_layout_alike(models):
 # ---- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_missing_weights_are_refused(folder):
-    changed = edit(folder(), lambda tensors: [tensors.pop(name) for name in list(tensors) if "mlp" in name])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        pytest.param(
+            lambda tensors: [tensors.pop(name) for name in list(tensors) if "mlp" in name],
+            'FOLDER holds no "model.layers.0.mlp.gate_proj.weight" (and 5 more), which LlamaForCausalLM needs; '
+            'weights = "init" starts from the configuration alone',
+            id="missing",
+        ),
+        pytest.param(
+            lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weigth": torch.ones(1)}),
+            'FOLDER holds "model.layers.0.mlp.up_proj.weigth", for which LlamaForCausalLM has no place; did you mean '
+            '"model.layers.0.mlp.up_proj.weight"?',
+            id="no-place",
+        ),
+        pytest.param(
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}),
+            '"model.norm.weight" in FOLDER makes "model.norm.weight" of shape (31,), and the configuration asks for '
+            "(32,); the weights are of another configuration",
+            id="shape",
+        ),
+    ],
+)
+def test_other_weights_are_refused(change, message, folder):
+    changed = edit(folder(), change)
     with pytest.raises(ModelError) as refused:
         opened(changed)
-    assert str(refused.value) == (
-        f'{changed} holds no "model.layers.0.mlp.gate_proj.weight" (and 5 more), which LlamaForCausalLM needs; '
-        'weights = "init" starts from the configuration alone'
-    )
-
-
-def test_weights_without_a_place_are_refused(folder):
-    changed = edit(folder(), lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weigth": torch.ones(1)}))
-    with pytest.raises(ModelError) as refused:
-        opened(changed)
-    assert str(refused.value) == (
-        f'{changed} holds "model.layers.0.mlp.up_proj.weigth", for which LlamaForCausalLM has no place; did you mean '
-        '"model.layers.0.mlp.up_proj.weight"?'
-    )
-
-
-def test_weights_of_another_shape_are_refused(folder):
-    changed = edit(folder(), lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
-    with pytest.raises(ModelError) as refused:
-        opened(changed)
-    assert str(refused.value) == (
-        f'"model.norm.weight" in {changed} makes "model.norm.weight" of shape (31,), and the configuration asks for '
-        "(32,); the weights are of another configuration"
-    )
+    assert str(refused.value) == message.replace("FOLDER", str(changed))
 
 
 def test_damaged_and_missing_files_are_refused(folder, tmp_path):

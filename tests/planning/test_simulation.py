@@ -54,22 +54,36 @@ def test_interleaving_divides_the_bubble(degree, rounds, stages):
         assert result.in_flight[0] == pytest.approx(degree * (1 + (degree - 1) / (degree * stages)))
 
 
-def test_breadth_first_has_the_bubble_of_interleaving_and_holds_every_microbatch():
-    result = step("LoopedBFS", 4, 8, 2)
-    assert result.total == pytest.approx(step("Interleaved1F1B", 4, 8, 2).total)
-    assert list(result.in_flight) == [8.0] * 4
+@pytest.mark.parametrize(("degree", "num_microbatches", "stages"), [(2, 4, 2), (4, 8, 2), (4, 8, 4), (8, 16, 3)])
+def test_breadth_first_has_the_bubble_of_interleaving_and_holds_every_microbatch(degree, num_microbatches, stages):
+    result = step("LoopedBFS", degree, num_microbatches, stages)
+    assert result.total == pytest.approx(3.0 * num_microbatches + (degree - 1) * 3.0 / stages)
+    assert result.total == pytest.approx(step("Interleaved1F1B", degree, num_microbatches, stages).total)
+    assert list(result.in_flight) == [float(num_microbatches)] * degree
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
-def test_halves_of_backwards_fill_bubbles(schedule):
-    # Each of F, I, W takes 1 on each of two stages a rank: the measured 51 and 57 of interleaving.
+@pytest.mark.parametrize(("degree", "num_microbatches"), [(2, 4), (4, 8), (4, 16), (8, 16)])
+def test_halves_of_backwards_fill_bubbles(schedule, degree, num_microbatches):
+    # F = I = W, two stages a rank: of (p - 1)(F + B) / 2 is left ZB-H1's (p - 1)(F + I - W) / 2, a third.
     costs = {"forward": 2.0, "backward": 4.0, "weight": 2.0}
-    result = step(schedule, 4, 8, **costs)
-    assert result.total == pytest.approx(51.0)
-    assert step("Interleaved1F1B", 4, 8, **costs).total == pytest.approx(57.0)
-    assert result.bubble_share == pytest.approx(1 - 48 / 51)
-    expected = {"InterleavedZeroBubble": 4.0, "ZBVZeroBubble": 4.0, "DualPipeV": 4.5}
-    assert max(result.in_flight) == expected[schedule]
+    result = step(schedule, degree, num_microbatches, **costs)
+    ideal = 6.0 * num_microbatches
+    assert result.total == pytest.approx(ideal + (degree - 1) * 1.0)
+    assert step("Interleaved1F1B", degree, num_microbatches, **costs).total == pytest.approx(ideal + (degree - 1) * 3.0)
+    assert result.bubble_share == pytest.approx(1 - ideal / result.total)
+    # As many as 1F1B's first rank holds, on every rank; DualPipeV one of its 2 p stages more.
+    held = degree + 0.5 if schedule == "DualPipeV" else degree
+    assert list(result.in_flight) == [held] * degree
+
+
+@pytest.mark.parametrize(("degree", "num_microbatches"), [(2, 4), (4, 16), (8, 16)])
+@pytest.mark.parametrize(("forward", "backward", "weight"), [(2.0, 5.0, 2.0), (4.0, 6.0, 2.0)])
+def test_what_weights_gradients_cannot_fill(degree, num_microbatches, forward, backward, weight):
+    # ZB-H1: (p - 1)(F + I - W), over two stages a rank.
+    result = step("InterleavedZeroBubble", degree, num_microbatches, forward=forward, backward=backward, weight=weight)
+    bubble = (degree - 1) * (forward + (backward - weight) - weight) / 2
+    assert result.total == pytest.approx(num_microbatches * (forward + backward) + bubble)
 
 
 def test_zero_bubble_one_stage_of_the_same_size():

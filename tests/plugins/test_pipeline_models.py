@@ -227,7 +227,8 @@ class Keyword(Block):
             "reads",
             "a pipeline has to see one forward to know how blocks are called, and the model does not run on meta with "
             "token numbers of shape (2, 8): RuntimeError: Tensor.item() cannot be called on meta tensors; "
-            "hand compose example=(args, kwargs), as the model takes them",
+            "hand compose example=(args, kwargs), as the model takes them, or give the data set of [data] a method "
+            "example() that returns an item",
         ),
     ],
 )

@@ -60,7 +60,7 @@ def one_step(family, text, options):
 
 
 def assert_equal_to_one_device(world_size, cases):
-    """Compare every case with one device; return what every rank sent in it."""
+    """Assert it of every case; return what every rank sent in each."""
     results = run_ranks(steps_of, world_size, cases)
     for number, case in enumerate(cases):
         errors = [largest(rank[number][0]) for rank in results]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer3d.errors import DataError
 from composer3d.runner.data.collate import padded_width
 from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.source import Source
@@ -46,7 +47,8 @@ def example_of(source: Source | StreamSource, table: DataTable, *, seed: int, nu
 def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: int) -> Example | None:
     """Return the same without opening the source: text and tokens are `seq_len` integers, a user's data set is made.
 
-    None where it takes more to tell, such as a data set's `prepare`.
+    Of that the first item is looked at. A data set that has to `prepare` before it has items may have a method
+    `example`, which returns one that is like them and reads nothing; without it nothing can be foreseen: None.
 
     Args:
         table: The manifest's `[data]`.
@@ -55,11 +57,13 @@ def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: 
         num_samples: Of a micro-batch.
 
     Raises:
-        DataError: The user's callable fails.
+        DataError: The user's callable fails, or `example` does.
     """
     if table.kind != "user":
         return _batch(torch.empty(table.seq_len, dtype=torch.int64, device="meta"), table, num_samples)
     dataset = call_user(table, folder)
+    if callable(getattr(dataset, "example", None)):
+        return _batch(_stated(dataset, table, seed), table, num_samples)
     try:
         with seeded(seed, 0):
             item = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
@@ -67,6 +71,15 @@ def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: 
     except Exception:  # the run opens it as it has to be, and tells
         return None
     return _batch(tokens, table, num_samples)
+
+
+def _stated(dataset: Any, table: DataTable, seed: int) -> Tensor:
+    try:
+        with seeded(seed, 0):
+            item = dataset.example()
+    except Exception as error:
+        raise DataError(f'[data] use = "{table.use}": example() failed: {type(error).__name__}: {error}') from error
+    return as_sample(item, name="what example() returns", use=table.use)[0]
 
 
 def _batch(tokens: Tensor, table: DataTable, num_samples: int) -> Example:

@@ -134,7 +134,8 @@ def run_on_meta(watch: Follower, example: Any) -> Any:
         raise TransformError(
             f"a pipeline has to see one forward to know how blocks are called, and the model does not run on meta with "
             f"{tried}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}; "
-            "hand compose example=(args, kwargs), as the model takes them"
+            "hand compose example=(args, kwargs), as the model takes them, or give the data set of [data] a method "
+            "example() that returns an item"
         ) from error
     finally:
         for handle in handles:
