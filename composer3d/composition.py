@@ -371,6 +371,16 @@ class Composition:
             self._persistence.load(Path(path), self._optimizer)
         self._engine.parameters_loaded()
 
+    def parameters_changed(self) -> None:
+        """Let plugins compute anew what rests on final parameters, after a loop has changed parameters between steps.
+
+        `load` does so by itself. Collectives: those of the plugins' actions.
+
+        Raises:
+            StepError: Inside a step.
+        """
+        self._engine.parameters_loaded()
+
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add what plugins measure to a step's metrics and hand them to every plugin that takes metrics.
 

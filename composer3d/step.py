@@ -351,7 +351,9 @@ class StepEngine:
         return tuple(name for name, veto in zip(names, agreed, strict=True) if veto)
 
     def parameters_loaded(self) -> None:
-        """Run the actions that depend on final parameters, after a load."""
+        """Run the actions that depend on final parameters, after a load or another change between steps."""
+        if self.state is not None:
+            raise StepError(f"parameters_changed was called inside step {self.state.step}; call it between steps")
         self.state = StepState(step=-1, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         try:
             self._at(StepPoint.PARAMETERS_FINAL)

@@ -12,6 +12,7 @@ __all__ = [
     "clear_sharding_caches",
     "flatten",
     "fsdp_groups",
+    "held_tensor",
     "replicate_buckets",
     "replicate_units",
     "shard_of",
@@ -83,6 +84,14 @@ def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
     for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
         if group is not None:
             yield group, group._all_gather_comm, group._reduce_scatter_comm
+
+
+def held_tensor(tensor: Any) -> Any:
+    """Return the very tensor that a DTensor holds on this rank, with the attributes that others have given it.
+
+    `to_local` makes a view, which has none of them (torch 2.11-2.15). A plain tensor is returned as it is.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_local(tensor: Any, local: Any) -> Any:

@@ -485,3 +485,13 @@ def test_the_compiler_traces_unflatten_through_a_mode():
     compiled = torch.compile(lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), backend="eager", fullgraph=True)
     with Mode():
         assert all(map(torch.equal, compiled(x), x.unflatten(-1, (-1, 2)).unbind(-1)))
+
+
+def test_what_a_dtensor_holds_keeps_its_attributes():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    with fake_world(2):
+        held = torch_compat.held_tensor(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))))
+        held.mark = 7
+    assert torch_compat.held_tensor(held) is held and held.shape == (4,)
