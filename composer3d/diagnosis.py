@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from composer3d.mesh import Layout
+from composer3d.mesh import Layout, Role
 
 __all__ = ["Account", "Collective", "diagnose"]
 
@@ -52,11 +52,12 @@ class Account:
     Args:
         rank: The rank.
         step: Its last step, None before the first.
-        inside: Whether it is in a span.
+        inside: Whether it is in a step.
         spans: The open ones, outermost first, without the step's own.
         place: The innermost line of the user's code.
         own: Whether the last collective is composer3d's own and no plugin's; None where it has come back.
         collectives: Its last ones, oldest first.
+        exchanges: Whether it waits for the stage before or after its own.
     """
 
     rank: int
@@ -66,6 +67,7 @@ class Account:
     place: str
     own: bool | None
     collectives: tuple[Collective, ...]
+    exchanges: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it in values that JSON holds."""
@@ -92,8 +94,11 @@ def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str
     """
     first = accounts[0]
     lines = [f"a collective failed {_when(first)}: {reason}"]
-    found = _mismatch(accounts) or _missing(accounts)
-    if found is not None:
+    found = _mismatch(accounts) or (None if first.exchanges else _missing(accounts))
+    if found is None and first.exchanges:
+        odd, line = _exchange(accounts, layout, owners)
+        lines.append(line)
+    elif found is not None:
         collective, odd, text = found
         own = next((account.own for account in accounts if account.collectives[-1:] == (collective,)), None)
         lines.append(f"{_where(collective, layout, owners, own)}: " + text(layout))
@@ -101,6 +106,19 @@ def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str
         odd = ()
     lines += _told(accounts, odd, layout, owners)
     return "\n".join(lines)
+
+
+def _exchange(accounts: Sequence[Account], layout: Layout, owners: Mapping[str, str]) -> tuple[tuple[int, ...], str]:
+    """Say whom a pipeline stage waits for: those of its pipeline that do not exchange, or do not answer."""
+    first, by_rank = accounts[0], {account.rank: account for account in accounts}
+    (axis,) = layout.names(Role.STAGE)
+    others = [rank for rank in layout.group(first.rank, axis) if rank != first.rank]
+    odd = tuple(rank for rank in others if rank not in by_rank or not by_rank[rank].exchanges)
+    waiting = _ranks(rank for rank in layout.group(first.rank, axis) if rank not in odd)
+    what = f"a send or receive between stages along {axis} ({_ranks([first.rank, *others])}; {owners.get(axis, axis)})"
+    if not odd:
+        return odd, f"{what}: all of them wait for a neighbour; their schedules do not fit each other"
+    return odd, f"{what}: {' and '.join(map(layout.who, odd[:_SHOWN]))} did not come to it, and {waiting} waited"
 
 
 def _when(account: Account) -> str:

@@ -93,7 +93,7 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
         torch.compiler.set_stance("force_eager"),
     ):
         optimizer = subject.make_optimizer(run)
-        with contextlib.nullcontext({}) if alone else watching(run) as outputs:
+        with _outputs(run, alone=alone) as outputs:
             for number in range(_WARM_UP):
                 _step(subject, run, optimizer, number)
         with count_collectives(run.mesh) as collectives:
@@ -114,6 +114,11 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
 
     with fake_world(world_size, rank), _received(messages, replay=True):
         return count_step(subject, alone=True)[0]
+
+
+def _outputs(run: Composition, *, alone: bool) -> contextlib.AbstractContextManager[dict[str, Output]]:
+    """Note what modules return, where values are what they are on the run's ranks."""
+    return contextlib.nullcontext({}) if alone else watching(run)
 
 
 def _step(subject: Subject, run: Composition, optimizer: torch.optim.Optimizer, number: int) -> None:
