@@ -8,7 +8,7 @@ there. Then every row is proven as `composer3d verify` does, on up to 8 ranks; a
 benchmarks/results/plugin_matrix.json is written after every cell, and a run that was stopped goes on where it was: rows
 that are proven stay so until `--again`. A row that fails is kept in plugin_matrix_failed.json, which the tests run.
 
-Usage: python benchmarks/plugin_matrix.py [--plan] [--cells N] [--only TEXT] [--again] [--json]
+Usage: python benchmarks/plugin_matrix.py [--plan] [--known] [--cells N] [--only TEXT] [--again] [--json]
 """
 
 from __future__ import annotations
@@ -133,6 +133,7 @@ def main() -> int:
     """Read the command line, run, print."""
     parser = argparse.ArgumentParser(description="Prove every two options of all installed plugins together.")
     parser.add_argument("--plan", action="store_true", help="make the rows, find what is refused, and stop")
+    parser.add_argument("--known", action="store_true", help="take what is refused from the file, and look for no more")
     parser.add_argument("--cells", type=int, metavar="N", help="at most so many cells, then stop")
     parser.add_argument("--only", metavar="TEXT", default="", help="rows that have it, as in 'schedule=\"1F1B\"'")
     parser.add_argument("--again", action="store_true", help="run proven rows too")
@@ -142,7 +143,7 @@ def main() -> int:
 
     prewarm()
     stated = conditions()
-    rows = rows_of(learn=True)
+    rows = rows_of(learn=not arguments.known)
     note(f"{len(rows)} rows")
     if arguments.plan:
         return 0

@@ -73,7 +73,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(row="`float8` where no layer is left to convert", message=r"no layer is left to convert"),
     Permitted(
         row="`float8`: `all_gather` with a scale a row",
-        message=r"all_gather = true needs|auto = true has no thresholds|emulate = false, and this device",
+        message=r"all_gather = true(:| needs)|auto = true has no thresholds|emulate = false, and this device",
     ),
     Permitted(row="`torch_profiler`: ranks that the world does not have", message=r"nvtx needs CUDA"),
     Permitted(row="`mixed` where no plugin asks for dtypes", message=r"gives dtypes, but no plugin"),
@@ -84,6 +84,10 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(
         row="`pipeline`: fewer micro-batches than the schedule needs",
         message=r"needs at least as many micro-batches as stages|needs a multiple of \d+",
+    ),
+    Permitted(
+        row='`activation_checkpoint`: `mode = "selective"` with zero-bubble schedules',
+        message=r"selective checkpoints keep can be used once",
     ),
     Permitted(
         row="`pipeline`: another number of stages a rank than the schedule has",
@@ -97,7 +101,7 @@ PERMITTED: tuple[Permitted, ...] = (
         message=r"parameters that the second half|resharding|reshard_(root|after_forward).*(zero.bubble|Zero)",
     ),
     Permitted(
-        row="`wandb`, `prometheus`, `tensorboard` where their library is not installed",
+        row="`prometheus`, `tensorboard`, `wandb` where their library is not installed",
         message=r"(wandb|prometheus_client|tensorboard) is not installed",
     ),
 )

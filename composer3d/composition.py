@@ -293,6 +293,19 @@ class Composition:
 
     # ---- around steps ------------------------------------------------------------------------------------------------
 
+    def explaining(self, activity: str = "") -> contextlib.AbstractContextManager[None]:
+        """Explain collectives of the loop's own that fail inside, as those in steps are explained.
+
+        Steps, evaluations, `save`, `load` and `report` do so by themselves.
+
+        Args:
+            activity: What the loop does, for the text.
+
+        Raises:
+            StepError: A rank is gone or late; says which, over which axis, and what every rank did last.
+        """
+        return self._engine.explaining(activity)
+
     def optimizer(
         self,
         cls: type[torch.optim.Optimizer],
@@ -359,7 +372,8 @@ class Composition:
         Raises:
             CheckpointError: On all ranks, if any of them could not write.
         """
-        self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous)
+        with self.explaining("save"):
+            self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous)
 
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, in this layout, whatever the layout was that wrote it.
@@ -367,8 +381,19 @@ class Composition:
         Raises:
             CheckpointError: It is missing, half written, unsafe, or of another model.
         """
-        with self._engine.bypassed():
-            self._persistence.load(Path(path), self._optimizer)
+        with self.explaining("load"):
+            with self._engine.bypassed():
+                self._persistence.load(Path(path), self._optimizer)
+            self._engine.parameters_loaded()
+
+    def parameters_changed(self) -> None:
+        """Let plugins compute anew what rests on final parameters, after a loop has changed parameters between steps.
+
+        `load` does so by itself. Collectives: those of the plugins' actions.
+
+        Raises:
+            StepError: Inside a step.
+        """
         self._engine.parameters_loaded()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -383,7 +408,8 @@ class Composition:
         Returns:
             All metrics, reduced.
         """
-        measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device)
+        with self.explaining("report"):
+            measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device)
         result = {**metrics, **measured}
         for function in self._assembled.metric_sinks:
             function(context=self.context, step=step, metrics=result)

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol
 
+from composer3d.mesh import Layout, Role
+
 __all__ = ["Account", "Collective", "Fault", "Names", "diagnose", "find_fault", "told_act"]
 
 _SHOWN = 8  # ranks whose last act is told
@@ -61,11 +63,12 @@ class Account:
     Args:
         rank: The rank.
         step: Its last step, None before the first.
-        inside: Whether it is in a span.
+        inside: Whether it is in a step.
         spans: The open ones, outermost first, without the step's own.
         place: The innermost line of the user's code.
         own: Whether the last collective is composer3d's own and no plugin's; None where it has come back.
         collectives: Its last ones, oldest first.
+        exchanges: Whether it waits for the stage before or after its own.
     """
 
     rank: int
@@ -75,6 +78,7 @@ class Account:
     place: str
     own: bool | None
     collectives: tuple[Collective, ...]
+    exchanges: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return it in values that JSON holds."""
@@ -107,7 +111,7 @@ class Fault:
     text: str
 
 
-def diagnose(accounts: Sequence[Account], *, layout: Names, owners: Mapping[str, str], reason: str) -> str:
+def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str, str], reason: str) -> str:
     """Say which collective failed, who was missing or ran another, and what each rank did last.
 
     Args:
@@ -116,11 +120,16 @@ def diagnose(accounts: Sequence[Account], *, layout: Names, owners: Mapping[str,
         owners: The plugin that owns an axis, by axis.
         reason: What the backend said.
     """
+    odd: tuple[int, ...] = ()
     lines = [f"a collective failed {_when(accounts[0])}: {reason}"]
     fault = find_fault(accounts, layout=layout, owners=owners)
     if fault is not None:
+        odd = fault.odd
         lines.append(fault.text)
-    lines += _told(accounts, fault.odd if fault is not None else (), layout, owners)
+    elif accounts[0].exchanges:
+        odd, line = _exchange(accounts, layout, owners)
+        lines.append(line)
+    lines += _told(accounts, odd, layout, owners)
     return "\n".join(lines)
 
 
@@ -133,7 +142,7 @@ def find_fault(accounts: Sequence[Account], *, layout: Names, owners: Mapping[st
         owners: The plugin that owns an axis, by axis.
     """
     mismatch = _mismatch(accounts)
-    found = mismatch or _missing(accounts)
+    found = mismatch or (None if accounts[0].exchanges else _missing(accounts))
     if found is None:
         return None
     collective, odd, text = found
@@ -144,6 +153,19 @@ def find_fault(accounts: Sequence[Account], *, layout: Names, owners: Mapping[st
         odd=odd,
         text=f"{_where(collective, layout, owners, own)}: " + text(layout),
     )
+
+
+def _exchange(accounts: Sequence[Account], layout: Layout, owners: Mapping[str, str]) -> tuple[tuple[int, ...], str]:
+    """Say whom a pipeline stage waits for: those of its pipeline that do not exchange, or do not answer."""
+    first, by_rank = accounts[0], {account.rank: account for account in accounts}
+    (axis,) = layout.names(Role.STAGE)
+    others = [rank for rank in layout.group(first.rank, axis) if rank != first.rank]
+    odd = tuple(rank for rank in others if rank not in by_rank or not by_rank[rank].exchanges)
+    waiting = _ranks(rank for rank in layout.group(first.rank, axis) if rank not in odd)
+    what = f"a send or receive between stages along {axis} ({_ranks([first.rank, *others])}; {owners.get(axis, axis)})"
+    if not odd:
+        return odd, f"{what}: all of them wait for a neighbour; their schedules do not fit each other"
+    return odd, f"{what}: {' and '.join(map(layout.who, odd[:_SHOWN]))} did not come to it, and {waiting} waited"
 
 
 def _when(account: Account) -> str:

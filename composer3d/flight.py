@@ -50,6 +50,8 @@ _GONE_S = 0.7  # and where a connection broke, so that one of them will not come
 _KEPT = 64  # collectives of each group that a rank tells of
 _CLOSED = 1024  # spans that it remembers
 _TORCH = "/torch/"
+# Where torch's pipeline stages wait for their neighbours; gloo's recorder holds no such exchanges.
+_PIPELINING = "/torch/distributed/pipelining/"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
 _OWN_FILES = ("agreement.py", "gradients.py", "guard.py", "ledger.py", "measurement.py")
 
@@ -148,18 +150,25 @@ class Flight:
     # ---- after a failure ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def explaining(self) -> Iterator[None]:
+    def explaining(self, activity: str = "") -> Iterator[None]:
         """Turn a lost or late peer inside into an error that says what every rank did.
+
+        Args:
+            activity: What this rank does meanwhile, for the others to read: saving, loading, and so on.
 
         Raises:
             StepError: On every rank the same text, made by the one that failed first.
         """
+        span = self.begin(activity, {}) if activity else None
         try:
             yield
         except RuntimeError as error:
             if not lost_a_peer(error):
                 raise
             raise StepError(self._explain(error)) from error
+        finally:
+            if span is not None:
+                self.end(span)
 
     def _explain(self, error: RuntimeError) -> str:
         own = self._account([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
@@ -217,7 +226,8 @@ class Flight:
         return Account(
             rank=self._rank,
             step=self._step,
-            inside=bool(spans),
+            inside=any(name == "step" for name, *_ in spans),
+            exchanges=any(_PIPELINING in frame.f_code.co_filename for frame in frames),
             spans=tuple(_name(name, attributes) for name, attributes, _ in spans if name != "step"),
             place=place,
             own=own,

@@ -217,7 +217,8 @@ def _select(preparation: Preparation) -> None:
                         collected.append((registered, transform))
     by_name = {transform.name: registered for registered, transform in collected}
     try:
-        ordered = resolve(transform for _, transform in collected)
+        alone = context.purpose == "verify" and context.world_size == 1
+        ordered = resolve((transform for _, transform in collected), alone=alone)
     except ComposerError as error:
         problems.append(_at_plugin(_named_in(str(error), collected), context, error))
         return

@@ -72,7 +72,9 @@ class StepEngine:
         reduction: Reduction | None,
     ) -> None:
         self._context, self._guard, self._ledger, self._streams = context, guard, ledger, streams
-        self._explaining = flight.explaining if flight is not None else contextlib.nullcontext
+        self.explaining: Callable[..., contextlib.AbstractContextManager[None]] = (
+            flight.explaining if flight is not None else lambda activity="": contextlib.nullcontext()
+        )
         self._loss_fn, self._count_fn, self._reduction = loss_fn or _loss_of_model, count_fn, reduction
         self.loss_is_the_models = loss_fn is None
         self._actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
@@ -99,7 +101,7 @@ class StepEngine:
         self._ledger.clear()
         self._call, self._used, self._own, self._num_forwards, self._seen = 0, False, None, 0, 0
         try:
-            with self._explaining(), context.span("step", step=number):
+            with self.explaining(), context.span("step", step=number):
                 self._at(StepPoint.BEGIN)
                 if target is not None:
                     self._announce_own(target, self.identity(target, own=True))
@@ -177,11 +179,11 @@ class StepEngine:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
         microbatches = cut(batch, size)
         counts = self._count_all(microbatches)
-        with self._explaining():
+        with self.explaining("evaluate"):
             totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
-            with self._explaining(), self._context.span("evaluate"):
+            with self.explaining(), self._context.span("evaluate"):
                 evaluate(microbatches)
             return self._ledger.settle(len(microbatches), has_gradient=False)
         finally:
@@ -355,7 +357,9 @@ class StepEngine:
         return tuple(name for name, veto in zip(names, agreed, strict=True) if veto)
 
     def parameters_loaded(self) -> None:
-        """Run the actions that depend on final parameters, after a load."""
+        """Run the actions that depend on final parameters, after a load or another change between steps."""
+        if self.state is not None:
+            raise StepError(f"parameters_changed was called inside step {self.state.step}; call it between steps")
         self.state = StepState(step=-1, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         try:
             self._at(StepPoint.PARAMETERS_FINAL)

@@ -176,8 +176,12 @@ def _order_within(group: Mapping[str, T], everything: Mapping[str, T]) -> list[T
     return result
 
 
-def resolve(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
+def resolve(transforms: Iterable[Transform], *, alone: bool = False) -> tuple[Transform, ...]:
     """Order transforms after checking what they require and exclude.
+
+    Args:
+        transforms: Of all plugins.
+        alone: They are those of one device that a proof compares with, and what they require has been taken out.
 
     Raises:
         OrderError: With the reason given by the plugin that has it.
@@ -186,7 +190,7 @@ def resolve(transforms: Iterable[Transform]) -> tuple[Transform, ...]:
     names = {transform.name for transform in ordered}
     for transform in ordered:
         for other, reason in transform.requires.items():
-            if other not in names:
+            if other not in names and not alone:
                 raise OrderError(f'"{transform.name}" requires "{other}", which the manifest does not have: {reason}')
         for other, reason in transform.conflicts.items():
             if other in names:

@@ -179,7 +179,7 @@ class ScaledDotProductAttention(nn.Module):
 
     def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         """Attend; several query heads share a key/value head where there are fewer of those."""
-        is_grouped = q_BHSE.shape[1] != k_BKSE.shape[1]
+        is_grouped = bool(q_BHSE.shape[1] != k_BKSE.shape[1])  # a bool under torch.compile with dynamic shapes too
         if is_grouped and self.kernel == "efficient":
             # Of the kernels, only this one cannot read a key/value head for several heads.
             repeats = q_BHSE.shape[1] // k_BKSE.shape[1]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import to_device
 from composer3d.mesh import Layout
+from composer3d.proof.activations import Output, watching
 from composer3d.proof.reference import of_dtype
 from composer3d.proof.subject import Subject
 
@@ -34,10 +35,12 @@ class Counted:
     Args:
         totals: (count, bytes) by (op, axis).
         of_plugins: How many there are over each axis that are not the step's own agreements.
+        outputs: What modules returned in the first step.
     """
 
     totals: Mapping[tuple[str, str], tuple[int, int]]
     of_plugins: Mapping[str, int]
+    outputs: Mapping[str, Output] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,11 +93,12 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
         torch.compiler.set_stance("force_eager"),
     ):
         optimizer = subject.make_optimizer(run)
-        for number in range(_WARM_UP):
-            _step(subject, run, optimizer, number)
+        with _outputs(run, alone=alone) as outputs:
+            for number in range(_WARM_UP):
+                _step(subject, run, optimizer, number)
         with count_collectives(run.mesh) as collectives:
             _step(subject, run, optimizer, _WARM_UP)
-    return _counted(collectives.rows), messages
+    return replace(_counted(collectives.rows), outputs=outputs), messages
 
 
 def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequence[Any]) -> Counted:
@@ -110,6 +114,11 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
 
     with fake_world(world_size, rank), _received(messages, replay=True):
         return count_step(subject, alone=True)[0]
+
+
+def _outputs(run: Composition, *, alone: bool) -> contextlib.AbstractContextManager[dict[str, Output]]:
+    """Note what modules return, where values are what they are on the run's ranks."""
+    return contextlib.nullcontext({}) if alone else watching(run)
 
 
 def _step(subject: Subject, run: Composition, optimizer: torch.optim.Optimizer, number: int) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.gradients import local
 from composer3d.mesh import Role
 from composer3d.proof.comparison import Limits, difference, fit, scale_of
+from composer3d.proof.derived import stale_values
 from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors
 from composer3d.proof.subject import Arithmetic, Subject
@@ -38,6 +39,7 @@ class Deviation:
         summed: By axis, what is left if the ranks' values along it are added up.
         averaged: By axis, what is left if they are averaged.
         mixed: By axis, what is left if each element is taken as it is or added up, whichever is right.
+        turned: Axes along which the ranks' pieces are right, and lie in another order.
     """
 
     rel: float
@@ -46,6 +48,7 @@ class Deviation:
     summed: Mapping[str, float] = field(default_factory=dict)
     averaged: Mapping[str, float] = field(default_factory=dict)
     mixed: Mapping[str, float] = field(default_factory=dict)
+    turned: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +65,8 @@ class RankStep:
         unmoved: Parameters that the step left as they were.
         held: What this rank holds, by kind and FQN.
         batch: A digest of what this rank was given.
+        updates: By FQN, the multiple of the right update that a wrong one is, None where it is none.
+        decays: By FQN, the multiple of the parameter that a wrong update is off by, None where it is none.
     """
 
     loss: float
@@ -73,6 +78,8 @@ class RankStep:
     unmoved: tuple[str, ...]
     held: dict[str, dict[str, Holding]]
     batch: int
+    updates: dict[str, float | None]
+    decays: dict[str, float | None]
 
 
 @dataclass(kw_only=True)
@@ -84,12 +91,14 @@ class RankSteps:
         initial: Deviations of the weights before the first step.
         placements: By FQN, how a parameter lies, as text.
         buffers: What this rank holds of buffers after the last step and what the loop does before it saves.
+        stale: What was computed from other parameters than the last step left.
     """
 
     steps: list[RankStep] = field(default_factory=list)
     initial: dict[str, Deviation] = field(default_factory=dict)
     placements: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, Holding] = field(default_factory=dict)
+    stale: tuple[str, ...] = ()
 
 
 def run_composed(
@@ -111,9 +120,12 @@ def run_composed(
         optimizer = subject.make_optimizer(run)
         result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
         result.initial = _deviations(run, _parameters(run), reference.initial, tolerances, "parameters")
+        start = reference.initial
         for number, expected in enumerate(reference.steps):
-            step = _step(subject, run, optimizer, number, which, expected, tolerances, keep)
+            step = _step(subject, run, optimizer, number, which, expected, tolerances, keep, start)
             result.steps.append(step)
+            start = expected.parameters
+        result.stale = stale_values(run)
         if subject.average_buffers is not None:
             subject.average_buffers(run)
         result.buffers = held_buffers(run)
@@ -129,6 +141,7 @@ def _step(
     expected: ReferenceStep,
     tolerances: Limits,
     keep: Path | None,
+    start: Mapping[str, Tensor],
 ) -> RankStep:
     from composer3d.batch import Digest
 
@@ -161,16 +174,21 @@ def _step(
     after = _parameters(run)
     held["parameters"] = held_tensors(run, run.named_parameters())
     clipped = seen[-1] if seen else {}
+    parameters = _deviations(run, after, expected.parameters, tolerances, "parameters")
+    off = [f for f, found in parameters.items() if not found.rel <= tolerances.of("parameters", f) and f in before]
+    off = [fqn for fqn in off if fqn in after and fqn in start and fqn in expected.parameters]
     return RankStep(
         loss=float(loss),
         grad_norm=float(norm),
         gradients=deviations,
         clipped=_deviations(run, clipped, expected.clipped, tolerances, "clipped"),
-        parameters=_deviations(run, after, expected.parameters, tolerances, "parameters"),
+        parameters=parameters,
         clip_factor=_common_factor(own[-1], own[0]),
         unmoved=tuple(f for f, tensor in after.items() if f in before and bool((tensor == before[f]).all())),
         held=held,
         batch=Digest()((batch.args, batch.kwargs, batch.target)),
+        updates={f: _multiple(after[f] - before[f], expected.parameters[f] - start[f]) for f in off},
+        decays={f: _multiple(after[f] - expected.parameters[f], before[f]) for f in off},
     )
 
 
@@ -254,13 +272,43 @@ def _examine(
         averaged[axis.name] = difference(total / degree, reference, scale=scale)
         nearer = torch.where((total - true).abs() < (mine - true).abs(), total, mine)
         mixed[axis.name] = difference(nearer, reference, scale=scale)
-    return replace(_fitted(actual, reference, deviation), summed=summed, averaged=averaged, mixed=mixed)
+    return replace(
+        _fitted(actual, reference, deviation),
+        summed=summed,
+        averaged=averaged,
+        mixed=mixed,
+        turned=_turned(run, actual, reference),
+    )
 
 
 def _fitted(actual: Tensor | None, reference: Tensor, deviation: Deviation) -> Deviation:
     found = None if actual is None else fit(actual, reference)
     exact = found is not None and found.residual <= 1e-6
     return replace(deviation, factor=found.factor if found is not None and exact else None)
+
+
+def _multiple(actual: Tensor, reference: Tensor) -> float | None:
+    """Return which multiple of another a tensor is; updates are differences, and have fewer digits than gradients."""
+    found = fit(actual, reference)
+    return found.factor if found is not None and found.residual <= 1e-4 else None
+
+
+def _turned(run: Composition, actual: Tensor | None, reference: Tensor) -> tuple[str, ...]:
+    """Return the axes whose ranks have the right pieces in another order."""
+    import torch
+
+    axes = []
+    for axis in run.context.layout.dense_axes:
+        degree = run.context.degrees[axis.name]
+        if degree == 1 or actual is None or actual.shape != reference.shape:
+            continue
+        for dim in range(reference.dim()):
+            pieces = [piece for piece in actual.chunk(degree, dim)]
+            turns = (torch.cat(pieces[turn:] + pieces[:turn], dim) for turn in range(1, len(pieces)))
+            if any(torch.equal(turned, reference) for turned in turns):
+                axes.append(axis.name)
+                break
+    return tuple(axes)
 
 
 def _common_factor(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float | None:

@@ -126,6 +126,8 @@ def _clipping(evidence: Evidence) -> Iterator[str]:
             )
             apart = len({factor and round(factor, 12) for factor in factors}) > 1
             cause = "every rank clips by its local norm" if apart else "they are scaled after the core has clipped them"
+            if all(factor is not None and abs(factor - 1.0) <= 1e-9 for factor in factors):
+                cause = "they are not clipped"
             yield f"gradients are scaled by {shown} between backward and optimizer, where {right:.4g} is right: {cause}"
             return
 
@@ -139,8 +141,62 @@ def _skipped(evidence: Evidence) -> Iterator[str]:
     if still:
         yield f"the optimizer skips {_some(still)}: the gradients are right, and the parameters stay as they are"
     moved = sorted(wrong.keys() - unmoved)
-    if moved:
+    explained = moved and [*_updates(evidence, moved)]
+    yield from explained or ()
+    if moved and not explained:
         yield f"the optimizer updates {_some(moved)} otherwise than on one device, from the same gradients"
+
+
+def _updates(evidence: Evidence, moved: Sequence[str]) -> Iterator[str]:
+    """Updates that are a multiple of the right ones, or off by a multiple of the parameter."""
+    steps = [step for report in evidence.ranks for step in report.steps["float64"].steps[:1]]
+    for what, name in (("updates", "updates"), ("decays", "decays")):
+        found = {fqn: value for step in steps for fqn, value in getattr(step, name).items() if fqn in moved}
+        known = {fqn: value for fqn, value in found.items() if value is not None}
+        if not known or len(known) < len(found):
+            continue
+        values = list(known.values())
+        middle = sum(values) / len(values)
+        if max(values) - min(values) > 1e-3 * abs(middle):
+            continue
+        if what == "updates":
+            yield (
+                f"the updates of {_some(sorted(known))} are {middle:.4g} times the right ones, from the same "
+                "gradients: the learning rate is another one, or applied more than once"
+            )
+        else:
+            yield (
+                f"the updates of {_some(sorted(known))} are off by {middle:.3g} times the parameters themselves: their "
+                "weight decay is that of another group"
+            )
+        return
+
+
+def _initial(evidence: Evidence) -> Iterator[str]:
+    """Weights that are wrong before the first step."""
+    wrong = evidence.wrong("initial")
+    if not wrong:
+        return
+    turned = {fqn: found[0].turned for fqn, found in wrong.items() if found[0].turned}
+    if turned:
+        axes = " and ".join(dict.fromkeys(axis for found in turned.values() for axis in found))
+        yield f"the pieces of {_some(sorted(turned))} lie in another order along {axes}: ranks hold each other's pieces"
+    ranks = {rank for _, rank, fqn, d in evidence.deviations("initial") if fqn in wrong and not d.rel <= 1e-9}
+    if not turned and len(ranks) < len(evidence.ranks):
+        shown = " and ".join(evidence.layout.who(rank) for rank in sorted(ranks)[:_SHOWN])
+        what = _some(sorted(wrong))
+        yield f"{shown} begins with other weights than one device, as {what}: another seed, or no broadcast"
+    elif not turned:
+        yield f"all ranks begin with other weights than one device: {_some(sorted(wrong))}"
+
+
+def _stale(evidence: Evidence) -> Iterator[str]:
+    stale = evidence.stale()
+    if stale:
+        yield (
+            f"{_some(stale)} is stale: parameters were changed after it was computed from them, as by averaging them "
+            "late; it has to be computed when they are final (PARAMETERS_FINAL), after everything that changes them"
+        )
 
 
 def _zero_bubble(evidence: Evidence) -> Iterator[str]:
@@ -159,11 +215,17 @@ def _zero_bubble(evidence: Evidence) -> Iterator[str]:
 
 def _forward(evidence: Evidence) -> Iterator[str]:
     """A loss that is wrong before anything was updated."""
-    if not evidence.is_loss_wrong() or evidence.weights is not None and evidence.weights.residual <= 1e-6:
+    weights = evidence.weights
+    if not evidence.is_loss_wrong():
         return
+    if weights is not None and weights.residual <= 1e-6 and any(abs(value - 1.0) > 1e-5 for value in weights.values):
+        return  # the micro-batches' weights say what there is to say
     right = evidence.told.losses["float64"][0]
     off = abs(evidence.first_loss() - right) / abs(right) if right else abs(evidence.first_loss())
     yield f"the forward computes another loss before any update (off by {off:.3g}); the backward is not to blame"
+    module = evidence.first_wrong_module()
+    if module is not None and not evidence.biases:
+        yield f"the first module whose output is another one is {module}"
     for axis in evidence.layout.names(Role.TENSOR) if evidence.biases else ():
         degree = evidence.layout.degrees[axis]
         yield (
@@ -189,6 +251,8 @@ def _streams(evidence: Evidence) -> Iterator[str]:
         "recompute": "what is computed again in the backward draws other random numbers than the forward did, at "
         "{sites}: activation checkpointing without the state of the generator",
         "repeated": "micro-batches draw the same random numbers at {sites}",
+        "more": "random numbers are drawn at {sites} more often than on one device: something is dropped twice",
+        "none": "no rank draws random numbers at {sites}, and one device does: it is switched off, or taken out",
     }
     groups: dict[tuple[str, str], list[str]] = {}
     for fault in evidence.streams:
@@ -206,6 +270,8 @@ def _first(evidence: Evidence) -> dict[str, list[Deviation]]:
 _RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _silent,
     _batches,
+    _initial,
+    _stale,
     _shares,
     _stage,
     _drifted,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import cut, map_tensors, to_device
 from composer3d.loss import as_loss, count_valid, reduction_of
+from composer3d.proof.activations import Output, watching
 from composer3d.proof.comparison import COMPARED, difference, scale_of
 from composer3d.proof.subject import Arithmetic, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     from composer3d import Composition
 
-__all__ = ["Reference", "ReferenceStep", "loss_with", "make_reference", "of_dtype", "pieces_of"]
+__all__ = ["Reference", "ReferenceStep", "first_outputs", "loss_with", "make_reference", "of_dtype", "pieces_of"]
 
 
 # Of the largest element: one rounding of float64.
@@ -187,6 +188,16 @@ def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, T
             for _, parameter in run.named_parameters():
                 parameter.grad = None
     return result
+
+
+def first_outputs(subject: Subject, *, degree: int) -> dict[str, Output]:
+    """Return what modules return on the first data-parallel rank's first micro-batch."""
+    import torch
+
+    with _alone(subject, "float64") as run, run.step(0), torch.no_grad(), watching(run) as found:
+        piece = _microbatches(subject, 0, degree, "float64")[0]
+        run.model(*piece.args, **piece.kwargs)
+    return found
 
 
 def loss_with(subject: Subject, *, degree: int, factors: Mapping[str, float]) -> float:

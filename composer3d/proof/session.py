@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
+from composer3d.proof.activations import Output
 from composer3d.proof.communication import Counted, count_step, trace_step
-from composer3d.proof.comparison import Limits, tolerances
+from composer3d.proof.comparison import Limits, fit, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
-from composer3d.proof.reference import Reference, loss_with, make_reference, of_dtype, pieces_of
+from composer3d.proof.reference import Reference, first_outputs, loss_with, make_reference, of_dtype, pieces_of
 from composer3d.proof.streams import Draws, recording
 from composer3d.proof.subject import Arithmetic, Subject, without_plugins
 
@@ -24,6 +25,7 @@ __all__ = ["Launch", "RankReport", "ReferenceReport", "Session", "Weights"]
 
 log = logging.getLogger(__name__)
 
+_CLOSE = 1e-6
 # Relative: losses of one computation in another order.
 _SAME_LOSS = 1e-11
 
@@ -41,6 +43,7 @@ class ReferenceReport:
         tolerances: By arithmetic and what is compared.
         counts: Valid tokens of the first step's micro-batches.
         draws: What one device draws in one step.
+        outputs: What modules return on the first data-parallel rank's first micro-batch.
     """
 
     losses: Mapping[str, list[float]]
@@ -48,6 +51,7 @@ class ReferenceReport:
     tolerances: Mapping[str, Limits]
     counts: list[int]
     draws: Mapping[str, Draws]
+    outputs: Mapping[str, Output]
 
 
 @dataclass(kw_only=True)
@@ -81,11 +85,13 @@ class Weights:
         values: One a micro-batch, rank by rank; all 1 in a right gradient.
         counts: Their valid tokens.
         residual: What no weights explain, relative to the largest gradient.
+        is_maximum: It is the elementwise maximum of what data-parallel ranks have, times some number.
     """
 
     values: list[float]
     counts: list[int]
     residual: float
+    is_maximum: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -166,6 +172,7 @@ def reference_rank(
         tolerances=limits,
         counts=references[passes[0]].steps[0].counts,
         draws=_draw_alone(subject, degree),
+        outputs=first_outputs(subject, degree=degree),
     )
 
 
@@ -299,4 +306,11 @@ def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int
         return None
     values = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     rest = float((columns @ values - target).abs().max()) / max(float(target.abs().max()), 1e-300)
-    return Weights(values=values.tolist(), counts=reference.steps[0].counts, residual=rest)
+    largest = columns.view(columns.shape[0], degree, -1).sum(-1).max(dim=1).values
+    found = fit(target, largest)
+    return Weights(
+        values=values.tolist(),
+        counts=reference.steps[0].counts,
+        residual=rest,
+        is_maximum=degree > 1 and found is not None and found.residual <= _CLOSE,
+    )

@@ -26,6 +26,13 @@ def explain_shares(evidence: Evidence) -> Iterator[str]:
         if line:
             yield line
             return
+    if weights is not None and weights.is_maximum:
+        axes = [name for name in evidence.layout.names(Role.BATCH) if evidence.layout.degrees[name] > 1]
+        yield (
+            f"every element of the gradients is the largest that a data-parallel rank has: a reduction over "
+            f"{' and '.join(axes)} takes the maximum, and not the sum"
+        )
+        return
     factors = _common_factors(evidence)
     if len(factors) == 1:
         ((factor, number),) = factors.items()
@@ -58,6 +65,11 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
             "accumulated, or never run"
         )
     shown = ", ".join(f"{value:.4g}" for value in values)
+    twice = [
+        index for index in range(per_rank) if all(math.isclose(rank[index], 2.0, rel_tol=_CLOSE) for rank in ranks)
+    ]
+    if twice and all(math.isclose(v, 1.0, rel_tol=_CLOSE) or math.isclose(v, 2.0, rel_tol=_CLOSE) for v in values):
+        return f"the micro-batches {', '.join(map(str, twice))} of every rank are counted twice in the gradients"
     return f"the micro-batches weigh {shown} in the gradients, where each should weigh 1"
 
 
@@ -98,6 +110,7 @@ def _common_factors(evidence: Evidence) -> Counter[float]:
         if len(factors) == 1 and all(d.factor is not None for d in deviations):
             found[factors.pop()] += 1
     found.pop(0.0, None)
+    found.pop(1.0, None)  # off by less than is told apart here
     return found
 
 
@@ -116,6 +129,9 @@ def _meaning(evidence: Evidence, factor: float) -> str:
         if math.isclose(factor, 1 / degree, rel_tol=1e-4):
             how = "averaged where it is to be added up" if is_tensor else "averaged once too often"
             meanings.append(f"1 / {name} = 1 / {degree}: {how}")
+        for power, what in ((0.5, "the root of"), (-0.5, "1 / the root of")):
+            if math.isclose(factor, degree**power, rel_tol=1e-4):
+                meanings.append(f"{what} {name} = {degree}: scaled by the root of the degree")
     number = evidence.microbatches
     if number > 1 and math.isclose(factor, number, rel_tol=1e-4):
         meanings.append(f"the {number} micro-batches of a rank: the loss is not divided by their number")

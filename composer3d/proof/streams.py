@@ -57,7 +57,8 @@ class StreamFault:
     Args:
         site: The call site.
         kind: equal_over: ranks along `axis` draw alike and must not. differs_over: they must and do not. recompute: the
-            backward draws anew. repeated: micro-batches draw alike.
+            backward draws anew. repeated: micro-batches draw alike. more: drawn more often than on one device, or where
+            that draws nothing. none: one device draws, and no rank does.
         axis: Where ranks are compared.
         ranks: Two of them.
     """
@@ -158,15 +159,22 @@ def compare_streams(
         reference: What one device draws in one step, cut into the same micro-batches.
         layout: Of the run.
     """
-    faults: list[StreamFault] = []
+    unseen = reference.keys() - {site for drawn in ranks for site in drawn}
+    # What a plugin draws in a cut region, below torch's functions, is not seen here.
+    whole = layout.degree(Role.TENSOR) == 1
+    faults = [StreamFault(site=site, kind="none") for site in sorted(unseen) if whole]
     for site in sorted({site for drawn in ranks for site in drawn}):
         members = [rank for rank, drawn in enumerate(ranks) if site in drawn]
+        often = len(reference[site].forward) if site in reference else 0
+        more = [rank for rank in members if len(ranks[rank][site].forward) > often]
+        if more:
+            faults.append(StreamFault(site=site, kind="more", ranks=(more[0],)))
         faults += _inside(site, {rank: ranks[rank][site] for rank in members})
-        whole = reference[site].shape if site in reference else None
+        shape = reference[site].shape if site in reference else None
         for axis in layout.dense_axes:
             apart = axis.role in (Role.BATCH, Role.SEQUENCE)
             if axis.role is Role.TENSOR:
-                apart = whole is not None and ranks[members[0]][site].shape != whole
+                apart = shape is not None and ranks[members[0]][site].shape != shape
             elif not apart:
                 continue
             faults += _between(site, axis.name, apart, _neighbours(members, axis.name, layout), ranks)

@@ -70,6 +70,7 @@ class Subject:
             )
             if not draws:
                 stack.enter_context(without_random_numbers())
+                stack.enter_context(_without_dropout(run))
             yield run
 
     def manifest_for(self, which: Arithmetic) -> Manifest:
@@ -84,3 +85,20 @@ def without_plugins(manifest: Manifest, *, keep_precision: bool) -> Manifest:
     """Return a manifest for one device: every degree 1, and no plugin but, if wanted, those of precision."""
     kept = tuple(plugin for plugin in manifest.plugins if keep_precision and plugin.info.family == "precision")
     return replace(manifest, plugins=kept, tables={**manifest.tables, "mesh": type(manifest.mesh)()})
+
+
+@contextmanager
+def _without_dropout(run: Composition) -> Iterator[None]:
+    """Let torch's dropout modules drop nothing inside; plugins may call them where no mode sees it."""
+    from torch import nn
+
+    kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+    found = [m for part in run.parts for m in part.module.modules() if isinstance(m, kinds)]
+    before = [module.p for module in found]
+    for module in found:
+        module.p = 0.0
+    try:
+        yield
+    finally:
+        for module, p in zip(found, before, strict=True):
+            module.p = p

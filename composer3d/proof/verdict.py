@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from composer3d.mesh import Layout, Role
+from composer3d.proof.activations import first_difference
 from composer3d.proof.communication import Row, compare_collectives, silent_axes
 from composer3d.proof.comparison import relative
 from composer3d.proof.replicas import Drift, compare_replicas
@@ -82,6 +83,15 @@ class Evidence:
     silent: list[str] = field(default_factory=list)
     weights: Weights | None = None
     biases: tuple[str, ...] = ()
+
+    def stale(self) -> list[str]:
+        """Return what was computed from other parameters than a rank's last step left."""
+        return sorted({name for report in self.ranks for steps in report.steps.values() for name in steps.stale})
+
+    def first_wrong_module(self) -> str | None:
+        """Return the first module whose output is not that of one device, in the order of the forward."""
+        first = [r.happened for rank, r in enumerate(self.ranks) if self.layout.index(rank, Role.BATCH) == 0]
+        return first_difference(self.told.outputs, [counted.outputs for counted in first if counted is not None])
 
     def first_loss(self) -> float:
         """Return the loss of the first step in float64, of the rank where it is furthest off."""
@@ -282,6 +292,9 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         drifted = [drift for drift in evidence.drifts if drift.what == what]
         if drifted:
             yield f"copies of {len(drifted)} {what} are not equal on the ranks that hold them, as {drifted[0].fqn}"
+    stale = evidence.stale()
+    if stale:
+        yield f"{len(stale)} values that plugins keep beside parameters are not those of the parameters, as {stale[0]}"
     same = evidence.same_batches()
     if same is not None:
         yield f"the data-parallel ranks of rank {same[1]} and rank {same[2]} are given the same batch in step {same[0]}"

@@ -184,6 +184,10 @@ class Trainer:
 
     def start(self, resume: str) -> Outcome:
         """Find out where to begin, and run to the end."""
+        with self.run.explaining():
+            return self._start(resume)
+
+    def _start(self, resume: str) -> Outcome:
         path = choose_checkpoint(self.run, self.output, resume)
         start = step_of(path)
         if start >= self.num_steps and path is not None and path.is_relative_to(self.output):

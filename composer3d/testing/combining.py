@@ -186,7 +186,14 @@ def explain(row: Row, reason: str, options: Options, check: Check, owners: Mappi
         others = (_changed(small, key, other, options) for other in options[key] if other != value)
         if any(_is_whole(other, owners) and reason not in check(other) for other in others):
             blamed.add((key, value))
-    return Refused(choices=frozenset(blamed or row.items()), reason=reason)
+    # The row's own values: another one than the neutral may be refused for the same reason.
+    said = {plugin_of(key) for key, _ in blamed}  # an option says that its plugin is on
+    own = {key: row[key] for key, _ in blamed if key not in said}
+    restored = dict(small)
+    for key in sorted(own, key=lambda key: plugin_of(key) is not None):
+        restored = _changed(restored, key, own[key], options) if restored[key] != own[key] else restored
+    holds = bool(own) and _is_whole(restored, owners) and reason in check(restored)
+    return Refused(choices=frozenset((own if holds else row).items()), reason=reason)
 
 
 def _shrunk(

@@ -13,6 +13,7 @@ __all__ = [
     "flatten",
     "fsdp_buffers",
     "fsdp_groups",
+    "held_tensor",
     "replicate_buckets",
     "replicate_units",
     "shard_of",
@@ -94,6 +95,14 @@ def fsdp_buffers(module: Any) -> Iterator[Any]:
             yield from parameter._unsharded_inner_tensors
             if hasattr(parameter, "_unsharded_param"):
                 yield parameter._unsharded_param
+
+
+def held_tensor(tensor: Any) -> Any:
+    """Return the very tensor that a DTensor holds on this rank, with the attributes that others have given it.
+
+    `to_local` makes a view, which has none of them (torch 2.11-2.15). A plain tensor is returned as it is.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def with_local(tensor: Any, local: Any) -> Any:

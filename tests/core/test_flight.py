@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.models import composed, mine, padded
 
-from composer3d import StepError, torch_compat
+from composer3d import RankError, StepError, torch_compat
 from composer3d.diagnosis import Account, Collective, diagnose
 from composer3d.flight import collectives
 from composer3d.mesh import AXES, resolve
@@ -196,3 +197,67 @@ def test_records_of_nccl_are_read():
 def test_accounts_survive_json():
     one = account(0, row(1), row(2, "all_gather", (8, 2)))
     assert Account.from_json(json.loads(json.dumps(one.to_json()))) == one
+
+
+def outside(activity):
+    """Hang rank 1 where rank 0 saves, evaluates, or does something of the loop's own; return what each is told."""
+    from datetime import timedelta
+
+    run = composed("[sharding.fsdp2]")
+    for group in (None, run.mesh.get_group("dp_shard")):
+        torch_compat.set_group_timeout(group, timedelta(seconds=TIMEOUT_S))
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+    with pytest.raises(StepError) as caught:
+        if dist.get_rank() == 1:
+            with run.explaining("data"):
+                linger()
+        elif activity == "save":
+            run.save("/nowhere/that/matters")
+        elif activity == "evaluate":
+            run.evaluate(tokens, target=targets)
+        else:
+            with run.explaining(activity):
+                dist.all_reduce(torch.ones(7))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("activity", ["save", "evaluate", "my own vote"])
+def test_a_hang_outside_of_steps_names_what_every_rank_does(activity):
+    text, other = run_ranks(outside, 2, activity)
+    assert text == other
+    assert re.match(r"a collective failed after step 0: \[[^\n]*\] Timed out waiting 2000ms", text), text
+    assert re.search(r": rank 1 \(dp_shard 1\) did not run \w+ of [^\n]*, in which rank 0 waited\n", text), text
+    assert re.search(r"\nrank 1 \(dp_shard 1\): after step 0, in data, at test_flight.py:\d+ in linger", text), text
+    assert re.search(rf"\nrank 0 \(dp_shard 0\): after step 0, in {activity}, ", text), text
+
+
+def stages():
+    """Let the last stage of a pipeline end before its second forward."""
+    run = composed('[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n[train]\nmicrobatch = 6\n')
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    if dist.get_rank() == 1:
+        run.parts[0].module.register_forward_pre_hook(lambda module, args: os._exit(7))
+    with run.step(1):
+        run.forward_backward(tokens, target=targets)
+
+
+def test_a_stage_that_does_not_come_to_an_exchange_is_named():
+    with pytest.raises(RankError) as caught:
+        run_ranks(stages, 2)
+    text = str(caught.value)
+    assert text.startswith("rank 1 of 2 failed: left with exit code 7")
+    assert re.search(r"\nrank 0 failed after it: composer3d.errors.StepError: a collective failed in step 1: ", text), (
+        text
+    )
+    assert (
+        "\na send or receive between stages along pp (rank 0 and rank 1; pipeline): "
+        "rank 1 (pp 1) did not come to it, and rank 0 waited\n"
+        "rank 1 (pp 1): gave no answer: it ended, or hangs\n"
+        "rank 0 (pp 0): in step 1, in "
+    ) in text

@@ -532,3 +532,13 @@ def test_watching_messages():
         # Nothing to wait for is no message.
         assert schedules._batch_p2p([]) == [] and schedules._wait_batch_p2p([]) is None
     assert (schedules._batch_p2p, schedules._wait_batch_p2p) == before
+
+
+def test_what_a_dtensor_holds_keeps_its_attributes():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    with fake_world(2):
+        held = torch_compat.held_tensor(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))))
+        held.mark = 7
+    assert torch_compat.held_tensor(held) is held and held.shape == (4,)

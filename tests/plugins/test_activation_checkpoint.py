@@ -6,7 +6,7 @@ from support.models import Net, composed, mine, one_step, padded, seeded
 from torch import nn
 
 from composer3d import ManifestError
-from composer3d.testing import run_ranks
+from composer3d.testing import fake_world, run_ranks
 
 TIGHT = 1e-12
 AC = "[scheduling.activation_checkpoint]\n"
@@ -192,3 +192,13 @@ def refusal(text):
 )
 def test_refusals(text, message):
     assert run_ranks(refusal, 1, AC + text)[0] == message
+
+
+def test_selective_checkpoints_and_halved_backwards_are_refused():
+    text = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "InterleavedZeroBubble"\n' + AC + SELECTIVE
+    with fake_world(2), pytest.raises(ManifestError) as caught:
+        composed(text, lambda: Net(num_layers=4))
+    assert str(caught.value).partition("[scheduling.activation_checkpoint] ")[2] == (
+        '"activation_checkpoint" cannot be combined with "zero_bubble_pipeline": its backward comes in two halves, and '
+        'what torch\'s selective checkpoints keep can be used once; write mode = "full"'
+    )

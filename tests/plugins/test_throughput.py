@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 from composer3d_plugins.profiling.throughput import _percentile
-from support.models import Even, Net, composed, one_step
+from support.models import Even, Net, composed, one_step, padded
 from support.reporting import train
 
 from composer3d import ManifestError
@@ -93,3 +93,19 @@ def test_refuses_a_peak_that_nothing_reaches():
         composed("[profiling.throughput]\npeak_tflops = 0.0\n")
     said = "profiling.throughput.peak_tflops must be greater than 0.0, not 0.0"
     assert str(caught.value).partition("run.toml")[2] == f":3:1: [profiling.throughput] {said}"
+
+
+def counted_while_compiled():
+    run = composed('[profiling.throughput]\ncount_step = 0\n[scheduling.compile]\nbackend = "eager"\n')
+    tokens, targets = padded()
+    for number in range(2):
+        with run.step(number):
+            run.forward_backward(tokens, target=targets)
+        figures = run.report(number, {"step_time_s": 1.0})
+    run.close()
+    return figures
+
+
+def test_operations_are_counted_where_blocks_are_compiled():
+    (figures,) = run_ranks(counted_while_compiled, 1)
+    assert figures

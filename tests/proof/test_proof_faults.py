@@ -7,17 +7,7 @@ import re
 
 import pytest
 from support.faults import Even, Latent
-from support.models import sum_loss, write_manifest
-from support.proofs import batch
-
-from composer3d.testing import assert_parity
-
-
-def refuted(text, *, factory=Even, **options):
-    """Return what the proof says of a composition that does not hold."""
-    with pytest.raises(AssertionError) as caught:
-        assert_parity(factory, write_manifest(text), batch(), loss_fn=sum_loss, **options)
-    return str(caught.value)
+from support.proofs import refuted
 
 
 def plugin(family, name, options=""):

@@ -1,11 +1,17 @@
-"""The batch on which proofs are tested."""
+"""What tests of proofs share: the batch, a proof that has to fail, and a subject of one's own."""
 
 from __future__ import annotations
 
+import math
+
+import pytest
 import torch
 
 from composer3d import Batch
-from support.faults import VOCAB
+from composer3d.manifest import load_manifest
+from composer3d.testing import assert_parity, run_ranks
+from support.faults import VOCAB, Even
+from support.models import sum_loss, write_manifest
 
 
 def batch():
@@ -16,3 +22,40 @@ def batch():
     for row, length in enumerate(torch.randint(0, 3, (12,), generator=generator)):
         targets[row, :length] = -100
     return Batch(args=(tokens[:, :4].contiguous(),), target=targets)
+
+
+def refuted(text, *, factory=Even, **options):
+    """Return what the proof says of a composition that does not hold."""
+    with pytest.raises(AssertionError) as caught:
+        assert_parity(factory, write_manifest(text), batch(), loss_fn=sum_loss, **options)
+    return str(caught.value)
+
+
+def layout_of(text):
+    """Return the layout of a manifest's text."""
+    from composer3d import preparation
+    from composer3d.registry import Hooks
+
+    manifest = load_manifest(write_manifest(text))
+    return preparation.layout_of(manifest, Hooks(manifest.plugins), world_size=None)
+
+
+def launch(function, args, num_ranks):
+    """Start ranks."""
+    return run_ranks(function, num_ranks, *args)
+
+
+def subject(text, *, batch, loss_fn, factory):
+    """Make a subject whose batches are what somebody says."""
+    from composer3d.proof import Subject
+
+    return Subject(
+        manifest=load_manifest(write_manifest(text)),
+        build=lambda: factory,
+        loss_fn=loss_fn,
+        make_optimizer=lambda run: run.optimizer(torch.optim.AdamW, lr=1e-3),
+        batch=batch,
+        grad_clip=math.inf,
+        average_buffers=None,
+        device=torch.device("cpu"),
+    )

@@ -126,15 +126,20 @@ class _Meter:
             self._tokens += tensor.numel() if tensor is not None and hasattr(tensor, "numel") else 0
 
     def start_counting(self) -> None:
+        import torch
         from torch.utils.flop_counter import FlopCounterMode
 
         if self._num_steps == self._options.count_step:
+            # Where every operator is looked at, the compiler runs nothing, and would say so as an error.
+            self._eager = torch.compiler.set_stance("force_eager")
+            self._eager.__enter__()
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
     def stop_counting(self) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
+            self._eager.__exit__(None, None, None)
             if self._tokens:
                 self._counted_per_token = self._counter.get_total_flops() / self._tokens
             self._counter = None

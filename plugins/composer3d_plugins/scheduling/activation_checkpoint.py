@@ -34,6 +34,12 @@ POLICIES = {
 }
 
 
+_ONCE = (
+    "its backward comes in two halves, and what torch's selective checkpoints keep can be used once; "
+    'write mode = "full"'
+)
+
+
 @plugin(family="scheduling")
 class ActivationCheckpoint:
     """Recompute blocks in the backward.
@@ -86,7 +92,15 @@ class ActivationCheckpoint:
     @hookimpl
     def composer3d_reschedule(self, context: RunContext) -> Transform:
         """Replace the forwards of the chosen blocks."""
-        return Transform(name="activation_checkpoint", phase=Phase.RECOMPUTE, select=self._select, apply=self._apply)
+        # With mode = "full" each half of the backward computes again.
+        conflicts = {"zero_bubble_pipeline": _ONCE} if self.mode == "selective" else {}
+        return Transform(
+            name="activation_checkpoint",
+            phase=Phase.RECOMPUTE,
+            select=self._select,
+            apply=self._apply,
+            conflicts=conflicts,
+        )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         patterns = (context.blocks,) if self.units is None else self.units

@@ -108,7 +108,7 @@ class Float8:
         scales = Transform(
             name="float8.scales",
             phase=Phase.MATERIALISE,
-            select=lambda model, context: context.state[self],
+            select=self._select_again,
             apply=_apply_scales,
         )
         return [convert, gather, scales]
@@ -131,6 +131,11 @@ class Float8:
             auto=self.auto,
         )
         context.state[self] = chosen
+        return chosen
+
+    def _select_again(self, model: nn.Module, context: RunContext) -> list[str]:
+        """Return what was chosen before, or say once more why nothing was."""
+        chosen: list[str] = context.state.get(self) or self._select(model, context)
         return chosen
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:

@@ -1,0 +1,75 @@
+"""The matrix of all installed plugins: a part of its cells that changes by the day, and every one that once failed.
+
+`COMPOSER3D_MATRIX_PART=7 pytest -m slow tests/test_plugin_matrix.py` runs the part of another day.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+from plugin_matrix import FAILED, RESULT, known_refusals, neutral_left_out, rows_of, whole
+from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, say_row
+
+NUM_CELLS = 6  # of a part; each takes up to 30 s on 2 cores
+PART = int(os.environ.get("COMPOSER3D_MATRIX_PART", datetime.now(UTC).toordinal()))
+README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return rows_of(learn=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(NUM_CELLS))
+def test_this_days_part(number, rows):
+    row = rows[(PART * NUM_CELLS + number) % len(rows)]
+    verdict = judge(row)
+    assert verdict.outcome in ("proven", "refused"), f"COMPOSER3D_MATRIX_PART={PART}, {say_row(row)}\n{verdict.detail}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", json.loads(FAILED.read_text()) if FAILED.exists() else [], ids=say_row)
+def test_a_cell_that_once_failed(row):
+    verdict = judge(whole(row))
+    assert verdict.outcome in ("proven", "refused"), verdict.detail
+
+
+def test_what_is_permitted_stands_in_readme():
+    refused = [line for line in README.splitlines() if line.startswith("| ")]
+    for permitted in PERMITTED:
+        assert any(line.startswith(f"| {permitted.row}") for line in refused), permitted.row
+    assert len(EXCLUDED) == 1 and "`preserve_rng_state = false` with dropout" in README
+
+
+def test_known_refusals_are_permitted_ones_and_still_hold():
+    reasons = {permitted.row for permitted in PERMITTED} | {"excluded"}
+    refusals = known_refusals()
+    assert {refusal.reason for refusal in refusals} <= reasons
+    for refusal in refusals[:: max(1, len(refusals) // 12)]:
+        choices = dict(refusal.choices)
+        plugins = {key: "on" for key in choices if key.count(".") == 1 and choices[key] == "on"}
+        owners = {"mesh.pp": "scheduling.pipeline", "mesh.tp": "sharding.tensor_parallel"}
+        plugins |= {owner: "on" for axis, owner in owners.items() if choices.get(axis, "1") != "1"}
+        plugins |= {key.rpartition(".")[0]: "on" for key in choices if key.count(".") == 2}
+        row = whole({**plugins, **choices})
+        assert refusal.reason in check(row), refusal
+
+
+def test_rows_can_be_written_short(rows):
+    assert all(whole(neutral_left_out(row)) == row for row in rows[:10])
+
+
+def test_readme_has_the_counts():
+    summary = json.loads(RESULT.read_text())["summary"]
+    told = re.search(r"(\d+) cells: (\d+) proven, (\d+) refused, (\d+) failed, (\d+) not run yet", README)
+    assert told is not None
+    assert [int(number) for number in told.groups()] == [
+        sum(summary.values()),
+        *(summary[name] for name in ("proven", "refused", "failed", "left")),
+    ]

@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from composer3d import plugin
+from composer3d.registry import Catalogue
+from composer3d.testing import Refused, combine, installed_options, owners_of
+from composer3d.testing.combining import uncovered
+from composer3d.testing.options import tables_of
+
+
+@plugin(family="communication", owns=("cp",))
+class Stranger:
+    """A plugin of somebody else's."""
+
+    mode: Literal["a", "b"] = "a"
+    fast: bool = False
+    depth: int = Field(default=2, ge=1, le=4)
+    name: str = Field(default="x", examples=["y"])
+    secret: bool = Field(default=False, examples=[])
+    where: str | None = None
+
+
+def test_options_of_a_third_party_plugin_are_read_from_its_fields():
+    options = installed_options(Catalogue(()), used={"stranger": Stranger})
+    assert options == {
+        "mesh.cp": ("1", "2", "4"),
+        "communication.stranger": ("off", "on"),
+        "communication.stranger.mode": ("off", "default", '"b"'),
+        "communication.stranger.fast": ("off", "default", "true"),
+        "communication.stranger.depth": ("off", "default", "1", "4"),
+        "communication.stranger.name": ("off", "default", '"y"'),
+    }
+
+
+def test_every_installed_plugin_and_owned_axis_is_there():
+    options, catalogue = installed_options(), Catalogue.installed()
+    assert {key.split(".")[1] for key in options if not key.startswith("mesh.")} == set(catalogue.names())
+    assert owners_of(options)["mesh.dp_replicate"] == ("sharding.ddp", "sharding.fsdp2")
+
+
+def test_a_row_is_a_manifest():
+    row = {"mesh.tp": "2", "sharding.a": "on", "sharding.a.x": "3", "sharding.a.y": "default", "sharding.b": "off"}
+    assert tables_of(row) == "mesh.tp = 2\nsharding.a = { x = 3 }"
+
+
+OPTIONS = {
+    "mesh.tp": ("1", "2", "4"),
+    "mesh.pp": ("1", "2", "4"),
+    "sharding.tensor": ("off", "on"),
+    "sharding.tensor.sequence": ("off", "default", "true"),
+    "scheduling.stages": ("off", "on"),
+    "scheduling.stages.schedule": ("off", "default", '"zb"', '"v"'),
+    "scheduling.compile": ("off", "on"),
+    "train.accumulation": ("1", "2", "8"),
+}
+OWNERS = {"mesh.tp": ("sharding.tensor",), "mesh.pp": ("scheduling.stages",)}
+
+
+def check(row):
+    reasons = []
+    if row["scheduling.stages.schedule"] == '"zb"' and row["scheduling.compile"] == "on":
+        reasons.append("halves")
+    # Whatever the schedule, so that only all of its values together show what is refused.
+    if row["scheduling.stages"] == "on" and int(row["train.accumulation"]) < int(row["mesh.pp"]):
+        reasons.append(f"few {row['scheduling.stages.schedule']}")
+    if row["sharding.tensor.sequence"] == "true" and row["mesh.tp"] == "1":
+        reasons.append("nothing to cut")
+    return reasons
+
+
+def test_refusals_are_found_with_what_is_to_blame_and_hide_no_other_pair():
+    made = combine(OPTIONS, check=check, owners=OWNERS)
+    assert not any(check(row) for row in made.rows)
+    assert all(int(row["mesh.tp"]) * int(row["mesh.pp"]) <= 8 for row in made.rows)
+    by_reason = {}
+    for refusal in made.refused:
+        by_reason.setdefault(refusal.reason, []).append(dict(refusal.choices))
+    assert by_reason["halves"] == [
+        {"scheduling.stages.schedule": '"zb"', "scheduling.compile": "on"},
+    ]
+    assert by_reason["nothing to cut"] == [{"sharding.tensor.sequence": "true", "mesh.tp": "1"}]
+    left = {frozenset(pair) for pair in uncovered(OPTIONS, made.rows)}
+    wanted = {
+        frozenset([("mesh.tp", "4"), ("mesh.pp", "4")]),
+        frozenset([("scheduling.stages.schedule", '"zb"'), ("scheduling.compile", "on")]),
+        frozenset([("sharding.tensor.sequence", "true"), ("mesh.tp", "1")]),
+        *(frozenset([("mesh.pp", pp), ("train.accumulation", "1")]) for pp in ("2", "4")),
+        frozenset([("mesh.pp", "4"), ("train.accumulation", "2")]),
+    }
+    assert wanted <= left
+    # What is left besides cannot be for what a plugin is or owns.
+    plugins = {"sharding.tensor", "scheduling.stages"}
+    for pair in left - wanted:
+        (one, first), (other, second) = sorted(pair)
+        keys = {one, other, one.rpartition(".")[0], other.rpartition(".")[0]}
+        assert keys & (plugins | {"mesh.tp", "mesh.pp"}) and ("off" in (first, second))
+
+
+def test_what_is_known_is_not_looked_for_again():
+    asked = []
+
+    def counted(row):
+        asked.append(row)
+        return check(row)
+
+    made = combine(OPTIONS, check=check, owners=OWNERS)
+    again = combine(OPTIONS, check=counted, owners=OWNERS, known=made.refused)
+    assert again == made and len(asked) == len(made.rows)
+    assert isinstance(made.refused[0], Refused)
