@@ -11,13 +11,13 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from composer3d.cli import check, export, init, plugins, run, schedule, schema, suggest, timeline, verify
+from composer3d.cli import calibrate, check, export, init, plugins, run, schedule, schema, suggest, timeline, verify
 from composer3d.cli.output import complain, print_problems
 from composer3d.errors import ComposerError, ForkError, ManifestError
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (run, check, verify, suggest, schedule, timeline, plugins, schema, init, export)
+COMMANDS = (run, check, verify, suggest, calibrate, schedule, timeline, plugins, schema, init, export)
 WRONG, FAILED = 2, 3
 
 

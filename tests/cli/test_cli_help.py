@@ -7,7 +7,19 @@ import pytest
 
 from composer3d.cli import COMMANDS, build_parser, main
 
-NAMES = ("run", "check", "verify", "suggest", "schedule", "timeline", "plugins", "schema", "init", "export")
+NAMES = (
+    "run",
+    "check",
+    "verify",
+    "suggest",
+    "calibrate",
+    "schedule",
+    "timeline",
+    "plugins",
+    "schema",
+    "init",
+    "export",
+)
 HEAVY = ("torch", "pydantic", "numpy", "rich", "pluggy", "tomli")
 
 WATCHED = """

@@ -180,7 +180,9 @@ def test_micro_batches_in_flight(schedule, stages, rank, expected):
 def test_less_is_kept_where_more_is_recomputed_or_shared():
     peaks = [peak_bytes(LLAMA_8B, replace(RUN, dp_shard=8, recompute=mode)) for mode in ("none", "selective", "full")]
     assert peaks == sorted(peaks, reverse=True)
-    assert peak_bytes(LLAMA_8B, replace(RUN, dp_shard=8, offload=True)) == pytest.approx(peaks[0] - LLAMA_8B.num_parameters)
+    assert peak_bytes(LLAMA_8B, replace(RUN, dp_shard=8, offload=True)) == pytest.approx(
+        peaks[0] - LLAMA_8B.num_parameters
+    )
     traces = static_traces(LLAMA_8B, replace(RUN, pp=4, dp_shard=2))
     assert peak_bytes(LLAMA_8B, replace(RUN, pp=4, dp_shard=2)) == max(trace.memory.peak for trace in traces)
 
