@@ -118,7 +118,9 @@ def _setup(row: Mapping[str, Any], family: str) -> Setup:
         return replace(common, dp_shard=dp, zero=3, precision=BF16_PURE if pure else Precision())
     megatron = replace(common, attention="math", precision=FP16, overlap=False)
     if family == "BLOOM":
-        return replace(megatron, dp_shard=dp, zero=1, shards_weights=False, extra_bytes=DEEPSPEED_BUCKETS, async_messages=False)
+        return replace(
+            megatron, dp_shard=dp, zero=1, shards_weights=False, extra_bytes=DEEPSPEED_BUCKETS, async_messages=False
+        )
     return replace(megatron, dp_replicate=dp, zero=0)
 
 
