@@ -11,13 +11,27 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from composer3d.cli import check, doctor, export, init, plan, plugins, run, schedule, schema, suggest, timeline, verify
+from composer3d.cli import (
+    calibrate,
+    check,
+    doctor,
+    export,
+    init,
+    plan,
+    plugins,
+    run,
+    schedule,
+    schema,
+    suggest,
+    timeline,
+    verify,
+)
 from composer3d.cli.output import complain, print_problems
 from composer3d.errors import ComposerError, ForkError, ManifestError
 
 __all__ = ["build_parser", "main"]
 
-COMMANDS = (run, check, plan, suggest, verify, schedule, timeline, doctor, plugins, schema, init, export)
+COMMANDS = (run, check, plan, suggest, calibrate, verify, schedule, timeline, doctor, plugins, schema, init, export)
 WRONG, FAILED = 2, 3
 
 

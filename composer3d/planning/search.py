@@ -30,6 +30,7 @@ _RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 # What is left of 1F1B's bubble where the gradients of weights fill it; the simulation replaces it for the best.
 _ZERO_BUBBLE = 0.2
 _SIMULATED = 24
+_SPLITS = 3  # of the ways to shard over whole nodes, from each end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,18 +99,23 @@ def search(
     fitting: list[Candidate] = []
     smallest: Candidate | None = None
     num_tried = 0
-    for group in _groups(shape, base, world_size, keep, offload=offload):
-        for setup in group:
-            peak = peak_bytes(shape, setup)
-            num_tried += 1
-            found = Candidate(
-                setup=setup, peak_bytes=peak, reserved_bytes=reserved_bytes(peak, hardware), step_s=math.inf
-            )
-            if smallest is None or peak < smallest.peak_bytes:
-                smallest = found
-            if found.verdict(limit) == "fits":
-                fitting.append(replace(found, step_s=_quick_s(shape, setup, hardware)))
-                break  # what follows in the group computes more and keeps less
+    for family in _families(shape, base, hardware, world_size):
+        for setup in family:
+            choices = [choice for choice in _choices(setup, offload=offload) if keep(choice)]
+            fits = not choices  # what is not wanted says nothing of larger micro-batches
+            for choice in choices:
+                peak = peak_bytes(shape, choice)
+                num_tried += 1
+                reserved = reserved_bytes(peak, hardware)
+                found = Candidate(setup=choice, peak_bytes=peak, reserved_bytes=reserved, step_s=math.inf)
+                if smallest is None or peak < smallest.peak_bytes:
+                    smallest = found
+                if found.verdict(limit) == "fits":
+                    fitting.append(replace(found, step_s=_quick_s(shape, choice, hardware)))
+                    fits = True
+                    break  # what follows computes more and keeps less
+            if not fits:
+                break
     fitting.sort(key=lambda candidate: candidate.step_s)
     best = [evaluate(shape, candidate.setup, hardware) for candidate in fitting[:_SIMULATED]]
     best.sort(key=lambda candidate: candidate.step_s)
@@ -167,20 +173,23 @@ def own_orders(setup: Setup) -> tuple[tuple[Action, ...], ...] | None:
     )
 
 
-def _groups(shape: ModelShape, base: Setup, world_size: int, keep: Keep, *, offload: bool) -> Iterator[list[Setup]]:
-    """Yield layouts that differ in what they recompute and offload only, the fastest first."""
+def _families(shape: ModelShape, base: Setup, hardware: Hardware, world_size: int) -> Iterator[list[Setup]]:
+    """Yield layouts that differ in the micro-batch only, the smallest first: the order of the memory they need."""
     for degrees in _degrees(shape, base, world_size):
-        for microbatch in _microbatches(degrees):
-            for sharded in _sharded(microbatch):
-                for scheduled in _scheduled(shape, sharded):
-                    choices = [
-                        replace(scheduled, recompute=recompute, offload=host)
-                        for host in ((False, True) if offload else (False,))
-                        for recompute in _RECOMPUTE
-                    ]
-                    kept = [setup for setup in choices if keep(setup)]
-                    if kept:
-                        yield kept
+        for sharded in _sharded(degrees, hardware.devices_per_node):
+            sizes = list(_microbatches(sharded))
+            for schedule, stages in _schedules(shape, sharded):
+                scheduled = [replace(setup, schedule=schedule, stages_per_rank=stages) for setup in sizes]
+                yield [setup for setup in scheduled if _runs(setup)]
+
+
+def _choices(setup: Setup, *, offload: bool) -> list[Setup]:
+    """Return what may be recomputed and offloaded, the fastest first."""
+    return [
+        replace(setup, recompute=recompute, offload=host)
+        for host in ((False, True) if offload else (False,))
+        for recompute in _RECOMPUTE
+    ]
 
 
 def divisors(number: int) -> list[int]:
@@ -205,29 +214,34 @@ def _microbatches(setup: Setup) -> Iterator[Setup]:
             yield replace(setup, microbatch=size)
 
 
-def _sharded(setup: Setup) -> Iterator[Setup]:
+def _sharded(setup: Setup, per_node: int) -> Iterator[Setup]:
+    """Yield copies, ZeRO stages, and shards over a node, a few nodes or all ranks."""
     copies = setup.dp_shard
     if copies == 1:
         yield replace(setup, zero=3)
         return
-    for shards in divisors(copies):
-        if shards == 1:
-            yield replace(setup, zero=0, dp_shard=1, dp_replicate=copies)
-            continue
+    yield replace(setup, zero=0, dp_shard=1, dp_replicate=copies)
+    whole_nodes = [d for d in divisors(copies) if d > 1 and (d == copies or d * setup.tp * setup.cp % per_node == 0)]
+    for shards in dict.fromkeys((*whole_nodes[:_SPLITS], *whole_nodes[-_SPLITS:])):
         for zero in (1, 2, 3):
             yield replace(setup, zero=zero, dp_shard=shards, dp_replicate=copies // shards)
 
 
-def _scheduled(shape: ModelShape, setup: Setup) -> Iterator[Setup]:
+def _schedules(shape: ModelShape, setup: Setup) -> list[tuple[str, int]]:
     if setup.pp == 1:
-        yield replace(setup, schedule="1F1B", stages_per_rank=1)
-        return
-    for schedule, stages in _SCHEDULES.items():
-        for number in stages:
-            enough = setup.num_microbatches >= setup.pp
-            whole = number == 1 or setup.num_microbatches % setup.pp == 0
-            if enough and whole and shape.num_layers >= setup.pp * number:
-                yield replace(setup, schedule=schedule, stages_per_rank=number)
+        return [("1F1B", 1)]
+    return [
+        (schedule, number)
+        for schedule, numbers in _SCHEDULES.items()
+        for number in numbers
+        if shape.num_layers >= setup.pp * number
+    ]
+
+
+def _runs(setup: Setup) -> bool:
+    """Tell whether a schedule has enough micro-batches, in whole rounds where it interleaves stages."""
+    whole = setup.stages_per_rank == 1 or setup.num_microbatches % setup.pp == 0
+    return setup.pp == 1 or (setup.num_microbatches >= setup.pp and whole)
 
 
 def _quick_s(shape: ModelShape, setup: Setup, hardware: Hardware) -> float:

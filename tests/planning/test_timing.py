@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 
@@ -15,6 +16,7 @@ from composer3d.planning.orders import orders_of
 from composer3d.planning.roofline import gemm_dims, gemm_efficiency, operator_s
 from composer3d.planning.simulation import StageCosts, simulate
 from composer3d.planning.step_time import HOST_COPY, communication_of, compute_s, segment_time
+from composer3d.planning.time_report import time_report
 from composer3d.planning.timing import estimate, training
 from composer3d.planning.traced import Memory, Operators, RankTrace, Segment, Transfer
 
@@ -246,6 +248,7 @@ def test_a_pipeline_is_simulated_with_each_stages_own_costs():
     assert found.pipeline.imbalance == pytest.approx(3 * unit[1] / sum(unit) - 1)
     assert found.pipeline.stage_s == pytest.approx([3 * one for one in unit])
     assert found.bubble_s.value + found.compute_s.value == pytest.approx(expected.total)
+    assert time_report(found)["pipeline"]["in_flight"] == [3.0, 2.0, 1.0]
 
 
 def test_an_inner_stage_that_was_not_traced_is_as_the_nearest_inner_one():
@@ -324,6 +327,11 @@ def test_a_budget_of_tokens_takes_days_and_money():
     assert run.cost.value == pytest.approx(2.5 * hours)
     assert run.days.value == pytest.approx(hours / 8 / 24)
     assert training(found, num_tokens=1, tokens=1, world_size=1).cost is None
+    report = json.loads(json.dumps(time_report(found, run)))
+    assert report["training"]["cost"]["value"] == pytest.approx(run.cost.value)
+    assert report["step_s"]["known"] == "modelled"
+    assert "mfu" not in report and "pipeline" not in report
+    assert "training" not in time_report(found)
 
 
 def test_figures_keep_their_bounds():

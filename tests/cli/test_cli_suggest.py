@@ -1,0 +1,84 @@
+"""`composer3d suggest`: layouts that check accepts, as text, JSON and files."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from composer3d.cli import main
+
+MODEL = 'use = "composer3d.models:llama"\nargs = { dim = 1024, num_layers = 4, num_heads = 8, vocab_size = 32000 }\n'
+
+
+@pytest.fixture
+def manifest(tmp_path, monkeypatch):
+    """Write a manifest of a small Llama."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(
+        "composer3d = 1\n[mesh]\ndp_shard = 4\n[model]\n" + MODEL + '[data]\nuse = "synthetic"\nseq_len = 512\n'
+        "[train]\nsteps = 1\nglobal_batch = 16\n[sharding.fsdp2]\n[precision.mixed]\n"
+        "[scheduling.activation_checkpoint]\n"
+    )
+    return "run.toml"
+
+
+def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
+    code = main(["suggest", manifest, "--world-size", "4", "--keep", "tp<=2", "--json", "--write", "found"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert report["given"].startswith("the given manifest fits")
+    assert 1 <= len(report["suggestions"]) <= 5
+    first = report["suggestions"][0]
+    assert "scheduling.activation_checkpoint=false" in first["set"]
+    assert any("x the speed of the given manifest" in reason for reason in first["why"])
+    assert first["time"]["step_s"]["known"] == "modelled"
+    assert first["time"]["mfu"]["convention"] == "palm"
+    files = sorted((tmp_path / "found").iterdir())
+    assert len(files) == len(report["suggestions"])
+    for file in files:
+        assert main(["check", str(file), "--world-size", "4"]) == 0, file.read_text()
+
+
+def test_text(manifest, capsys):
+    assert main(["suggest", manifest, "--world-size", "4", "--keep", "pp=1", "--keep", "tp=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("the given manifest fits")
+    assert any(line.startswith("1. ") for line in lines)
+    assert lines[-1].endswith("times are modelled, within about 25 %")
+
+
+def test_nothing_fits(manifest, capsys):
+    assert main(["suggest", manifest, "--world-size", "1", "--memory", "1MiB", "--keep", "tp=1"]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("the given manifest")
+    assert "no layout fits 0.0 GiB; the least memory that was found is" in out
+
+
+def test_pins_that_leave_nothing(manifest, capsys):
+    assert main(["suggest", manifest, "--world-size", "4", "--keep", "tp=3"]) == 1
+    assert "no layout keeps what is pinned" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--hardware", "h10"], 'there is no hardware "h10"; did you mean "h100"?'),
+        (["--keep", "tpp=2"], '"tpp" cannot be kept'),
+        (["--set", "model.use=composer3d.models:lama"], 'has no "lama"'),
+        (["--set", "train.step=1"], 'unknown key "step"'),
+    ],
+)
+def test_what_is_refused(manifest, capsys, arguments, told):
+    assert main(["suggest", manifest, "--world-size", "4", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_a_model_without_blocks(manifest, capsys, tmp_path):
+    (tmp_path / "flat.py").write_text(
+        "from torch import nn\n\n\ndef build(vocab_size):\n"
+        "    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))\n"
+    )
+    changes = ["--set", "model=false", "--set", 'model.use="flat:build"', "--set", "data.vocab_size=32"]
+    assert main(["suggest", manifest, "--world-size", "4", *changes, "--set", "scheduling=false"]) == 2
+    assert "suggest knows decoders only" in capsys.readouterr().err
