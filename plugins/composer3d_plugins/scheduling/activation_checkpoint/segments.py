@@ -94,15 +94,18 @@ def wrap(blocks: Sequence[nn.Module], *, preserve_rng_state: bool) -> None:
         preserve_rng_state: Recompute with the random numbers of the forward.
     """
     frames: list[Frame] = []
-    for place, block in enumerate(blocks):
+    for block in blocks:
         module: Any = block
-        module.forward = _wrapped(block, module.forward, frames, is_first=place == 0, random=preserve_rng_state)
+        ends = block is blocks[0], block is blocks[-1]
+        module.forward = _wrapped(block, module.forward, frames, ends=ends, random=preserve_rng_state)
 
 
 def _wrapped(
-    block: nn.Module, forward: Callable[..., Any], frames: list[Frame], *, is_first: bool, random: bool
+    block: nn.Module, forward: Callable[..., Any], frames: list[Frame], *, ends: tuple[bool, bool], random: bool
 ) -> Callable[..., Any]:
     import torch
+
+    is_first, is_last = ends
 
     @functools.wraps(forward)
     def segmented(*args: Any, **kwargs: Any) -> Any:
@@ -128,7 +131,10 @@ def _wrapped(
 
         with torch.autograd.graph.saved_tensors_hooks(pack, functools.partial(frame.take, index)):
             result = forward(*args, **kwargs)
-        frame.returned = _tensors(result)
+        if is_last:  # from here on the graph keeps it
+            frames.clear()
+        else:
+            frame.returned = _tensors(result)
         return result
 
     return segmented

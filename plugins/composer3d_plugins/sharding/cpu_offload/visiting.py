@@ -78,6 +78,7 @@ def visiting(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int,
             for parameter, visitor in visits:
                 if visitor in self.state:
                     self.state[parameter] = self.state.pop(visitor)
+            self.param_groups = piece  # visitors go when they are stored
             transfers.store(index, [(parameter.detach(), visitor.detach()) for parameter, visitor in visits])
 
     Visiting.__name__ = Visiting.__qualname__ = cls.__name__
