@@ -27,6 +27,10 @@ class LiveBytes(TorchDispatchMode):
         for tensor in known:
             self.add(tensor)
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing inside is compiled; else the first operator imports the compiler, for a second
+
     def __enter__(self):
         resize = torch.UntypedStorage.resize_
 
