@@ -256,6 +256,7 @@ def test_figures_are_those_measured():
     step, *dimensions = results("step_time")["rows"]
     hooks, engine = results("hook_overhead")["rows"]
     (guard,) = results("guard_cost")["rows"]
+    (offload,) = results("offload")["rows"]
     telemetry = {row["name"]: row for row in results("telemetry")["rows"]}["phase"]
     commands = {row["name"]: row for row in results("quickstart")["rows"]}
     quickstart, check = commands["quickstart"], commands["check, CPU beyond import torch"]
@@ -285,6 +286,9 @@ def test_figures_are_those_measured():
         ),
         "CPU time of `opentelemetry` a step, default detail": (
             f"{telemetry['file_us']:.0f} microseconds to files, {telemetry['otlp_us']:.0f} as OTLP"
+        ),
+        "bandwidth of optimizer state on disk, 100 million parameters, over a probe of the disk": (
+            f"{offload['ratio']:.2f} ({offload['mib_per_s']} MiB/s and {offload['probe_mib_per_s']})"
         ),
         "`composer3d run quickstart`, whole": f"{quickstart['seconds']:.0f} s",
         "last loss over first loss of it": f"{quickstart['loss_ratio']:.2f} ({quickstart['steps']} steps)",
@@ -318,7 +322,9 @@ def test_what_a_run_of_the_matrix_says():
     )
 
 
-@pytest.mark.parametrize("name", ["step_time", "hook_overhead", "guard_cost", "telemetry", "quickstart", "layout_time"])
+@pytest.mark.parametrize(
+    "name", ["step_time", "hook_overhead", "guard_cost", "telemetry", "offload", "quickstart", "layout_time"]
+)
 def test_results_state_their_conditions(name):
     found = results(name)["conditions"]
     assert found.keys() >= {"date", "machine", "python", "torch", "load_1min_before"}

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
-from support.models import Net, composed, mine, one_step, padded, seeded
+from composer3d_plugins.scheduling.activation_checkpoint import segments
+from composer3d_plugins.scheduling.activation_checkpoint.budget import Measured, Result, choose
+from support.models import Net, composed, mine, one_step, padded, seeded, sum_loss, write_manifest
+from support.offloading import PP, TP, Even, assert_same, resumed, trained
 from torch import nn
 
-from composer3d import ManifestError
-from composer3d.testing import fake_world, run_ranks
+from composer3d import Batch, ManifestError, PluginError
+from composer3d.testing import assert_parity, fake_world, run_ranks
 
 TIGHT = 1e-12
 AC = "[scheduling.activation_checkpoint]\n"
@@ -14,7 +19,18 @@ FSDP = "[sharding.fsdp2]\n"
 SELECTIVE = 'mode = "selective"\n'
 EVERY_SECOND = SELECTIVE + 'policy = "every_second_product"\n'
 OWN = SELECTIVE + 'policy = "plugins.test_activation_checkpoint:keep_tanh"\n'
-MODES = ["", "every = 2\n", SELECTIVE, SELECTIVE + 'save = ["aten.tanh"]\n', EVERY_SECOND, OWN]
+SQRT = 'mode = "sqrt"\n'
+BUDGET = 'mode = "budget"\nbudget_fraction = {}\n'
+MODES = [
+    "",
+    "every = 2\n",
+    SELECTIVE,
+    SELECTIVE + 'save = ["aten.tanh"]\n',
+    EVERY_SECOND,
+    OWN,
+    SQRT,
+    BUDGET.format(0.6),
+]
 
 
 def keep_tanh(operator, *args, **kwargs):
@@ -70,6 +86,10 @@ def operations(mode):
         (AC + SELECTIVE + 'policy = "attention"', 7 + 3, 3 + 3),
         # Of a block's two products the first is kept; the second is its last operation, whose result nothing needs.
         (AC + EVERY_SECOND, 7, 3 + 3),
+        # Two runs, of one block and of two, from which nothing is left out.
+        (AC + SQRT, 7 + 6, 3 + 3),
+        # Every block is measured once: three blocks more, and after that as if there were no plugin, or as "full".
+        (AC + BUDGET.format(1.0), 7 + 6 + 3, 3 + 3 + 3),
     ],
 )
 def test_what_is_recomputed(mode, products, tanhs):
@@ -140,8 +160,95 @@ def dropout(mode):
 
 
 def test_recomputation_draws_the_same_dropout():
-    plain, recomputed = run_ranks(dropout, 1, "")[0], run_ranks(dropout, 1, AC)[0]
-    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+    plain = run_ranks(dropout, 1, "")[0]
+    for mode in ("", SQRT, BUDGET.format(0.7)):
+        recomputed = run_ranks(dropout, 1, AC + mode)[0]
+        assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+# ---- budget and sqrt -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", [SQRT, BUDGET.format(0.7)])
+@pytest.mark.parametrize(
+    ("world_size", "layout"),
+    [
+        pytest.param(2, PP.replace("]\n[train]", ']\nschedule = "ZBVZeroBubble"\n[train]'), id="zero bubble"),
+        pytest.param(4, TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, id="tp and fsdp2"),
+    ],
+)
+def test_every_bit_is_that_of_the_run_without_it(world_size, layout, mode):
+    factory = functools.partial(Even, num_layers=4)
+    plain = run_ranks(trained, world_size, layout, torch.optim.AdamW, {}, 2, factory)
+    ranks = run_ranks(trained, world_size, layout + AC + mode, torch.optim.AdamW, {}, 2, factory)
+    for found, wanted in zip(ranks, plain, strict=True):
+        assert_same(found, wanted)
+
+
+@pytest.mark.parametrize("mode", [SQRT, BUDGET.format(0.7)])
+def test_verify_passes(mode):
+    tokens, targets = padded()
+    path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + AC + mode)
+    assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
+
+
+def test_collectives_of_sqrt_are_those_without_it():
+    plain = run_ranks(step_with, 2, FSDP, 3)[0][3]
+    assert run_ranks(step_with, 2, FSDP + AC + SQRT, 3)[0][3] == plain
+
+
+def test_a_resumed_run_is_the_same(tmp_path):
+    path, text = tmp_path / "step-2", FSDP + AC + SQRT
+    whole = run_ranks(resumed, 2, path, text, False, 4)[0]
+    again = run_ranks(resumed, 2, path, FSDP + AC + BUDGET.format(0.6), True, 2, 2)[0]
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+
+
+def measured(*times):
+    """A unit whose inputs are 10 bytes, and whose results are 30 bytes each."""
+    results = {("op", index): Result(num_bytes=30, time_s=time_s) for index, time_s in enumerate(times)}
+    return Measured(input_bytes=10, saved_bytes=10 + 30 * len(times) + 5, time_s=sum(times), results=results)
+
+
+@pytest.mark.parametrize(
+    ("budget", "kept", "recomputed"),
+    [
+        (20, [set(), set()], [True, True]),
+        (50, [{0}, set()], [True, True]),
+        # The dearest result of the second block comes before the cheap one of the first.
+        (80, [{0}, {1}], [True, True]),
+        (110, [{0}, {0, 1}], [True, True]),
+        # Five bytes more, and the second block is left alone.
+        (115, [{0}, set()], [True, False]),
+        (150, [set(), set()], [False, False]),
+    ],
+)
+def test_what_saves_most_time_a_byte_is_kept(budget, kept, recomputed):
+    chosen = choose({"a": measured(9.0, 1.0), "b": measured(2.0, 5.0)}, budget)
+    assert [{index for _, index in choice.kept} for choice in chosen.values()] == kept
+    assert [choice.is_recomputed for choice in chosen.values()] == recomputed
+    assert sum(choice.num_bytes for choice in chosen.values()) <= budget
+
+
+def test_a_budget_below_the_inputs_is_refused():
+    with pytest.raises(PluginError) as caught:
+        choose({"a": measured(1.0), "b": measured(1.0)}, 19)
+    assert str(caught.value) == (
+        "the budget is 19 bytes a forward, and with everything recomputed the inputs of 2 units still take 20; "
+        "raise the budget, or recompute larger units"
+    )
+
+
+def test_runs_are_as_many_as_they_are_long():
+    sizes = {count: [len(run) for run in segments.cut([str(index) for index in range(count)])] for count in range(12)}
+    assert (
+        sizes[0] == []
+        and sizes[1] == [1]
+        and sizes[3] == [1, 2]
+        and sizes[9] == [3, 3, 3]
+        and sizes[11] == [2, 3, 3, 3]
+    )
+    assert all(sum(lengths) == count for count, lengths in sizes.items())
 
 
 def refusal(text):
@@ -182,6 +289,25 @@ def refusal(text):
         (
             SELECTIVE + 'policy = "math:pie"',
             ':2:13: [scheduling.activation_checkpoint] module "math" has no "pie"; did you mean "pi"?',
+        ),
+        (
+            'mode = "budget"',
+            ':2:13: [scheduling.activation_checkpoint] mode = "budget" needs one budget, and there are none; write '
+            "budget_fraction = 0.5, or budget_gib",
+        ),
+        (
+            "budget_gib = 1.0",
+            ':2:13: [scheduling.activation_checkpoint] budget_gib has no effect with mode = "full"; '
+            'write mode = "budget"',
+        ),
+        (
+            SQRT + "every = 2",
+            ':2:13: [scheduling.activation_checkpoint] every has no effect with mode = "sqrt"; leave it out',
+        ),
+        (
+            SQRT + "[scheduling.compile]",
+            ':2:13: [scheduling.activation_checkpoint] "activation_checkpoint" cannot be combined with "compile": '
+            'mode = "sqrt" puts numbers in the place of what a block saves, which the compiler cannot trace',
         ),
         (
             'units = ["blocks.*"]',

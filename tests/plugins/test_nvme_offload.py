@@ -108,9 +108,8 @@ def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     for text in (FSDP + table, FSDP):
         again = run_ranks(resumed, 2, path, text, True, 2, 2)[0]
         assert all(torch.equal(whole[name], again[name]) for name in whole)
-    for layout in (TP, PP):
-        for weights in run_ranks(resumed, 2, path, layout + table, True, 2, 2):
-            assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in weights)
+    for weights in run_ranks(resumed, 2, path, TP + table, True, 2, 2):
+        assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in weights)
     for weights in run_ranks(resumed, 4, path, FSDP + table, True, 2, 2):
         assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
     assert list((tmp_path / "disk").iterdir()) == []

@@ -43,27 +43,14 @@ def visiting(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int,
             visits: dict[int, list[tuple[Any, Any]]] = {}
             try:
                 with torch.no_grad():
-                    self._fetch(pieces, 0, visits)
+                    visits |= _begin(pieces, 0, kept, transfers)
                     for index, piece in enumerate(pieces):
-                        self._fetch(pieces, index + 1, visits)
+                        visits |= _begin(pieces, index + 1, kept, transfers)
                         transfers.wait(index)
                         self._step_piece(piece, visits.pop(index), index)
                     transfers.finish()
             finally:
                 self.param_groups = groups
-
-        def _fetch(self, pieces: list[Any], index: int, visits: dict[int, list[tuple[Any, Any]]]) -> None:
-            import torch
-
-            if index == len(pieces):
-                return
-            here = [parameter for parameter in _parameters(pieces[index]) if parameter in kept]
-            moved = transfers.fetch(index, [tensor for p in here for tensor in (p.detach(), p.grad)])
-            visits[index] = []
-            for position, parameter in enumerate(here):
-                visitor = torch.nn.Parameter(moved[2 * position])
-                visitor.grad = moved[2 * position + 1]
-                visits[index].append((parameter, visitor))
 
         def _step_piece(self, piece: list[dict[str, Any]], visits: list[tuple[Any, Any]], index: int) -> None:
             visitors = dict(visits)
@@ -78,10 +65,29 @@ def visiting(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int,
             for parameter, visitor in visits:
                 if visitor in self.state:
                     self.state[parameter] = self.state.pop(visitor)
+            self.param_groups = piece  # visitors go when they are stored
             transfers.store(index, [(parameter.detach(), visitor.detach()) for parameter, visitor in visits])
 
     Visiting.__name__ = Visiting.__qualname__ = cls.__name__
     return Visiting
+
+
+def _begin(
+    pieces: list[list[dict[str, Any]]], index: int, kept: Set[nn.Parameter], transfers: Transfers
+) -> dict[int, list[tuple[Any, Any]]]:
+    """Begin to bring a piece's parameters and gradients to the device; return them with those that visit for them."""
+    import torch
+
+    if index == len(pieces):
+        return {}
+    here = [parameter for parameter in _parameters(pieces[index]) if parameter in kept]
+    moved = transfers.fetch(index, [tensor for p in here for tensor in (p.detach(), p.grad)])
+    visits = []
+    for position, parameter in enumerate(here):
+        visitor = torch.nn.Parameter(moved[2 * position])
+        visitor.grad = moved[2 * position + 1]
+        visits.append((parameter, visitor))
+    return {index: visits}
 
 
 def _parameters(piece: list[dict[str, Any]]) -> Iterator[Any]:

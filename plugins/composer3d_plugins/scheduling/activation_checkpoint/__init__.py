@@ -8,7 +8,19 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, resolve_reference, select_fqns
+from composer3d import (
+    Metric,
+    Phase,
+    PluginError,
+    RunContext,
+    Transform,
+    hookimpl,
+    plugin,
+    resolve_reference,
+    select_fqns,
+)
+from composer3d_plugins.scheduling.activation_checkpoint import segments
+from composer3d_plugins.scheduling.activation_checkpoint.budget import Budget
 
 if TYPE_CHECKING:
     from torch import nn
@@ -45,10 +57,15 @@ class ActivationCheckpoint:
     """Recompute blocks in the backward.
 
     mode = "full" keeps only a block's inputs. mode = "selective" also keeps the results of some operators, and
-    recomputes the rest: those that `policy` names, or those in `save`. FQNs stay: the block's forward is replaced, not
-    the block.
-    Memory: of a recomputed block its inputs (and saved results), and one block's activations while it is recomputed.
-    Collectives: those of the forward once more, unless saved; FSDP2's are not repeated.
+    recomputes the rest: those that `policy` names, or those in `save`. mode = "sqrt" cuts a stage's n blocks into about
+    sqrt(n) runs, keeps what enters a run, and recomputes all of it when its backward begins. mode = "budget" measures
+    every block's operators in the first forward, the bytes that the backward needs of each and the time it took, and
+    keeps what saves most time a byte until the budget is used: single results of a block, or the block as it is. FQNs
+    stay: the block's forward is replaced, not the block.
+    Memory: of a recomputed block its inputs (and saved results), and one block's activations while it is recomputed;
+        "sqrt": of a run its inputs, and one run's activations, under fsdp2 its gathered parameters too.
+    Collectives: those of the forward once more, unless saved; FSDP2's are not repeated. "budget": one broadcast along
+        tp, in the first forward, and those of the forward once more to measure it.
 
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174; Korthikanti et al., Reducing
     Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
@@ -62,22 +79,29 @@ class ActivationCheckpoint:
             products only the first, the third, and so on. `module:function`: whatever the function says, called with
             the operator and its arguments, in the forward and in the recomputation, where it must say the same.
         save: Instead of a policy the operators themselves, as `namespace.name` or `namespace.name.overload`.
+        budget_gib: What the blocks of one forward on this rank may keep for the backward, GiB.
+        budget_fraction: The same, as a part of what they keep if nothing is recomputed.
         preserve_rng_state: Recompute with the random numbers of the forward; only models without dropout do without.
     """
 
-    mode: Literal["full", "selective"] = "full"
+    mode: Literal["full", "selective", "sqrt", "budget"] = "full"
     units: tuple[str, ...] | None = None
     every: int = Field(default=1, ge=1)
     policy: str | None = None
     save: tuple[str, ...] | None = None
+    budget_gib: float | None = Field(default=None, gt=0)
+    budget_fraction: float | None = Field(default=None, gt=0, le=1)
     preserve_rng_state: bool = True
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse operators that do not exist, and a list that would do nothing."""
         for name in ("policy", "save"):
-            if getattr(self, name) is not None and self.mode == "full":
-                raise PluginError(f'{name} has no effect with mode = "full"', hint='write mode = "selective"')
+            if getattr(self, name) is not None and self.mode != "selective":
+                raise PluginError(f'{name} has no effect with mode = "{self.mode}"', hint='write mode = "selective"')
+        if self.mode == "sqrt" and self.every != 1:
+            raise PluginError('every has no effect with mode = "sqrt"', hint="leave it out")
+        self._check_budget()
         if self.policy is not None and self.save is not None:
             raise PluginError("policy and save both say what is kept", hint="leave one of them out")
         if self.policy is not None and ":" not in self.policy and self.policy not in POLICIES:
@@ -89,11 +113,26 @@ class ActivationCheckpoint:
             if not _overloads(name):
                 raise PluginError(f'save names the operator "{name}", which torch does not have')
 
+    def _check_budget(self) -> None:
+        given = [name for name in ("budget_gib", "budget_fraction") if getattr(self, name) is not None]
+        if given and self.mode != "budget":
+            raise PluginError(f'{given[0]} has no effect with mode = "{self.mode}"', hint='write mode = "budget"')
+        if self.mode == "budget" and len(given) != 1:
+            raise PluginError(
+                'mode = "budget" needs one budget, and there are ' + (" and ".join(given) or "none"),
+                hint="write budget_fraction = 0.5, or budget_gib",
+            )
+
     @hookimpl
     def composer3d_reschedule(self, context: RunContext) -> Transform:
         """Replace the forwards of the chosen blocks."""
-        # With mode = "full" each half of the backward computes again.
-        conflicts = {"zero_bubble_pipeline": _ONCE} if self.mode == "selective" else {}
+        reasons = {
+            "budget": 'mode = "budget" measures operators one by one, and the compiler makes one of them',
+            "sqrt": 'mode = "sqrt" puts numbers in the place of what a block saves, which the compiler cannot trace',
+        }
+        conflicts = {"compile": reasons[self.mode]} if self.mode in reasons else {}
+        if self.mode in ("selective", "budget"):  # with the others each half of the backward computes again
+            conflicts["zero_bubble_pipeline"] = _ONCE
         return Transform(
             name="activation_checkpoint",
             phase=Phase.RECOMPUTE,
@@ -102,17 +141,45 @@ class ActivationCheckpoint:
             conflicts=conflicts,
         )
 
+    @hookimpl
+    def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
+        """Tell what blocks keep under a budget, of the rank that keeps most."""
+        if self.mode != "budget":
+            return []
+        budgets: list[Budget] = context.state.get(self, [])
+        kept = sum(budget.num_bytes for budget in budgets)
+        return [Metric(name="activation_checkpoint_kept_bytes", value=kept, reduction="max")]
+
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         patterns = (context.blocks,) if self.units is None else self.units
         return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)[:: self.every]]
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
+        if self.mode == "sqrt":
+            for run in segments.cut(fqns):
+                blocks = [model.get_submodule(fqn) for fqn in run]
+                segments.wrap(blocks, preserve_rng_state=self.preserve_rng_state)
+            return list(fqns)
+        if self.mode == "budget":
+            return self._apply_budget(model, fqns, context, options)
         if self.mode == "selective":
             options["context_fn"] = self._selection(context)
         for fqn in fqns:
             block: Any = model.get_submodule(fqn)
             block.forward = _recomputed(block.forward, options)
+        return list(fqns)
+
+    def _apply_budget(
+        self, model: nn.Module, fqns: Sequence[str], context: RunContext, options: dict[str, Any]
+    ) -> list[str]:
+        collectives = [overload for name in COLLECTIVES for overload in _overloads(name)]
+        budget = Budget(fraction=self.budget_fraction, gib=self.budget_gib, collectives=collectives, context=context)
+        context.state.setdefault(self, []).append(budget)
+        for fqn in fqns:
+            unit: Any = model.get_submodule(fqn)
+            unit.forward = budget.wrap(fqn, unit, unit.forward, options)
+        model.register_forward_hook(budget.decide)
         return list(fqns)
 
     def _function(self, context: RunContext) -> Callable[..., Any] | None:

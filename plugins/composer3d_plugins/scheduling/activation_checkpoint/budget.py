@@ -1,0 +1,313 @@
+"""What is recomputed under a budget of bytes: decided by what operators take and keep, as measured."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d import PluginError, Role, RunContext, torch_compat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+__all__ = ["Budget", "Choice", "Measured", "Result", "choose"]
+
+GIB = 2**30
+
+Key = tuple[Any, int]  # an operator, and which of its calls in the unit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What one operator of a unit made that the backward needs.
+
+    Args:
+        num_bytes: Of its storages.
+        time_s: That the operator took, seconds.
+    """
+
+    num_bytes: int
+    time_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """One forward of a unit.
+
+    Args:
+        input_bytes: What is kept of it even if all of it is recomputed.
+        saved_bytes: What is kept of it if nothing is.
+        time_s: What recomputing all of it takes, seconds.
+        results: What may be kept, by operator and call.
+    """
+
+    input_bytes: int
+    saved_bytes: int
+    time_s: float
+    results: Mapping[Key, Result]
+
+
+@dataclass(kw_only=True)
+class Choice:
+    """What is done with a unit.
+
+    Args:
+        is_recomputed: Or kept as autograd keeps it.
+        kept: Of a recomputed unit the results that are not.
+        num_bytes: What the unit keeps from its forward to its backward.
+    """
+
+    is_recomputed: bool = True
+    kept: set[Key] = field(default_factory=set)
+    num_bytes: int = 0
+
+
+def choose(units: Mapping[str, Measured], budget_bytes: float) -> dict[str, Choice]:
+    """Choose so that what is kept stays within the budget and little time is spent twice.
+
+    Results are kept in the order of seconds a byte, then units that have everything anyway, or for which there is room,
+    are not recomputed at all: what makes nothing that is needed need not run again either.
+
+    Raises:
+        PluginError: The inputs alone are more.
+    """
+    chosen = {fqn: Choice(num_bytes=unit.input_bytes) for fqn, unit in units.items()}
+    left = budget_bytes - sum(choice.num_bytes for choice in chosen.values())
+    if left < 0:
+        least = sum(choice.num_bytes for choice in chosen.values())
+        raise PluginError(
+            f"the budget is {budget_bytes:.0f} bytes a forward, and with everything recomputed the inputs of "
+            f"{len(units)} units still take {least}",
+            hint="raise the budget, or recompute larger units",
+        )
+    candidates = sorted(
+        ((result.time_s / max(result.num_bytes, 1), fqn, key) for fqn, unit in units.items()
+         for key, result in unit.results.items()),
+        key=lambda entry: -entry[0],
+    )  # fmt: skip
+    for _, fqn, key in candidates:
+        num_bytes = units[fqn].results[key].num_bytes
+        if num_bytes <= left:
+            chosen[fqn].kept.add(key)
+            chosen[fqn].num_bytes += num_bytes
+            left -= num_bytes
+    for fqn, choice in chosen.items():
+        more = units[fqn].saved_bytes - choice.num_bytes
+        if more <= left:
+            left -= more
+            chosen[fqn] = Choice(is_recomputed=False, num_bytes=units[fqn].saved_bytes)
+    return chosen
+
+
+class Budget:
+    """Measures units in the first forward, then chooses once for the run.
+
+    Args:
+        fraction: Of what is kept if nothing is recomputed; or
+        gib: Bytes, GiB, of one forward of this rank's stage.
+        collectives: Operators whose results are always kept: ranks may choose differently.
+        context: Of the run.
+    """
+
+    def __init__(
+        self, *, fraction: float | None, gib: float | None, collectives: Sequence[Any], context: RunContext
+    ) -> None:
+        self._fraction, self._gib, self._context = fraction, gib, context
+        self._collectives = frozenset(collectives)
+        self.measured: dict[str, Measured] = {}
+        self.chosen: dict[str, Choice] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """What all units keep, as chosen."""
+        return sum(choice.num_bytes for choice in self.chosen.values())
+
+    def wrap(
+        self, fqn: str, unit: nn.Module, forward: Callable[..., Any], options: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """Return a forward that is measured once and then does what was chosen."""
+        import torch
+        from torch.utils.checkpoint import checkpoint
+
+        @functools.wraps(forward)
+        def budgeted(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            if fqn not in self.chosen and fqn not in self.measured and not torch_compat.in_backward():
+                self.measured[fqn] = _measure(unit, forward, args, kwargs)
+            choice = self.chosen.get(fqn, Choice())
+            if not choice.is_recomputed:
+                return forward(*args, **kwargs)
+            return checkpoint(forward, *args, **options, context_fn=self._contexts(choice), **kwargs)
+
+        return budgeted
+
+    def decide(self, *_: Any) -> None:
+        """Choose, once all units of a forward are measured."""
+        if self.chosen or not self.measured:
+            return
+        whole = sum(unit.saved_bytes for unit in self.measured.values())
+        budget = whole * self._fraction if self._fraction is not None else (self._gib or 0.0) * GIB
+        chosen = choose(self._agreed(), budget)
+        self.chosen = chosen
+
+    def _agreed(self) -> dict[str, Measured]:
+        """Return measurements that ranks share which cut operators among them: those run collectives when repeated."""
+        import torch
+        import torch.distributed as dist
+
+        layout, mesh = self._context.layout, self._context.mesh
+        axes = [axis for axis in layout.names(Role.TENSOR, Role.SEQUENCE) if self._context.degrees[axis] > 1]
+        times = [result.time_s for unit in self.measured.values() for result in unit.results.values()]
+        shared = torch.tensor(times, dtype=torch.float64, device=self._context.device)
+        for axis in axes:
+            group = mesh[axis].get_group()
+            dist.broadcast(shared, group=group, group_src=0)
+        agreed = iter(shared.tolist())
+        return {
+            fqn: Measured(
+                input_bytes=unit.input_bytes,
+                saved_bytes=unit.saved_bytes,
+                time_s=unit.time_s,
+                results={
+                    key: Result(num_bytes=result.num_bytes, time_s=next(agreed)) for key, result in unit.results.items()
+                },
+            )
+            for fqn, unit in self.measured.items()
+        }
+
+    def _contexts(self, choice: Choice) -> Callable[[], Any]:
+        from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+        collectives, kept = self._collectives, choice.kept
+
+        def contexts() -> Any:
+            calls: dict[bool, Counter[Any]] = {False: Counter(), True: Counter()}
+
+            def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+                counts = calls[context.is_recompute]
+                counts[operator] += 1
+                is_kept = operator in collectives or (operator, counts[operator]) in kept
+                return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+            return create_selective_checkpoint_contexts(policy)
+
+        return contexts
+
+
+def _measure(
+    unit: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Measured:
+    """Run a unit once more, and throw the result away; random numbers and buffers are as they were afterwards."""
+    import torch
+
+    device = next((each.device for each in torch_compat.tree_leaves((args, kwargs)) if hasattr(each, "device")), None)
+    device = device or torch.device("cpu")
+    probe = _Probe(device, stay=[*unit.parameters(), *unit.buffers()])
+    buffers = [(buffer, buffer.clone()) for buffer in unit.buffers()]
+    inputs = [each for each in torch_compat.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+    input_keys = {_key(each): _bytes(each) for each in inputs if each.requires_grad}
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        begin_s = probe.now()
+        with torch.autograd.graph.saved_tensors_hooks(probe.saved, lambda tensor: tensor):
+            with torch_compat.dispatch_mode(probe.operator, compiles=False):
+                forward(*args, **kwargs)
+        time_s = probe.now() - begin_s
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    return Measured(
+        input_bytes=sum(input_keys.values()),
+        saved_bytes=sum(({key: size for key, (size, _) in probe.needed.items()} | input_keys).values()),
+        time_s=time_s,
+        results=probe.results(),
+    )
+
+
+class _Probe:
+    """Watches one forward: operators, their time, what they make, and what of it autograd saves."""
+
+    def __init__(self, device: torch.device, stay: Sequence[Tensor]) -> None:
+        self._device = device
+        self._stay = {_key(each) for each in stay}
+        self._calls: Counter[Any] = Counter()
+        self._made: dict[int, tuple[Key, float]] = {}
+        self._spoilt: set[int] = set()
+        # By storage: its size, and the tensor, so that no other storage takes its place.
+        self.needed: dict[int, tuple[int, Tensor]] = {}
+        self._alive: list[Any] = []
+
+    def now(self) -> float:
+        """Return the time when the device has done everything, seconds."""
+        import torch
+
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def operator(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and note what it made."""
+        import torch
+
+        self._calls[operator] += 1
+        key = operator, self._calls[operator]
+        before = self._random_state() if torch.Tag.nondeterministic_seeded in operator.tags else None
+        begin_s = self.now()
+        result = operator(*args, **kwargs)
+        time_s = self.now() - begin_s
+        written = {_key(each) for each in torch_compat.written_tensors(operator, args, kwargs)}
+        self._spoilt |= written
+        given = {_key(each) for each in torch_compat.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        # What draws is drawn again with everything else that draws, else the numbers after it would be others.
+        draws = before is not None and not torch.equal(before, self._random_state())
+        for each in torch_compat.tree_leaves(result):
+            if isinstance(each, torch.Tensor) and _key(each) not in given:
+                self._alive.append(each)
+                if not draws:
+                    self._made[_key(each)] = key, time_s
+        return result
+
+    def saved(self, tensor: Tensor) -> Tensor:
+        """Note what autograd saves, parameters and buffers excepted."""
+        if _key(tensor) not in self._stay:
+            self.needed[_key(tensor)] = _bytes(tensor), tensor.detach()
+        return tensor
+
+    def results(self) -> dict[Key, Result]:
+        """Return what may be kept instead of being computed again."""
+        sizes: Counter[Key] = Counter()
+        times: dict[Key, float] = {}
+        for storage, (num_bytes, _) in self.needed.items():
+            if storage in self._made and storage not in self._spoilt:
+                key, times[key] = self._made[storage][0], self._made[storage][1]
+                sizes[key] += num_bytes
+        return {key: Result(num_bytes=size, time_s=times[key]) for key, size in sizes.items()}
+
+    def _random_state(self) -> Tensor:
+        import torch
+
+        return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+
+def _key(tensor: Any) -> int:
+    return torch_compat.storage_key(_local(tensor))
+
+
+def _bytes(tensor: Any) -> int:
+    return int(_local(tensor).untyped_storage().nbytes())
+
+
+def _local(tensor: Any) -> Tensor:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return tensor
+    with torch.no_grad():
+        return tensor.to_local()
