@@ -60,12 +60,14 @@ class Reference:
 
     Args:
         initial: Parameters before the first step, by FQN.
+        replaced: A precision plugin trains other parameters than the model's (adapters).
         steps: One after the other.
         rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
             numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
     """
 
     initial: dict[str, Tensor]
+    replaced: bool = False
     steps: list[ReferenceStep] = field(default_factory=list)
     rounding: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -86,7 +88,9 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
     """
     reference = _run(subject, which, degree=degree, num_steps=num_steps)
     if which == "own":
-        exact = _run(subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial)
+        exact = _run(
+            subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial, keep=reference.replaced
+        )
         reference.rounding = _rounding(reference, exact)
     else:
         nudged = _run(subject, which, degree=degree, num_steps=num_steps, nudge=_NUDGE)
@@ -102,12 +106,14 @@ def _run(
     num_steps: int,
     weights: Mapping[str, Tensor] | None = None,
     nudge: float = 0.0,
+    keep: bool = False,
 ) -> Reference:
-    with _alone(subject, which) as run:
+    with _alone(subject, which, keep=keep) as run:
         if weights is not None:
             _set_weights(run, weights)
         optimizer = subject.make_optimizer(run)
-        reference = Reference(initial=_copies({fqn: p for fqn, p in run.named_parameters()}))
+        initial = _copies({fqn: p for fqn, p in run.named_parameters()})
+        reference = Reference(initial=initial, replaced=bool(run.context.left_out))
         for number in range(num_steps):
             with run.step(number):
                 reference.steps.append(_step(subject, run, optimizer, number, degree, which, nudge))
@@ -115,9 +121,9 @@ def _run(
 
 
 @contextlib.contextmanager
-def _alone(subject: Subject, which: Arithmetic) -> Iterator[Composition]:
-    """Compose the model without plugins, on this process alone."""
-    manifest = without_plugins(subject.manifest, keep_precision=which == "own")
+def _alone(subject: Subject, which: Arithmetic, *, keep: bool = False) -> Iterator[Composition]:
+    """Compose the model without plugins, on this process alone; in its own dtypes, or to `keep`, with precision's."""
+    manifest = without_plugins(subject.manifest, keep_precision=keep or which == "own")
     # Losses are not scaled here, so nothing is to be unscaled.
     with subject.composed(which, manifest) as run, run.without_grad_scaler():
         yield run

@@ -67,6 +67,11 @@ class Format:
 
         Memory: several float32 copies of the matrix for a moment.
         """
+        # Bytes mean what they mean in float32, whatever mode computes around (verify computes in float64).
+        with torch_compat.without_torch_functions():
+            return self._quantised(weight)
+
+    def _quantised(self, weight: Tensor) -> Tensor:
         import torch
 
         module: Any = torch_compat.import_torchao("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
@@ -89,6 +94,10 @@ class Format:
             stored: `[out, width]`.
             levels: From `levels`, on its device.
         """
+        with torch_compat.without_torch_functions():
+            return self._dequantised(stored, levels)
+
+    def _dequantised(self, stored: Tensor, levels: Tensor) -> Tensor:
         import torch
 
         groups = stored.view(-1, self.group_bytes)
@@ -103,6 +112,7 @@ def levels(device: Any) -> Tensor:
     """Return the two weights that every byte of codes stands for, `[256, 2]`."""
     import torch
 
-    table = torch.tensor(_LEVELS, dtype=torch.float32, device=device)
-    code = torch.arange(256, device=device)
-    return torch.stack([table[code >> 4], table[code & 15]], -1)
+    with torch_compat.without_torch_functions():
+        table = torch.tensor(_LEVELS, dtype=torch.float32, device=device)
+        code = torch.arange(256, device=device)
+        return torch.stack([table[code >> 4], table[code & 15]], -1)
