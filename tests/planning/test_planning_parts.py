@@ -145,6 +145,6 @@ def test_what_is_extrapolated_is_what_is_there(extrapolated, tmp_path):
 def test_blocks_that_are_not_alike_are_all_traced(tmp_path):
     case = replace(
         EXTRAPOLATED["zero3"],
-        text=EXTRAPOLATED["zero3"].text + '[scheduling.activation_checkpoint]\nevery = 2\n',
+        text=EXTRAPOLATED["zero3"].text + "[scheduling.activation_checkpoint]\nevery = 2\n",
     )
     assert not tracer_of(case, tmp_path).trace(0).is_extrapolated
