@@ -103,7 +103,7 @@ def _empty(block: nn.Module, last: list[Any]) -> None:
     block._modules.clear()
     block._parameters.clear()
     block._buffers.clear()
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
 
 def _form(block: nn.Module) -> tuple[Any, ...]:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -78,7 +79,7 @@ def composed(job: Job, preparation: Preparation, rank: int, *, cut: BlockCut | N
 
     with fake_world(job.world_size, rank), _aimed(preparation, rank) as aimed:
         build_mesh(aimed)
-        apply_transforms(aimed, after_split=lambda parts: cut and cut.apply(parts, aimed))
+        apply_transforms(aimed, after_split=partial((cut or BlockCut(None)).apply, preparation=aimed))
         with torch_compat.fake_tensors():
             give_memory(aimed)
             run = Composition(freeze(aimed, job.loss_fn, None, None, lambda: None, fingerprint(described(aimed))))

@@ -199,13 +199,13 @@ class _Observer:
         known = self._known.get(operator)
         if known is None:
             known = self._known[operator] = self._look_at(operator)
-        name, is_collective, is_silent, is_in_place = known
+        name, is_collective, is_silent, makes_nothing = known
         for cls in types:
             if torch_compat.is_wrapper_subclass(cls):
                 return NotImplemented
         result = operator(*args, **kwargs)
-        # An operator in place makes nothing; a tensor that is new then is a backend's own: gloo copies in a wait.
-        self.storages.see(result, known=is_in_place)
+        # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.
+        self.storages.see(result, known=makes_nothing)
         if self._is_quiet or self.storages.is_paused:
             return result
         if is_collective:
@@ -219,7 +219,8 @@ class _Observer:
         is_collective = self.collectives.is_collective(operator)
         is_silent = not is_collective and (torch_compat.is_view(operator) or name.startswith(_NO_WORK))
         short = name.replace("::", ".").split(".")
-        return ".".join(short[:2]), is_collective, is_silent, torch_compat.is_in_place(operator)
+        makes_nothing = torch_compat.is_in_place(operator) or torch_compat.is_view(operator)
+        return ".".join(short[:2]), is_collective, is_silent, makes_nothing
 
     def _collect(self, operator: Any, args: tuple[Any, ...]) -> None:
         before = len(self.collectives.rows)
@@ -242,7 +243,7 @@ class _Observer:
         tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
         made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
         floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
-        written = torch_compat.written_tensors(operator, args, kwargs) if self._known[operator][3] else made
+        written = torch_compat.written_tensors(operator, args, kwargs) if torch_compat.is_in_place(operator) else made
         sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
         dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
         flops = int(torch_compat.num_flops(operator, args, kwargs, result))

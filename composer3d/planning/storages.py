@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,7 @@ class StorageCounter:
                 return
             self.clock += 1
             self._kinds[key], self._births[key] = self.kind, self.clock
-            self._references[key] = weakref.ref(storage, lambda _, key=key: self._forget(key))
+            self._references[key] = weakref.ref(storage, partial(self._forget, key))
             self._change(key, 0, size)
         elif known != size:
             self._change(key, known, size)
@@ -109,7 +110,7 @@ class StorageCounter:
             if self.live > self.peak:
                 self.peak = self.live
 
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: Any) -> None:
         size = self._sizes.pop(key, None)
         if size is None:
             return

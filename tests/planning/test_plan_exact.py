@@ -7,12 +7,12 @@ from support.planned import Case, figures, measured, tracer_of
 
 from composer3d.testing import run_ranks
 
-FSDP, TP, PP = "mesh.dp_shard = {}\n[sharding.fsdp2]\n", "[sharding.tensor_parallel]\n", "[scheduling.pipeline]\n"
 CASES = {
     "zero3": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n"),
     "zero2": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nzero = 2\n"),
     "zero1": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nzero = 1\n"),
-    "zero3_uneven": Case("mesh.dp_shard = 3\n[sharding.fsdp2]\n", world_size=3),
+    # What the last rank's forwards leave differs between a run's first step, which is traced, and its second.
+    "zero3_uneven": Case("mesh.dp_shard = 3\n[sharding.fsdp2]\n", world_size=3, uncompared=("activations",)),
     "reshard_root": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nreshard_root = true\n"),
     "prefetch": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nforward_prefetch = 2\nbackward_prefetch = 1\n"),
     "hsdp": Case("[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n", world_size=4),
@@ -67,4 +67,7 @@ def test_a_plan_is_what_real_ranks_do(name, happened, tmp_path):
     case = CASES[name]
     tracer = tracer_of(case, tmp_path, extrapolate=False)
     for rank in (0, case.world_size - 1):
-        assert figures(tracer.trace(rank)) == happened[name][rank]
+        one, other = figures(tracer.trace(rank)), happened[name][rank]
+        for figure in case.uncompared:
+            del one["memory"][figure], other["memory"][figure]
+        assert one == other

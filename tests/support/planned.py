@@ -35,13 +35,14 @@ def loss_fn(output, target):
 
 @dataclass(frozen=True)
 class Case:
-    """A manifest's tables beside a tiny Llama, and how many micro-batches a rank runs."""
+    """A manifest's tables beside a tiny Llama, how many micro-batches a rank runs, and figures that are not compared."""
 
     text: str
     world_size: int = 2
     num_microbatches: int = 2
     num_layers: int = 4
     fused: bool = True
+    uncompared: tuple[str, ...] = ()
 
     def manifest(self, folder):
         path = folder / f"{os.getpid()}.toml"
@@ -100,7 +101,7 @@ def figures(trace):
     memory = replace(trace.memory, activations_at_peak=0, gradients_at_peak=0, transient=0, moment="")
     rows = {(row["op"], row["axis"], row["plugin"]): (row["count"], row["bytes"]) for row in collective_rows(trace)}
     flops = sum(s.count * o.count * o.flops for s in trace.segments for o in s.operators)
-    return {"memory": vars(memory) if hasattr(memory, "__dict__") else memory, "collectives": rows, "flops": flops}
+    return {"memory": dict(vars(memory)), "collectives": rows, "flops": flops}
 
 
 @plugin(family="communication")

@@ -1,0 +1,102 @@
+"""`composer3d plan` as its user meets it: JSON, one screen, a page, a verdict, what moved between two."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from composer3d.cli import main
+
+MANIFEST = """composer3d = 1
+[mesh]
+pp = 2
+dp_shard = 2
+gpus_per_node = 2
+[model]
+use = "composer3d.models:llama"
+args = { dim = 32, num_layers = 8, num_heads = 4, vocab_size = 64 }
+[data]
+use = "synthetic"
+seq_len = 16
+[train]
+steps = 2
+global_batch = 16
+[sharding.fsdp2]
+[scheduling.pipeline]
+"""
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(MANIFEST)
+    return path
+
+
+def planned(capsys, *arguments):
+    code = main(["plan", *map(str, arguments)])
+    return code, capsys.readouterr().out
+
+
+def test_json_has_every_figure_and_how_it_is_known(manifest, capsys):
+    code, out = planned(capsys, manifest, "--json", "--memory", "80GiB")
+    plan = json.loads(out)
+    assert (code, plan["composer3d"], plan["world_size"], plan["verdict"]) == (0, 1, 4, "fits")
+    assert [(rank["rank"], rank["stands_for"]) for rank in plan["ranks"]] == [(0, 2), (2, 2)]
+    for rank in plan["ranks"]:
+        memory = rank["memory"]
+        parts = ("parameters", "buffers", "optimizer", "gradients_at_peak", "activations_at_peak", "transient")
+        assert sum(memory[name] for name in parts) == memory["peak"] > 0
+        assert set(rank["provenance"]) >= {*memory, "collectives", "flops", "moment", "module", "verdict"}
+        assert set(rank["provenance"].values()) <= {"exact", "traced", "modelled", "calibrated", "assumed"}
+    rows = {(row["op"], row["axis"], row["plugin"]): row for row in plan["ranks"][0]["collectives"]}
+    assert rows["send", "pp", "pipeline"]["count"] == 8
+    assert rows["send", "pp", "pipeline"]["bytes"] == 8 * 16 * 32 * 4
+    assert rows["all_reduce", "world", None]["count"] == 3
+    assert plan["pipeline"]["schedule"] == "1F1B" and plan["pipeline"]["in_flight"] == [2.0, 1.0]
+    assert 0.05 < plan["pipeline"]["bubble"] < 0.25
+
+
+def test_what_does_not_fit_ends_with_1(manifest, capsys):
+    code, out = planned(capsys, manifest, "--memory", "512MiB")
+    assert code == 1
+    assert "does not fit [modelled]: rank 0 needs" in out
+
+
+def test_one_screen_says_how_each_figure_is_known(manifest, capsys):
+    code, out = planned(capsys, manifest, "--memory", "80GiB")
+    assert code == 0
+    assert "fits [modelled]" in out and "exact" in out and "assumed" not in out.split("note:")[0]
+    assert "pipeline 1F1B: bubble" in out and "note: no time: no hardware was named" in out
+    assert len(out.splitlines()) < 50
+
+
+def test_the_page_holds_everything_itself(manifest, tmp_path, capsys):
+    page = tmp_path / "plan.html"
+    assert planned(capsys, manifest, "--html", page, "--json")[0] == 0
+    text = page.read_text()
+    assert re.findall(r'(?:src|href)="', text) == []
+    assert text.count("<rect") > 20 and "node 1" in text and "reduce_scatter" in text and "1F1B" in text
+
+
+def test_a_difference_says_which_terms_moved(manifest, tmp_path, capsys):
+    other = tmp_path / "other.toml"
+    other.write_text(MANIFEST + "[scheduling.activation_checkpoint]\n")
+    code, out = planned(capsys, manifest, "--diff", other, "--json")
+    terms = {(term["group"], term["name"]): term for term in json.loads(out)["terms"]}
+    assert code == 0
+    assert terms["memory", "activations"]["change"] < 0 < terms["compute", "FLOPs"]["change"]
+    assert not any(group == "memory" and name in ("parameters", "optimizer") for group, name in terms)
+
+
+def test_a_wrong_manifest_is_told_as_check_tells_it(manifest, capsys):
+    manifest.write_text(MANIFEST.replace("[sharding.fsdp2]", "[sharding.fsdp2]\nzeero = 3"))
+    assert main(["plan", str(manifest)]) == 2
+    assert 'unknown key "zeero"; did you mean "zero"?' in capsys.readouterr().err
+
+
+def test_a_rank_that_there_is_not_is_refused(manifest, capsys):
+    assert main(["plan", str(manifest), "--rank", "9"]) == 2
+    assert "rank 9 is not in a world of 4 ranks" in capsys.readouterr().err
