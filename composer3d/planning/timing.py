@@ -264,12 +264,23 @@ def _stage_times(
     held = sorted({segment.stage for trace in traces for segment in trace.segments if segment.kind == "forward"})
     inner = [other for other in held if 0 < other < num_stages - 1]
     near = stage if stage in held else min(inner or held, key=lambda other: abs(other - stage))
-    return {
-        segment.kind: segment_time(segment, hardware)
-        for trace in traces
-        for segment in trace.segments
-        if segment.stage == near and segment.kind in _KINDS.values()
-    }
+    found: dict[str, list[tuple[int, SegmentTime]]] = {}
+    for trace in traces:
+        for segment in trace.segments:
+            if segment.stage == near and segment.kind in _KINDS.values():
+                found.setdefault(segment.kind, []).append((segment.count, segment_time(segment, hardware)))
+    return {kind: _mean(times) for kind, times in found.items()}
+
+
+def _mean(times: Sequence[tuple[int, SegmentTime]]) -> SegmentTime:
+    """Return the mean over repetitions: a first micro-batch that gathers parameters is one of them."""
+    total = sum(count for count, _ in times)
+    return SegmentTime(
+        compute_s=math.fsum(count * time.compute_s for count, time in times) / total,
+        communication_s=math.fsum(count * time.communication_s for count, time in times) / total,
+        exposed_s=math.fsum(count * time.exposed_s for count, time in times) / total,
+        flops=math.fsum(count * time.flops for count, time in times) / total,
+    )
 
 
 def _action_time(kind: str, times: Mapping[str, SegmentTime]) -> SegmentTime:

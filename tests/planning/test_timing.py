@@ -268,6 +268,21 @@ def test_an_inner_stage_that_was_not_traced_is_as_the_nearest_inner_one():
     assert some.step_s == whole.step_s
 
 
+def test_micro_batches_that_differ_count_as_their_mean():
+    def stage(index, *forwards):
+        backward = segment("backward", stage=index, count=4, operators=[product(4096, 2048, 4096)])
+        return trace(*forwards, backward, rank=index)
+
+    def forward(index, count, size):
+        return segment("forward", stage=index, count=count, operators=[product(4096, size, 4096)])
+
+    orders = orders_of("1F1B", degree=2, num_microbatches=4)
+    mixed = [stage(0, forward(0, 1, 8192), forward(0, 3, 2048)), stage(1, forward(1, 4, 2048))]
+    found = estimate(mixed, H100, world_size=2, tokens=1, orders=orders)
+    once, often = (operator_s(product(4096, size, 4096), H100.device) for size in (8192, 2048))
+    assert found.pipeline.stage_s[0] == pytest.approx((once + 3 * often) / 4 + often)
+
+
 def test_messages_delay_the_next_stage_and_keep_nobody_from_computing():
     def traces(ranks):
         sent = transfer("send", size=2**24, ranks=ranks, axis="pp")
