@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from composer3d import torch_compat as torch_compat
     from composer3d.batch import map_tensors
-    from composer3d.composition import Composition, compose
+    from composer3d.composing import compose
+    from composer3d.composition import Composition
     from composer3d.context import RunContext
     from composer3d.errors import (
         BatchError,
@@ -60,7 +61,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "batch": ("map_tensors",),
-    "composition": ("Composition", "compose"),
+    "composing": ("compose",),
+    "composition": ("Composition",),
     "context": ("RunContext",),
     "errors": (
         "BatchError",

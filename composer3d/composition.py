@@ -1,14 +1,14 @@
-"""`compose()`: a manifest applied to a model; and the composition that a training loop talks to."""
+"""The composition: what a training loop talks to."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients, spans
-from composer3d.assembly import Assembled, assemble
+from composer3d.assembly import Assembled
 from composer3d.batch import to_device
 from composer3d.errors import StepError
 from composer3d.evaluation import Evaluation, evaluating
@@ -16,7 +16,7 @@ from composer3d.measurement import measure
 from composer3d.optimizer import compose_step, group_parameters
 from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
-from composer3d.protocol import Batch, Example, LossFunction, Part, Stateful
+from composer3d.protocol import Batch, Part, Stateful
 from composer3d.sampling import Sampler
 from composer3d.step import StepState
 
@@ -25,68 +25,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from composer3d.context import Purpose, RunContext
-    from composer3d.loss import Reduction
-    from composer3d.manifest import Manifest
+    from composer3d.context import RunContext
 
-__all__ = ["Composition", "compose"]
-
-
-def compose(
-    model: nn.Module | Callable[[], nn.Module],
-    manifest: str | Path | Manifest,
-    *,
-    loss_fn: LossFunction | None = None,
-    loss_reduction: Reduction | None = None,
-    count_fn: Callable[[Any], int] | None = None,
-    weights: Literal["check", "rank0"] = "check",
-    tables: Mapping[str, type] | None = None,
-    device: str | torch.device | None = None,
-    purpose: Purpose = "run",
-    example: Example | Callable[[], Example | None] | None = None,
-    guard: bool = True,
-) -> Composition:
-    """Apply a manifest to a model.
-
-    The process group is initialised if there is none (from torchrun's environment, else a world of one), and destroyed
-    by `close` in that case.
-
-    Args:
-        model: A factory, which is run once on meta so that no rank ever holds the whole model and every layout starts
-            from the same weights; or a module that exists.
-        manifest: A path, the name of a shipped manifest, or a manifest that was read before.
-        loss_fn: `(output, target)` to a `Loss`, `(sum, count)`, a scalar sum, or a scalar mean (which is refused where
-            micro-batches have different counts). None takes the output's `loss`, as Hugging Face models give it.
-        loss_reduction: What a scalar loss is, where its last operation does not tell.
-        count_fn: The number of valid tokens of a target; default: targets that are not -100.
-        weights: For a module that exists: `check` refuses ranks whose weights differ, `rank0` broadcasts the first's.
-        tables: Further tables the manifest may have, for example `composer3d.runner.TABLES`; they are checked and not
-            used. Without it a table that embedding does not use is refused.
-        device: Default: the accelerator if there is one, else the CPU.
-        purpose: Why it is composed.
-        example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
-            only shapes and dtypes matter. Or a function that makes it, if one asks. Default: token numbers are tried.
-        guard: Compare step, plan and batch of all ranks as steps begin, and explain lost ones. False only counts.
-
-    Raises:
-        ManifestError: With every mistake of the manifest.
-        TransformError: A transform did not do what it had declared.
-        InitialisationError: Ranks start from different weights.
-    """
-    assembled = assemble(
-        model,
-        manifest,
-        loss_fn=loss_fn,
-        loss_reduction=loss_reduction,
-        count_fn=count_fn,
-        weights=weights,
-        tables=tables,
-        device=device,
-        purpose=purpose,
-        example=example,
-        guarded=guard,
-    )
-    return Composition(assembled)
+__all__ = ["Composition"]
 
 
 class Composition:

@@ -26,7 +26,7 @@ LAYERS = (
     ("hookspecs",),
     ("registry", "step"),
     ("manifest",),
-    ("composition",),
+    ("composing", "composition"),
     ("composer3d",),
     ("runner", "planning", "proof", "testing"),
     ("cli",),

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.agreement import described, fingerprint
-from composer3d.assembly import apply_transforms, build_mesh, freeze, give_memory
+from composer3d.application import apply_transforms, give_memory
+from composer3d.assembly import build_mesh, freeze
 from composer3d.composition import Composition
 from composer3d.errors import ManifestError
 from composer3d.guard import Totals

@@ -20,6 +20,7 @@ COMPARED = ("loss", "grad_norm", "gradients", "clipped", "later", "parameters")
 # What float64 rounds, relative to the largest gradient of the model, must stay below EXACT: see `scale_of`.
 _FLOOR = 2.0**-52 / EXACT
 _SAFETY = 4.0
+_UNITS = 4.0
 
 
 def scale_of(tensors: Iterable[Tensor]) -> float:
@@ -123,8 +124,8 @@ def tolerances(rounding: Mapping[str, Mapping[str, float]], dtype: torch.dtype |
     roundings each and in another order: their errors are of one size, and their distance at most the sum of the two.
     The reference's error is measured, of each parameter by itself, against float64 on the same weights. Twice that
     bounds the distance, and twice again covers reductions over ranks, which add roundings of their own. One measurement
-    may be small by luck, so no parameter's error is taken for less than that of the middle one of all, nor than one
-    unit of the dtype.
+    may be small by luck, so no parameter's error is taken for less than what a quarter of them exceed, nor than four
+    units of the dtype.
 
     Args:
         rounding: From `Reference`: by what is compared and FQN, the largest over steps.
@@ -138,6 +139,7 @@ def tolerances(rounding: Mapping[str, Mapping[str, float]], dtype: torch.dtype |
     unit = torch.finfo(dtype).eps
     by_fqn = {}
     for name, errors in rounding.items():
-        least = max(unit, statistics.median(errors.values()) if errors else 0.0)
+        upper = statistics.quantiles(errors.values(), n=4)[2] if len(errors) > 1 else most[name]
+        least = max(_UNITS * unit, upper)
         by_fqn[name] = {fqn: _SAFETY * max(error, least) for fqn, error in errors.items()}
-    return Limits(largest={name: _SAFETY * max(most[name], unit) for name in COMPARED}, by_fqn=by_fqn)
+    return Limits(largest={name: _SAFETY * max(most[name], _UNITS * unit) for name in COMPARED}, by_fqn=by_fqn)

@@ -227,8 +227,9 @@ def composed_rank(
 def _known_reason(error: BaseException) -> str:
     """Return why torch's own machinery cannot run alone, where it is known; empty for any other error."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
-    if any(name.endswith("torch/nn/parallel/distributed.py") for name in frames):
-        return "torch's DistributedDataParallel compares parameters with those that other ranks send, and nobody sends"
+    # Its reducer is C++, and is entered from backward too.
+    if any(name.endswith("torch/nn/parallel/distributed.py") for name in frames) or "c10d/comm.cpp" in str(error):
+        return "torch's DistributedDataParallel reads what other ranks send, and nobody sends"
     return ""
 
 

@@ -68,5 +68,5 @@ def test_uneven_shards_and_padding_are_no_alarm():
 def test_what_cannot_be_traced_is_said():
     found = proven('[mesh]\ndp_replicate = 2\n[sharding.ddp]\nreducer = "bucketed"\n', microbatch=3)
     assert len(found.notes) == 1 and found.notes[0].startswith(
-        "collectives were counted, and not compared: the composition cannot be traced (RuntimeError: "
+        "collectives were counted, and not compared: the composition cannot be traced (torch's DistributedDataParallel "
     )

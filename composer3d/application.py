@@ -1,0 +1,166 @@
+"""What a prepared composition does to the model: stages, transforms in their order, and values for what is on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import gradients, guard, initialisation
+from composer3d.errors import InitialisationError, TransformError
+from composer3d.initialisation import Slab
+from composer3d.protocol import Part
+from composer3d.transform import Phase, Transform
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d.context import RunContext
+    from composer3d.initialisation import Recipe
+    from composer3d.preparation import Preparation
+
+__all__ = ["agree_on_factory", "agree_on_weights", "apply_transforms", "give_memory", "materialise"]
+
+
+def apply_transforms(
+    preparation: Preparation, *, after_split: Callable[[Sequence[Part]], None] = lambda parts: None
+) -> None:
+    """Split the model and apply every transform up to COMMUNICATE, checking that each did what it declared.
+
+    Args:
+        preparation: With a mesh.
+        after_split: Called with this rank's stages, before anything else is done to them.
+    """
+    context, model = preparation.context, preparation.model
+    context.split = preparation.hooks.query("composer3d_split", context=context, model=model)
+    context.parts = context.split.parts if context.split is not None else (Part(module=model),)
+    after_split(context.parts)
+    for transform, fqns in preparation.selected:
+        if transform.phase is not Phase.MATERIALISE:
+            _apply(transform, fqns, context)
+    unheard = [
+        str(registered)
+        for registered, _ in preparation.hooks.freeze("composer3d_dtypes")
+        if not context.was_asked("composer3d_dtypes")
+    ]
+    if unheard:
+        raise TransformError(f"{unheard[0]} gives dtypes, but no plugin of this manifest applies them")
+
+
+def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> None:
+    for part in context.parts:
+        before = _names(part.module)
+        have = before | {fqn for fqn, _ in part.module.named_modules()}
+        present = [fqn for fqn in fqns if fqn in have]
+        context.applied_part = part
+        touched = set(transform.apply(part.module, present, context) or ())
+        context.applied_part = None
+        if missing := sorted(set(present) - touched):
+            raise TransformError(f'{transform.name} selected {len(present)} modules and did not touch "{missing[0]}"')
+        if foreign := sorted(touched - set(present)):
+            raise TransformError(f'{transform.name} touched "{foreign[0]}", which it had not selected')
+        initialisation.restore_ties(part.module, context.ties)
+        now = _names(part.module)
+        if lost := sorted(before - now):
+            raise TransformError(f'{transform.name} renamed or dropped "{lost[0]}"; FQNs must stay')
+        if transform.phase is not Phase.CONVERT and (more := sorted(now - before)):
+            raise TransformError(f'{transform.name} added "{more[0]}"; only transforms in phase CONVERT add parameters')
+
+
+def _names(module: nn.Module) -> set[str]:
+    return {fqn for fqn, _ in module.named_parameters(remove_duplicate=False)}
+
+
+def materialise(preparation: Preparation) -> None:
+    """Give every part its weights, then run the transforms that need them."""
+    context, recipe = preparation.context, preparation.recipe
+
+    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
+
+    def load(fqn: str, tensor: Tensor | Slab) -> Tensor | Slab:
+        if has_loader:
+            tensor = tensor.read() if isinstance(tensor, Slab) else tensor  # plugins are given full tensors
+            changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
+            tensor = tensor if changed is None else changed
+        return context.in_stored_order(fqn, tensor)
+
+    unmade: list[Tensor] = []
+    names: list[str] = []
+    for part in context.parts:
+        if recipe is not None:
+            left = initialisation.materialise(
+                part.module,
+                recipe,
+                seed=context.manifest.train.seed,
+                device=context.device,
+                load=load if has_loader or context.orders else None,
+            )
+            tensors = dict([*part.module.named_parameters(), *part.module.named_buffers()])
+            names += left
+            unmade += [tensors[fqn] for fqn in left]
+        elif context.device.type != "cpu":
+            part.module.to(context.device)
+    _finish(preparation)
+    for fqn, tensor in zip(names, unmade, strict=True):
+        if bool(gradients.local(tensor).isnan().any()):
+            raise InitialisationError(f'"{fqn}" was added by a plugin, and nothing gave it values')
+
+
+def give_memory(preparation: Preparation) -> None:
+    """Give every part memory and no values, for a composition that computes none; then as `materialise`."""
+    context, recipe = preparation.context, preparation.recipe
+    for part in context.parts:
+        initialisation.give_memory(part.module, recipe, device=context.device)
+        initialisation.restore_ties(part.module, context.ties)
+    _finish(preparation)
+
+
+def _finish(preparation: Preparation) -> None:
+    for transform, fqns in preparation.selected:
+        if transform.phase is Phase.MATERIALISE:
+            _apply(transform, fqns, preparation.context)
+
+
+def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:
+    """Refuse ranks that start from different weights, or give all of them the first's."""
+    import torch
+    import torch.distributed as dist
+
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    on_meta = next((fqn for fqn, tensor in tensors.items() if tensor.is_meta), None)
+    if on_meta is not None:
+        raise InitialisationError(f'"{on_meta}" is on meta and has no values; hand compose the factory, not its result')
+    if context.world_size == 1:
+        return
+    if broadcast:
+        control = guard.control_device(context.device)
+        for tensor in tensors.values():
+            full = tensor.data.to(control, memory_format=torch.contiguous_format)
+            dist.broadcast(full, src=0)
+            tensor.data.copy_(full)
+        return
+    own = initialisation.fingerprints(model)
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, own)
+    difference = initialisation.first_difference(everyone)
+    if difference is not None:
+        fqn, ranks = difference
+        shown = " and ".join(f"rank {rank}" for rank in ranks[:4])
+        raise InitialisationError(
+            f'ranks start from different weights: "{fqn}" on {shown} is not what rank 0 has; '
+            'seed all ranks alike, hand compose a factory, or pass weights="rank0"'
+        )
+
+
+def agree_on_factory(recipe: Recipe, context: RunContext) -> None:
+    """Refuse ranks whose factories did different things: their shards would be of different models."""
+    import torch.distributed as dist
+
+    if context.world_size == 1:
+        return
+    everyone: list[Any] = [None] * context.world_size
+    dist.all_gather_object(everyone, recipe.fingerprint())
+    other = next((rank for rank, digest in enumerate(everyone) if digest != everyone[0]), None)
+    if other is not None:
+        raise InitialisationError(
+            f"the factory makes another model on rank {other} than on rank 0; it must not depend on the rank"
+        )
