@@ -73,15 +73,15 @@ class BlockCut:
         """Return a module's name, stage-wise, with its block's place in the stage instead of its number.
 
         Returns:
-            The name inside its block, or of a module outside of blocks; the block's place: `first`, `last`, a number
+            The name inside its block, or of a module outside of blocks; the block's place: `first`, `before last`, `last`, a number
             from the front, or empty; and the stage's position on this rank.
         """
         for index, names in enumerate(self.names):
             kept = names if self._keep is None else names[: self._keep]
             for place, name in enumerate(kept):
                 if module == name or module.startswith(f"{name}."):
-                    if place == len(kept) - 1:
-                        return module[len(name) :], "last", index
+                    if place >= max(1, len(kept) - 2):
+                        return module[len(name) :], ("before last", "last")[place - len(kept) + 2], index
                     return module[len(name) :], "first" if place == 0 else f"{place}", index
         return module, "", 0
 
