@@ -73,8 +73,8 @@ class BlockCut:
         """Return a module's name, stage-wise, with its block's place in the stage instead of its number.
 
         Returns:
-            The name inside its block, or of a module outside of blocks; the block's place: `first`, `before last`, `last`, a number
-            from the front, or empty; and the stage's position on this rank.
+            The name inside its block, or of a module outside of blocks; the block's place: `first`, `before last`,
+            `last`, a number from the front, or empty; and the stage's position on this rank.
         """
         for index, names in enumerate(self.names):
             kept = names if self._keep is None else names[: self._keep]
