@@ -125,14 +125,17 @@ def _plain(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
-    """Tell whether every transform selects the same modules inside each block."""
+    """Tell whether every transform selects the same modules inside each block but the first, which is always kept.
+
+    Tensor parallelism cuts the sequence where the first block begins.
+    """
     for _, fqns in preparation.selected:
         inside: dict[str, set[str]] = {name: set() for name in names}
         for fqn in fqns:
             owner = next((name for name in _prefixes(fqn) if name in inside), None)
             if owner is not None:
                 inside[owner].add(fqn[len(owner) :])
-        if len({frozenset(found) for found in inside.values()}) > 1:
+        if len({frozenset(inside[name]) for name in names[1:]}) > 1:
             return False
     return True
 
