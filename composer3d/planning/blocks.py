@@ -73,15 +73,15 @@ class BlockCut:
         """Return a module's name, stage-wise, with its block's place in the stage instead of its number.
 
         Returns:
-            The name inside its block, or of a module outside of blocks; the block's place: `first`, `last`, a number
-            from the front, or empty; and the stage's position on this rank.
+            The name inside its block, or of a module outside of blocks; the block's place: `first`, `before last`,
+            `last`, a number from the front, or empty; and the stage's position on this rank.
         """
         for index, names in enumerate(self.names):
             kept = names if self._keep is None else names[: self._keep]
             for place, name in enumerate(kept):
                 if module == name or module.startswith(f"{name}."):
-                    if place == len(kept) - 1:
-                        return module[len(name) :], "last", index
+                    if place >= max(1, len(kept) - 2):
+                        return module[len(name) :], ("before last", "last")[place - len(kept) + 2], index
                     return module[len(name) :], "first" if place == 0 else f"{place}", index
         return module, "", 0
 
@@ -125,14 +125,17 @@ def _plain(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
-    """Tell whether every transform selects the same modules inside each block."""
+    """Tell whether every transform selects the same modules inside each block but the first, which is always kept.
+
+    Tensor parallelism cuts the sequence where the first block begins.
+    """
     for _, fqns in preparation.selected:
         inside: dict[str, set[str]] = {name: set() for name in names}
         for fqn in fqns:
             owner = next((name for name in _prefixes(fqn) if name in inside), None)
             if owner is not None:
                 inside[owner].add(fqn[len(owner) :])
-        if len({frozenset(found) for found in inside.values()}) > 1:
+        if len({frozenset(inside[name]) for name in names[1:]}) > 1:
             return False
     return True
 

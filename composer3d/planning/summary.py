@@ -88,7 +88,7 @@ def _module(place: Place, blocks: Sequence[Sequence[str]]) -> str:
     if not block:
         return name
     names = blocks[index]
-    number = {"first": 0, "last": len(names) - 1}.get(block)
+    number = {"first": 0, "before last": len(names) - 2, "last": len(names) - 1}.get(block)
     return names[int(block) if number is None else number] + name
 
 

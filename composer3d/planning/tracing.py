@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Tracer"]
 
-# Blocks of the shorter one of two short stages; the other one has one more.
-_SHORT = 2
+# Blocks of the shorter one of two short stages; the other one has one more. Three have a first, a last, and the one
+# before it, which FSDP2 gathers while the last one runs: where blocks are recomputed, that is where the peak may be.
+_SHORT = 3
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,7 +52,7 @@ class Tracer:
     def trace(self, rank: int, *, stands_for: int = 1) -> RankTrace:
         """Trace one rank.
 
-        Blocks that are alike are traced as stages of two and of three, and the rest follows: by every further block
+        Blocks that are alike are traced as stages of three and of four, and the rest follows: by every further block
         each count and each moment's bytes grow by the same. So it is with micro-batches, once as many are in flight as
         there ever are.
 

@@ -16,7 +16,7 @@ dp_shard = 2
 gpus_per_node = 2
 [model]
 use = "composer3d.models:llama"
-args = { dim = 32, num_layers = 8, num_heads = 4, vocab_size = 64 }
+args = { dim = 32, num_layers = 8, num_heads = 4, vocab_size = 256 }
 [data]
 use = "synthetic"
 seq_len = 16

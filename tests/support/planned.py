@@ -35,7 +35,7 @@ def loss_fn(output, target):
 
 @dataclass(frozen=True)
 class Case:
-    """A manifest's tables beside a tiny Llama, micro-batches a rank, and figures that are not compared."""
+    """A manifest's tables beside a tiny Llama, micro-batches of a rank, and figures that are not compared."""
 
     text: str
     world_size: int = 2
