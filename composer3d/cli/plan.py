@@ -45,6 +45,8 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--memory", type=size, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
     parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
+    parser.add_argument("--tokens", type=_amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
+    parser.add_argument("--price", type=_amount, metavar="P", help="of one device for an hour, for the cost")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
         "--full", action="store_true", help="trace every block, where two depths of equal blocks would do"
@@ -55,6 +57,13 @@ def add(subparsers: Subparsers) -> None:
 
 def _rank(text: str) -> str | int:
     return text if text in ("worst", "all") else natural(text)
+
+
+def _amount(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(text)
+    return value
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -104,11 +113,18 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     import torch
 
     from composer3d.cli.rules import find_factory
+    from composer3d.planning.costing import Budget
+    from composer3d.planning.hardware import load_hardware
     from composer3d.planning.job import job_of
     from composer3d.planning.plan import make_plan
     from composer3d.runner.data import foreseen_example
     from composer3d.runner.tokenizer import with_tokenizer
 
+    if (arguments.tokens or arguments.price) and arguments.hardware is None:
+        raise ComposerError("--tokens and --price need --hardware: without it there is no time")
+    if arguments.price and not arguments.tokens:
+        raise ComposerError("--price needs --tokens: how much there is to pay for")
+    hardware = None if arguments.hardware is None else load_hardware(arguments.hardware)
     inspected = open_manifest(source, arguments.overrides)
     # Ranks that do not exist compute nowhere; the CPU stands for any device.
     found = inspect(inspected, world_size=arguments.world_size, rank=0, device=torch.device("cpu"))
@@ -133,7 +149,8 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
         schedule=_schedule_name(found),
         choice=choice,
         memory_bytes=arguments.memory,
-        hardware=arguments.hardware,
+        hardware=hardware,
+        budget=Budget(num_tokens=arguments.tokens, price=arguments.price),
         extrapolate=not arguments.full,
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from composer3d.planning.hardware import Device
 from composer3d.planning.traced import RankTrace, Transfer
 
 __all__ = ["Allocation", "Verdict", "allocate", "judge"]
@@ -46,15 +47,19 @@ class Allocation:
         return self.reserved + self.context + self.communicators
 
 
-def allocate(trace: RankTrace) -> Allocation:
+def allocate(trace: RankTrace, device: Device | None = None) -> Allocation:
     """Return what a rank needs of a GPU's memory.
 
     Args:
         trace: Of the rank.
+        device: Whose reserve and context to take, communicators within it; None takes assumptions for any.
     """
     peak = trace.memory.peak
     allocated = peak + _BLOCK // 2 * trace.memory.num_storages
-    reserved = -(-int(allocated * (1 + _FRAGMENTS)) // _SEGMENT) * _SEGMENT
+    factor = 1 + _FRAGMENTS if device is None else device.reserve_factor
+    reserved = -(-int(allocated * factor) // _SEGMENT) * _SEGMENT
+    if device is not None:
+        return Allocation(allocated=allocated, reserved=reserved, context=device.context_bytes, communicators=0)
     groups = {transfer.ranks for transfer in _transfers(trace) if len(transfer.ranks) > 1}
     return Allocation(
         allocated=allocated, reserved=reserved, context=_CONTEXT, communicators=_COMMUNICATOR * len(groups)

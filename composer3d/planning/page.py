@@ -7,7 +7,7 @@ from html import escape
 from composer3d.planning.drawing import draw_svg
 from composer3d.planning.plan import Plan
 from composer3d.planning.report import collective_rows
-from composer3d.planning.text import MEMORY_PARTS, memory_parts, size
+from composer3d.planning.text import MEMORY_PARTS, memory_parts, size, time_lines
 
 __all__ = ["plan_to_html"]
 
@@ -44,8 +44,9 @@ def plan_to_html(plan: Plan, *, title: str) -> str:
             _nodes(plan),
             schedule,
             *(_collectives(plan, index) for index in range(len(plan.ranks))),
+            *(() if plan.time is None else ("<h2>Time</h2>", *(f"<p>{escape(x)}</p>" for x in time_lines(plan.time)))),
             "<h2>Notes</h2><ul>",
-            *(f"<li>{escape(note)}</li>" for note in plan.notes),
+            *(f"<li>{escape(note)}</li>" for note in (*plan.advice, *plan.notes)),
             "</ul></body></html>",
             "",
         ]

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
 from composer3d.planning.allocator import Allocation, Verdict, allocate, judge
+from composer3d.planning.costing import Budget, advice_on, time_of
 from composer3d.planning.pipeline import PipelinePlan, plan_pipeline
 from composer3d.planning.roles import RankChoice, chosen_ranks
 from composer3d.planning.simulation import Costs, simulate
@@ -17,6 +18,7 @@ from composer3d.planning.tracing import Tracer
 if TYPE_CHECKING:
     from composer3d.mesh import Layout
     from composer3d.planning.composing import Job
+    from composer3d.planning.hardware import Hardware
     from composer3d.protocol import Action
 
 __all__ = ["Plan", "RankPlan", "enough_microbatches", "make_plan"]
@@ -54,6 +56,7 @@ class Plan:
         gpus_per_node: As in `[mesh]`; None where it does not say.
         memory_bytes: Of a device; None where none was named.
         time: What the time model says, ready for JSON; None without hardware.
+        advice: What is wrong with the layout on the hardware.
         notes: What a reader has to know.
     """
 
@@ -65,6 +68,7 @@ class Plan:
     gpus_per_node: int | None
     memory_bytes: int | None
     time: Mapping[str, Any] | None
+    advice: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
@@ -83,7 +87,8 @@ def make_plan(
     schedule: str | None = None,
     choice: RankChoice = "worst",
     memory_bytes: int | None = None,
-    hardware: str | None = None,
+    hardware: Hardware | None = None,
+    budget: Budget | None = None,
     extrapolate: bool = True,
 ) -> Plan:
     """Trace the chosen ranks and say what they cost.
@@ -94,8 +99,9 @@ def make_plan(
         orders_of: Gives the pipeline's actions for a number of micro-batches, by rank along its axis; None without one.
         schedule: The name of the pipeline's schedule.
         choice: The ranks to trace; see `chosen_ranks`.
-        memory_bytes: Of a device.
-        hardware: A name or a file of a described cluster.
+        memory_bytes: Of a device; None takes what the hardware's has, if there is one.
+        hardware: The cluster; None leaves time out.
+        budget: Of the whole run, in tokens and money.
         extrapolate: Trace repeated blocks at two depths, where the rest follows from them.
 
     Raises:
@@ -106,9 +112,12 @@ def make_plan(
     tracer = Tracer(job, extrapolate=extrapolate, enough=enough_microbatches(orders_of, job.num_microbatches))
     chosen = chosen_ranks(layout, simulation, choice)
     traces = [tracer.trace(rank, stands_for=number) for rank, number in chosen.items()]
+    if hardware is not None:
+        hardware = hardware.with_nodes(job.manifest.mesh.gpus_per_node)
+        memory_bytes = memory_bytes or hardware.device.memory_bytes
     ranks = []
     for trace in sorted(traces, key=lambda trace: -trace.memory.peak):
-        allocation = allocate(trace)
+        allocation = allocate(trace, None if hardware is None else hardware.device)
         verdict = None if memory_bytes is None else judge(allocation, memory_bytes)
         ranks.append(RankPlan(trace=trace, allocation=allocation, verdict=verdict))
     return Plan(
@@ -119,7 +128,10 @@ def make_plan(
         num_microbatches=job.num_microbatches,
         gpus_per_node=job.manifest.mesh.gpus_per_node,
         memory_bytes=memory_bytes,
-        time=_time(traces, hardware),
+        time=None
+        if hardware is None
+        else time_of(traces, job, layout, hardware, orders=orders, budget=budget or Budget()),
+        advice=() if hardware is None else advice_on(job, layout, hardware, memory_bytes or 0),
         notes=_notes(traces, hardware, memory_bytes),
     )
 
@@ -147,12 +159,7 @@ def enough_microbatches(orders_of: OrdersOf, num_microbatches: int) -> int:
     return num_microbatches
 
 
-def _time(traces: Sequence[RankTrace], hardware: str | None) -> Mapping[str, Any] | None:
-    """Return what the time model says of the traces; there is none yet, and the notes say so."""
-    return None
-
-
-def _notes(traces: Sequence[RankTrace], hardware: str | None, memory_bytes: int | None) -> tuple[str, ...]:
+def _notes(traces: Sequence[RankTrace], hardware: Hardware | None, memory_bytes: int | None) -> tuple[str, ...]:
     notes = [
         "kernels are those of the CPU: flash attention's workspaces and fused kernels of a GPU may differ a little"
     ]
@@ -160,8 +167,6 @@ def _notes(traces: Sequence[RankTrace], hardware: str | None, memory_bytes: int 
         notes.append("repeated blocks were traced at two depths, and the rest follows from them")
     if hardware is None:
         notes.append("no time: no hardware was named (--hardware)")
-    else:
-        notes.append(f"no time: the model of time does not know {hardware} yet")
     if memory_bytes is None:
         notes.append("no verdict: no memory was named (--memory 80GiB)")
     notes += [note for trace in traces for note in trace.notes]

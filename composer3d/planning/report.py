@@ -50,6 +50,7 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
         "ranks": [_rank(rank) for rank in plan.ranks],
         "pipeline": _pipeline(plan),
         "time": plan.time,
+        "advice": list(plan.advice),
         "notes": list(plan.notes),
     }
 

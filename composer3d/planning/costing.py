@@ -1,0 +1,120 @@
+"""The time of a traced plan on a described cluster, and what is wrong with its layout there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError
+from composer3d.mesh import Role
+from composer3d.planning.time_report import time_report
+from composer3d.planning.timing import estimate, training
+from composer3d.planning.traced import RankTrace
+
+if TYPE_CHECKING:
+    from composer3d.mesh import Layout
+    from composer3d.planning.composing import Job
+    from composer3d.planning.hardware import Hardware
+    from composer3d.protocol import Action
+
+__all__ = ["Budget", "advice_on", "time_of"]
+
+# A backward computes two products for each of its forward's.
+_FORWARDS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """What a whole run has.
+
+    Args:
+        num_tokens: It is to see; None leaves the run out.
+        price: Of one device for an hour.
+    """
+
+    num_tokens: float | None = None
+    price: float | None = None
+
+
+def time_of(
+    traces: Sequence[RankTrace],
+    job: Job,
+    layout: Layout,
+    hardware: Hardware,
+    *,
+    orders: Sequence[Sequence[Action]] | None,
+    budget: Budget,
+) -> Mapping[str, Any]:
+    """Return what the time model says of a step, ready for JSON.
+
+    Utilisation counts the model's FLOPs as traced: three forwards, attention in full, without what is computed again.
+
+    Args:
+        traces: One for every kind of rank.
+        job: What was traced.
+        layout: Of its world.
+        hardware: The cluster.
+        orders: Actions by rank along the pipeline; None without one.
+        budget: Of the run.
+    """
+    tokens = job.example[0][0].shape[1:].numel() * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH)
+    forward = sum(trace.stands_for * _flops(trace, "forward") for trace in traces)
+    covered = sum(trace.stands_for for trace in traces) / layout.world_size
+    found = estimate(
+        traces,
+        hardware,
+        world_size=layout.world_size,
+        tokens=tokens,
+        model_flops=_FORWARDS * forward / covered / tokens,
+        convention="traced: three forwards, attention in full",
+        dtype=_main_dtype(traces),
+        orders=orders,
+    )
+    run = None
+    if budget.num_tokens is not None:
+        run = training(
+            found, num_tokens=budget.num_tokens, tokens=tokens, world_size=layout.world_size, price=budget.price
+        )
+    return {"hardware": hardware.name, "tokens": tokens, **time_report(found, run)}
+
+
+def advice_on(job: Job, layout: Layout, hardware: Hardware, memory_bytes: int) -> tuple[str, ...]:
+    """Return the mistakes of the layout on the cluster; of models that are no decoders of equal blocks, none is known.
+
+    Args:
+        job: What was traced.
+        layout: Of its world.
+        hardware: The cluster.
+        memory_bytes: Of a device.
+    """
+    from composer3d.patterns import find_blocks
+    from composer3d.planning.lint import lint
+    from composer3d.planning.manifest_setup import setup_of
+    from composer3d.planning.model_shape import shape_of
+
+    blocks = job.manifest.model.blocks or find_blocks(job.model)
+    if blocks is None:
+        return ("the layout was not examined: the model has no single list of equal blocks",)
+    try:
+        shape = shape_of(job.model, blocks)
+    except ComposerError as error:
+        return (f"the layout was not examined: {error}",)
+    setup = setup_of(job.manifest, dict(layout.degrees))
+    found = lint(shape, setup, hardware, world_size=layout.world_size, memory_bytes=memory_bytes)
+    return tuple(map(str, found))
+
+
+def _flops(trace: RankTrace, *kinds: str) -> int:
+    segments = [segment for segment in trace.segments if segment.kind in kinds]
+    return sum(segment.count * each.count * each.flops for segment in segments for each in segment.operators)
+
+
+def _main_dtype(traces: Sequence[RankTrace]) -> str:
+    """Return the dtype of most FLOPs: the one that peaks are told for."""
+    flops: dict[str, int] = {}
+    for trace in traces:
+        for segment in trace.segments:
+            for each in segment.operators:
+                flops[each.dtype] = flops.get(each.dtype, 0) + segment.count * each.count * each.flops
+    return max(flops, key=lambda dtype: flops[dtype])
