@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 TIMEOUT_S = 400.0
-SEQ_LEN = 8
+SEQ_LEN = 32  # mxfp8 sums the gradients of weights over blocks of 32 tokens
 # What rows have besides plugins and degrees. The first value is the neutral one.
 FURTHER: Mapping[str, tuple[str, ...]] = {
     "train.accumulation": ("1", "2", "8"),
@@ -82,7 +82,7 @@ PERMITTED: tuple[Permitted, ...] = (
         message=r"(growth_interval|buffer_dtype|norm_modules) has no effect",
     ),
     Permitted(
-        row="`pipeline`: fewer micro-batches than the schedule needs",
+        row="`pipeline`: fewer micro-batches or blocks than the schedule needs",
         message=r"needs at least as many micro-batches as stages|needs a multiple of \d+",
     ),
     Permitted(
@@ -98,11 +98,33 @@ PERMITTED: tuple[Permitted, ...] = (
     ),
     Permitted(
         row="`pipeline`: zero-bubble schedules with `fsdp2` and",
-        message=r"parameters that the second half|resharding|reshard_(root|after_forward).*(zero.bubble|Zero)",
+        message=r"parameters that the second half|resharding|reshard_(root|after_forward).*(zero.bubble|Zero)"
+        r"|zero_bubble_pipeline\W+reshard_",
     ),
     Permitted(
         row="`prometheus`, `tensorboard`, `wandb` where their library is not installed",
         message=r"(wandb|prometheus_client|tensorboard) is not installed",
+    ),
+    Permitted(
+        row="two of `float8`, `mxfp8`, `int8`, `qat` and `qlora` in one manifest",
+        message=r"both replace what the same (linear )?layers compute",
+    ),
+    Permitted(row="`int8` with all three products switched off", message=r"so nothing is multiplied in int"),
+    Permitted(
+        row="`activation_checkpoint`: options of another mode",
+        message=r'has no effect with mode = "|mode = "budget" needs one budget',
+    ),
+    Permitted(
+        row="`activation_checkpoint`: `sqrt` or `budget` with `compile`",
+        message=r'"activation_checkpoint" cannot be combined with "compile"|below what the blocks. inputs take',
+    ),
+    Permitted(
+        row="`activation_offload` with `compile`", message=r'"activation_offload" cannot be combined with "compile"'
+    ),
+    Permitted(row="two answers to one query", message=r"both answer composer3d_\w+"),
+    Permitted(
+        row="`cpu_offload`: `parameters` or `all` where no data-parallel plugin",
+        message=r'mode = "\w+" needs a data-parallel plugin|reduced over ranks where it lies',
     ),
 )
 # What is different from one device because it was asked to be; said in README.

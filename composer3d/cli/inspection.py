@@ -151,7 +151,7 @@ def _prepare(
     device: torch.device,
 ) -> list[Problem]:
     """Join manifest and model, and let every plugin say what it would do."""
-    from composer3d.cli.rules import name_problems
+    from composer3d.cli.rules import name_problems, optimizer_answer_problems
     from composer3d.preparation import prepare
 
     try:
@@ -168,7 +168,10 @@ def _prepare(
     except ManifestError as error:
         return list(error.problems)
     result.preparation = preparation
-    return [*preparation.problems, *name_problems(manifest, factory, preparation.context)]
+    found = [*preparation.problems, *name_problems(manifest, factory, preparation.context)]
+    if any(problem.severity == "error" for problem in found):
+        return found
+    return [*found, *optimizer_answer_problems(manifest, preparation)]
 
 
 def _foreseen_example(manifest: Manifest) -> Example | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import (
+    ComposerError,
     DataError,
     ManifestError,
     PluginError,
@@ -24,10 +25,18 @@ from composer3d.mesh import Layout, Role
 if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.manifest import Document, Manifest
+    from composer3d.preparation import Preparation
     from composer3d.runner.data import DataTable
     from composer3d.runner.model import ModelFactory
 
-__all__ = ["batch_problems", "data_problems", "find_factory", "name_problems", "optimizer_problems"]
+__all__ = [
+    "batch_problems",
+    "data_problems",
+    "find_factory",
+    "name_problems",
+    "optimizer_answer_problems",
+    "optimizer_problems",
+]
 
 # Text below this size is read whole: a fraction of a second, and binary files are found too.
 _READ_BYTES = 1 << 26
@@ -226,6 +235,31 @@ def optimizer_problems(manifest: Manifest) -> list[Problem]:
         except ReferenceFailure as error:
             problems.append(document.problem(("lr_schedule", key), error.message, hint=error.hint))
     return problems
+
+
+def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
+    """Ask plugins for the optimizer, on meta, where several may answer: else only the run's ranks would find it out.
+
+    Args:
+        manifest: With the runner's tables.
+        preparation: The model on meta; its hooks are called.
+    """
+    from composer3d.runner.optimizer import optimizer_class
+
+    hook = "composer3d_optimizer"
+    if "optimizer" not in manifest.tables or len(preparation.hooks.freeze(hook)) < 2:
+        return []
+    document = manifest.document
+    try:
+        cls, defaults = optimizer_class(manifest.tables["optimizer"], document.folder)
+    except (PluginError, ReferenceFailure):
+        return []  # told by `optimizer_problems`
+    group = {"params": list(preparation.model.parameters()), **defaults}
+    try:
+        preparation.hooks.query(hook, context=preparation.context, cls=cls, groups=[group])
+    except ComposerError as error:
+        return [document.problem(("optimizer",), str(error))]
+    return []
 
 
 def name_problems(manifest: Manifest, factory: ModelFactory, context: RunContext) -> list[Problem]:

@@ -81,13 +81,14 @@ class Muon(AdamW):
         """Step all groups."""
         assert closure is None, "the composition refuses closures"
         groups = self.param_groups
-        try:
-            self.param_groups = [group for group in groups if not group["matrices"]]
-            # The bare step: hooks run once, around this one.
-            inspect.unwrap(AdamW.step)(self)
-        finally:
-            self.param_groups = groups
+        # The bare step below has lost torch's own, without which only the fused kernel takes parameters.
         with torch.no_grad():
+            try:
+                self.param_groups = [group for group in groups if not group["matrices"]]
+                # The bare step: hooks run once, around this one.
+                inspect.unwrap(AdamW.step)(self)
+            finally:
+                self.param_groups = groups
             for group in groups:
                 for parameter in group["params"] if group["matrices"] else ():
                     if parameter.grad is not None:

@@ -168,7 +168,8 @@ def explain(row: Row, reason: str, options: Options, check: Check, owners: Mappi
     """Find the choices of a refused row that are to blame.
 
     First everything goes that may: a plugin is switched off, an option is given its neutral value, as long as the
-    reason stays. Then each choice that is left counts, if the reason goes with another value of it.
+    reason stays. Then each choice that is left counts, if the reason goes with another value of it and no new one
+    comes.
 
     Args:
         row: Refused.
@@ -184,16 +185,29 @@ def explain(row: Row, reason: str, options: Options, check: Check, owners: Mappi
         if plugin is not None and small[plugin] == OFF:
             continue
         others = (_changed(small, key, other, options) for other in options[key] if other != value)
-        if any(_is_whole(other, owners) and reason not in check(other) for other in others):
+        said = [check(other) for other in others if _is_whole(other, owners)]
+        if _counts(reason, said, check(small), neutral=value in (options[key][0], DEFAULT)):
             blamed.add((key, value))
     # The row's own values: another one than the neutral may be refused for the same reason.
-    said = {plugin_of(key) for key, _ in blamed}  # an option says that its plugin is on
-    own = {key: row[key] for key, _ in blamed if key not in said}
+    told = {plugin_of(key) for key, _ in blamed}  # an option says that its plugin is on
+    own = {key: row[key] for key, _ in blamed if key not in told}
     restored = dict(small)
     for key in sorted(own, key=lambda key: plugin_of(key) is not None):
         restored = _changed(restored, key, own[key], options) if restored[key] != own[key] else restored
     holds = bool(own) and _is_whole(restored, owners) and reason in check(restored)
     return Refused(choices=frozenset((own if holds else row).items()), reason=reason)
+
+
+def _counts(reason: str, others: Sequence[Sequence[str]], own: Sequence[str], *, neutral: bool) -> bool:
+    """Tell whether a choice is to blame, from what is said of the rows that have another value in its place.
+
+    A reason may be gone because a new one came before it, which says nothing. Where that is so of every other value,
+    a choice that is not neutral is to blame, since it could not be neutralised.
+    """
+    gone = [said for said in others if reason not in said]
+    if any(set(said) <= set(own) for said in gone):
+        return True
+    return not neutral and bool(gone) and len(gone) == len(others)
 
 
 def _shrunk(

@@ -102,6 +102,16 @@ def test_the_report_for_programs(folder, command):
     )
 
 
+def test_two_plugins_that_would_make_the_optimizer_are_found(edited, command):
+    table = "[sharding.fsdp2]\n[precision.low_bit_optimizer]\n[sharding.cpu_offload]\n"
+    edited("[sharding.fsdp2]", table + 'mode = "all"')  # which leaves the optimizer alone
+    assert report(command, "run.toml")[1]["ok"]
+    edited("[sharding.fsdp2]", table)
+    (problem,) = report(command, "run.toml")[1]["problems"]
+    assert "[sharding.cpu_offload]" in problem["message"] and "[precision.low_bit_optimizer]" in problem["message"]
+    assert "both answer composer3d_optimizer; remove one of them" in problem["message"]
+
+
 def test_a_problem_for_programs(edited, command):
     edited("[sharding.fsdp2]", "[sharding.fsdp2]\nzeero = 3")
     code, told = report(command, "run.toml")

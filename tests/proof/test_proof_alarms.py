@@ -14,6 +14,8 @@ from composer3d.testing import assert_parity
 
 FSDP = "[sharding.fsdp2]\n"
 AC = "[scheduling.activation_checkpoint]\n"
+# Parts of what other cases hold together.
+SLOW = pytest.mark.slow
 PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n"
 TP = '[mesh]\ntp = 2\n[sharding.tensor_parallel]\nplan = { "layers.*.up" = "colwise", "layers.*.down" = "rowwise" }\n'
 
@@ -34,12 +36,14 @@ def proven(text, *, factory=with_dropout, batch=batch, **options):
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        pytest.param(FSDP + "zero = 1\n[mesh]\ndp_shard = 2\n", {"microbatch": 2}, id="zero 1"),
+        pytest.param(FSDP + "zero = 1\n[mesh]\ndp_shard = 2\n", {"microbatch": 2}, id="zero 1", marks=SLOW),
         pytest.param(FSDP + "zero = 2\n[mesh]\ndp_shard = 2\n" + AC, {"microbatch": 2}, id="zero 2, recomputed"),
         pytest.param("[mesh]\ndp_shard = 2\n[precision.mixed]\n" + FSDP, {"microbatch": 3}, id="zero 3, mixed"),
-        pytest.param("[mesh]\ndp_replicate = 2\ndp_shard = 2\n" + FSDP, {"microbatch": 3}, id="hybrid"),
-        pytest.param("[mesh]\ndp_replicate = 2\n[sharding.ddp]\n" + AC, {"microbatch": 6}, id="ddp, recomputed"),
-        pytest.param(TP, {}, id="tp"),
+        pytest.param("[mesh]\ndp_replicate = 2\ndp_shard = 2\n" + FSDP, {"microbatch": 3}, id="hybrid", marks=SLOW),
+        pytest.param(
+            "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n" + AC, {"microbatch": 6}, id="ddp, recomputed", marks=SLOW
+        ),
+        pytest.param(TP, {}, id="tp", marks=SLOW),
         pytest.param(TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, {"microbatch": 3}, id="tp and fsdp2"),
     ],
 )
@@ -49,7 +53,9 @@ def test_a_right_composition_is_proven(text, options):
     assert found.evidence.told.draws.keys() == {"layers.0.dropout:dropout", "layers.1.dropout:dropout"}
 
 
-@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param("GPipe", marks=SLOW), pytest.param("1F1B", marks=SLOW), "ZBVZeroBubble"]
+)
 def test_a_right_pipeline_is_proven(schedule):
     factory = functools.partial(Even, num_layers=4, dropout=0.2, tied=True)
     found = proven(PP + f'schedule = "{schedule}"\n', factory=factory, microbatch=3)
@@ -59,10 +65,10 @@ def test_a_right_pipeline_is_proven(schedule):
 
 def test_uneven_shards_and_padding_are_no_alarm():
     def global_batch():
-        tokens, targets = padded(8)
+        tokens, targets = padded(6)
         return Batch(args=(tokens,), target=targets)
 
-    proven("[mesh]\ndp_shard = 4\n" + FSDP, factory=Net, batch=global_batch, microbatch=1)
+    proven("[mesh]\ndp_shard = 3\n" + FSDP, factory=Net, batch=global_batch, microbatch=1)
 
 
 def test_what_cannot_be_traced_is_said():
