@@ -151,7 +151,7 @@ def _prepare(
     device: torch.device,
 ) -> list[Problem]:
     """Join manifest and model, and let every plugin say what it would do."""
-    from composer3d.cli.rules import name_problems
+    from composer3d.cli.rules import name_problems, step_problems
     from composer3d.preparation import prepare
 
     try:
@@ -168,7 +168,8 @@ def _prepare(
     except ManifestError as error:
         return list(error.problems)
     result.preparation = preparation
-    return [*preparation.problems, *name_problems(manifest, factory, preparation.context)]
+    own = [*name_problems(manifest, factory, preparation.context), *step_problems(manifest, preparation)]
+    return [*preparation.problems, *own]
 
 
 def _foreseen_example(manifest: Manifest) -> Example | None:

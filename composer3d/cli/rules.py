@@ -24,10 +24,11 @@ from composer3d.mesh import Layout, Role
 if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.manifest import Document, Manifest
+    from composer3d.preparation import Preparation
     from composer3d.runner.data import DataTable
     from composer3d.runner.model import ModelFactory
 
-__all__ = ["batch_problems", "data_problems", "find_factory", "name_problems", "optimizer_problems"]
+__all__ = ["batch_problems", "data_problems", "find_factory", "name_problems", "optimizer_problems", "step_problems"]
 
 # Text below this size is read whole: a fraction of a second, and binary files are found too.
 _READ_BYTES = 1 << 26
@@ -226,6 +227,16 @@ def optimizer_problems(manifest: Manifest) -> list[Problem]:
         except ReferenceFailure as error:
             problems.append(document.problem(("lr_schedule", key), error.message, hint=error.hint))
     return problems
+
+
+def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
+    """Check that nothing needs what an optimizer that steps in the backward leaves nothing of."""
+    from composer3d.runner.optimizer import in_backward_problems
+
+    if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
+        return []
+    has_schedule = bool(preparation.hooks.freeze("composer3d_schedule"))
+    return in_backward_problems(manifest, preparation.context, has_schedule=has_schedule)
 
 
 def name_problems(manifest: Manifest, factory: ModelFactory, context: RunContext) -> list[Problem]:
