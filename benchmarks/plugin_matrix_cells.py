@@ -70,6 +70,10 @@ PERMITTED: tuple[Permitted, ...] = (
         row='`ddp`: `reducer = "bucketed"` with another `reduce_dtype` than float32',
         message=r"the buckets reduce gradients in the dtype of the weights",
     ),
+    Permitted(
+        row='two of `cpu_offload` (`mode = "optimizer"` or `"parameters"`)',
+        message=r"both make the optimizer, and a run",
+    ),
     Permitted(row="`float8` where no layer is left to convert", message=r"no layer is left to convert"),
     Permitted(
         row="`float8`: `all_gather` with a scale a row",

@@ -12,6 +12,7 @@ from composer3d.assembly import Assembled
 from composer3d.batch import to_device
 from composer3d.errors import StepError
 from composer3d.evaluation import Evaluation, evaluating
+from composer3d.in_backward import BackwardStepper
 from composer3d.measurement import measure
 from composer3d.optimizer import compose_step, group_parameters
 from composer3d.persistence import Persistence
@@ -220,16 +221,18 @@ class Composition:
         Returns:
             The norm before, the same on every rank.
         """
-        parameters = self._engine.gradients_ready("clip_grad_norm_")
+        parameters, stepper = self._engine.gradients_ready("clip_grad_norm_"), self._engine.stepper
+        where: dict[str, Any] = {"group": self._assembled.group, "device": self._assembled.control_device}
         with self.context.span("all_reduce", group="norm", axis="world"):
+            if stepper is not None:
+                return stepper.norm(max_norm, norm_type, **where)
             return gradients.clip_norm_(
                 parameters,
                 max_norm,
                 layout=self.context.layout,
                 norm_type=norm_type,
-                group=self._assembled.group,
-                device=self._assembled.control_device,
                 copies=self.context.copies(),
+                **where,
             )
 
     # ---- around steps ------------------------------------------------------------------------------------------------
@@ -251,6 +254,8 @@ class Composition:
         self,
         cls: type[torch.optim.Optimizer],
         groups: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        in_backward: bool = False,
         **defaults: Any,
     ) -> torch.optim.Optimizer:
         """Make the optimizer over all parts.
@@ -259,6 +264,8 @@ class Composition:
             cls: Any torch optimizer class.
             groups: Each with `match`, a regular expression searched in FQNs, and the hyperparameters of what matches;
                 the first match wins, and what matches none takes the defaults.
+            in_backward: Step each parameter as soon as its gradient is final, in the backward, and free the gradient;
+                `step` then only ends the step. For steps of one micro-batch, without clipping.
             defaults: Hyperparameters.
 
         Returns:
@@ -267,6 +274,7 @@ class Composition:
 
         Raises:
             StepError: There is one already.
+            PluginError: `in_backward`, and something needs gradients after the backward.
             PatternError: A group matches nothing in the whole model.
         """
         if self._optimizer is not None:
@@ -276,6 +284,10 @@ class Composition:
         made = self._assembled.hooks.query("composer3d_optimizer", context=self.context, cls=cls, groups=described)
         optimizer = made if made is not None else cls(described, **defaults)
         self._optimizer = self._engine.optimizer = compose_step(optimizer, self._engine.optimizer_step)
+        if in_backward:
+            self._engine.stepper = BackwardStepper(
+                optimizer, self.context, actions=self._engine.actions, has_schedule=self._assembled.has_schedule
+            )
         return self._optimizer
 
     def sampler(self, dataset: Any) -> Sampler:
@@ -371,6 +383,8 @@ class Composition:
             for _, function in reversed(self._assembled.hooks.freeze("composer3d_close")):
                 stack.callback(function, context=self.context, error=error)
             stack.callback(self._persistence.close)
+            if self._engine.stepper is not None:
+                stack.callback(self._engine.stepper.close)
 
     def __enter__(self) -> Composition:
         return self

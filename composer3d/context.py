@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from composer3d.errors import StepError, TransformError
+from composer3d.errors import PluginError, StepError, TransformError
 from composer3d.mesh import Layout, Role
 from composer3d.ordering import Order
 from composer3d.patterns import select as select_fqns
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["Purpose", "RunContext"]
 
 Purpose = Literal["run", "check", "plan", "verify"]
+
+# What a plugin may do to a step; one alone may do the first two.
+Claim = Literal["optimizer", "grad_scaler", "gradients"]
 
 # Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
 Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
@@ -94,6 +97,7 @@ class RunContext:
         self._recorders: tuple[Recorder, ...] = ()
         self.flight: Flight | None = None
         self._asked: set[str] = set()
+        self._claims: dict[str, list[tuple[Any, bool]]] = {}
         self._sharded: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
         self._microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]] | None = None
 
@@ -120,6 +124,33 @@ class RunContext:
     def plugins(self) -> tuple[Registered, ...]:
         """The plugins of the run."""
         return tuple(self._hooks.plugins)
+
+    def claim(self, what: Claim, *, by: Any, each_alone: bool = False) -> None:
+        """Say in `composer3d_configure` what a plugin will do to steps, so that `check` finds who cannot go together.
+
+        Args:
+            what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it looks at
+                gradients, or changes them, between the backward and the optimizer.
+            by: The plugin.
+            each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is there.
+
+        Raises:
+            PluginError: Another plugin makes the optimizer, or scales the loss.
+        """
+        claims = self._claims.setdefault(what, [])
+        if claims and what != "gradients" and claims[0][0] is not by:
+            verb = "make the optimizer" if what == "optimizer" else "scale the loss"
+            raise PluginError(
+                f"{self._name(claims[0][0])} and {self._name(by)} both {verb}, and a run has one; remove one of them"
+            )
+        claims.append((by, each_alone))
+
+    def claimants(self, what: Claim, *, each_alone: bool = False) -> list[str]:
+        """Return the names of the plugins that claimed something; without those that do it for each_alone, if given."""
+        return [self._name(plugin) for plugin, alone in self._claims.get(what, ()) if not (each_alone and alone)]
+
+    def _name(self, plugin: Any) -> str:
+        return next(str(registered) for registered in self._hooks.plugins if registered.instance is plugin)
 
     @property
     def data_parallel_degree(self) -> int:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["clip_norm_", "local", "scale_", "settle_partial", "total_norm"]
+__all__ = ["clip_norm_", "local", "scale_", "settle_partial", "total_norm", "weight"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ def total_norm(
     if norm_type != 2 and not infinite:
         raise StepError(f"the gradient norm is not computed for norm_type = {norm_type:g}; use 2 or infinity")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (weight, *_), grads in _alike(parameters, layout).items():
+    for (share, *_), grads in _alike(parameters, layout).items():
         norms = torch.stack(torch_compat.foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)
-        total = torch.maximum(total, norms.max()) if infinite else total + norms.square().sum() * weight
+        total = torch.maximum(total, norms.max()) if infinite else total + norms.square().sum() * share
     if infinite:
         # The maximum over ranks would lose a NaN: it is neither larger nor smaller than anything.
         total = torch.nan_to_num(total, nan=math.inf, posinf=math.inf)
@@ -123,11 +123,11 @@ def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> 
         tensor = local(grad)
         # Ranks whose shard is empty have nothing to add, and an infinity norm of nothing is an error in torch.
         if tensor.numel():
-            result[(_weight(grad, layout) if layout else 1.0, tensor.device, tensor.dtype)].append(tensor)
+            result[(weight(grad, layout) if layout else 1.0, tensor.device, tensor.dtype)].append(tensor)
     return result
 
 
-def _weight(grad: Tensor, layout: Layout) -> float:
+def weight(grad: Tensor, layout: Layout) -> float:
     """One over the number of ranks that hold the same values."""
     from torch.distributed.tensor import DTensor
 

@@ -12,6 +12,7 @@ from composer3d.batch import cut
 from composer3d.errors import StepError
 from composer3d.flight import Flight
 from composer3d.guard import Guard
+from composer3d.in_backward import BackwardStepper
 from composer3d.ledger import Ledger
 from composer3d.loss import Reduction, as_loss, count_valid, reduction_of
 from composer3d.own_forward import OwnForward
@@ -77,10 +78,11 @@ class StepEngine:
         )
         self._loss_fn, self._count_fn, self._reduction = loss_fn or _loss_of_model, count_fn, reduction
         self.loss_is_the_models = loss_fn is None
-        self._actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
+        self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
         self.scaler: GradScaler | None = None
+        self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: StepState | None = None
         self._counts: dict[int, int] = {}
@@ -118,7 +120,7 @@ class StepEngine:
         return self.state
 
     def _at(self, point: StepPoint) -> None:
-        for action in self._actions[point]:
+        for action in self.actions[point]:
             action.run(self.state)
 
     def begin_microbatch(self, index: int, is_last: bool, stage: int = 0) -> None:
@@ -155,6 +157,8 @@ class StepEngine:
         state = self.current("forward_backward")
         self._refuse_used("forward_backward")
         microbatches = cut(batch, size)
+        if self.stepper is not None:
+            self.stepper.begin(self._call + len(microbatches))
         self._agree(self._count_all(microbatches), identity)
         self._scheduled = True
         try:
@@ -253,6 +257,8 @@ class StepEngine:
             self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
         loss = self._own.loss(value, last=last, equal=self._equal, reduction=self._told_reduction)
+        if self.stepper is not None:
+            self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True
         self.begin_microbatch(self._own.calls - 1, last)
         with self._context.span("backward"):
@@ -305,6 +311,9 @@ class StepEngine:
                 "call run.backward(loss, last=True) for the last loss of a step"
             )
         self._used = True
+        if self.stepper is not None:  # nothing is left to do to gradients, which are gone
+            self.stepper.finish(self._ledger.correction)
+            return parameters
         self._at(StepPoint.GRADIENTS_LOCAL)  # brings back what was kept elsewhere
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if trainable and all(parameter.grad is None for parameter in trainable):
@@ -338,7 +347,7 @@ class StepEngine:
         if not state.vetoes:
             self._at(StepPoint.BEFORE_OPTIMIZER)
             with self._context.span("optimizer"):
-                result = inner()
+                result = inner() if self.stepper is None else None
             for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
                 self._at(point)
         if self.scaler is not None:
@@ -347,7 +356,7 @@ class StepEngine:
 
     def _decide(self, state: StepState) -> tuple[str, ...]:
         """Ask every DECIDE action; one veto counts for all ranks. Collectives: one all-reduce, if any can veto."""
-        actions = self._actions[StepPoint.DECIDE]
+        actions = self.actions[StepPoint.DECIDE]
         names = [action.name for action in actions] + (["grad_scaler"] if self.scaler is not None else [])
         if not names:
             return ()

@@ -99,6 +99,8 @@ class StepAction:
             reason, on all ranks; elsewhere the result is ignored.
         after: Names of actions at the same point that come first, where present.
         before: Names of actions at the same point that come later, where present.
+        gradients: Between backward and optimizer: whether it needs the gradients to be there, or can stop the step. One
+            that needs them cannot be in a run whose optimizer steps in the backward.
     """
 
     name: str
@@ -106,6 +108,7 @@ class StepAction:
     run: Callable[[Any], str | None]
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
+    gradients: bool = True
 
 
 class Ordered(Protocol):

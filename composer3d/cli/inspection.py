@@ -151,7 +151,7 @@ def _prepare(
     device: torch.device,
 ) -> list[Problem]:
     """Join manifest and model, and let every plugin say what it would do."""
-    from composer3d.cli.rules import name_problems, optimizer_answer_problems
+    from composer3d.cli.rules import name_problems, optimizer_answer_problems, step_problems
     from composer3d.preparation import prepare
 
     try:
@@ -168,7 +168,8 @@ def _prepare(
     except ManifestError as error:
         return list(error.problems)
     result.preparation = preparation
-    found = [*preparation.problems, *name_problems(manifest, factory, preparation.context)]
+    own = [*name_problems(manifest, factory, preparation.context), *step_problems(manifest, preparation)]
+    found = [*preparation.problems, *own]
     if any(problem.severity == "error" for problem in found):
         return found
     return [*found, *optimizer_answer_problems(manifest, preparation)]

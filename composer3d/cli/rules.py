@@ -36,6 +36,7 @@ __all__ = [
     "name_problems",
     "optimizer_answer_problems",
     "optimizer_problems",
+    "step_problems",
 ]
 
 # Text below this size is read whole: a fraction of a second, and binary files are found too.
@@ -260,6 +261,16 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
     except ComposerError as error:
         return [document.problem(("optimizer",), str(error))]
     return []
+
+
+def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
+    """Check that nothing needs what an optimizer that steps in the backward leaves nothing of."""
+    from composer3d.runner.optimizer import in_backward_problems
+
+    if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
+        return []
+    has_schedule = bool(preparation.hooks.freeze("composer3d_schedule"))
+    return in_backward_problems(manifest, preparation.context, has_schedule=has_schedule)
 
 
 def name_problems(manifest: Manifest, factory: ModelFactory, context: RunContext) -> list[Problem]:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError
+from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem
+from composer3d.in_backward import exclusions
 from composer3d.manifest import Manifest, resolve_reference
 
 if TYPE_CHECKING:
     import torch
 
-    from composer3d import Composition
+    from composer3d import Composition, RunContext
     from composer3d.runner.tables import OptimizerTable
 
-__all__ = ["describe_groups", "make_optimizer", "optimizer_class"]
+__all__ = ["describe_groups", "in_backward_problems", "make_optimizer", "optimizer_class"]
 
 
 def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimizer:
@@ -32,6 +34,8 @@ def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimize
             that matches nothing, no parameter to train.
     """
     document, table = manifest.document, manifest.tables["optimizer"]
+    if problems := in_backward_problems(manifest, run.context, has_schedule=False):
+        raise ManifestError(problems)
     if not any(parameter.requires_grad for _, parameter in run.named_parameters()) and len(run.parts) == 1:
         message = "frozen leaves no parameter to train"
         raise ManifestError([document.problem(("train", "frozen"), message)])
@@ -49,11 +53,47 @@ def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimize
 
             key = "use" if table.matrices is None else "matrices"
             groups = group_matrices(groups, matrices_of(run, table.matrices))
-        optimizer = run.optimizer(cls, groups=groups, **defaults)
+        key = "in_backward" if table.in_backward else "use"
+        optimizer = run.optimizer(cls, groups=groups, in_backward=table.in_backward, **defaults)
         _refuse_unknown(table, optimizer)
         return optimizer
     except ComposerError as error:
         raise ManifestError([document.problem(("optimizer", key), str(error))]) from error
+
+
+def in_backward_problems(manifest: Manifest, context: RunContext, *, has_schedule: bool) -> list[Problem]:
+    """Return what of a manifest cannot be together with `optimizer.in_backward`.
+
+    Args:
+        manifest: With the runner's tables.
+        context: Of a composition whose plugins are configured.
+        has_schedule: Whether a plugin schedules micro-batches.
+    """
+    document, tables = manifest.document, manifest.tables
+    if not tables["optimizer"].in_backward:
+        return []
+    train, own, found = tables["train"], ("optimizer", "in_backward"), []
+    if not math.isinf(train.grad_clip):
+        found.append(
+            (
+                ("train", "grad_clip") if document.get(("train", "grad_clip")) is not None else own,
+                f"grad_clip = {train.grad_clip:g} needs the norm of all gradients, and in_backward waits for none",
+                "write train.grad_clip = inf, which only measures it",
+            )
+        )
+    if tables["stability"].on_nonfinite == "skip":
+        message = 'on_nonfinite = "skip" would have to take back what optimizer.in_backward has stepped'
+        found.append((("stability", "on_nonfinite"), message, 'write "stop"'))
+    size, degree = train.microbatch or 1, context.data_parallel_degree
+    num_microbatches = (train.global_batch or size * degree) // (size * degree)
+    if num_microbatches > 1:
+        message = f"a gradient is complete after all {num_microbatches} micro-batches of a step, not after the first"
+        found.append((own, message, "raise train.microbatch so that a step has one, and recompute activations"))
+    found += [(own, reason, "remove one of the two") for reason in exclusions(context, has_schedule=has_schedule)]
+    return [
+        document.problem(path, f"in_backward cannot be: {message}" if path == own else message, hint=hint)
+        for path, message, hint in found
+    ]
 
 
 def _refuse_unknown(table: OptimizerTable, optimizer: torch.optim.Optimizer) -> None:

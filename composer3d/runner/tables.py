@@ -190,6 +190,8 @@ class OptimizerTable:
         groups: Other hyperparameters for some parameters.
         no_decay: A regular expression of parameters without weight decay; default: those with fewer than two dims, that
             is norms and biases.
+        in_backward: Step each parameter in the backward, as soon as its gradient is final, and free the gradient. For
+            one micro-batch a step and rank, without clipping, skipped steps or a pipeline.
     """
 
     use: str = "adamw"
@@ -203,6 +205,7 @@ class OptimizerTable:
     args: dict[str, Any] = Field(default_factory=dict)
     groups: tuple[OptimizerGroupTable, ...] = ()
     no_decay: str | None = None
+    in_backward: bool = False
 
     @model_validator(mode="after")
     def _keys_belong_to_the_class(self) -> OptimizerTable:

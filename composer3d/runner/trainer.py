@@ -167,7 +167,8 @@ class Trainer:
         tables = self.manifest.tables
         return {
             "model": self.factory.record(),
-            "optimizer": asdict(tables["optimizer"]),
+            # When a parameter is stepped changes nothing of what comes out.
+            "optimizer": {key: value for key, value in asdict(tables["optimizer"]).items() if key != "in_backward"},
             "train": {"seed": tables["train"].seed, "frozen": list(tables["train"].frozen)},
             "data": {**self.source.record(), "seq_len": tables["data"].seq_len, "order": tables["data"].order},
         }

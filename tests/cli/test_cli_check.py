@@ -109,7 +109,7 @@ def test_two_plugins_that_would_make_the_optimizer_are_found(edited, command):
     edited("[sharding.fsdp2]", table)
     (problem,) = report(command, "run.toml")[1]["problems"]
     assert "[sharding.cpu_offload]" in problem["message"] and "[precision.low_bit_optimizer]" in problem["message"]
-    assert "both answer composer3d_optimizer; remove one of them" in problem["message"]
+    assert "both make the optimizer, and a run has one; remove one of them" in problem["message"]
 
 
 def test_a_problem_for_programs(edited, command):
@@ -253,3 +253,62 @@ def test_shipped_manifests_are_good(command):
     for name in shipped():
         code, _, err = command("check", name, "--strict")
         assert (code, err) == (0, ""), name
+
+
+STEPPED = """\
+composer3d = 1
+[model]
+use = "composer3d.models:llama"
+args = { dim = 32, num_heads = 2, num_layers = 2 }
+[data]
+use = "synthetic"
+seq_len = 16
+[train]
+steps = 1
+[optimizer]
+in_backward = true
+"""
+
+
+def test_what_an_optimizer_in_the_backward_excludes_is_found(folder, command):
+    (folder / "run.toml").write_text(STEPPED)
+    sets = (
+        "train.global_batch=4",
+        "stability.on_nonfinite=skip",
+        "mesh.pp=2",
+        "scheduling.pipeline={}",
+        'precision.mixed={ param_dtype = "float16" }',
+        'sharding.cpu_offload={ mode = "gradients" }',
+    )
+    code, told = report(command, "run.toml", *(f"--set={each}" for each in sets))
+    assert code == 2
+    messages = [problem["message"] for problem in told["problems"]]
+    begins = [
+        "in_backward cannot be: grad_clip = 1 needs the norm of all gradients, and in_backward waits",
+        "in_backward cannot be: a gradient is complete after all 4 micro-batches of a step, not after the first",
+        "in_backward cannot be: a pipeline's micro-batches add to a gradient, and tied weights meet, after",
+        "in_backward cannot be: [precision.mixed] (--set precision.mixed=",
+        "in_backward cannot be: [sharding.cpu_offload] (--set sharding.cpu_offload=",
+        'on_nonfinite = "skip" would have to take back what optimizer.in_backward has stepped',
+    ]
+    assert len(messages) == len(begins)
+    assert all(any(message.startswith(begin) for message in messages) for begin in begins), messages
+    more = ("train.grad_clip=inf", "sharding.nvme_offload={}")
+    code, told = report(command, "run.toml", *(f"--set={each}" for each in more))
+    assert (code, len(told["problems"])) == (2, 1)
+    assert "steps pieces of many parameters" in told["problems"][0]["message"]
+    assert (
+        command("check", "run.toml", "--set", "train.grad_clip=inf", "--set", "precision.low_bit_optimizer={}")[0] == 0
+    )
+
+
+@pytest.mark.parametrize("other", ["precision.low_bit_optimizer={}", "sharding.nvme_offload={}"])
+def test_two_plugins_that_make_the_optimizer_are_found(folder, command, other):
+    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", ""))
+    offload = 'sharding.cpu_offload={ mode = "%s" }'
+    code, told = report(command, "run.toml", "--set", offload % "optimizer", "--set", other)
+    assert code == 2
+    (problem,) = told["problems"]
+    assert "both make the optimizer, and a run has one; remove one of them" in problem["message"]
+    assert all(name in problem["message"] for name in ("sharding.cpu_offload", other.partition("=")[0]))
+    assert command("check", "run.toml", "--set", offload % "gradients", "--set", other)[0] == 0

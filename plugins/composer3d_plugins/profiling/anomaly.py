@@ -41,6 +41,11 @@ class Anomaly:
     folder: str | None = None
 
     @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Say that gradients are looked at, which must therefore be there when the backward is over."""
+        context.claim("gradients", by=self)
+
+    @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
         """Begin to look at the start of a step; read the bits where nobody has reduced or scaled the gradients yet."""
         return [

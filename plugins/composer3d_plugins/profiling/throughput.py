@@ -57,7 +57,9 @@ class Throughput:
             return []
         return [
             StepAction(name="throughput.count", point=StepPoint.BEGIN, run=self._begin_counting),
-            StepAction(name="throughput.counted", point=StepPoint.BEFORE_OPTIMIZER, run=self._end_counting),
+            StepAction(
+                name="throughput.counted", point=StepPoint.BEFORE_OPTIMIZER, run=self._end_counting, gradients=False
+            ),
         ]
 
     @hookimpl

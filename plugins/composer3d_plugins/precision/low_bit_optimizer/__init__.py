@@ -43,6 +43,11 @@ class LowBitOptimizer:
     min_numel: int = Field(default=4096, ge=1)
 
     @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Say that the optimizer is made here, where two plugins cannot make it."""
+        context.claim("optimizer", by=self, each_alone=True)
+
+    @hookimpl
     def composer3d_optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> Optimizer:

@@ -75,6 +75,8 @@ class Mixed:
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse options that would do nothing."""
+        if self.param_dtype == "float16":
+            context.claim("grad_scaler", by=self)
         stated = [name for name in SCALE if getattr(self, name) is not None]
         if stated and self.param_dtype != "float16":
             raise PluginError(

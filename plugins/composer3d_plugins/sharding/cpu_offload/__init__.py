@@ -68,6 +68,10 @@ class CPUOffload:
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse patterns that match nothing, and parameters that nobody would bring to the device."""
         self._chosen(context)
+        if self.mode in ("optimizer", "parameters"):
+            context.claim("optimizer", by=self)
+        if self.mode in ("gradients", "all"):
+            context.claim("gradients", by=self)
         if self._moves_parameters and not any(name in context.owners for name in context.layout.names(Role.BATCH)):
             raise PluginError(
                 f'mode = "{self.mode}" needs a data-parallel plugin, which gathers parameters for their use',

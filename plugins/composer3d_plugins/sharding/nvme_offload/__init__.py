@@ -48,6 +48,11 @@ class NVMeOffload:
     threads: int = Field(default=4, ge=1)
 
     @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Say that the optimizer is made here, where two plugins cannot make it."""
+        context.claim("optimizer", by=self)
+
+    @hookimpl
     def composer3d_optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> Optimizer:

@@ -1,0 +1,198 @@
+"""An optimizer that steps each parameter inside the backward, as soon as its gradient is final."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import gradients
+from composer3d.errors import PluginError, StepError
+from composer3d.transform import StepAction, StepPoint
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from composer3d.context import RunContext
+
+__all__ = ["BackwardStepper", "exclusions"]
+
+
+def exclusions(context: RunContext, *, has_schedule: bool) -> Iterator[str]:
+    """Yield why a composition cannot step in the backward, as far as is known once plugins are configured.
+
+    Args:
+        context: Configured.
+        has_schedule: Whether a plugin schedules micro-batches.
+    """
+    if has_schedule:
+        yield "a pipeline's micro-batches add to a gradient, and tied weights meet, after the backward of one"
+    for name in context.claimants("grad_scaler"):
+        yield f"{name} scales the loss, and whether a step is taken is known only when all gradients are there"
+    for name in context.claimants("gradients"):
+        yield f"{name} needs gradients after the backward, and none is left"
+    for name in context.claimants("optimizer", each_alone=True):
+        yield f"{name} steps pieces of many parameters, whose transfers hide behind each other"
+
+
+class BackwardStepper:
+    """Steps a parameter in the hook that runs when its gradient is accumulated and reduced, and frees the gradient.
+
+    The optimizer is handed one parameter at a time, in a copy of its group, so its hyperparameters are those of the
+    step and its state is where it always is; for optimizers whose parameters do not look at each other the result is
+    that of the ordinary step, bit for bit.
+
+    Args:
+        optimizer: Made; its parameters are those that are stepped.
+        context: Complete.
+        actions: Of all plugins, by point.
+        has_schedule: Whether a plugin schedules micro-batches.
+
+    Raises:
+        PluginError: Something needs the gradients after the backward.
+
+    Memory: of gradients those that are reduced together, a unit's, instead of all. Collectives: none of its own, one
+    all-reduce of one number where the norm is asked for.
+
+    Source: Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, arXiv:2306.09782.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        context: RunContext,
+        *,
+        actions: Mapping[StepPoint, Sequence[StepAction]],
+        has_schedule: bool,
+    ) -> None:
+        self._optimizer, self._context = optimizer, context
+        # The bare step: hooks on the optimizer would run once a parameter.
+        self._inner = inspect.unwrap(type(optimizer).step)
+        self._names = {parameter: fqn for fqn, parameter in context.named_parameters()}
+        self._groups = {p: group for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        reasons = [*exclusions(context, has_schedule=has_schedule), *self._needed(actions), *self._foreign()]
+        if reasons:
+            raise PluginError(f"in_backward cannot be: {reasons[0]}", hint="remove one of the two")
+        self._copies = context.copies()
+        self._stepped: set[nn.Parameter] = set()
+        self._squares: list[Tensor] = []
+        self._handles = [parameter.register_post_accumulate_grad_hook(self._step) for parameter in self._groups]
+
+    def close(self) -> None:
+        """Leave the parameters alone: the model may live on."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _needed(self, actions: Mapping[StepPoint, Sequence[StepAction]]) -> Iterator[str]:
+        between = range(StepPoint.GRADIENTS_LOCAL, StepPoint.AFTER_OPTIMIZER)
+        for point in (point for point in StepPoint if point in between):
+            for action in actions[point]:
+                if action.gradients:
+                    yield f"{action.name} needs gradients after the backward, and none is left"
+
+    def _foreign(self) -> Iterator[str]:
+        from torch.distributed.tensor import DTensor
+
+        for parameter in self._groups:
+            if self._context.data_parallel_degree > 1 and not isinstance(parameter, DTensor):
+                yield (
+                    f'the gradient of "{self._names[parameter]}" is reduced over ranks after it is accumulated; '
+                    "let fsdp2 or ddp's units reduce it"
+                )
+
+    def begin(self, num_backwards: int) -> None:
+        """Begin a step's backward.
+
+        Raises:
+            StepError: The step has more than one: the first would step with a part of the gradient.
+        """
+        if num_backwards > 1:
+            raise StepError(
+                "the optimizer steps in the backward, when a gradient is complete after one micro-batch, and this step "
+                "has more; give a step one micro-batch a rank, or leave in_backward out"
+            )
+        self._stepped.clear()
+        self._squares.clear()
+
+    def _step(self, parameter: nn.Parameter) -> None:
+        import torch
+
+        if parameter in self._stepped:
+            raise StepError(f'"{self._names[parameter]}" got its gradient in parts; leave in_backward out')
+        self._stepped.add(parameter)
+        gradients.settle_partial([parameter])
+        assert parameter.grad is not None, "the hook runs where there is one"
+        self._measure(parameter, parameter.grad)
+        group = self._groups[parameter]
+        alone = {**group, "params": [parameter]}
+        groups, self._optimizer.param_groups = self._optimizer.param_groups, [alone]
+        try:
+            with torch.no_grad():
+                self._inner(self._optimizer)
+        finally:
+            self._optimizer.param_groups = groups
+        changed = [key for key in group if key != "params" and alone[key] is not group[key]]
+        if changed:
+            raise StepError(
+                f'{type(self._optimizer).__name__} counts in "{changed[0]}" of a group, once for each parameter that '
+                "is stepped by itself; leave in_backward out"
+            )
+        parameter.grad = None
+
+    def _measure(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        import torch
+
+        values = gradients.local(grad)
+        if values.numel() and id(parameter) not in self._copies:
+            share = gradients.weight(grad, self._context.layout)
+            self._squares.append(torch.linalg.vector_norm(values).double().square() * share)
+
+    def finish(self, correction: float) -> None:
+        """End a step's backward.
+
+        Args:
+            correction: What all gradients would have to be multiplied with.
+
+        Raises:
+            StepError: They would have to, or no hook saw a gradient.
+        """
+        if correction != 1.0:
+            raise StepError(
+                "the loss counted other tokens than its targets have, and the optimizer has stepped with their number; "
+                "let count_fn count what the loss counts, or leave in_backward out"
+            )
+        missed = [name for parameter, name in self._names.items() if parameter.grad is not None]
+        if missed:
+            raise StepError(f'the gradient of "{missed[0]}" came where no hook saw it; leave in_backward out')
+        if self._groups and not self._stepped:
+            raise StepError(
+                "no parameter got a gradient; return the model's output as a tensor, or in a known container"
+            )
+
+    def norm(self, max_norm: float, norm_type: float, *, group: Any, device: torch.device) -> Tensor:
+        """Return the norm of the full model's gradient as it was.
+
+        Args:
+            max_norm: Infinity.
+            norm_type: 2.
+            group: The ranks of one global batch.
+            device: For the reduced number.
+
+        Raises:
+            StepError: Gradients were to be clipped, or another norm is asked for.
+        """
+        import torch
+        import torch.distributed as dist
+
+        if not math.isinf(max_norm) or norm_type != 2:
+            raise StepError(
+                "gradients are gone after the backward, in which the optimizer stepped: only their 2-norm is known; "
+                "write max_norm = infinity, or leave in_backward out"
+            )
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for square in self._squares:
+            total += square.to(device)
+        dist.all_reduce(total, group=group)
+        return total.sqrt()
