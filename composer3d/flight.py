@@ -226,7 +226,7 @@ class Flight:
         return Account(
             rank=self._rank,
             step=self._step,
-            inside=any(name == "step" for name, *_ in spans),
+            inside=any("step" in attributes for _, attributes, _ in spans),  # a step's data is read before it begins
             exchanges=any(_PIPELINING in frame.f_code.co_filename for frame in frames),
             spans=tuple(_name(name, attributes) for name, attributes, _ in spans if name != "step"),
             place=place,

@@ -81,20 +81,31 @@ def watch_operators(context: RunContext) -> Callable[[], None]:
     """Open spans around collectives that operators issue (DTensor's, under tensor parallelism); return what ends it.
 
     Each is two spans: one where it is issued, with its `bytes`, and `wait` where its result is needed, with its `op`.
-    Both name the mesh `axis`.
+    Both name the mesh `axis`, or the axes joined by `+` where a group goes along several.
 
     Args:
         context: Frozen.
     """
     if not context.has_recorders:
         return lambda: None
-    names = [axis.name for axis in context.layout.dense_axes if context.degrees[axis.name] > 1]
-    axes = {torch_compat.group_name(context.mesh.get_group(name)): name for name in names}
+    names: dict[str, str] = {}
+
+    def named(group: Any) -> str:
+        if (key := torch_compat.group_name(group)) not in names:
+            names[key] = _axes_of(group, context)
+        return names[key]
 
     return torch_compat.watch_operator_collectives(
-        {group: context.degrees[axis] for group, axis in axes.items()},
-        lambda name, group, **attributes: context.span(name, axis=axes[group], **attributes),
+        lambda name, group, **attributes: context.span(name, axis=named(group), **attributes)
     )
+
+
+def _axes_of(group: Any, context: RunContext) -> str:
+    import torch.distributed as dist
+
+    first, *others = dist.get_process_group_ranks(group)
+    crossed = {axis for rank in others for axis in context.layout.between(first, rank)}
+    return "+".join(axis.name for axis in context.layout.dense_axes if axis.name in crossed)
 
 
 def _watch_group(group: Any, all_gather: Any, reduce_scatter: Any, *, unit: str, span: Span) -> None:

@@ -36,7 +36,8 @@ def average_buffers(run: Composition) -> None:
     flat = torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in buffers])
     num_ranks = 1
     for axis in axes:
-        dist.all_reduce(flat, group=run.mesh.get_group(axis))
+        with context.span("all_reduce", group="buffers", axis=axis, bytes=flat.nbytes):
+            dist.all_reduce(flat, group=run.mesh.get_group(axis))
         num_ranks *= context.degrees[axis]
     flat /= num_ranks
     with torch.no_grad():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -22,20 +22,20 @@ _COLLECTIVES = {
 }
 
 
-def watch_operator_collectives(groups: Mapping[str, int], span: Callable[..., Any]) -> Callable[[], None]:
+def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
     """Open spans around torch's functional collectives, which DTensor's operators issue; return what ends that.
 
     They have no hook, and below them there is only a dispatch mode, which costs every operator several microseconds:
-    so the functions of the private module by which DTensor calls them are replaced (torch 2.11-2.15). Inside compiled
-    code they are left alone.
+    so the functions of the private module by which DTensor calls them are replaced, and of another one the exchange of
+    the dim that is cut, which on CPU is one of the former (torch 2.11-2.15). Inside compiled code they are left alone.
 
     Args:
-        groups: Names of the process groups that are watched, with the number of their ranks.
-        span: Given a name, the group's name and attributes, opens a span: the operation with the payload's `bytes`
-            where it is issued, and `wait` with its `op` where its result is needed.
+        span: Given a name, the process group and attributes, opens a span: the operation with the payload's `bytes`
+            where it is issued, and `wait` with its `op` where its result is needed. Groups of one rank are left out.
     """
     import torch
     from torch.distributed import _functional_collectives as functional
+    from torch.distributed.tensor import placement_types
     from torch.utils.weak import WeakIdKeyDictionary
 
     inside = threading.local()
@@ -48,11 +48,11 @@ def watch_operator_collectives(groups: Mapping[str, int], span: Callable[..., An
         def collective(*args: Any, **kwargs: Any) -> Any:
             # One may be built on another: the outer one counts.
             is_watched = not torch.compiler.is_compiling() and not getattr(inside, "collective", False)
-            group = _watched_group((*args, *kwargs.values()), groups) if is_watched else None
-            if group is None:
+            group = _group((*args, *kwargs.values())) if is_watched else None
+            if group is None or group.size() == 1:
                 return function(*args, **kwargs)
             # A gather's payload is what comes out, as everywhere.
-            size = _num_bytes(args[0]) * (groups[group] if op == "all_gather" else 1)
+            size = _num_bytes(args[0]) * (group.size() if op == "all_gather" else 1)
             inside.collective = True
             try:
                 with span(op, group, bytes=size):
@@ -72,33 +72,53 @@ def watch_operator_collectives(groups: Mapping[str, int], span: Callable[..., An
         with span("wait", group, op=op):
             return plain["wait_tensor"](tensor)
 
+    exchange: Any = placement_types.shard_dim_alltoall  # type: ignore[attr-defined]
+
+    def shard_dim_alltoall(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
+        if torch.compiler.is_compiling() or mesh.device_type == "cpu":
+            return exchange(tensor, gather_dim, shard_dim, mesh, mesh_dim)
+        with span("all_to_all", mesh.get_group(mesh_dim), bytes=_num_bytes(tensor)):
+            return exchange(tensor, gather_dim, shard_dim, mesh, mesh_dim)
+
     replaced = {name: spanned(name, op) for name, op in _COLLECTIVES.items() if name in plain}
     for name, function in {**replaced, "wait_tensor": wait_tensor}.items():
         setattr(functional, name, function)
+    setattr(placement_types, "shard_dim_alltoall", shard_dim_alltoall)  # noqa: B010  # mypy knows no such name
 
     def end() -> None:
         for name, function in plain.items():
             setattr(functional, name, function)
+        setattr(placement_types, "shard_dim_alltoall", exchange)  # noqa: B010
 
     return end
 
 
-def _watched_group(arguments: Sequence[Any], groups: Mapping[str, int]) -> str | None:
-    """Return the name of the group among the arguments of a collective, if it is one that is watched."""
-    return next((name for argument in arguments if (name := _group_name(argument)) in groups), None)
-
-
-def _group_name(argument: Any) -> str:
+def _group(arguments: Sequence[Any]) -> Any:
+    """Return the process group among the arguments of a collective: itself, its name, or a mesh and one of its dims."""
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    if isinstance(argument, tuple) and argument and isinstance(argument[0], DeviceMesh):
-        return str(argument[0].get_group(argument[1]).group_name)
-    if isinstance(argument, DeviceMesh):
-        return str(argument.get_group().group_name)
-    if isinstance(argument, ProcessGroup):
-        return str(argument.group_name)
-    return argument if isinstance(argument, str) else ""
+    # It comes after the tensor and the name of the reduction.
+    for argument in reversed(arguments):
+        if isinstance(argument, tuple) and argument and isinstance(argument[0], DeviceMesh):
+            return argument[0].get_group(argument[1])
+        if isinstance(argument, DeviceMesh):
+            return argument.get_group()
+        if isinstance(argument, ProcessGroup):
+            return argument
+        if isinstance(argument, str) and argument and (found := _named(argument)) is not None:
+            return found
+    return None
+
+
+def _named(name: str) -> Any:
+    """Return the process group of a name; None if it is the name of something else."""
+    from composer3d.torch_compat.processes import process_group
+
+    try:
+        return process_group(name)
+    except (RuntimeError, ValueError):
+        return None
 
 
 def _num_bytes(tensor: Any) -> int:

@@ -508,10 +508,10 @@ def operators():
     mesh, opened, plain = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), [], functional.all_reduce
 
     def span(name, group, **attributes):
-        opened.append((name, group == torch_compat.group_name(mesh.get_group()), attributes))
+        opened.append((name, torch_compat.group_name(group) == torch_compat.group_name(mesh.get_group()), attributes))
         return nullcontext()
 
-    end = torch_compat.watch_operator_collectives({torch_compat.group_name(mesh.get_group()): 2}, span)
+    end = torch_compat.watch_operator_collectives(span)
     total = DTensor.from_local(torch.ones(6), mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local() + 0
     end()
     return opened, total.tolist(), functional.all_reduce is plain
@@ -521,6 +521,30 @@ def test_watch_operator_collectives():
     for opened, total, is_plain in run_ranks(operators, 2):
         assert opened == [("all_reduce", True, {"bytes": 24}), ("wait", True, {"op": "all_reduce"})]
         assert total == [2.0] * 6 and is_plain
+
+
+def test_watching_the_exchange_of_the_dim_that_is_cut():
+    """On devices that are no CPU it is an operator of its own; nothing is computed here."""
+    from contextlib import nullcontext
+
+    from torch._subclasses import FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard, placement_types
+
+    plain, opened = placement_types.shard_dim_alltoall, []
+
+    def span(name, group, **attributes):
+        opened.append((name, group.size(), attributes))
+        return nullcontext()
+
+    with fake_world(2):
+        mesh = DeviceMesh("cuda", [0, 1], mesh_dim_names=("tp",))
+        end = torch_compat.watch_operator_collectives(span)
+        with FakeTensorMode():
+            cut = DTensor.from_local(torch.ones(6, 2, device="cuda"), mesh, [Shard(1)], run_check=False)
+            assert cut.redistribute(mesh, [Shard(0)]).to_local().shape == (3, 4)
+        end()
+    assert opened == [("all_to_all", 2, {"bytes": 48})] and placement_types.shard_dim_alltoall is plain
 
 
 def test_watching_messages():

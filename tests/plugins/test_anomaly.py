@@ -104,13 +104,24 @@ def test_gradients_equal_one_device_and_collectives_stay(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(("text", "world_size"), [(RECOMPUTED, 1), (FSDP, 2), (HYBRID, 4), (PIPELINE, 2), (TENSOR, 2)])
+OUTPUT = ("output", "layers.1.dropout", "Fault")
+GRADIENT = ("gradient", "layers.1.down", "Linear")
+BETWEEN = ("input", "layers.1.up", "Linear")
+
+
 @pytest.mark.parametrize(
-    ("case", "expected"),
+    ("text", "world_size", "case", "expected"),
     [
-        ("output", ("output", "layers.1.dropout", "Fault")),
-        ("gradient", ("gradient", "layers.1.down", "Linear")),
-        ("between", ("input", "layers.1.up", "Linear")),
+        (RECOMPUTED, 1, "output", OUTPUT),
+        (RECOMPUTED, 1, "gradient", GRADIENT),
+        (RECOMPUTED, 1, "between", BETWEEN),
+        (FSDP, 2, "gradient", GRADIENT),
+        (FSDP, 2, "between", BETWEEN),
+        (HYBRID, 4, "output", OUTPUT),
+        (PIPELINE, 2, "output", OUTPUT),
+        (PIPELINE, 2, "gradient", GRADIENT),
+        (TENSOR, 2, "gradient", GRADIENT),
+        (TENSOR, 2, "between", BETWEEN),
     ],
 )
 def test_the_first_that_is_not_finite(tmp_path, text, world_size, case, expected):

@@ -16,8 +16,10 @@ from composer3d.testing import count_collectives, run_ranks
 # ---- numerics and collectives ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("detail", ["phase", "layer"])
-@pytest.mark.parametrize("layout", [FSDP, "[sharding.ddp]\n", "[mesh]\ndp_replicate = 2\n" + FSDP])
+@pytest.mark.parametrize(
+    ("layout", "detail"),
+    [("[sharding.ddp]\n", "phase"), (FSDP, "phase"), ("[mesh]\ndp_replicate = 2\n" + FSDP, "layer")],
+)
 def test_gradients_equal_one_device_and_collectives_stay(tmp_path, layout, detail):
     world_size = 4 if "dp_replicate" in layout else 2
     plain = run_ranks(partial(one_step, microbatch=1), world_size, layout)

@@ -106,6 +106,7 @@ def counted_while_compiled():
     return figures
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_operations_are_counted_where_blocks_are_compiled():
     (figures,) = run_ranks(counted_while_compiled, 1)
     assert figures

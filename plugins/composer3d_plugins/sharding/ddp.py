@@ -134,8 +134,7 @@ class DDP:
             if name != "broadcast_buffers" and getattr(self, name) is not None
         }
         if self.broadcast_buffers:
-            group = context.mesh["dp_replicate"].get_group()
-            model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, group))
+            model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, context))
         _compute_in(model, context)
         torch_compat.replicate_buckets(model, device_mesh=context.mesh["dp_replicate"], **options)
         return list(fqns)
@@ -187,8 +186,10 @@ def _cast(value: Any, dtype: Any) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-def _broadcast_buffers(module: nn.Module, group: Any) -> None:
+def _broadcast_buffers(module: nn.Module, context: RunContext) -> None:
     import torch.distributed as dist
 
+    group = context.mesh["dp_replicate"].get_group()
     for buffer in module.buffers():
-        dist.broadcast(buffer, group=group, group_src=0)
+        with context.span("broadcast", group="buffers", axis="dp_replicate", bytes=buffer.nbytes):
+            dist.broadcast(buffer, group=group, group_src=0)

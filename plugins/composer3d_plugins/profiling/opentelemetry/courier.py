@@ -95,7 +95,7 @@ class Courier:
         self._queued = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._closing = False
+        self._closing = self._finishing = self._abandoned = False
         self._told = 0
         self._reason = ""
         self._heard = _LastMessage()
@@ -124,6 +124,9 @@ class Courier:
         self._wake.set()
         self._thread.join(timeout_s)
         with self._lock:
+            if self._thread.is_alive() and not self._finishing:
+                self._abandoned = True
+                self.counts.unconverted += 1  # the run's own span, which is made last
             self.counts.unconverted += self._queued
             self._queued = 0
             self._queue.clear()
@@ -146,6 +149,10 @@ class Courier:
                     self._safely(self.export_metrics)
                     next_metrics = time.monotonic() + self.metrics_interval_s
             self._drain_all()
+            with self._lock:
+                if self._abandoned:  # what is lost has been told
+                    return
+                self._finishing = True
             self._send(self.finish())
             self._safely(self.export_metrics)
         finally:

@@ -231,7 +231,8 @@ class PipelineRuntime:
                     else tuple(torch.empty_like(buffer) for buffer in buffers)
                 )
                 for tensor in received:
-                    dist.recv(tensor, group=self._group, group_src=source)
+                    with self._context.span("receive", axis="pp", bytes=tensor.nbytes):
+                        dist.recv(tensor, group=self._group, group_src=source)
             result = self._run(part, index, received)
             if target is None:
                 continue

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,8 +23,23 @@ if TYPE_CHECKING:
 
 __all__ = ["CutLogits"]
 
+Span = Callable[..., AbstractContextManager[None]]
+
 # What hooks and graphs ask of a tensor; the answers are this rank's.
 OWN = frozenset("register_hook requires_grad requires_grad_ grad_fn is_leaf retain_grad retains_grad __hash__".split())
+
+
+class _Classes(Following):
+    """Follows logits.
+
+    Args:
+        mesh: Of tp alone.
+        span: Opens a span.
+    """
+
+    def __init__(self, mesh: DeviceMesh, span: Span) -> None:
+        super().__init__(mesh.size(), "loss_parallel", mesh=mesh)
+        self.cut_along, self.span = mesh, span
 
 
 class CutLogits(Tensor):
@@ -32,15 +48,15 @@ class CutLogits(Tensor):
     Whatever else needs the logits of other ranks, such as a softmax, is an error.
     """
 
-    composer3d_following: Following
+    composer3d_following: _Classes
 
     @classmethod
-    def of(cls, local: Tensor, mesh: DeviceMesh) -> CutLogits:
-        """Return a marked share as cut logits."""
-        return cls._wrapped(local, Following(mesh.size(), "loss_parallel", mesh=mesh))
+    def of(cls, local: Tensor, mesh: DeviceMesh, span: Span) -> CutLogits:
+        """Return a marked share as cut logits; their loss opens spans around its collectives."""
+        return cls._wrapped(local, _Classes(mesh, span))
 
     @classmethod
-    def _wrapped(cls, local: Tensor, following: Following) -> CutLogits:
+    def _wrapped(cls, local: Tensor, following: _Classes) -> CutLogits:
         with torch_compat.without_torch_functions():
             result: CutLogits = copy_mark(local, local.as_subclass(cls))
         result.composer3d_following = following
@@ -63,7 +79,7 @@ class CutLogits(Tensor):
             args, options = torch_compat.tree_map(_plain, [list(args), options])
             try:
                 if func is F.cross_entropy:
-                    return _cross_entropy(following.mesh, *args, **options)
+                    return _cross_entropy(following, *args, **options)
                 if is_in_place(name_of(func)):
                     raise Unfollowed(f'"loss_parallel": {name_of(func)} changes cut logits in place')
                 result = following.run(func, args, options)
@@ -78,12 +94,12 @@ def _plain(value: Any) -> Any:
     return copy_mark(value, value.as_subclass(Tensor)) if isinstance(value, CutLogits) else value
 
 
-def _rewrapped(value: Any, following: Following) -> Any:
+def _rewrapped(value: Any, following: _Classes) -> Any:
     return value if cut_of(value) is None else CutLogits._wrapped(value, following)
 
 
 def _cross_entropy(
-    mesh: DeviceMesh | None,
+    following: _Classes,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -95,7 +111,7 @@ def _cross_entropy(
 ) -> Tensor:
     """Do what torch's function of this name does; the arguments are its own."""
     cut = cut_of(input)
-    assert cut is not None and mesh is not None, "it is called with cut logits"
+    assert cut is not None, "it is called with cut logits"
     dim = min(1, input.ndim - 1)
     if cut.placed.dim != dim:
         raise Unfollowed(f"cross_entropy takes classes along dim {dim}, and the vocabulary is dim {cut.placed.dim}")
@@ -104,7 +120,7 @@ def _cross_entropy(
         raise Unfollowed(f"cross_entropy with {what} needs whole logits")
     if size_average is not None or reduce is not None:
         raise Unfollowed("cross_entropy knows size_average and reduce no more; use reduction")
-    losses = _Losses.apply(input.movedim(dim, -1), target, ignore_index, label_smoothing, mesh)
+    losses = _Losses.apply(input.movedim(dim, -1), target, ignore_index, label_smoothing, following)
     weights = (target != ignore_index).to(losses.dtype)
     if weight is not None:
         weights = weights * weight[target.clamp(min=0)]
@@ -120,13 +136,14 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, mesh: DeviceMesh
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, following: _Classes
     ) -> Tensor:
         """Return the losses of this shape of targets, 0 where they are ignored."""
-        group, share = mesh.get_group(), logits.shape[-1]
+        mesh, share = following.cut_along, logits.shape[-1]
         x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         largest = x.amax(-1)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        with following.span("all_reduce", group="largest logits", axis="tp", bytes=largest.nbytes):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
         x = x - largest.unsqueeze(-1)
         valid = target != ignore_index
         index = target - mesh.get_local_rank() * share
@@ -136,7 +153,8 @@ class _Losses(torch.autograd.Function):
         mean = x.sum(-1) / (share * mesh.size())
         x = x.exp_()
         sums = torch.stack([x.sum(-1), of_target, mean])
-        dist.all_reduce(sums, group=group)
+        with following.span("all_reduce", group="sums of logits", axis="tp", bytes=sums.nbytes):
+            dist.all_reduce(sums, group=mesh.get_group())
         exponentials, of_target, mean = sums
         losses = exponentials.log() - (1 - smoothing) * of_target - smoothing * mean
         ctx.save_for_backward(x.div_(exponentials.unsqueeze(-1)), index, here, valid)

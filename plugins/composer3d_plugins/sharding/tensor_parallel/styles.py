@@ -249,7 +249,7 @@ class Applier:
     def _cut_logits(self, output: Any) -> CutLogits:
         local: Tensor = torch_compat.unviewed(output.to_local())
         placed = Placed(dim=local.ndim - 1, parts=(output.shape[-1],))
-        return CutLogits.of(mark(local, placed=placed, degree=self.mesh.size()), self.mesh)
+        return CutLogits.of(mark(local, placed=placed, degree=self.mesh.size()), self.mesh, self.context.span)
 
     def _attention(self, fqn: str, module: Any) -> None:
         """Give each rank some of the heads."""
