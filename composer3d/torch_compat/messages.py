@@ -74,16 +74,10 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
 
     exchange: Any = placement_types.shard_dim_alltoall  # type: ignore[attr-defined]
 
-    def shard_dim_alltoall(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
-        if torch.compiler.is_compiling() or mesh.device_type == "cpu":
-            return exchange(tensor, gather_dim, shard_dim, mesh, mesh_dim)
-        with span("all_to_all", mesh.get_group(mesh_dim), bytes=_num_bytes(tensor)):
-            return exchange(tensor, gather_dim, shard_dim, mesh, mesh_dim)
-
     replaced = {name: spanned(name, op) for name, op in _COLLECTIVES.items() if name in plain}
     for name, function in {**replaced, "wait_tensor": wait_tensor}.items():
         setattr(functional, name, function)
-    setattr(placement_types, "shard_dim_alltoall", shard_dim_alltoall)  # noqa: B010  # mypy knows no such name
+    setattr(placement_types, "shard_dim_alltoall", _spanned_exchange(exchange, span))  # noqa: B010  # mypy knows no such name
 
     def end() -> None:
         for name, function in plain.items():
@@ -91,6 +85,18 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
         setattr(placement_types, "shard_dim_alltoall", exchange)  # noqa: B010
 
     return end
+
+
+def _spanned_exchange(exchange: Callable[..., Any], span: Callable[..., Any]) -> Callable[..., Any]:
+    import torch
+
+    def shard_dim_alltoall(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
+        if torch.compiler.is_compiling() or mesh.device_type == "cpu":
+            return exchange(tensor, gather_dim, shard_dim, mesh, mesh_dim)
+        with span("all_to_all", mesh.get_group(mesh_dim), bytes=_num_bytes(tensor)):
+            return exchange(tensor, gather_dim, shard_dim, mesh, mesh_dim)
+
+    return shard_dim_alltoall
 
 
 def _group(arguments: Sequence[Any]) -> Any:
