@@ -44,6 +44,7 @@ class Job:
         world_size: Ranks.
         num_microbatches: Of a step, on every data-parallel rank.
         microbatch: Samples of one.
+        preparation: Of this manifest and model, where somebody has it already, for whatever purpose but running.
     """
 
     manifest: Manifest
@@ -56,6 +57,7 @@ class Job:
     world_size: int
     num_microbatches: int
     microbatch: int
+    preparation: Preparation | None = None
 
     def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], Any]:
         """Return tokens and targets of one rank's step; in a fake mode without values."""
@@ -97,15 +99,17 @@ def prepared(job: Job) -> Preparation:
     """
     import torch
 
-    preparation = prepare(
-        job.model,
-        job.manifest,
-        world_size=job.world_size,
-        rank=0,
-        device=torch.device("cpu"),
-        purpose="plan",
-        example=job.example,
-    )
+    preparation = job.preparation
+    if preparation is None:
+        preparation = prepare(
+            job.model,
+            job.manifest,
+            world_size=job.world_size,
+            rank=0,
+            device=torch.device("cpu"),
+            purpose="plan",
+            example=job.example,
+        )
     errors = [problem for problem in preparation.problems if problem.severity == "error"]
     if errors:
         raise ManifestError(errors)
