@@ -82,8 +82,10 @@ class BlockCut:
             return names[: self._keep]
         return [*names[: self._keep - 1], names[-1]]
 
-    def role_of(self, module: str) -> tuple[str, str, int]:
+    def places_of(self, module: str) -> list[tuple[str, str, int]]:
         """Return a module's name, stage-wise, with its block's place in the stage instead of its number.
+
+        Of three blocks the middle one is both the second and the one before the last: of more they are two.
 
         Returns:
             The name inside its block, or of a module outside of blocks; the block's place: `first`, `before last`,
@@ -92,10 +94,11 @@ class BlockCut:
         for index, kept in enumerate(self.kept):
             for place, name in enumerate(kept):
                 if module == name or module.startswith(f"{name}."):
+                    places = ["first"] if place == 0 else [f"{place}"] if place < max(2, len(kept) - 2) else []
                     if place >= max(1, len(kept) - 2):
-                        return module[len(name) :], ("before last", "last")[place - len(kept) + 2], index
-                    return module[len(name) :], "first" if place == 0 else f"{place}", index
-        return module, "", 0
+                        places = [*places, ("before last", "last")[place - len(kept) + 2]]
+                    return [(module[len(name) :], each, index) for each in places]
+        return [(module, "", 0)]
 
 
 def _note(last: list[Any], _: Any, __: Any, output: Any) -> None:

@@ -163,7 +163,7 @@ class Tracer:
                     make_lasting(run, args, target, inputs)
                     observer.restart()
                     run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip)
-                sketch = sketch_of(observer.result, cut.role_of)
+                sketch = sketch_of(observer.result, cut.places_of)
                 return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number)
         finally:
             if was_enabled:
