@@ -64,7 +64,7 @@ _NUMBERS = [field.name for field in fields(Sketch) if field.name != "stretches"]
 
 
 def sketch_of(recording: Recording, places_of: Callable[[str], Sequence[Place]]) -> Sketch:
-    """Return what a recording says, module names replaced by places: a block may have several, as seen from both ends."""
+    """Return what a recording says, module names replaced by places: a block may have one from either end."""
     numbers = {name: getattr(recording, name) for name in _NUMBERS}
     return Sketch(stretches=tuple(_stage(stretch, places_of) for stretch in recording.stretches), **numbers)
 

@@ -155,8 +155,8 @@ def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position:
     step = 1 if has_one_stage else degree
     fewest, own = degree + step, slice(None)
     if has_one_stage and position is not None:
-        # A rank holds as many as it ever will, one more follows, and a message of one more is under way.
-        fewest = max(_ALONE, int(in_flight[position]) + 2)
+        # A rank holds as many as it ever will, one more follows, and behind the first rank one more is received.
+        fewest = max(_ALONE, int(in_flight[position]) + (1 if position == 0 else 2))
         own = slice(position, position + 1)
     for number in range(fewest, num_microbatches, step):
         try:
