@@ -134,12 +134,14 @@ def build_mesh(preparation: Preparation) -> None:
     context.set_mesh(mesh.build(context.layout, device_type=context.device.type, options=options))
 
 
-def _guard(preparation: Preparation, group: Any, device: torch.device, plan: int | None) -> Guard:
+def _guard(
+    preparation: Preparation, group: Any, device: torch.device, plan: int | None, make_guard: Callable[..., Guard]
+) -> Guard:
     """Make the guard; `plan` is None where it only counts."""
     import torch.distributed as dist
 
     context = preparation.context
-    return Guard(
+    return make_guard(
         layout=context.layout,
         rank=context.rank,
         group=group,
@@ -194,8 +196,13 @@ def freeze(
     count_fn: Callable[[Any], int] | None,
     release: Callable[[], None],
     plan: int | None,
+    *,
+    make_guard: Callable[..., Guard] = Guard,
 ) -> Assembled:
-    """Collect everything that runs in steps, so that no step looks anything up."""
+    """Collect everything that runs in steps, so that no step looks anything up.
+
+    A run that nobody answers brings a guard of its own: `make_guard` is called with the arguments of `Guard`.
+    """
     context, hooks = preparation.context, preparation.hooks
     layout = context.layout
     group = guard.contract_group(layout, context.mesh)
@@ -206,7 +213,7 @@ def freeze(
     engine = StepEngine(
         context=context,
         actions=order(actions),
-        guard=_guard(preparation, group, device, plan),
+        guard=_guard(preparation, group, device, plan, make_guard),
         flight=flight,
         ledger=_ledger(preparation, group, device),
         streams=streams,

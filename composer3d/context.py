@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -212,6 +213,19 @@ class RunContext:
     def watch(self, recorder: Recorder) -> None:
         """Add a recorder to those that plugins gave; for who runs a composition in order to look at it."""
         self._recorders = (*self._recorders, recorder)
+
+    @contextlib.contextmanager
+    def as_rank(self, rank: int) -> Iterator[None]:
+        """Be another rank's context inside; all that is learnt there is forgotten after."""
+        before = dict(vars(self))
+        self.state = {key: copy.copy(value) for key, value in self.state.items()}
+        self.orders, self._asked = dict(self.orders), set(self._asked)
+        self.rank, self.coordinates = rank, self.layout.coordinates(rank)
+        try:
+            yield
+        finally:
+            vars(self).clear()
+            vars(self).update(before)
 
     def was_asked(self, query: str) -> bool:
         """Tell whether any transform asked a query of the context."""

@@ -140,7 +140,7 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     )
     if example is None:
         raise ComposerError(f"{source}: the form of a batch of [data] cannot be told without preparing the data")
-    job = job_of(manifest, factory, found.layout, example)
+    job = job_of(manifest, factory, found.layout, example, preparation=found.preparation)
     choice: RankChoice = arguments.rank
     return make_plan(
         job,

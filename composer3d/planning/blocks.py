@@ -22,23 +22,27 @@ _NUMBERS = frozenset({"index", "layer_id", "layer_idx", "layer_number"})
 
 
 class BlockCut:
-    """Leaves out all but the first blocks of every stage, where all blocks of a stage are alike.
+    """Leaves out all but a few blocks of every stage, where all blocks of a stage are alike.
 
-    A block that is left out stays in its place, holds nothing, and hands on what it is given in the form in which the
-    block before it returned. It is emptied before any transform but the split, so every plugin does to the stage what
-    it would do to a short one.
+    The first ones are kept, and in place of the last of those the stage's last one where transforms do something else
+    to it: tensor parallelism brings the sequence together where the last block ends. A block that is left out stays in
+    its place, holds nothing, and hands on what it is given in the form in which the block before it returned. It is
+    emptied before any transform but the split, so every plugin does to the stage what it would do to a short one.
 
     Args:
         keep: Blocks that every stage keeps.
 
     Attributes:
         names: Of every stage's blocks, in order, those that are left out too.
-        are_alike: Whether all blocks of each stage are made alike, and every transform does the same to each.
+        kept: Of every stage's blocks, those that are kept.
+        are_alike: Whether all blocks of each stage are made alike, and every transform does the same to each but the
+            first and the last.
     """
 
     def __init__(self, keep: int | None) -> None:
         self._keep = keep
         self.names: list[list[str]] = []
+        self.kept: list[list[str]] = []
         self.are_alike = False
 
     def apply(self, parts: Sequence[Part], preparation: Preparation) -> None:
@@ -54,36 +58,47 @@ class BlockCut:
         self.are_alike = (
             bool(names)
             and not _are_tied(names, context.ties)
-            and all(_treated_alike(preparation, n) for n in self.names)
+            and all(_are_treated_alike(preparation, found[1:-1]) for found in self.names)
+            and all(
+                len({_form(part.module.get_submodule(fqn)) for fqn in found}) == 1
+                for part, found in zip(parts, self.names, strict=True)
+            )
         )
-        self.are_alike &= all(
-            len({_form(part.module.get_submodule(fqn)) for fqn in found}) == 1
-            for part, found in zip(parts, self.names, strict=True)
-        )
-        if self._keep is None or not self.are_alike:
-            return
-        for part, found in zip(parts, self.names, strict=True):
+        self.kept = [self._kept(preparation, found) if self.are_alike else found for found in self.names]
+        for part, found, kept in zip(parts, self.names, self.kept, strict=True):
             last: list[Any] = [None]
-            for fqn in found[: self._keep]:
-                part.module.get_submodule(fqn).register_forward_hook(partial(_note, last))
-            for fqn in found[self._keep :]:
-                _empty(part.module.get_submodule(fqn), last)
+            if len(kept) == len(found):
+                continue
+            for fqn in found:
+                if fqn in kept:
+                    part.module.get_submodule(fqn).register_forward_hook(partial(_note, last))
+                else:
+                    _empty(part.module.get_submodule(fqn), last)
 
-    def role_of(self, module: str) -> tuple[str, str, int]:
+    def _kept(self, preparation: Preparation, names: list[str]) -> list[str]:
+        if self._keep is None or len(names) <= self._keep:
+            return names
+        if _are_treated_alike(preparation, names[-2:]):
+            return names[: self._keep]
+        return [*names[: self._keep - 1], names[-1]]
+
+    def places_of(self, module: str) -> list[tuple[str, str, int]]:
         """Return a module's name, stage-wise, with its block's place in the stage instead of its number.
+
+        Of three blocks the middle one is both the second and the one before the last: of more they are two.
 
         Returns:
             The name inside its block, or of a module outside of blocks; the block's place: `first`, `before last`,
             `last`, a number from the front, or empty; and the stage's position on this rank.
         """
-        for index, names in enumerate(self.names):
-            kept = names if self._keep is None else names[: self._keep]
+        for index, kept in enumerate(self.kept):
             for place, name in enumerate(kept):
                 if module == name or module.startswith(f"{name}."):
+                    places = ["first"] if place == 0 else [f"{place}"] if place < max(2, len(kept) - 2) else []
                     if place >= max(1, len(kept) - 2):
-                        return module[len(name) :], ("before last", "last")[place - len(kept) + 2], index
-                    return module[len(name) :], "first" if place == 0 else f"{place}", index
-        return module, "", 0
+                        places = [*places, ("before last", "last")[place - len(kept) + 2]]
+                    return [(module[len(name) :], each, index) for each in places]
+        return [(module, "", 0)]
 
 
 def _note(last: list[Any], _: Any, __: Any, output: Any) -> None:
@@ -124,18 +139,15 @@ def _plain(module: nn.Module) -> tuple[Any, ...]:
     )
 
 
-def _treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
-    """Tell whether every transform selects the same modules inside each block but the first, which is always kept.
-
-    Tensor parallelism cuts the sequence where the first block begins.
-    """
+def _are_treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
+    """Tell whether every transform selects the same modules inside each of these blocks."""
     for _, fqns in preparation.selected:
         inside: dict[str, set[str]] = {name: set() for name in names}
         for fqn in fqns:
             owner = next((name for name in _prefixes(fqn) if name in inside), None)
             if owner is not None:
                 inside[owner].add(fqn[len(owner) :])
-        if len({frozenset(inside[name]) for name in names[1:]}) > 1:
+        if len({frozenset(found) for found in inside.values()}) > 1:
             return False
     return True
 

@@ -15,7 +15,7 @@ from composer3d.application import apply_transforms, give_memory
 from composer3d.assembly import build_mesh, freeze
 from composer3d.composition import Composition
 from composer3d.errors import ManifestError
-from composer3d.guard import Totals
+from composer3d.guard import Guard, Totals
 from composer3d.planning.blocks import BlockCut
 from composer3d.preparation import Preparation, prepare
 
@@ -44,6 +44,7 @@ class Job:
         world_size: Ranks.
         num_microbatches: Of a step, on every data-parallel rank.
         microbatch: Samples of one.
+        preparation: Of this manifest and model, where somebody has it already, for whatever purpose but running.
     """
 
     manifest: Manifest
@@ -56,6 +57,7 @@ class Job:
     world_size: int
     num_microbatches: int
     microbatch: int
+    preparation: Preparation | None = None
 
     def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], Any]:
         """Return tokens and targets of one rank's step; in a fake mode without values."""
@@ -83,8 +85,8 @@ def composed(job: Job, preparation: Preparation, rank: int, *, cut: BlockCut | N
         apply_transforms(aimed, after_split=partial((cut or BlockCut(None)).apply, preparation=aimed))
         with torch_compat.fake_tensors():
             give_memory(aimed)
-            run = Composition(freeze(aimed, job.loss_fn, None, None, lambda: None, fingerprint(described(aimed))))
-            run._engine._guard = _Alone(run._engine._guard)  # type: ignore[assignment]
+            plan = fingerprint(described(aimed))
+            run = Composition(freeze(aimed, job.loss_fn, None, None, lambda: None, plan, make_guard=_Alone))
             with contextlib.closing(run):
                 yield run
 
@@ -97,15 +99,17 @@ def prepared(job: Job) -> Preparation:
     """
     import torch
 
-    preparation = prepare(
-        job.model,
-        job.manifest,
-        world_size=job.world_size,
-        rank=0,
-        device=torch.device("cpu"),
-        purpose="plan",
-        example=job.example,
-    )
+    preparation = job.preparation
+    if preparation is None:
+        preparation = prepare(
+            job.model,
+            job.manifest,
+            world_size=job.world_size,
+            rank=0,
+            device=torch.device("cpu"),
+            purpose="plan",
+            example=job.example,
+        )
     errors = [problem for problem in preparation.problems if problem.severity == "error"]
     if errors:
         raise ManifestError(errors)
@@ -115,17 +119,8 @@ def prepared(job: Job) -> Preparation:
 @contextlib.contextmanager
 def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
     """Let the preparation be another rank's, on a copy of the model; what composing adds is taken away after."""
-    context = preparation.context
-    before = dict(vars(context))
-    context.state = {key: copy.copy(value) for key, value in context.state.items()}
-    context.orders = dict(context.orders)
-    context._asked = set(context._asked)
-    context.rank, context.coordinates = rank, context.layout.coordinates(rank)
-    try:
+    with preparation.context.as_rank(rank):
         yield replace(preparation, model=copy.deepcopy(preparation.model))
-    finally:
-        vars(context).clear()
-        vars(context).update(before)
 
 
 def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
@@ -165,28 +160,24 @@ def run_step(
         optimizer.zero_grad()
 
 
-class _Alone:
+class _Alone(Guard):
     """The step guard where nobody answers: it sends what it would send, and believes itself."""
 
-    def __init__(self, guard: Any) -> None:
-        self._guard = guard
-
-    def agree(self, *, counts: Sequence[int], **_: Any) -> Totals:
+    def agree(
+        self, *, step: int, call: int | None, counts: Sequence[int], digest: int = 0, own: bool = False
+    ) -> Totals:
         import torch
         import torch.distributed as dist
 
-        size = len(self._guard._ranks) if self._guard._compares else 0
-        tensor = torch.zeros(3 + 3 * size, dtype=torch.int64, device=self._guard._device)
-        dist.all_reduce(tensor, group=self._guard._group)
+        size = len(self._ranks) if self._compares else 0
+        tensor = torch.zeros(3 + 3 * size, dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, group=self._group)
         return Totals(count=1, num_microbatches=len(counts), equal=True)
 
     def any(self, votes: Sequence[bool]) -> list[bool]:
         import torch
         import torch.distributed as dist
 
-        tensor = torch.zeros(len(votes), dtype=torch.int64, device=self._guard._device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._guard._group)
+        tensor = torch.zeros(len(votes), dtype=torch.int64, device=self._device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
         return [False] * len(votes)
-
-    def digest(self, value: Any, *, own: bool = False) -> int:
-        return int(self._guard.digest(value, own=own))

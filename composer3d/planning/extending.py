@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
@@ -63,17 +63,17 @@ class Sketch:
 _NUMBERS = [field.name for field in fields(Sketch) if field.name != "stretches"]
 
 
-def sketch_of(recording: Recording, place_of: Callable[[str], Place]) -> Sketch:
-    """Return what a recording says, module names replaced by places."""
+def sketch_of(recording: Recording, places_of: Callable[[str], Sequence[Place]]) -> Sketch:
+    """Return what a recording says, module names replaced by places: a block may have one from either end."""
     numbers = {name: getattr(recording, name) for name in _NUMBERS}
-    return Sketch(stretches=tuple(_stage(stretch, place_of) for stretch in recording.stretches), **numbers)
+    return Sketch(stretches=tuple(_stage(stretch, places_of) for stretch in recording.stretches), **numbers)
 
 
-def _stage(stretch: Stretch, place_of: Callable[[str], Place]) -> Stage:
+def _stage(stretch: Stretch, places_of: Callable[[str], Sequence[Place]]) -> Stage:
     peaks: dict[Place, tuple[int, int, int, int]] = {}
     for module, sizes in stretch.peaks.items():
-        place = place_of(module)
-        peaks[place] = max(peaks.get(place, (-1, 0, 0, 0)), sizes)
+        for place in places_of(module):
+            peaks[place] = max(peaks.get(place, (-1, 0, 0, 0)), sizes)
     messages = Counter(
         (row.op, row.axis, row.ranks, row.bytes, str(row.dtype).removeprefix("torch."), row.issuer, waits)
         for row, waits in stretch.collectives

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
@@ -109,9 +110,10 @@ def make_plan(
     """
     orders = orders_of(job.num_microbatches)
     simulation = None if orders is None else simulate(orders, Costs())
-    tracer = Tracer(job, extrapolate=extrapolate, enough=enough_microbatches(orders_of, job.num_microbatches))
+    enough = partial(enough_microbatches, orders_of, job.num_microbatches)
+    tracer = Tracer(job, extrapolate=extrapolate, enough=lambda position: enough(position=position))
     chosen = chosen_ranks(layout, simulation, choice)
-    traces = [tracer.trace(rank, stands_for=number) for rank, number in chosen.items()]
+    traces = tracer.trace_all(chosen)
     if hardware is not None:
         hardware = hardware.with_nodes(job.manifest.mesh.gpus_per_node)
         memory_bytes = memory_bytes or hardware.device.memory_bytes
@@ -136,25 +138,32 @@ def make_plan(
     )
 
 
-def enough_microbatches(orders_of: OrdersOf, num_microbatches: int) -> int:
+def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position: int | None = None) -> int:
     """Return the fewest micro-batches after which every further one only repeats what others do.
 
     Args:
         orders_of: As for `make_plan`.
         num_microbatches: Of the step.
+        position: Of the rank along the pipeline that it is asked for; default: for all of them.
     """
     orders = orders_of(num_microbatches)
     if orders is None:
         return min(num_microbatches, _ALONE)
     in_flight, degree = simulate(orders, Costs()).in_flight, len(orders)
     # Of schedules of several stages a rank, torch runs whole rounds of micro-batches.
-    step = 1 if len({action.stage for action in orders[0]}) == 1 else degree
-    for number in range(degree + step, num_microbatches, step):
+    has_one_stage = len({action.stage for action in orders[0]}) == 1
+    step = 1 if has_one_stage else degree
+    fewest, own = degree + step, slice(None)
+    if has_one_stage and position is not None:
+        # A rank holds as many as it ever will, one more follows, and behind the first rank one more is received.
+        fewest = max(_ALONE, int(in_flight[position]) + (1 if position == 0 else 2))
+        own = slice(position, position + 1)
+    for number in range(fewest, num_microbatches, step):
         try:
             fewer = orders_of(number)
         except ComposerError:
             continue
-        if fewer is not None and simulate(fewer, Costs()).in_flight == in_flight:
+        if fewer is not None and simulate(fewer, Costs()).in_flight[own] == in_flight[own]:
             return number
     return num_microbatches
 

@@ -93,6 +93,7 @@ class _Observer:
         with torch_compat.with_values():
             self.collectives = Collectives.over(run.mesh)
         self._known: dict[Any, tuple[str, bool, bool, bool]] = {}
+        self._question = torch_compat.device_question()
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
         self._messages: list[tuple[Collective, bool]] = []
@@ -196,6 +197,8 @@ class _Observer:
 
     def handle(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator and note it down; let wrappers take it apart first."""
+        if operator is self._question and hasattr(args[0], "fake_device"):
+            return args[0].fake_device
         known = self._known.get(operator)
         if known is None:
             known = self._known[operator] = self._look_at(operator)
@@ -285,7 +288,7 @@ def record_step(run: Composition, optimizer: Any, batch: Any) -> Iterator[_Obser
     with (
         storages,
         watch_modules(modules, observer.place),
-        torch_compat.dispatch_mode(observer.handle),
+        torch_compat.dispatch_mode(observer.handle, compiles=False),
     ):
         yield observer
     result.optimizer = storages.bytes_of(_state_tensors(optimizer))

@@ -89,12 +89,12 @@ def _rank(rank: RankPlan) -> dict[str, Any]:
 
 
 def _provenance(trace: RankTrace) -> dict[str, str]:
-    """Say of every figure of a rank how it is known."""
-    traced = dict.fromkeys(("activations", "peak", "transient", "activations_at_peak", "moment", "module"), "traced")
-    exact = ("parameters", "gradients", "optimizer", "buffers", "gradients_at_peak", "collectives", "flops")
+    """Say of every figure of a rank how it is known; what belongs to a moment may be off by a few numbers."""
+    moments = ("activations", "peak", "transient", "activations_at_peak", "gradients_at_peak", "moment", "module")
+    counted = ("parameters", "gradients", "optimizer", "buffers", "collectives", "flops")
     return {
-        **dict.fromkeys(exact, "exact"),
-        **traced,
+        **dict.fromkeys(counted, "exact"),
+        **dict.fromkeys(moments, "traced"),
         **dict.fromkeys(("allocated", "reserved", "verdict", "total"), "modelled"),
         **dict.fromkeys(("context", "communicators"), "assumed"),
     }

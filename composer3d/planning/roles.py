@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 from composer3d.errors import ComposerError
 from composer3d.mesh import Layout, Role
 from composer3d.planning.simulation import Simulation
 
-__all__ = ["RankChoice", "chosen_ranks"]
+__all__ = ["RankChoice", "chosen_ranks", "first_ranks"]
 
 RankChoice = int | Literal["worst", "all"]
 
@@ -33,8 +32,7 @@ def chosen_ranks(layout: Layout, simulation: Simulation | None, choice: RankChoi
         if choice >= layout.world_size:
             raise ComposerError(f"rank {choice} is not in a world of {layout.world_size} ranks")
         return {choice: 1}
-    stages = layout.names(Role.STAGE)
-    firsts = [rank for rank in _first_ranks(layout, stages)]
+    firsts = first_ranks(layout)
     share = layout.world_size // len(firsts)
     if choice == "all" or len(firsts) <= 3 or simulation is None:
         return dict.fromkeys(firsts, share)
@@ -43,13 +41,13 @@ def chosen_ranks(layout: Layout, simulation: Simulation | None, choice: RankChoi
     return {firsts[0]: share, firsts[fullest]: share * len(between), firsts[-1]: share}
 
 
-def _first_ranks(layout: Layout, stages: Sequence[str]) -> list[int]:
-    """Return the rank at the origin of every position along the axes of stages."""
+def first_ranks(layout: Layout) -> list[int]:
+    """Return the rank at the origin of every position along the axes of stages, in their order."""
     stride, strides = 1, {}
     for axis in reversed(layout.dense_axes):
         strides[axis.name] = stride
         stride *= layout.degrees[axis.name]
     ranks = [0]
-    for name in stages:
+    for name in layout.names(Role.STAGE):
         ranks = [rank + index * strides[name] for rank in ranks for index in range(layout.degrees[name])]
     return sorted(ranks)

@@ -61,6 +61,7 @@ from composer3d.torch_compat.tensors import (
 )
 from composer3d.torch_compat.tracing import (
     active_fake_mode,
+    device_question,
     fake_tensors,
     is_in_place,
     is_view,
@@ -86,6 +87,7 @@ __all__ = [
     "clear_sharding_caches",
     "custom_pipeline_schedule",
     "default_store",
+    "device_question",
     "dispatch_mode",
     "fake_store",
     "flatten",

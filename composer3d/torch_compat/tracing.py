@@ -8,6 +8,7 @@ from typing import Any
 
 __all__ = [
     "active_fake_mode",
+    "device_question",
     "fake_tensors",
     "is_in_place",
     "is_view",
@@ -24,17 +25,28 @@ def fake_tensors() -> Any:
 
     Tensors with values are let in: models and plugins make small constants before. An operator that returns what a
     tensor holds as a Python value returns what `_value` says, where torch would refuse.
+
+    Half of what is dispatched asks for a tensor's device, and the way through dynamo, which steps aside, costs as much
+    as an operator: the one is answered at once, the other not taken.
     """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    question = device_question()
+
     class Mode(FakeTensorMode):
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            return False
+
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is question and isinstance(args[0], FakeTensor):
+                return args[0].fake_device
             name = func.name()
             if name == "_c10d_functional::wait_tensor" and isinstance(args[0], FakeTensor):
                 return args[0]  # torch's own would take new memory, where the real one returns what it is given
             if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
                 return _value(name, args[0].dtype)
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return self.dispatch(func, types, args, kwargs)
 
     return Mode(allow_non_fake_inputs=True)
 
@@ -48,6 +60,13 @@ def _value(name: str, dtype: Any) -> Any:
     if name == "aten::equal":
         return True
     return 1.0 if dtype.is_floating_point else 0 if str(dtype) != "torch.bool" else False
+
+
+def device_question() -> Any:
+    """Return the operator that asks a fake tensor for its device, its attribute `fake_device` (torch 2.11-2.15)."""
+    import torch
+
+    return torch.ops.prim.device.default
 
 
 def with_values() -> Any:

@@ -24,6 +24,21 @@ def test_fake_tensors_have_no_values_and_answer_when_asked():
     assert torch_compat.active_fake_mode() is None
 
 
+def test_a_fake_tensors_device_is_a_question_that_modes_see():
+    asked = []
+
+    def handle(operator, types, args, kwargs):
+        asked.append((operator, args[0]))
+        return operator(*args, **kwargs)
+
+    with torch_compat.fake_tensors():
+        tensor = torch.zeros(3, requires_grad=True)
+        with torch_compat.dispatch_mode(handle, compiles=False):
+            (tensor * 2).sum().backward()
+    questions = [of for operator, of in asked if operator is torch_compat.device_question()]
+    assert questions and all(of.fake_device == torch.device("cpu") for of in questions)
+
+
 def test_views_and_operators_in_place_are_told_from_others():
     aten = torch.ops.aten
     assert [torch_compat.is_view(op) for op in (aten.view.default, aten._unsafe_view.default, aten.mul.Tensor)] == [

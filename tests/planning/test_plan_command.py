@@ -16,7 +16,7 @@ dp_shard = 2
 gpus_per_node = 2
 [model]
 use = "composer3d.models:llama"
-args = { dim = 32, num_layers = 8, num_heads = 4, vocab_size = 256 }
+args = { dim = 32, num_layers = 6, num_heads = 4, vocab_size = 256 }
 [data]
 use = "synthetic"
 seq_len = 16
@@ -95,6 +95,13 @@ def test_a_wrong_manifest_is_told_as_check_tells_it(manifest, capsys):
     manifest.write_text(MANIFEST.replace("[sharding.fsdp2]", "[sharding.fsdp2]\nzeero = 3"))
     assert main(["plan", str(manifest)]) == 2
     assert 'unknown key "zeero"; did you mean "zero"?' in capsys.readouterr().err
+
+
+def test_a_rank_of_a_later_stage_is_planned_alone(manifest, capsys):
+    code, out = planned(capsys, manifest, "--rank", "3", "--json")
+    (rank,) = json.loads(out)["ranks"]
+    assert (code, rank["rank"], rank["stands_for"], rank["coordinates"]["pp"]) == (0, 3, 1, 1)
+    assert {(row["op"], row["axis"]) for row in rank["collectives"]} >= {("receive", "pp"), ("send", "pp")}
 
 
 def test_a_rank_that_there_is_not_is_refused(manifest, capsys):

@@ -113,6 +113,12 @@ EXTRAPOLATED = {
         world_size=4,
         num_layers=6,
     ),
+    "recomputed_pipeline": Case(
+        "[mesh]\npp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[scheduling.pipeline]\n[scheduling.activation_checkpoint]\n",
+        world_size=4,
+        num_layers=12,
+        num_microbatches=6,
+    ),
     "pipeline": Case(
         "[mesh]\npp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[scheduling.pipeline]\n",
         world_size=4,

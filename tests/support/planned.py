@@ -88,7 +88,7 @@ def measured(case, folder):
                 run_step(run, optimizer, (tokens,), target, inputs={}, grad_clip=1.0, number=0)
                 observer.restart()
                 run_step(run, optimizer, (tokens,), target, inputs={}, grad_clip=1.0, number=1)
-            sketch = sketch_of(observer.result, lambda module: (module, "", 0))
+            sketch = sketch_of(observer.result, lambda module: [(module, "", 0)])
             trace = summarise(
                 sketch, context=run.context, blocks=[()], rank=dist.get_rank(), stands_for=1, is_extrapolated=False
             )

@@ -1,0 +1,85 @@
+"""A second process for what does not hang on what the first one does."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import signal
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from composer3d.errors import ForkError
+from composer3d.forking import fork, refuse_unsafe_fork
+
+__all__ = ["Beside"]
+
+logger = logging.getLogger(__name__)
+
+
+class Beside:
+    """A forked process that computes something while this one goes on.
+
+    Where this process has one core, or cannot be forked, there is none, and no result.
+
+    Args:
+        function: What it computes; what it returns is pickled.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._pid = 0
+        self._reader: BinaryIO | None = None
+
+    def __enter__(self) -> Beside:
+        """Start it."""
+        if len(os.sched_getaffinity(0)) == 1:
+            return self
+        try:
+            refuse_unsafe_fork()
+        except ForkError as error:
+            logger.debug("no second process: %s", error)
+            return self
+        reader, writer = os.pipe()
+        self._pid = fork()
+        if self._pid == 0:
+            os.close(reader)
+            _answer(self._function, writer)
+        os.close(writer)
+        self._reader = os.fdopen(reader, "rb")
+        return self
+
+    def result(self) -> Any:
+        """Wait for what it returned; None where there is none, or where it failed: the reason is then logged."""
+        if self._reader is None:
+            return None
+        with self._reader as pipe:
+            text = pipe.read()
+        self._reader = None
+        answer, reason = pickle.loads(text) if text else (None, "it was killed")
+        if reason:
+            logger.info("the second process left no result: %s", reason)
+        return answer
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """End it."""
+        if self._reader is not None:
+            self._reader.close()
+            os.kill(self._pid, signal.SIGKILL)
+        if self._pid:
+            os.waitpid(self._pid, 0)
+
+
+def _answer(function: Callable[[], Any], writer: int) -> None:
+    """Write what the function returns and leave; never returns."""
+    try:
+        try:
+            text = pickle.dumps((function(), ""))
+        except Exception:
+            text = pickle.dumps((None, traceback.format_exc()))
+        with os.fdopen(writer, "wb") as pipe:
+            pipe.write(text)
+    finally:
+        os._exit(0)
