@@ -7,7 +7,7 @@ from pydantic import Field
 from composer3d import plugin
 from composer3d.registry import Catalogue
 from composer3d.testing import Refused, combine, installed_options, owners_of
-from composer3d.testing.combining import uncovered
+from composer3d.testing.combining import explain, uncovered
 from composer3d.testing.options import tables_of
 
 
@@ -110,3 +110,16 @@ def test_what_is_known_is_not_looked_for_again():
     again = combine(OPTIONS, check=counted, owners=OWNERS, known=made.refused)
     assert again == made and len(asked) == len(made.rows)
     assert isinstance(made.refused[0], Refused)
+
+
+def test_a_reason_that_another_one_hides_blames_nothing_for_it():
+    def one_at_a_time(row):
+        # Compiled stages are refused before anybody looks at the accumulation.
+        if row["scheduling.compile"] == "on" and row["scheduling.stages"] == "on":
+            return ["compiled"]
+        return ["many"] if row["scheduling.stages"] == "on" and row["train.accumulation"] == "8" else []
+
+    row = {key: values[0] for key, values in OPTIONS.items()}
+    row |= {"scheduling.stages": "on", "scheduling.stages.schedule": '"v"', "train.accumulation": "8"}
+    found = explain(row, "many", OPTIONS, one_at_a_time, OWNERS)
+    assert dict(found.choices) == {"scheduling.stages": "on", "train.accumulation": "8"}
