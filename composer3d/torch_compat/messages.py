@@ -35,7 +35,6 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
     """
     import torch
     from torch.distributed import _functional_collectives as functional
-    from torch.distributed.tensor import placement_types
     from torch.utils.weak import WeakIdKeyDictionary
 
     inside = threading.local()
@@ -72,23 +71,25 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
         with span("wait", group, op=op):
             return plain["wait_tensor"](tensor)
 
-    exchange: Any = placement_types.shard_dim_alltoall  # type: ignore[attr-defined]
-
     replaced = {name: spanned(name, op) for name, op in _COLLECTIVES.items() if name in plain}
     for name, function in {**replaced, "wait_tensor": wait_tensor}.items():
         setattr(functional, name, function)
-    setattr(placement_types, "shard_dim_alltoall", _spanned_exchange(exchange, span))  # noqa: B010  # mypy knows no such name
+    end_exchange = _watch_exchange(span)
 
     def end() -> None:
         for name, function in plain.items():
             setattr(functional, name, function)
-        setattr(placement_types, "shard_dim_alltoall", exchange)  # noqa: B010
+        end_exchange()
 
     return end
 
 
-def _spanned_exchange(exchange: Callable[..., Any], span: Callable[..., Any]) -> Callable[..., Any]:
+def _watch_exchange(span: Callable[..., Any]) -> Callable[[], None]:
     import torch
+    from torch.distributed.tensor import placement_types
+
+    module: Any = placement_types
+    exchange = module.shard_dim_alltoall
 
     def shard_dim_alltoall(tensor: Any, gather_dim: int, shard_dim: int, mesh: Any, mesh_dim: int) -> Any:
         if torch.compiler.is_compiling() or mesh.device_type == "cpu":
@@ -96,7 +97,12 @@ def _spanned_exchange(exchange: Callable[..., Any], span: Callable[..., Any]) ->
         with span("all_to_all", mesh.get_group(mesh_dim), bytes=_num_bytes(tensor)):
             return exchange(tensor, gather_dim, shard_dim, mesh, mesh_dim)
 
-    return shard_dim_alltoall
+    module.shard_dim_alltoall = shard_dim_alltoall
+
+    def end() -> None:
+        module.shard_dim_alltoall = exchange
+
+    return end
 
 
 def _group(arguments: Sequence[Any]) -> Any:
