@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import gc
 import importlib
 import os
 import signal
@@ -79,6 +80,9 @@ def fork() -> int:
         # Python 3.12 warns of any fork with threads; refuse_unsafe_fork knows which of them matter.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
+    if pid == 0:
+        # A collection would look at every object of the parent, and so copy the pages that both share.
+        gc.freeze()
     if pid == 0 and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:

@@ -12,11 +12,15 @@ import torch  # noqa: E402
 
 from composer3d.forking import prewarm  # noqa: E402
 
+# What nearly every rank would import anew; torchao and the like are not among what these import.
+PLUGINS = ("sharding.fsdp2", "sharding.ddp", "sharding.tensor_parallel", "scheduling.pipeline")
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _prewarmed() -> None:
     torch.set_num_threads(1)
     prewarm()
+    prewarm(("composer3d.composing", *(f"composer3d_plugins.{name}" for name in PLUGINS)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

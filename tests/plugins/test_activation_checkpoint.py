@@ -8,6 +8,7 @@ from composer3d_plugins.scheduling.activation_checkpoint import segments
 from composer3d_plugins.scheduling.activation_checkpoint.budget import Measured, Result, choose
 from support.models import Net, composed, mine, one_step, padded, seeded, sum_loss, write_manifest
 from support.offloading import PP, TP, Even, assert_same, resumed, trained
+from support.worlds import in_one_world
 from torch import nn
 
 from composer3d import Batch, ManifestError, PluginError
@@ -42,13 +43,12 @@ def step_with(text, microbatch=None, options=None):
     return one_step(text, microbatch=microbatch, options=options)
 
 
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("world_size", "sharding"), [(1, ""), (2, FSDP), (2, "[sharding.ddp]\n")])
-def test_gradients_equal_one_device(world_size, sharding, mode):
-    for loss, norm, gradients, _ in run_ranks(step_with, world_size, sharding + AC + mode, 2):
-        assert loss < TIGHT
-        assert norm < TIGHT
-        assert gradients < TIGHT
+def test_gradients_equal_one_device(world_size, sharding):
+    ranks = in_one_world(step_with, world_size, *((sharding + AC + mode, 2) for mode in MODES))
+    for mode, found in zip(MODES, ranks, strict=True):
+        for loss, norm, gradients, _ in found:
+            assert max(loss, norm, gradients) < TIGHT, mode
 
 
 def operations(mode):
@@ -71,9 +71,8 @@ def operations(mode):
     return counts["addmm"], counts["tanh"]
 
 
-@pytest.mark.parametrize(
-    ("mode", "products", "tanhs"),
-    [
+def test_what_is_recomputed():
+    cases = [
         # Three blocks with two products and a tanh each, and the output's product.
         ("", 7, 3),
         # The last product of a block is not recomputed: nothing needs its result.
@@ -90,10 +89,9 @@ def operations(mode):
         (AC + SQRT, 7 + 6, 3 + 3),
         # Every block is measured once: three blocks more, and after that as if there were no plugin, or as "full".
         (AC + BUDGET.format(1.0), 7 + 6 + 3, 3 + 3 + 3),
-    ],
-)
-def test_what_is_recomputed(mode, products, tanhs):
-    assert run_ranks(operations, 1, mode)[0] == (products, tanhs)
+    ]
+    found = in_one_world(operations, 1, *((mode,) for mode, *_ in cases))
+    assert [(mode, *counts) for (mode, *_), (counts,) in zip(cases, found, strict=True)] == cases
 
 
 class ThreeProducts(nn.Module):
@@ -122,15 +120,16 @@ def products(mode):
     return counter.get_total_flops() // (2 * 2 * 4 * 4)
 
 
-@pytest.mark.parametrize(("mode", "more"), [("", 10), (SELECTIVE, 0), (EVERY_SECOND, 4)])
-def test_every_second_product_is_recomputed(mode, more):
+def test_every_second_product_is_recomputed():
+    (plain,), *found = in_one_world(products, 1, ("",), (AC,), (AC + SELECTIVE,), (AC + EVERY_SECOND,))
     # Two blocks of five products: the second and the fourth of each.
-    assert run_ranks(products, 1, AC + mode)[0] - run_ranks(products, 1, "")[0] == more
+    assert [more - plain for (more,) in found] == [10, 0, 4]
 
 
 def test_collectives_of_fsdp2_are_not_repeated():
-    plain = run_ranks(step_with, 2, FSDP, 3)[0][3]
-    assert run_ranks(step_with, 2, FSDP + AC, 3)[0][3] == plain
+    texts = (FSDP, FSDP + AC, FSDP + AC + SQRT)
+    plain, *others = (ranks[0][3] for ranks in in_one_world(step_with, 2, *((text, 3) for text in texts)))
+    assert all(found == plain for found in others) and plain
 
 
 def names():
@@ -160,47 +159,45 @@ def dropout(mode):
 
 
 def test_recomputation_draws_the_same_dropout():
-    plain = run_ranks(dropout, 1, "")[0]
-    for mode in ("", SQRT, BUDGET.format(0.7)):
-        recomputed = run_ranks(dropout, 1, AC + mode)[0]
+    modes = ("", SQRT, BUDGET.format(0.7))
+    (plain,), *others = in_one_world(dropout, 1, ("",), *((AC + mode,) for mode in modes))
+    for (recomputed,) in others:
         assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
 
 
 # ---- budget and sqrt -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [SQRT, BUDGET.format(0.7)])
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("world_size", "layout", "modes"),
     [
-        pytest.param(2, PP.replace("]\n[train]", ']\nschedule = "ZBVZeroBubble"\n[train]'), id="zero bubble"),
-        pytest.param(4, TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, id="tp and fsdp2"),
+        # A budget keeps what zero-bubble schedules would need twice: see the refusals.
+        pytest.param(2, PP.replace("]\n[train]", ']\nschedule = "ZBVZeroBubble"\n[train]'), [SQRT], id="zero bubble"),
+        pytest.param(
+            4, TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, [SQRT, BUDGET.format(0.7)], id="tp and fsdp2"
+        ),
     ],
 )
-def test_every_bit_is_that_of_the_run_without_it(world_size, layout, mode):
+def test_every_bit_is_that_of_the_run_without_it(world_size, layout, modes):
+    texts = (layout, *(layout + AC + mode for mode in modes))
     factory = functools.partial(Even, num_layers=4)
-    plain = run_ranks(trained, world_size, layout, torch.optim.AdamW, {}, 2, factory)
-    ranks = run_ranks(trained, world_size, layout + AC + mode, torch.optim.AdamW, {}, 2, factory)
-    for found, wanted in zip(ranks, plain, strict=True):
-        assert_same(found, wanted)
+    plain, *others = in_one_world(trained, world_size, *((text, torch.optim.AdamW, {}, 2, factory) for text in texts))
+    for ranks in others:
+        for found, wanted in zip(ranks, plain, strict=True):
+            assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("mode", [SQRT, BUDGET.format(0.7)])
+@pytest.mark.parametrize("mode", [pytest.param(SQRT, marks=pytest.mark.slow), BUDGET.format(0.7)])
 def test_verify_passes(mode):
     tokens, targets = padded()
     path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + AC + mode)
     assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
 
 
-def test_collectives_of_sqrt_are_those_without_it():
-    plain = run_ranks(step_with, 2, FSDP, 3)[0][3]
-    assert run_ranks(step_with, 2, FSDP + AC + SQRT, 3)[0][3] == plain
-
-
 def test_a_resumed_run_is_the_same(tmp_path):
     path, text = tmp_path / "step-2", FSDP + AC + SQRT
-    whole = run_ranks(resumed, 2, path, text, False, 4)[0]
-    again = run_ranks(resumed, 2, path, FSDP + AC + BUDGET.format(0.6), True, 2, 2)[0]
+    going_on = (path, FSDP + AC + BUDGET.format(0.6), True, 2, 2)
+    (whole, _), (again, _) = in_one_world(resumed, 2, (path, text, False, 4), going_on)
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
@@ -257,9 +254,8 @@ def refusal(text):
     return str(caught.value).partition("run.toml")[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_refusals():
+    cases = [
         (
             'save = ["aten.mm"]',
             ':2:13: [scheduling.activation_checkpoint] save has no effect with mode = "full"; write mode = "selective"',
@@ -314,14 +310,14 @@ def refusal(text):
             ':3:1: [scheduling.activation_checkpoint] the pattern "blocks.*" matches nothing in the model; '
             "the model has tok, layers, layers.0, layers.0.up, layers.0.down, layers.0.dropout, layers.1, layers.1.up",
         ),
-    ],
-)
-def test_refusals(text, message):
-    assert run_ranks(refusal, 1, AC + text)[0] == message
+    ]
+    found = in_one_world(refusal, 1, *((AC + text,) for text, _ in cases))
+    assert [message for (message,) in found] == [message for _, message in cases]
 
 
-def test_selective_checkpoints_and_halved_backwards_are_refused():
-    text = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "InterleavedZeroBubble"\n' + AC + SELECTIVE
+@pytest.mark.parametrize("mode", [SELECTIVE, BUDGET.format(0.7)])
+def test_selective_checkpoints_and_halved_backwards_are_refused(mode):
+    text = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "InterleavedZeroBubble"\n' + AC + mode
     with fake_world(2), pytest.raises(ManifestError) as caught:
         composed(text, lambda: Net(num_layers=4))
     assert str(caught.value).partition("[scheduling.activation_checkpoint] ")[2] == (

@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from support.models import composed, full, mine, padded, seeded, sum_loss
+from support.worlds import in_one_world
 from torch import nn
 
 from composer3d import ComposerError, torch_compat
@@ -95,19 +96,19 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "name"), [("8bit", "8bit"), ("4bit", "4bit"), ("fp8", "Fp8")])
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_equals_torchao_on_one_device(world_size, layout, kind, name):
+def test_equals_torchao_on_one_device(world_size, layout):
     # Blocks lie within shards, so they are the same, and so is every bit.
-    results = run_ranks(trained, world_size, f'{layout}{TABLE}format = "{kind}"\n', kind, world_size)
-    for losses, losses_1, plain, error, kinds, is_adamw in results:
-        assert losses == results[0][0]
-        assert losses == pytest.approx(losses_1, rel=1e-6)
-        assert losses == pytest.approx(plain, rel=0.1)
-        assert losses[-1] < 0.8 * losses[0]
-        assert error == 0.0
-        assert is_adamw
-        assert (kinds["up.weight"], kinds["up.bias"]) == (f"OptimState{name}", "Tensor")
+    cases = ((f'{layout}{TABLE}format = "{kind}"\n', kind, world_size) for kind in FORMATS)
+    for name, results in zip(("8bit", "4bit", "Fp8"), in_one_world(trained, world_size, *cases), strict=True):
+        for losses, losses_1, plain, error, kinds, is_adamw in results:
+            assert losses == results[0][0]
+            assert losses == pytest.approx(losses_1, rel=1e-6)
+            assert losses == pytest.approx(plain, rel=0.1)
+            assert losses[-1] < 0.8 * losses[0]
+            assert error == 0.0
+            assert is_adamw
+            assert (kinds["up.weight"], kinds["up.bias"]) == (f"OptimState{name}", "Tensor")
 
 
 TP = '[mesh]\ntp = 2\n[sharding.tensor_parallel.plan]\nup = "colwise"\ndown = "rowwise"\n'
@@ -142,22 +143,20 @@ def storage_bytes(tensor):
     return sum(each.untyped_storage().nbytes() for each in inner)
 
 
-@pytest.mark.parametrize(
-    ("kind", "bytes_of", "ratio"),
-    [
-        ("8bit", lambda n: 2 * (n + 4 * n // 256 + 1024), 0.30),
-        ("4bit", lambda n: 2 * (n // 2 + 4 * n // 128 + 64), 0.15),
-        ("fp8", lambda n: 2 * (n + 4 * n // 256), 0.26),
-    ],
-)
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS[:2])
-def test_bytes_of_the_state(world_size, layout, kind, bytes_of, ratio):
-    numel = 256 * 256 // world_size
-    for found in run_ranks(state_bytes, world_size, f'{layout}{TABLE}format = "{kind}"\n', 256):
-        assert found == bytes_of(numel)
-        assert found < ratio * 8 * numel
-    for found in run_ranks(state_bytes, world_size, layout, 256):
-        assert found == 8 * numel
+def test_bytes_of_the_state(world_size, layout):
+    n = 256 * 256 // world_size
+    wanted = {
+        "8bit": (2 * (n + 4 * n // 256 + 1024), 0.30),
+        "4bit": (2 * (n // 2 + 4 * n // 128 + 64), 0.15),
+        "fp8": (2 * (n + 4 * n // 256), 0.26),
+    }
+    cases = ((f'{layout}{TABLE}format = "{kind}"\n', 256) for kind in wanted)
+    *low, plain = in_one_world(state_bytes, world_size, *cases, (layout, 256))
+    for ranks, (num_bytes, ratio) in zip(low, wanted.values(), strict=True):
+        assert ranks == [num_bytes] * world_size
+        assert num_bytes < ratio * 8 * n
+    assert plain == [8 * n] * world_size
 
 
 # ---- collectives and state -------------------------------------------------------------------------------------------
@@ -175,7 +174,8 @@ def counts(text):
 
 
 def test_collectives_are_those_without_it():
-    assert run_ranks(counts, 2, "[sharding.fsdp2]\n" + TABLE) == run_ranks(counts, 2, "[sharding.fsdp2]\n")
+    low, plain = in_one_world(counts, 2, *(("[sharding.fsdp2]\n" + text,) for text in (TABLE, "")))
+    assert low == plain
 
 
 def resumed(path, text, load, num_steps):
@@ -200,13 +200,12 @@ def resumed(path, text, load, num_steps):
 
 
 @pytest.mark.parametrize("kind", FORMATS)
-@pytest.mark.parametrize("layout", ["[sharding.fsdp2]\n", "[sharding.ddp]\n"])
+@pytest.mark.parametrize("layout", ["[sharding.fsdp2]\n", pytest.param("[sharding.ddp]\n", marks=pytest.mark.slow)])
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, layout, kind):
     path, text = tmp_path / "step-3", f'{layout}{TABLE}format = "{kind}"\n'
-    whole, _ = run_ranks(resumed, 2, path, text, False, 6)[0]
-    again, _ = run_ranks(resumed, 2, path, text, True, 3)[0]
+    cases = ((path, text, False, 6), (path, text, True, 3), (path, text, True, 0))
+    (whole, _), (again, _), (_, moments) = (ranks[0] for ranks in in_one_world(resumed, 2, *cases))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
-    _, moments = run_ranks(resumed, 2, path, text, True, 0)[0]
     # Into AdamW itself they come as they were, and into other shards within a block's rounding.
     _, plain = run_ranks(resumed, 1, path, "", True, 0)[0]
     _, other = run_ranks(resumed, 4, path, f'[sharding.fsdp2]\n{TABLE}format = "{kind}"\n', True, 0)[0]
@@ -262,16 +261,14 @@ def test_refusals(cls, options, message):
 
 
 def both():
-    run = composed(TABLE + "[sharding.cpu_offload]\n", seeded(Wide))
     with pytest.raises(ComposerError) as caught:
-        run.optimizer(torch.optim.AdamW, lr=1e-2)
-    run.close()
+        composed(TABLE + "[sharding.cpu_offload]\n", seeded(Wide))
     return str(caught.value)
 
 
 def test_refuses_an_optimizer_that_cpu_offload_makes():
     message = run_ranks(both, 1)[0]
-    assert "both answer composer3d_optimizer" in message
+    assert "both make the optimizer, and a run has one; remove one of them" in message
     assert "low_bit_optimizer" in message and "cpu_offload" in message
 
 
@@ -289,6 +286,6 @@ def test_amsgrad_and_adam():
         run.close()
         return found
 
-    low, plain = (run_ranks(losses, 1, text)[0] for text in (TABLE, ""))
+    (low,), (plain,) = in_one_world(losses, 1, (TABLE,), ("",))
     assert low == pytest.approx(plain, rel=2e-2)
     assert low[-1] < 0.9 * low[0]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import VOCAB, composed, full, mine, padded, seeded, sum_loss
+from support.worlds import in_one_world
 from torch import nn
 
 from composer3d import ManifestError, torch_compat
@@ -126,28 +127,30 @@ def trained(text, chunks, quantise, dtype, num_steps=4, factory=False):
 # ---- numerics --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "quantise"), [(TABLE, True), (LORA, False)], ids=["nf4", "lora"])
+FORMATS = [(TABLE, True), (LORA, False)]
+
+
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout, text, quantise):
-    results = run_ranks(trained, world_size, layout + text, world_size, quantise, torch.float32)
-    for losses, losses_1, gradients, adapters in results:
-        # The order in which four ranks' gradients are added up is the backend's.
-        assert max(gradients, adapters) <= (1e-6 if world_size > 2 else 0.0)
-        assert losses == pytest.approx(losses_1, rel=1e-6)
-        assert losses[-1] < losses[0]
-    assert len({tuple(losses) for losses, *_ in results}) == 1
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout):
+    cases = ((layout + text, world_size, quantise, torch.float32) for text, quantise in FORMATS)
+    for results in in_one_world(trained, world_size, *cases):
+        for losses, losses_1, gradients, adapters in results:
+            # The order in which four ranks' gradients are added up is the backend's.
+            assert max(gradients, adapters) <= (1e-6 if world_size > 2 else 0.0)
+            assert losses == pytest.approx(losses_1, rel=1e-6)
+            assert losses[-1] < losses[0]
+        assert len({tuple(losses) for losses, *_ in results}) == 1
 
 
-@pytest.mark.parametrize(("text", "quantise"), [(TABLE, True), (LORA, False)], ids=["nf4", "lora"])
 @pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (2, PP, 2)])
-def test_tensor_and_pipeline_parallel_equal_one_device(world_size, layout, chunks, text, quantise):
+def test_tensor_and_pipeline_parallel_equal_one_device(world_size, layout, chunks):
     # In float64, so that another order of sums is told from another result; NF4's own values stay float32.
-    for losses, _, gradients, adapters in run_ranks(
-        trained, world_size, layout + text, chunks, quantise, torch.float64
-    ):
-        assert gradients < 1e-12
-        assert adapters < 1e-12
-        assert losses[-1] < losses[0]
+    cases = ((layout + text, chunks, quantise, torch.float64) for text, quantise in FORMATS)
+    for results in in_one_world(trained, world_size, *cases):
+        for losses, _, gradients, adapters in results:
+            assert gradients < 1e-12
+            assert adapters < 1e-12
+            assert losses[-1] < losses[0]
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
@@ -166,8 +169,7 @@ def counted(text):
 
 def test_collectives_of_data_parallelism():
     units = NUM_LAYERS + 1
-    found = run_ranks(counted, 2, "[sharding.fsdp2]\n" + TABLE)[0]
-    plain = run_ranks(counted, 2, "[sharding.fsdp2]\n")[0]
+    (found, _), (plain, _) = in_one_world(counted, 2, *(("[sharding.fsdp2]\n" + text,) for text in (TABLE, "")))
     # The root, whose parameters are all frozen, is gathered and has no gradients.
     assert found["all_gather", "dp_shard"][0] == plain["all_gather", "dp_shard"][0]
     assert found["reduce_scatter", "dp_shard"] == (units - 1, 4 * NUM_LAYERS * 2 * RANK * (DIM + WIDE))
@@ -176,7 +178,7 @@ def test_collectives_of_data_parallelism():
 
 def test_collectives_of_tensor_parallelism():
     key = ("all_reduce", "tp")
-    found, plain = (run_ranks(counted, 2, TP + text)[0] for text in (TABLE, ""))
+    (found, _), (plain, _) = in_one_world(counted, 2, (TP + TABLE,), (TP,))
     # lora_a of up and lora_b of down are whole on every rank; the first block's input needs no gradient.
     assert found[key][0] == plain[key][0] - 1 + 2 * NUM_LAYERS
     assert {k: v for k, v in found.items() if k[1] != "tp"} == {k: v for k, v in plain.items() if k[1] != "tp"}
@@ -245,15 +247,15 @@ def saved(path, text, load, num_steps, seed=0):
 
 @pytest.mark.parametrize("text", [TABLE + "dropout = 0.1\n", LORA], ids=["nf4", "lora"])
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, text):
-    path, layout = tmp_path / "step-2", "[sharding.fsdp2]\n"
-    whole, keys = run_ranks(saved, 2, path, layout + text, False, 4)[0]
-    again, _ = run_ranks(saved, 2, path, layout + text, True, 2)[0]
+    path, fsdp = tmp_path / "step-2", "[sharding.fsdp2]\n" + text
+    cases = ((path, fsdp, False, 4), (path, fsdp, True, 2), (path, fsdp, True, 0), (path, TP + text, True, 0))
+    (whole, keys), (again, _), (two, _), (cut, _) = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     assert keys == sorted(f"model/{name}" for name in whole if "lora" in name)
-    two, _ = run_ranks(saved, 2, path, layout + text, True, 0)[0]
-    for world_size, other in ((1, ""), (2, TP), (4, TP_FSDP)):
-        loaded, _ = run_ranks(saved, world_size, path, other + text, True, 0)[0]
-        # What is stored is the same in every layout, and so are adapters that were trained in another.
+    (one, _), *_ = run_ranks(saved, 1, path, text, True, 0)
+    (four, _), *_ = run_ranks(saved, 4, path, TP_FSDP + text, True, 0)
+    # What is stored is the same in every layout, and so are adapters that were trained in another.
+    for loaded in (cut, one, four):
         assert all(torch.equal(two[name], loaded[name]) for name in two)
 
 
