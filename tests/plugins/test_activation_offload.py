@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.models import Net, composed, mine, one_step, padded, seeded, sum_loss, write_manifest
 from support.offloading import DDP, FSDP, PP, TP, Even, assert_same, resumed, trained
+from support.worlds import in_one_world
 
 from composer3d import Batch, ManifestError
 from composer3d.testing import assert_parity, run_ranks
@@ -28,8 +29,8 @@ LAYOUTS = [
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
 def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
     factory = functools.partial(Even, num_layers=4) if "ZBV" in layout else Even
-    plain = run_ranks(trained, world_size, layout, torch.optim.AdamW, {}, 2, factory)
-    ranks = run_ranks(trained, world_size, layout + TABLE, torch.optim.AdamW, {}, 2, factory)
+    cases = ((layout + text, torch.optim.AdamW, {}, 2, factory) for text in ("", TABLE))
+    plain, ranks = in_one_world(trained, world_size, *cases)
     for found, wanted in zip(ranks, plain, strict=True):
         assert_same(found, wanted)
         assert found[3] == wanted[3]
@@ -43,13 +44,11 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, ""), (2, FSDP), (2, DDP)])
 def test_gradients_equal_one_device(world_size, layout):
-    for error in run_ranks(lambda: one_step(layout + TABLE, microbatch=2)[:3], world_size):
+    step = functools.partial(one_step, microbatch=2)
+    plain, found = in_one_world(step, world_size, (layout,), (layout + TABLE,))
+    for (*error, collectives), (*_, wanted) in zip(found, plain, strict=True):
         assert max(error) < 1e-12
-
-
-def test_collectives_are_those_without_it():
-    plain, found = (run_ranks(functools.partial(one_step, FSDP + text, microbatch=2), 2)[0] for text in ("", TABLE))
-    assert found[3] == plain[3] and found[3]
+        assert collectives == wanted and collectives
 
 
 def test_verify_passes():
@@ -102,24 +101,21 @@ def test_units_are_fetched_ahead():
 INPUT_BYTES, TANH_BYTES = 60 * 8 * 4, 60 * 17 * 4
 
 
-@pytest.mark.parametrize(
-    ("options", "num_bytes"),
-    [
-        ("", 3 * (INPUT_BYTES + TANH_BYTES)),
-        ('units = ["layers.1", "layers.2"]\n', 2 * (INPUT_BYTES + TANH_BYTES)),
-        ("min_mib = 0.003\n", 3 * TANH_BYTES),
-        (AC, 3 * INPUT_BYTES),
-    ],
-)
-def test_bytes_out_and_back(options, num_bytes):
-    table = TABLE.replace("min_mib = 0.0\n", "") if "min_mib" in options else TABLE
-    _, metrics, left = run_ranks(stepped, 1, table + options)[0]
-    assert metrics == {
-        "activation_offload_out_bytes": num_bytes,
-        "activation_offload_back_bytes": num_bytes,
-        "activation_offload_host_bytes": num_bytes,
+def test_bytes_out_and_back():
+    wanted = {
+        TABLE: 3 * (INPUT_BYTES + TANH_BYTES),
+        TABLE + 'units = ["layers.1", "layers.2"]\n': 2 * (INPUT_BYTES + TANH_BYTES),
+        TABLE.replace("0.0", "0.003"): 3 * TANH_BYTES,
+        TABLE + AC: 3 * INPUT_BYTES,
     }
-    assert left == 0
+    found = in_one_world(stepped, 1, *((text,) for text in wanted))
+    for num_bytes, ((_, metrics, left),) in zip(wanted.values(), found, strict=True):
+        assert metrics == {
+            "activation_offload_out_bytes": num_bytes,
+            "activation_offload_back_bytes": num_bytes,
+            "activation_offload_host_bytes": num_bytes,
+        }
+        assert left == 0
 
 
 def test_bytes_are_those_of_all_ranks():
@@ -176,8 +172,8 @@ def test_views_of_one_storage_travel_once():
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path = tmp_path / "step-2"
-    whole = run_ranks(resumed, 2, path, FSDP + TABLE, False, 4)[0]
-    again = run_ranks(resumed, 2, path, FSDP + TABLE, True, 2, 2)[0]
+    text = FSDP + TABLE
+    (whole, _), (again, _) = in_one_world(resumed, 2, (path, text, False, 4), (path, text, True, 2, 2))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     moved = run_ranks(resumed, 1, path, TABLE, True, 2, 2)[0]
     assert all(torch.allclose(whole[name], moved[name], atol=1e-5) for name in whole)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support import offloading
 from support.models import Net, composed, full, mine, one_step, padded, seeded, sum_loss, write_manifest
+from support.worlds import in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -52,7 +53,7 @@ def transfers_of(run):
     return next(value for value in run.context.state.values() if type(value).__name__ == "HostTransfers")
 
 
-def trained(text, cls, options, num_steps=4):
+def trained(text, cls, options, num_steps=3):
     """Train; return losses, full weights and state."""
     run = composed(text, seeded(Even if "tp = 2" in text else Net, dim=8))
     optimizer = run.optimizer(cls, lr=1e-2, weight_decay=0.1, **options)
@@ -78,24 +79,23 @@ def trained(text, cls, options, num_steps=4):
     return losses, found, state, collectives.summary()
 
 
-@pytest.mark.parametrize(("cls", "options"), OPTIMIZERS)
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_every_bit_is_that_of_the_run_without_it(world_size, layout, cls, options):
-    if layout == "" and options.get("fused") is None:
-        options = {**options, "foreach": False}
-    plain = run_ranks(trained, world_size, layout, cls, options)
-    for without, with_offload in zip(plain, run_ranks(trained, world_size, layout + TABLE, cls, options), strict=True):
-        assert with_offload[0] == without[0]
-        assert with_offload[0][-1] < with_offload[0][0]
-        for one, other in zip(with_offload[1:3], without[1:3], strict=True):
+def assert_equal(ranks, plain):
+    """Compare losses, weights, state and collectives of all ranks to the last bit."""
+    for found, wanted in zip(ranks, plain, strict=True):
+        assert found[0] == wanted[0] and found[0][-1] < found[0][0]
+        for one, other in zip(found[1:3], wanted[1:3], strict=True):
             assert one.keys() == other.keys()
             assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
-        assert with_offload[3] == without[3]
+        assert found[3] == wanted[3]
 
 
-def test_collectives_are_those_without_it():
-    plain, with_offload = (run_ranks(trained, 2, FSDP + text, torch.optim.AdamW, {}, 1)[0][3] for text in ("", TABLE))
-    assert plain == with_offload
+@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
+def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
+    optimizers = OPTIMIZERS if layout in ("", FSDP) else OPTIMIZERS[:1]
+    for cls, stated in optimizers:
+        options = {**stated, "foreach": False} if layout == "" and stated.get("fused") is None else stated
+        plain, ranks = in_one_world(trained, world_size, *((layout + text, cls, options) for text in ("", TABLE)))
+        assert_equal(ranks, plain)
 
 
 # ---- gradients, parameters, all --------------------------------------------------------------------------------------
@@ -103,7 +103,6 @@ def test_collectives_are_those_without_it():
 OTHERS = ["gradients", "parameters", "all"]
 
 
-@pytest.mark.parametrize("mode", OTHERS)
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -112,15 +111,11 @@ OTHERS = ["gradients", "parameters", "all"]
         pytest.param(4, FSDP + LAYOUTS[4].values[1].replace("tp = 2", "tp = 2\ndp_shard = 2"), id="tp and fsdp2"),
     ],
 )
-def test_every_mode_gives_the_bits_of_the_run_without_it(world_size, layout, mode):
-    plain = run_ranks(trained, world_size, layout, torch.optim.AdamW, {}, 2)
-    text = layout + TABLE + f'mode = "{mode}"\n'
-    for without, found in zip(plain, run_ranks(trained, world_size, text, torch.optim.AdamW, {}, 2), strict=True):
-        assert found[0] == without[0] and found[0][-1] < found[0][0]
-        for one, other in zip(found[1:3], without[1:3], strict=True):
-            assert one.keys() == other.keys()
-            assert all(torch.equal(torch.as_tensor(one[name]), torch.as_tensor(other[name])) for name in one)
-        assert found[3] == without[3]
+def test_every_mode_gives_the_bits_of_the_run_without_it(world_size, layout):
+    texts = (layout, *(layout + TABLE + f'mode = "{mode}"\n' for mode in OTHERS))
+    plain, *others = in_one_world(trained, world_size, *((text, torch.optim.AdamW, {}, 2) for text in texts))
+    for ranks in others:
+        assert_equal(ranks, plain)
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, ""), (2, FSDP + "zero = 1\n")])

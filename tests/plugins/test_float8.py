@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.float8 import CONVERTED, NUM_LAYERS, Wide, table
 from support.models import composed, full, mine, padded, seeded, sum_loss
+from support.worlds import in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -72,7 +73,6 @@ def trained(text, recipe, chunks, num_steps=3):
 # ---- numerics --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(
     ("world_size", "layout"),
     [
@@ -83,13 +83,13 @@ def trained(text, recipe, chunks, num_steps=3):
         (2, '[sharding.ddp]\nreducer = "bucketed"\n'),
     ],
 )
-def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout, recipe):
-    for losses, losses_1, gradients, weights in run_ranks(
-        trained, world_size, layout + table(recipe), recipe, world_size
-    ):
-        assert (gradients, weights) == (0.0, 0.0)
-        assert losses == pytest.approx(losses_1, rel=1e-6)
-        assert losses[-1] < losses[0]
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout):
+    cases = ((layout + table(recipe), recipe, world_size) for recipe in RECIPES)
+    for ranks in in_one_world(trained, world_size, *cases):
+        for losses, losses_1, gradients, weights in ranks:
+            assert (gradients, weights) == (0.0, 0.0)
+            assert losses == pytest.approx(losses_1, rel=1e-6)
+            assert losses[-1] < losses[0]
 
 
 def test_gathered_in_float8_equals_one_device_bit_for_bit():
@@ -100,6 +100,7 @@ def test_gathered_in_float8_equals_one_device_bit_for_bit():
         assert losses[-1] < losses[0]
 
 
+FSDP = "[sharding.fsdp2]\n"
 TP_PLAN = '"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
 TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n{}[sharding.tensor_parallel.plan]\n" + TP_PLAN
 
@@ -107,13 +108,13 @@ TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n{}[sharding.tensor_parallel.pl
 PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 6\n"
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize(("layout", "chunks"), [(TP.format(""), 1), (PP, 2)])
-def test_tensor_and_pipeline_parallel_equal_one_device(layout, chunks, recipe):
+def test_tensor_and_pipeline_parallel_equal_one_device(layout, chunks):
     # Scales are those of the whole tensor, on every rank; what is left is the order of float32 sums.
-    for _, _, gradients, weights in run_ranks(trained, 2, layout + table(recipe), recipe, chunks):
-        assert gradients < 2e-6
-        assert weights < 2e-6
+    for ranks in in_one_world(trained, 2, *((layout + table(recipe), recipe, chunks) for recipe in RECIPES)):
+        for _, _, gradients, weights in ranks:
+            assert gradients < 2e-6
+            assert weights < 2e-6
 
 
 def test_auto_decides_as_torchao():
@@ -151,14 +152,14 @@ def counted(text, number=1):
 
 
 def test_data_parallel_collectives_are_those_without_it():
-    for recipe in RECIPES:
-        plain, with_float8 = (run_ranks(counted, 2, "[sharding.fsdp2]\n" + text)[0][0] for text in ("", table(recipe)))
-        assert with_float8 == plain
+    texts = ("", *map(table, RECIPES))
+    plain, *others = (ranks[0][0] for ranks in in_one_world(counted, 2, *((FSDP + text,) for text in texts)))
+    assert all(with_float8 == plain for with_float8 in others) and plain
 
 
 def test_all_gathers_carry_bytes_and_scales_need_one_all_reduce():
-    plain, _ = run_ranks(counted, 2, "[sharding.fsdp2]\n")[0]
-    gathered, dtypes = run_ranks(counted, 2, "[sharding.fsdp2]\n" + table("tensorwise", "all_gather = true"))[0]
+    texts = (FSDP, FSDP + table("tensorwise", "all_gather = true"))
+    (plain, _), (gathered, dtypes) = (ranks[0] for ranks in in_one_world(counted, 2, *((text,) for text in texts)))
     assert dtypes == {"torch.uint8"}
     gather, scales = ("all_gather", "dp_shard"), ("all_reduce", "dp_shard")
     assert gathered[gather][0] == plain[gather][0]
@@ -168,12 +169,14 @@ def test_all_gathers_carry_bytes_and_scales_need_one_all_reduce():
     assert gathered[scales][1] - plain[scales][1] == 4 * 2 * NUM_LAYERS
 
 
-@pytest.mark.parametrize(("recipe", "more"), [("tensorwise", 8), ("rowwise", 4), ("rowwise_with_gw_hp", 5)])
-def test_scales_of_cut_operands_are_agreed_under_tp(recipe, more):
-    plain, with_float8 = (run_ranks(counted, 2, TP.format("") + text)[0][0] for text in ("", table(recipe)))
+def test_scales_of_cut_operands_are_agreed_under_tp():
+    more = {"tensorwise": 8, "rowwise": 4, "rowwise_with_gw_hp": 5}
+    texts = ("", *map(table, more))
+    plain, *others = (ranks[0][0] for ranks in in_one_world(counted, 2, *((TP.format("") + text,) for text in texts)))
     key = ("all_reduce", "tp")
-    assert with_float8[key][0] - plain[key][0] == more * NUM_LAYERS
-    assert {k: v for k, v in with_float8.items() if k != key} == {k: v for k, v in plain.items() if k != key}
+    for with_float8, num in zip(others, more.values(), strict=True):
+        assert with_float8[key][0] - plain[key][0] == num * NUM_LAYERS
+        assert {k: v for k, v in with_float8.items() if k != key} == {k: v for k, v in plain.items() if k != key}
 
 
 # ---- state -----------------------------------------------------------------------------------------------------------
@@ -202,11 +205,10 @@ def saved(path, text, load, num_steps):
 @pytest.mark.parametrize("more", ["", "all_gather = true\n"])
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, more):
     text = "[sharding.fsdp2]\n" + table("tensorwise", more)
-    whole, _ = run_ranks(saved, 2, tmp_path / "step-2", text, False, 4)[0]
-    resumed, _ = run_ranks(saved, 2, tmp_path / "step-2", text, True, 2)[0]
+    cases = ((tmp_path / "step-2", text, *case) for case in ((False, 4), (True, 2), (True, 0)))
+    (whole, _), (resumed, _), (two, _) = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     # What is saved are the weights themselves: they load without float8, in any layout.
-    two, _ = run_ranks(saved, 2, tmp_path / "step-2", text, True, 0)[0]
     four, _ = run_ranks(saved, 4, tmp_path / "step-2", "[sharding.fsdp2]\n", True, 0)[0]
     assert all(torch.equal(two[name], four[name]) for name in two)
 

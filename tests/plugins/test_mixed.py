@@ -4,6 +4,7 @@ import pytest
 import torch
 from support.models import Net, composed, mine, padded, seeded
 from support.narrow import FLOAT16, LAYOUTS, narrow_reference
+from support.worlds import in_one_world
 from torch import nn
 
 from composer3d import ManifestError
@@ -100,11 +101,13 @@ def in_float32(module):
 
 
 @pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
-@pytest.mark.parametrize("mode", ["float32", "float32_units"])
-def test_norms_compute_in_float32(world_size, text, mode):
+def test_norms_compute_in_float32(world_size, text):
     wide = torch.float32
-    (reference, _, plain, _) = run_ranks(normed_step, world_size, text, "as_others")[0]
-    for gradients, seen, counts, _ in run_ranks(normed_step, world_size, text, mode):
+    modes = ("as_others", "float32", "float32_units")
+    ((reference, _, plain, _), *_), *others = in_one_world(normed_step, world_size, *((text, mode) for mode in modes))
+    for mode, (gradients, seen, counts, _) in (
+        (mode, one) for mode, r in zip(modes[1:], others, strict=True) for one in r
+    ):
         assert seen == (wide, wide, wide)
         # bfloat16 has 8 bits; rounding a norm less changes gradients by a few of its last ones.
         errors = [float((gradients[n] - g).abs().max() / g.abs().max()) for n, g in reference.items()]

@@ -17,6 +17,7 @@ import torch
 from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, Range, StateFile
 from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
 from support.offloading import DDP, FSDP, PP, TP, Even, assert_same, local, resumed, trained
+from support.worlds import in_one_world
 
 from composer3d import Batch, ComposerError, PluginError
 from composer3d.testing import assert_parity, run_ranks
@@ -43,18 +44,12 @@ OPTIMIZERS = [
 def test_every_bit_is_that_of_the_run_in_memory(tmp_path, world_size, layout):
     optimizers = OPTIMIZERS if layout == "" else OPTIMIZERS[:1]
     for cls, options in optimizers:
-        plain = run_ranks(trained, world_size, layout, cls, options)
-        for found, wanted in zip(
-            run_ranks(trained, world_size, layout + TABLE.format(str(tmp_path)), cls, options), plain, strict=True
-        ):
+        texts = (layout, layout + TABLE.format(str(tmp_path)))
+        plain, ranks = in_one_world(trained, world_size, *((text, cls, options) for text in texts))
+        for found, wanted in zip(ranks, plain, strict=True):
             assert_same(found, wanted)
-            assert found[3] == wanted[3]
+            assert found[3] == wanted[3] and found[3]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_collectives_are_those_without_it(tmp_path):
-    with_it = run_ranks(trained, 2, FSDP + TABLE.format(str(tmp_path)))[0][3]
-    assert with_it == run_ranks(trained, 2, FSDP)[0][3] and with_it
 
 
 # ---- memory and bytes ------------------------------------------------------------------------------------------------
@@ -104,11 +99,10 @@ def test_bytes(tmp_path, world_size, layout):
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, table = tmp_path / "step-2", TABLE.format(str(tmp_path / "disk"))
-    whole = run_ranks(resumed, 2, path, FSDP + table, False, 4)[0]
-    for text in (FSDP + table, FSDP):
-        again = run_ranks(resumed, 2, path, text, True, 2, 2)[0]
-        assert all(torch.equal(whole[name], again[name]) for name in whole)
-    for weights in run_ranks(resumed, 2, path, TP + table, True, 2, 2):
+    going_on = ((path, text, True, 2, 2) for text in (FSDP + table, FSDP, TP + table))
+    (whole, _), *again, cut = in_one_world(resumed, 2, (path, FSDP + table, False, 4), *going_on)
+    assert all(torch.equal(whole[name], weights[name]) for weights, _ in again for name in whole)
+    for weights in cut:
         assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in weights)
     for weights in run_ranks(resumed, 4, path, FSDP + table, True, 2, 2):
         assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
