@@ -199,16 +199,11 @@ def freeze(
     *,
     make_guard: Callable[..., Guard] = Guard,
 ) -> Assembled:
-    """Collect everything that runs in steps, so that no step looks anything up.
-
-    A run that nobody answers brings a guard of its own: `make_guard` is called with the arguments of `Guard`.
-    """
+    """Collect what runs in steps, so that no step looks anything up; `make_guard` takes the arguments of `Guard`."""
     context, hooks = preparation.context, preparation.hooks
-    layout = context.layout
-    group = guard.contract_group(layout, context.mesh)
-    device = guard.control_device(context.device)
+    group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
     actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
-    streams = Streams(seed=context.manifest.train.seed, layout=layout, rank=context.rank, device=context.device)
+    streams = Streams(seed=context.manifest.train.seed, layout=context.layout, rank=context.rank, device=context.device)
     flight = _flight(preparation, guarded=plan is not None)
     engine = StepEngine(
         context=context,
@@ -231,11 +226,11 @@ def freeze(
     spans.watch_sharding(context)
     unwatch = spans.watch_operators(context)
     scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
+    states = {plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)}
 
     def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
         return tuple(function for _, function in hooks.freeze(hook))
 
-    states = {plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)}
     if flight is not None:
         flight.start()  # last: nothing that fails before has a thread to stop
     return Assembled(

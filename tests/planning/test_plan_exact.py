@@ -7,6 +7,9 @@ from support.planned import Case, figures, measured, tracer_of
 
 from composer3d.testing import run_ranks
 
+# A minute and a half of CPU time, twice where two workers share the cases.
+pytestmark = pytest.mark.slow
+
 CASES = {
     "zero3": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n"),
     "zero2": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nzero = 2\n"),

@@ -43,7 +43,7 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, ""), (2, FSDP), (2, DDP)])
-def test_gradients_equal_one_device(world_size, layout):
+def test_gradients_equal_one_device_and_collectives_those_without_it(world_size, layout):
     step = functools.partial(one_step, microbatch=2)
     plain, found = in_one_world(step, world_size, (layout,), (layout + TABLE,))
     for (*error, collectives), (*_, wanted) in zip(found, plain, strict=True):

@@ -111,7 +111,7 @@ OTHERS = ["gradients", "parameters", "all"]
         pytest.param(4, FSDP + LAYOUTS[4].values[1].replace("tp = 2", "tp = 2\ndp_shard = 2"), id="tp and fsdp2"),
     ],
 )
-def test_every_mode_gives_the_bits_of_the_run_without_it(world_size, layout):
+def test_every_mode_gives_the_bits_and_collectives_of_the_run_without_it(world_size, layout):
     texts = (layout, *(layout + TABLE + f'mode = "{mode}"\n' for mode in OTHERS))
     plain, *others = in_one_world(trained, world_size, *((text, torch.optim.AdamW, {}, 2) for text in texts))
     for ranks in others:

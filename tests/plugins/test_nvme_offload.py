@@ -41,7 +41,7 @@ OPTIMIZERS = [
 
 
 @pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_every_bit_is_that_of_the_run_in_memory(tmp_path, world_size, layout):
+def test_every_bit_is_that_of_the_run_in_memory_and_so_are_the_collectives(tmp_path, world_size, layout):
     optimizers = OPTIMIZERS if layout == "" else OPTIMIZERS[:1]
     for cls, options in optimizers:
         texts = (layout, layout + TABLE.format(str(tmp_path)))
