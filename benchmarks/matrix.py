@@ -5,7 +5,7 @@ afterwards are compared with one device, relative to the largest value of each t
 refused for a reason on the list in `matrix_cells.py`; anything else is a failure, and the exit code is 1.
 
 The whole matrix is written to benchmarks/results/matrix.json, and its summary to README.md. Its largest worlds have 16
-ranks, which takes 6 GiB of X
+ranks, which takes 6 GiB of memory.
 Usage: python benchmarks/matrix.py [--only 'zero3/*/1F1B/*'] [--pairwise] [--resume] [--json]
 """
 
