@@ -129,6 +129,10 @@ def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str
     elif accounts[0].exchanges:
         odd, line = _exchange(accounts, layout, owners)
         lines.append(line)
+        behind = _behind(accounts, odd, layout, owners)
+        if behind is not None:
+            odd = (*behind.odd, *(rank for rank in odd if rank not in behind.odd))
+            lines.append(behind.text)
     lines += _told(accounts, odd, layout, owners)
     return "\n".join(lines)
 
@@ -166,6 +170,15 @@ def _exchange(accounts: Sequence[Account], layout: Layout, owners: Mapping[str, 
     if not odd:
         return odd, f"{what}: all of them wait for a neighbour; their schedules do not fit each other"
     return odd, f"{what}: {' and '.join(map(layout.who, odd[:_SHOWN]))} did not come to it, and {waiting} waited"
+
+
+def _behind(accounts: Sequence[Account], odd: Sequence[int], layout: Layout, owners: Mapping[str, str]) -> Fault | None:
+    """Find what a rank waits for that is itself waited for by a stage: a collective that it is in."""
+    for account in accounts:
+        if account.rank in odd and account.own is not None:
+            others = [other for other in accounts if other is not account]
+            return find_fault([account, *others], layout=layout, owners=owners)
+    return None
 
 
 def _when(account: Account) -> str:

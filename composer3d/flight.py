@@ -42,6 +42,7 @@ _LOST = (
     "wait timeout",
     "remote process exited",
     "communicator was aborted",
+    "application timeout caused pair closure",
     "watchdog caught collective operation timeout",
 )
 _LOOK_S = 0.5  # how often a rank looks for an alarm
@@ -52,6 +53,7 @@ _CLOSED = 1024  # spans that it remembers
 _TORCH = "/torch/"
 # Where torch's pipeline stages wait for their neighbours; gloo's recorder holds no such exchanges.
 _PIPELINING = "/torch/distributed/pipelining/"
+_MESSAGES = "/composer3d/torch_compat/messages.py"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
 _OWN_FILES = ("agreement.py", "gradients.py", "guard.py", "ledger.py", "measurement.py")
 
@@ -62,8 +64,24 @@ _Open = tuple[str, Mapping[str, Any], int]  # a span's name and attributes, and 
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Tell whether an exception is what torch raises where another rank is gone or late."""
-    return isinstance(error, RuntimeError) and any(sign in str(error).lower() for sign in _LOST)
+    """Tell whether an exception began as what torch raises where another rank is gone or late."""
+    first = _chain(error)[-1]
+    return isinstance(first, RuntimeError) and any(sign in str(first).lower() for sign in _LOST)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an exception and those that it came from, the first one last: stages wrap what failed inside of them."""
+    chain = [error]
+    while True:
+        before = chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
+        if before is None or before in chain:
+            return chain
+        chain.append(before)
+
+
+def _frames(errors: Sequence[BaseException]) -> list[Any]:
+    """Return the frames of a chain of exceptions, the innermost last."""
+    return [frame for error in errors for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 class Flight:
@@ -134,9 +152,7 @@ class Flight:
             kept: Collectives of each group at most.
         """
         if error is not None:
-            while error.__cause__ is not None:  # what lost a peer, and not what explains it
-                error = error.__cause__
-            frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+            frames = _frames(_chain(error))
         else:
             frames = _stack(sys._current_frames().get(self._main or 0))
         return {
@@ -170,8 +186,9 @@ class Flight:
             if span is not None:
                 self.end(span)
 
-    def _explain(self, error: RuntimeError) -> str:
-        own = self._account([frame for frame, _ in traceback.walk_tb(error.__traceback__)])
+    def _explain(self, error: BaseException) -> str:
+        chain = _chain(error)
+        own, error = self._account(_frames(chain)), chain[-1]
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         wait_s = _ANSWER_S if late else _GONE_S
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # advice for everybody
@@ -227,7 +244,7 @@ class Flight:
             rank=self._rank,
             step=self._step,
             inside=any("step" in attributes for _, attributes, _ in spans),  # a step's data is read before it begins
-            exchanges=any(_PIPELINING in frame.f_code.co_filename for frame in frames),
+            exchanges=_exchanges(frames),
             spans=tuple(_name(name, attributes) for name, attributes, _ in spans if name != "step"),
             place=place,
             own=own,
@@ -260,6 +277,17 @@ def collectives(entries: Sequence[Mapping[str, Any]], groups: Groups, *, kept: i
         found.setdefault(name, []).append(collective)
     newest = [collective for rows in found.values() for collective in rows[-kept:]]
     return sorted(newest, key=lambda collective: collective.time_ns)
+
+
+def _exchanges(frames: Sequence[Any]) -> bool:
+    """Tell whether the innermost frames are those of a stage that waits for a message, and not what it computes."""
+    for frame in reversed(frames):
+        file = frame.f_code.co_filename
+        if _PIPELINING in file or file.endswith(_MESSAGES):
+            return True
+        if _TORCH not in file:
+            return False
+    return False
 
 
 def _is_known(file: str) -> bool:

@@ -115,7 +115,7 @@ class FailureReport:
             step=seen.step if seen else None,
             phase=seen.phase.name.lower() if seen else None,
             exit_code=2 if isinstance(error, ManifestError) else 3,
-            consequence=_lost_a_peer(error),
+            consequence=lost_a_peer(error),
         )
 
     @classmethod
@@ -283,18 +283,6 @@ def _early_returns(folder: Path, told: Mapping[int, FailureReport], world_size: 
             report = FailureReport.from_ending(ending, world_size=world_size, folder=folder)
             early.append(replace(report, message="returned before the others"))
     return sorted(early, key=lambda report: report.time_ns)
-
-
-def _lost_a_peer(error: BaseException) -> bool:
-    """Tell whether the exception began with a lost connection: the first of its chain decides."""
-    seen = {id(error)}
-    while True:
-        before = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-        if before is None or id(before) in seen:
-            break
-        seen.add(id(before))
-        error = before
-    return lost_a_peer(error)
 
 
 def _format(error: BaseException) -> str:

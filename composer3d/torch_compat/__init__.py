@@ -18,7 +18,12 @@ from composer3d.torch_compat.layouts import (
     silence_redistribution,
     with_local,
 )
-from composer3d.torch_compat.messages import watch_operator_collectives, watching_messages
+from composer3d.torch_compat.messages import (
+    bounded_messages,
+    wait_for_message,
+    watch_operator_collectives,
+    watching_messages,
+)
 from composer3d.torch_compat.modes import (
     dispatch_mode,
     import_torchao,
@@ -35,6 +40,7 @@ from composer3d.torch_compat.processes import (
     fake_store,
     flight_records,
     group_name,
+    group_timeout,
     lazy_modules,
     local_agent,
     process_group,
@@ -71,6 +77,7 @@ from composer3d.torch_compat.tracing import (
 )
 
 __all__ = [
+    "bounded_messages",
     "active_fake_mode",
     "fake_tensors",
     "is_in_place",
@@ -98,6 +105,7 @@ __all__ = [
     "fsdp_buffers",
     "fsdp_groups",
     "group_name",
+    "group_timeout",
     "has_argument",
     "held_tensor",
     "import_torchao",
@@ -123,6 +131,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unviewed",
+    "wait_for_message",
     "watch_operator_collectives",
     "watching_messages",
     "with_local",

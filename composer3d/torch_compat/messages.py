@@ -5,9 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
-__all__ = ["watch_operator_collectives", "watching_messages"]
+from composer3d.torch_compat.processes import group_timeout, process_group
+
+__all__ = ["bounded_messages", "wait_for_message", "watch_operator_collectives", "watching_messages"]
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -125,8 +128,6 @@ def _group(arguments: Sequence[Any]) -> Any:
 
 def _named(name: str) -> Any:
     """Return the process group of a name; None if it is the name of something else."""
-    from composer3d.torch_compat.processes import process_group
-
     try:
         return process_group(name)
     except (RuntimeError, ValueError):
@@ -135,6 +136,70 @@ def _named(name: str) -> Any:
 
 def _num_bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())
+
+
+class _Bounded:
+    """A message under way whose wait ends by an error after a time."""
+
+    def __init__(self, work: Any, timeout: timedelta) -> None:
+        self._work, self._timeout = work, timeout
+
+    def wait(self) -> Any:
+        return self._work.wait(self._timeout)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+@contextmanager
+def bounded_messages(group: Any, device: Any) -> Iterator[None]:
+    """Let the messages of pipeline stages over gloo be waited for no longer than the group's collectives.
+
+    gloo's messages know the timeout with which their group was made and no later one, unless whoever waits states it,
+    which torch's schedules and the exchange of objects before their first step do not. Both issue messages through
+    functions of their modules, one of them private (torch 2.11-2.15). NCCL's have its watchdog.
+
+    Args:
+        group: The stages'.
+        device: Of what they send.
+    """
+    from torch.distributed import distributed_c10d
+    from torch.distributed.pipelining import schedules
+
+    timeout = group_timeout(group, device)
+    if timeout is None:
+        yield
+        return
+    names: tuple[tuple[Any, str], ...] = ((schedules, "_batch_p2p"), (distributed_c10d, "batch_isend_irecv"))
+    plain = [getattr(module, name) for module, name in names]
+
+    def bounded(issue: Callable[..., Any]) -> Callable[..., Any]:
+        def batch(operations: Any, *args: Any, **kwargs: Any) -> Any:
+            works = issue(operations, *args, **kwargs)
+            return [_Bounded(work, timeout) for work in works] if _are_over(operations, group) else works
+
+        return batch
+
+    for (module, name), function in zip(names, plain, strict=True):
+        setattr(module, name, bounded(function))
+    try:
+        yield
+    finally:
+        for (module, name), function in zip(names, plain, strict=True):
+            setattr(module, name, function)
+
+
+def wait_for_message(work: Any, group: Any, device: Any) -> None:
+    """Wait for a message between stages, over gloo no longer than for a collective; see `bounded_messages`."""
+    timeout = group_timeout(group, device)
+    if timeout is None:
+        work.wait()
+    else:
+        work.wait(timeout)
+
+
+def _are_over(operations: Sequence[Any], group: Any) -> bool:
+    return bool(operations) and operations[0].group is group
 
 
 @contextmanager

@@ -15,6 +15,7 @@ __all__ = [
     "fake_store",
     "flight_records",
     "group_name",
+    "group_timeout",
     "lazy_modules",
     "local_agent",
     "process_group",
@@ -34,6 +35,21 @@ def set_group_timeout(group: Any, timeout: timedelta) -> None:
     for device in group._device_types:
         backend = group._get_backend(device)
         getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
+
+
+def group_timeout(group: Any, device: Any) -> timedelta | None:
+    """Return after what time a collective of a group fails where gloo runs it; None where another backend does.
+
+    Nothing public tells it once the group was made (torch 2.11-2.15).
+
+    Args:
+        group: A process group.
+        device: Of the tensors.
+    """
+    backend = group._get_backend(device)
+    backend = getattr(backend, "wrapped_pg", backend)
+    timeout: timedelta | None = backend.options._timeout if backend.name() == "gloo" else None
+    return timeout
 
 
 def default_store() -> Any:

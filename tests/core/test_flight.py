@@ -4,6 +4,7 @@ import json
 import os
 import re
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -235,6 +236,68 @@ def test_a_hang_outside_of_steps_names_what_every_rank_does(activity):
     assert re.search(rf"\nrank 0 \(dp_shard 0\): after step 0, in {activity}, ", text), text
 
 
+def inside_of_a_stage():
+    """Hang a rank in the forward of a stage that its neighbour in another axis waits in."""
+    from datetime import timedelta
+
+    run = composed(
+        '[mesh]\npp = 2\ndp_shard = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n'
+        "[sharding.fsdp2]\n[train]\nmicrobatch = 3\n"
+    )
+    for group in (None, run.mesh.get_group("pp"), run.mesh.get_group("dp_shard")):
+        torch_compat.set_group_timeout(group, timedelta(seconds=TIMEOUT_S))
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    group = run.mesh.get_group("dp_shard")
+
+    def vote(module, args):
+        if dist.get_rank() == 3:
+            linger()
+        dist.all_reduce(torch.ones(5), group=group)
+
+    if dist.get_rank() > 1:
+        run.parts[0].module.register_forward_pre_hook(vote)
+    with pytest.raises(StepError) as caught, run.step(1):
+        run.forward_backward(tokens, target=targets)
+    return str(caught.value)
+
+
+def test_a_collective_that_fails_inside_of_a_stage_is_explained():
+    texts = run_ranks(inside_of_a_stage, 4)
+    assert len(set(texts)) == 1
+    lines = texts[0].splitlines()
+    # Which of those that wait gives up first is a matter of milliseconds; whom they wait for in the end is not.
+    told = next(number for number, line in enumerate(lines) if re.match(r"rank \d \(", line))
+    assert re.search(
+        r": rank 3 \(pp 1, dp_shard 1\) did not "
+        r"(run all_reduce of \[5\], in which rank 2|come to it, and rank 1) waited$",
+        lines[told - 1],
+    ), texts[0]
+    assert re.match(r"rank 3 \(pp 1, dp_shard 1\): in step 1, in [^\n]*at test_flight.py:\d+ in linger", lines[told])
+
+
+def accounts_of_stages():
+    # Rank 0 waits for the stage of rank 2, which waits in a collective for rank 3.
+    dp, other_dp = {"axis": "dp_shard", "ranks": (0, 1)}, {"axis": "dp_shard", "ranks": (2, 3)}
+    return [
+        replace(account(0, row(4, **dp)), own=None, exchanges=True),
+        replace(account(1, row(4, **dp)), own=None, exchanges=True),
+        account(2, row(7, **other_dp)),
+        replace(account(3, row(6, **other_dp)), own=None),
+    ]
+
+
+def test_whom_a_stage_waits_for_may_itself_wait_in_a_collective():
+    assert told(accounts_of_stages(), pp=2, dp_shard=2)[1:4] == [
+        "a send or receive between stages along pp (rank 0 and rank 2; pp): rank 2 (pp 1, dp_shard 0) did not come to "
+        "it, and rank 0 waited",
+        "collective 7 over dp_shard (ranks 2 and 3; fsdp2): rank 3 (pp 1, dp_shard 1) did not run all_reduce of [4], "
+        "in which rank 2 waited",
+        f"rank 3 (pp 1, dp_shard 1): {HERE}all_reduce of [4] over dp_shard (fsdp2)",
+    ]
+
+
 def stages():
     """Let the last stage of a pipeline end before its second forward."""
     run = composed('[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n[train]\nmicrobatch = 6\n')
@@ -261,3 +324,37 @@ def test_a_stage_that_does_not_come_to_an_exchange_is_named():
         "rank 1 (pp 1): gave no answer: it ended, or hangs\n"
         "rank 0 (pp 0): in step 1, in "
     ) in text
+
+
+def hanging_stage(step):
+    """Hang the last stage of a pipeline before its forward in a step; return what each rank is told, and how late."""
+    from datetime import timedelta
+
+    run = composed('[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n[train]\nmicrobatch = 6\n')
+    for group in (None, run.mesh.get_group("pp")):
+        torch_compat.set_group_timeout(group, timedelta(seconds=TIMEOUT_S))
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    for number in range(step):
+        with run.step(number):
+            run.forward_backward(tokens, target=targets)
+    if dist.get_rank() == 1:
+        run.parts[0].module.register_forward_pre_hook(lambda module, args: linger())
+    start = time.monotonic()
+    with pytest.raises(StepError) as caught:
+        with run.step(step):
+            run.forward_backward(tokens, target=targets)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_stage_that_hangs_is_named_within_the_timeout(step):
+    (text, took_s), (other, _) = run_ranks(hanging_stage, 2, step)
+    assert text == other
+    assert text.startswith(f"a collective failed in step {step}: "), text
+    assert re.search(
+        r"\na send or receive between stages along pp \(rank 0 and rank 1; pipeline\): "
+        r"rank 1 \(pp 1\) did not come to it, and rank 0 waited\n"
+        rf"rank 1 \(pp 1\): in step {step}, in [^\n]*at test_flight.py:\d+ in linger",
+        text,
+    ), text
+    assert took_s < TIMEOUT_S + 3

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import logging
-import pickle
-import signal
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,21 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import torch_compat
-from composer3d.checkpoint import save
 from composer3d.testing import fake_world, full, run_ranks
-
-
-def test_lazy_modules_exist():
-    for name in torch_compat.lazy_modules():
-        assert importlib.import_module(name).__name__ == name
-
-
-def test_fake_store_registers_the_backend():
-    dist.init_process_group("fake", rank=2, world_size=5, store=torch_compat.fake_store())
-    try:
-        assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_dispatch_mode_hands_over_every_operator():
@@ -55,65 +37,6 @@ def test_wrapper_subclasses_are_told_from_plain_tensors():
     assert torch_compat.is_wrapper_subclass(DTensor)
     assert not torch_compat.is_wrapper_subclass(torch.Tensor)
     assert not torch_compat.is_wrapper_subclass(torch.nn.Parameter)
-
-
-def test_process_group_from_a_name_a_box_and_itself():
-    boxes = []
-
-    def handle(operator, types, args, kwargs):
-        boxes.extend(arg for arg in args if isinstance(arg, torch.ScriptObject))
-        return operator(*args, **kwargs)
-
-    with fake_world(4, 2):
-        group = dist.new_group([2, 3])
-        with torch_compat.dispatch_mode(handle):
-            dist.barrier(group)
-        for argument in (group, group.group_name, boxes[0]):
-            assert dist.get_process_group_ranks(torch_compat.process_group(argument)) == [2, 3]
-
-
-def test_checkpoint_metadata_consists_of_the_named_classes(tmp_path):
-    named = set()
-
-    class Recorder(pickle.Unpickler):
-        def find_class(self, module, name):
-            named.add((module, name))
-            return super().find_class(module, name)
-
-    save(tmp_path / "step-1", tensors={"w": torch.zeros(2)}, state={})
-    with (tmp_path / "step-1" / ".metadata").open("rb") as file:
-        Recorder(file).load()
-    assert named - torch_compat.CHECKPOINT_METADATA_GLOBALS == {
-        ("torch", "float32"),
-        ("torch.serialization", "_get_layout"),
-    }
-    for module, name in torch_compat.CHECKPOINT_METADATA_GLOBALS:
-        assert isinstance(getattr(importlib.import_module(module), name), type)
-
-
-def four():
-    return 4
-
-
-def test_the_local_agent_shows_its_ranks_and_is_looked_at():
-    from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
-
-    pids, looks = {}, []
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "here", 1, 1, "localhost"))
-    spec = WorkerSpec("rank", 1, handler, entrypoint=four, max_restarts=0, monitor_interval=0.01)
-    agent = torch_compat.local_agent(
-        spec, "fork", started=pids.update, look=lambda: looks.append(1), failed=lambda codes: None
-    )
-    try:
-        assert agent.run().return_values == {0: 4}
-    finally:
-        handler.shutdown()
-        for number, previous in before.items():
-            signal.signal(number, previous)
-    assert list(pids) == [0] and looks
 
 
 def test_a_dispatch_mode_that_compiles_nothing_imports_no_compiler():
@@ -176,30 +99,6 @@ def test_foreach_lerp_moves_tensors_in_place():
     tensors = [torch.zeros(2), torch.ones(3)]
     torch_compat.foreach_lerp_(tensors, [torch.ones(2), torch.ones(3)], 0.25)
     assert tensors[0].tolist() == [0.25, 0.25] and tensors[1].tolist() == [1.0, 1.0, 1.0]
-
-
-def wait_for_nobody():
-    group = dist.new_group([0, 1])
-    torch_compat.set_group_timeout(group, timedelta(milliseconds=200))
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match="(?i)timed out waiting 200ms"):
-            dist.all_reduce(torch.ones(1), group=group)
-    torch_compat.set_group_timeout(None, timedelta(seconds=30))
-    dist.barrier()
-
-
-def test_a_group_s_timeout_can_be_set_after_it_was_made():
-    run_ranks(wait_for_nobody, 2)
-
-
-def exchange():
-    store, rank = torch_compat.default_store(), dist.get_rank()
-    store.set(f"number/{rank}", str(rank * 10))
-    return [int(store.get(f"number/{other}")) for other in range(2)]
-
-
-def test_the_default_store_is_that_of_all_ranks():
-    assert run_ranks(exchange, 2) == [[0, 10], [0, 10]]
 
 
 def test_axes_flattened_are_one_group():
@@ -295,38 +194,6 @@ def test_num_flops_counts_products():
     assert counted["aten::add.Tensor"] == 0
 
 
-def test_pipeline_schedules_are_found_by_name():
-    from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
-
-    assert torch_compat.pipeline_schedule("1F1B") is Schedule1F1B
-    assert torch_compat.pipeline_schedule("ZBVZeroBubble") is ScheduleZBVZeroBubble
-
-
-def test_a_custom_schedule_takes_actions():
-    from torch.distributed.pipelining import PipelineStage
-
-    from composer3d.testing import fake_world
-
-    with fake_world(2):
-        stage = PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"))
-        orders = [[(0, "F", 0), (0, "B", 0)], [(1, "F", 0), (1, "I", 0), (1, "W", 0)]]
-        schedule = torch_compat.custom_pipeline_schedule([stage], orders, n_microbatches=1)
-    assert [str(action) for action in schedule.pipeline_order[1]] == ["1F0", "1I0", "1W0"]
-    assert "0SEND_F0" in [str(action) for action in schedule.pipeline_order_with_comms[0]]
-
-
-def test_pipeline_orders_are_those_of_the_schedule():
-    first, second = torch_compat.pipeline_orders("LoopedBFS", 2, 2, 2)
-    assert first == [(stage, "F", m) for stage in (0, 2) for m in (0, 1)] + [
-        (stage, "B", m) for stage in (2, 0) for m in (1, 0)
-    ]
-    assert {stage for stage, _, _ in second} == {1, 3}
-    overlapped = torch_compat.pipeline_orders("DualPipeV", 2, 4, 2)
-    for rank, order in enumerate(overlapped):
-        assert sorted(a for a in order if a[1] == "F") == [(s, "F", m) for s in (rank, 3 - rank) for m in range(4)]
-        assert sum(kind in "BW" for _, kind, _ in order) == 2 * 4
-
-
 def test_modes_do_not_see_what_runs_without_torch_functions():
     from torch.overrides import TorchFunctionMode
 
@@ -353,29 +220,6 @@ def test_an_unviewed_tensor_shares_memory_and_graph():
     assert not result._is_view() and result.data_ptr() == view.data_ptr()
     result.sum().backward()
     assert torch.equal(leaf.grad, torch.full((2, 3), 2.0))
-
-
-def recorded():
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
-    dist.all_reduce(torch.ones(3))
-    dist.all_reduce(torch.ones(5, 2), group=mesh.get_group("b"))
-    names = [torch_compat.group_name(group) for group in (None, mesh.get_group("b"))]
-    rows = [(entry["process_group"][0], entry["input_sizes"]) for entry in torch_compat.flight_records()]
-    return (
-        rows == [(names[0], [[3]]), (names[1], [[5, 2]])]
-        and {
-            "collective_seq_id",
-            "is_p2p",
-            "profiling_name",
-            "record_id",
-            "time_created_ns",
-        }
-        <= torch_compat.flight_records()[0].keys()
-    )
-
-
-def test_flight_records_hold_collectives_by_the_names_of_their_groups():
-    assert run_ranks(recorded, 4) == [True] * 4
 
 
 def test_a_recomputation_knows_that_it_is_in_a_backward():
@@ -426,15 +270,6 @@ def test_torchao_is_imported_without_noise():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "convert_to_float8_training\n", "")
     assert torch_compat.import_torchao("torchao.float8").__name__ == "torchao.float8"
-
-
-def test_tensors_are_gathered_under_either_name():
-    def gathered():
-        output = torch.empty(4)
-        torch_compat.all_gather_single(output, torch.full((2,), float(dist.get_rank())), group=dist.group.WORLD)
-        return output.tolist()
-
-    assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
 def test_a_layout_is_given_to_other_memory():
@@ -495,67 +330,6 @@ def test_the_compiler_traces_unflatten_through_a_mode():
     compiled = torch.compile(lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), backend="eager", fullgraph=True)
     with Mode():
         assert all(map(torch.equal, compiled(x), x.unflatten(-1, (-1, 2)).unbind(-1)))
-
-
-def operators():
-    """Reduce a DTensor in an operator, watched; return what was opened, and what torch is after it."""
-    from contextlib import nullcontext
-
-    from torch.distributed import _functional_collectives as functional
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate
-
-    mesh, opened, plain = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), [], functional.all_reduce
-
-    def span(name, group, **attributes):
-        opened.append((name, torch_compat.group_name(group) == torch_compat.group_name(mesh.get_group()), attributes))
-        return nullcontext()
-
-    end = torch_compat.watch_operator_collectives(span)
-    total = DTensor.from_local(torch.ones(6), mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local() + 0
-    end()
-    return opened, total.tolist(), functional.all_reduce is plain
-
-
-def test_watch_operator_collectives():
-    for opened, total, is_plain in run_ranks(operators, 2):
-        assert opened == [("all_reduce", True, {"bytes": 24}), ("wait", True, {"op": "all_reduce"})]
-        assert total == [2.0] * 6 and is_plain
-
-
-def test_watching_the_exchange_of_the_dim_that_is_cut():
-    """On devices that are no CPU it is an operator of its own; nothing is computed here."""
-    from contextlib import nullcontext
-
-    from torch._subclasses import FakeTensorMode
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard, placement_types
-
-    plain, opened = placement_types.shard_dim_alltoall, []
-
-    def span(name, group, **attributes):
-        opened.append((name, group.size(), attributes))
-        return nullcontext()
-
-    with fake_world(2):
-        mesh = DeviceMesh("cuda", [0, 1], mesh_dim_names=("tp",))
-        end = torch_compat.watch_operator_collectives(span)
-        with FakeTensorMode():
-            cut = DTensor.from_local(torch.ones(6, 2, device="cuda"), mesh, [Shard(1)], run_check=False)
-            assert cut.redistribute(mesh, [Shard(0)]).to_local().shape == (3, 4)
-        end()
-    assert opened == [("all_to_all", 2, {"bytes": 48})] and placement_types.shard_dim_alltoall is plain
-
-
-def test_watching_messages():
-    from torch.distributed.pipelining import schedules
-
-    before = schedules._batch_p2p, schedules._wait_batch_p2p
-    with torch_compat.watching_messages(lambda name, **attributes: None):
-        assert schedules._batch_p2p is not before[0] and schedules._wait_batch_p2p is not before[1]
-        # Nothing to wait for is no message.
-        assert schedules._batch_p2p([]) == [] and schedules._wait_batch_p2p([]) is None
-    assert (schedules._batch_p2p, schedules._wait_batch_p2p) == before
 
 
 def test_what_a_dtensor_holds_keeps_its_attributes():

@@ -89,7 +89,7 @@ class PipelineRuntime:
         self._microbatches = microbatches
         indices = torch.arange(len(microbatches))
         try:
-            with self._watching():
+            with torch_compat.bounded_messages(self._group, self._context.device), self._watching():
                 self._schedule.step(
                     *((indices,) if any(part.is_first for part in self._parts) else ()),
                     **({"target": indices} if any(part.is_last for part in self._parts) else {}),
@@ -207,7 +207,7 @@ class PipelineRuntime:
             for part in sorted(self._parts, key=lambda part: part.index):
                 at_hand = self._evaluate_stage(part, at_hand, sent)
             for work, _ in sent:
-                work.wait()
+                self._wait(work)
         finally:
             self._microbatches = ()
 
@@ -232,7 +232,7 @@ class PipelineRuntime:
                 )
                 for tensor in received:
                     with self._context.span("receive", axis="pp", bytes=tensor.nbytes):
-                        dist.recv(tensor, group=self._group, group_src=source)
+                        self._receive(tensor, source)
             result = self._run(part, index, received)
             if target is None:
                 continue
@@ -252,6 +252,12 @@ class PipelineRuntime:
         for message in (*([self._header(output)] if with_header else ()), *output):
             sent.append((dist.isend(message, group=self._group, group_dst=target), message))
 
+    def _receive(self, tensor: Tensor, source: int) -> None:
+        self._wait(dist.irecv(tensor, group=self._group, group_src=source))
+
+    def _wait(self, work: Any) -> None:
+        torch_compat.wait_for_message(work, self._group, self._context.device)
+
     def _header(self, tensors: tuple[Tensor, ...]) -> Tensor:
         rows = []
         for tensor in tensors:
@@ -261,7 +267,7 @@ class PipelineRuntime:
 
     def _receive_header(self, source: int, num_tensors: int) -> tuple[Tensor, ...]:
         header = torch.zeros(num_tensors, _HEADER, dtype=torch.int64, device=self._context.device)
-        dist.recv(header, group=self._group, group_src=source)
+        self._receive(header, source)
         return tuple(
             torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self._context.device)
             for dtype, dims, *shape in header.tolist()

@@ -1,0 +1,139 @@
+"""The private names of torch that pipelines and spans of messages rest on."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from composer3d import torch_compat
+from composer3d.testing import fake_world, run_ranks
+
+
+def test_pipeline_schedules_are_found_by_name():
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleZBVZeroBubble
+
+    assert torch_compat.pipeline_schedule("1F1B") is Schedule1F1B
+    assert torch_compat.pipeline_schedule("ZBVZeroBubble") is ScheduleZBVZeroBubble
+
+
+def test_a_custom_schedule_takes_actions():
+    from torch.distributed.pipelining import PipelineStage
+
+    from composer3d.testing import fake_world
+
+    with fake_world(2):
+        stage = PipelineStage(torch.nn.Linear(2, 2), 0, 2, torch.device("cpu"))
+        orders = [[(0, "F", 0), (0, "B", 0)], [(1, "F", 0), (1, "I", 0), (1, "W", 0)]]
+        schedule = torch_compat.custom_pipeline_schedule([stage], orders, n_microbatches=1)
+    assert [str(action) for action in schedule.pipeline_order[1]] == ["1F0", "1I0", "1W0"]
+    assert "0SEND_F0" in [str(action) for action in schedule.pipeline_order_with_comms[0]]
+
+
+def test_pipeline_orders_are_those_of_the_schedule():
+    first, second = torch_compat.pipeline_orders("LoopedBFS", 2, 2, 2)
+    assert first == [(stage, "F", m) for stage in (0, 2) for m in (0, 1)] + [
+        (stage, "B", m) for stage in (2, 0) for m in (1, 0)
+    ]
+    assert {stage for stage, _, _ in second} == {1, 3}
+    overlapped = torch_compat.pipeline_orders("DualPipeV", 2, 4, 2)
+    for rank, order in enumerate(overlapped):
+        assert sorted(a for a in order if a[1] == "F") == [(s, "F", m) for s in (rank, 3 - rank) for m in range(4)]
+        assert sum(kind in "BW" for _, kind, _ in order) == 2 * 4
+
+
+def operators():
+    """Reduce a DTensor in an operator, watched; return what was opened, and what torch is after it."""
+    from contextlib import nullcontext
+
+    from torch.distributed import _functional_collectives as functional
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    mesh, opened, plain = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)), [], functional.all_reduce
+
+    def span(name, group, **attributes):
+        opened.append((name, torch_compat.group_name(group) == torch_compat.group_name(mesh.get_group()), attributes))
+        return nullcontext()
+
+    end = torch_compat.watch_operator_collectives(span)
+    total = DTensor.from_local(torch.ones(6), mesh, [Partial()]).redistribute(mesh, [Replicate()]).to_local() + 0
+    end()
+    return opened, total.tolist(), functional.all_reduce is plain
+
+
+def test_watch_operator_collectives():
+    for opened, total, is_plain in run_ranks(operators, 2):
+        assert opened == [("all_reduce", True, {"bytes": 24}), ("wait", True, {"op": "all_reduce"})]
+        assert total == [2.0] * 6 and is_plain
+
+
+def test_watching_the_exchange_of_the_dim_that_is_cut():
+    """On devices that are no CPU it is an operator of its own; nothing is computed here."""
+    from contextlib import nullcontext
+
+    from torch._subclasses import FakeTensorMode
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard, placement_types
+
+    plain, opened = placement_types.shard_dim_alltoall, []
+
+    def span(name, group, **attributes):
+        opened.append((name, group.size(), attributes))
+        return nullcontext()
+
+    with fake_world(2):
+        mesh = DeviceMesh("cuda", [0, 1], mesh_dim_names=("tp",))
+        end = torch_compat.watch_operator_collectives(span)
+        with FakeTensorMode():
+            cut = DTensor.from_local(torch.ones(6, 2, device="cuda"), mesh, [Shard(1)], run_check=False)
+            assert cut.redistribute(mesh, [Shard(0)]).to_local().shape == (3, 4)
+        end()
+    assert opened == [("all_to_all", 2, {"bytes": 48})] and placement_types.shard_dim_alltoall is plain
+
+
+def test_watching_messages():
+    from torch.distributed.pipelining import schedules
+
+    before = schedules._batch_p2p, schedules._wait_batch_p2p
+    with torch_compat.watching_messages(lambda name, **attributes: None):
+        assert schedules._batch_p2p is not before[0] and schedules._wait_batch_p2p is not before[1]
+        # Nothing to wait for is no message.
+        assert schedules._batch_p2p([]) == [] and schedules._wait_batch_p2p([]) is None
+    assert (schedules._batch_p2p, schedules._wait_batch_p2p) == before
+
+
+def wait_for_a_message(how):
+    from torch.distributed.pipelining import schedules
+
+    group, device, tensor = dist.group.WORLD, torch.device("cpu"), torch.zeros(2)
+    if dist.get_rank() == 0:
+        torch_compat.set_group_timeout(None, timedelta(milliseconds=200))
+        with pytest.raises(RuntimeError, match="(?i)timed out waiting 200ms"):
+            if how == "alone":
+                torch_compat.wait_for_message(dist.irecv(tensor, 1), group, device)
+            elif how == "object":
+                with torch_compat.bounded_messages(group, device):
+                    dist.recv_object_list([None], 1, use_batch=True)
+            else:
+                with torch_compat.bounded_messages(group, device):
+                    (work,) = schedules._batch_p2p([dist.P2POp(dist.irecv, tensor, 1)])
+                    assert not work.is_completed()
+                    schedules._wait_batch_p2p([work])
+    # A message that was given up closes its connection: what is left to meet at is the store.
+    store = torch_compat.default_store()
+    store.set(f"done/{dist.get_rank()}", "")
+    store.wait(["done/0", "done/1"])
+
+
+@pytest.mark.parametrize("how", ["alone", "object", "batch"])
+def test_a_message_is_waited_for_no_longer_than_a_collective(how):
+    from torch.distributed import distributed_c10d
+    from torch.distributed.pipelining import schedules
+
+    before = schedules._batch_p2p, distributed_c10d.batch_isend_irecv
+    run_ranks(wait_for_a_message, 2, how)
+    with fake_world(2), torch_compat.bounded_messages(dist.group.WORLD, torch.device("cpu")):
+        assert (schedules._batch_p2p, distributed_c10d.batch_isend_irecv) == before

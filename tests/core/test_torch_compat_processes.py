@@ -1,0 +1,159 @@
+"""The private names of torch that process groups, stores and launchers rest on."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import signal
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from composer3d import torch_compat
+from composer3d.checkpoint import save
+from composer3d.testing import fake_world, run_ranks
+
+
+def test_lazy_modules_exist():
+    for name in torch_compat.lazy_modules():
+        assert importlib.import_module(name).__name__ == name
+
+
+def test_fake_store_registers_the_backend():
+    dist.init_process_group("fake", rank=2, world_size=5, store=torch_compat.fake_store())
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (2, 5)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_process_group_from_a_name_a_box_and_itself():
+    boxes = []
+
+    def handle(operator, types, args, kwargs):
+        boxes.extend(arg for arg in args if isinstance(arg, torch.ScriptObject))
+        return operator(*args, **kwargs)
+
+    with fake_world(4, 2):
+        group = dist.new_group([2, 3])
+        with torch_compat.dispatch_mode(handle):
+            dist.barrier(group)
+        for argument in (group, group.group_name, boxes[0]):
+            assert dist.get_process_group_ranks(torch_compat.process_group(argument)) == [2, 3]
+
+
+def test_checkpoint_metadata_consists_of_the_named_classes(tmp_path):
+    named = set()
+
+    class Recorder(pickle.Unpickler):
+        def find_class(self, module, name):
+            named.add((module, name))
+            return super().find_class(module, name)
+
+    save(tmp_path / "step-1", tensors={"w": torch.zeros(2)}, state={})
+    with (tmp_path / "step-1" / ".metadata").open("rb") as file:
+        Recorder(file).load()
+    assert named - torch_compat.CHECKPOINT_METADATA_GLOBALS == {
+        ("torch", "float32"),
+        ("torch.serialization", "_get_layout"),
+    }
+    for module, name in torch_compat.CHECKPOINT_METADATA_GLOBALS:
+        assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+def four():
+    return 4
+
+
+def test_the_local_agent_shows_its_ranks_and_is_looked_at():
+    from torch.distributed.elastic.agent.server.api import WorkerSpec
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+
+    pids, looks = {}, []
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", "localhost:0", "here", 1, 1, "localhost"))
+    spec = WorkerSpec("rank", 1, handler, entrypoint=four, max_restarts=0, monitor_interval=0.01)
+    agent = torch_compat.local_agent(
+        spec, "fork", started=pids.update, look=lambda: looks.append(1), failed=lambda codes: None
+    )
+    try:
+        assert agent.run().return_values == {0: 4}
+    finally:
+        handler.shutdown()
+        for number, previous in before.items():
+            signal.signal(number, previous)
+    assert list(pids) == [0] and looks
+
+
+def wait_for_nobody():
+    group = dist.new_group([0, 1])
+    torch_compat.set_group_timeout(group, timedelta(milliseconds=200))
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="(?i)timed out waiting 200ms"):
+            dist.all_reduce(torch.ones(1), group=group)
+    torch_compat.set_group_timeout(None, timedelta(seconds=30))
+    dist.barrier()
+
+
+def test_a_group_s_timeout_can_be_set_after_it_was_made():
+    run_ranks(wait_for_nobody, 2)
+
+
+def exchange():
+    store, rank = torch_compat.default_store(), dist.get_rank()
+    store.set(f"number/{rank}", str(rank * 10))
+    return [int(store.get(f"number/{other}")) for other in range(2)]
+
+
+def test_the_default_store_is_that_of_all_ranks():
+    assert run_ranks(exchange, 2) == [[0, 10], [0, 10]]
+
+
+def recorded():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    dist.all_reduce(torch.ones(3))
+    dist.all_reduce(torch.ones(5, 2), group=mesh.get_group("b"))
+    names = [torch_compat.group_name(group) for group in (None, mesh.get_group("b"))]
+    rows = [(entry["process_group"][0], entry["input_sizes"]) for entry in torch_compat.flight_records()]
+    return (
+        rows == [(names[0], [[3]]), (names[1], [[5, 2]])]
+        and {
+            "collective_seq_id",
+            "is_p2p",
+            "profiling_name",
+            "record_id",
+            "time_created_ns",
+        }
+        <= torch_compat.flight_records()[0].keys()
+    )
+
+
+def test_flight_records_hold_collectives_by_the_names_of_their_groups():
+    assert run_ranks(recorded, 4) == [True] * 4
+
+
+def test_tensors_are_gathered_under_either_name():
+    def gathered():
+        output = torch.empty(4)
+        torch_compat.all_gather_single(output, torch.full((2,), float(dist.get_rank())), group=dist.group.WORLD)
+        return output.tolist()
+
+    assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
+def test_a_group_s_timeout_is_told_for_gloo_alone():
+    cpu = torch.device("cpu")
+    with fake_world(2):
+        assert torch_compat.group_timeout(dist.group.WORLD, cpu) is None
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=70))
+    try:
+        assert torch_compat.group_timeout(dist.group.WORLD, cpu) == timedelta(seconds=70)
+        torch_compat.set_group_timeout(None, timedelta(seconds=7))
+        assert torch_compat.group_timeout(dist.group.WORLD, cpu) == timedelta(seconds=7)
+    finally:
+        dist.destroy_process_group()
