@@ -63,7 +63,8 @@ class GroupOptions:
 
     Args:
         backend: For example `nccl` or `gloo`; None keeps the default group's.
-        timeout_s: After which a collective of this group fails, in seconds; None keeps the default.
+        timeout_s: After which a collective of this group fails, in seconds; None takes the
+            default group's.
     """
 
     backend: str | None = None
@@ -232,7 +233,10 @@ def build(layout: Layout, *, device_type: str, options: Mapping[str, GroupOption
         mesh_dim_names=names,
         backend_override=override or None,  # type: ignore[arg-type]
     )
-    for name, option in options.items():
-        if option.timeout_s is not None:
-            torch_compat.set_group_timeout(mesh[name].get_group(), timedelta(seconds=option.timeout_s))
+    for name in names:
+        option = options.get(name, GroupOptions())
+        if option.timeout_s is None:
+            torch_compat.inherit_timeouts(mesh.get_group(name))
+        else:
+            torch_compat.set_group_timeout(mesh.get_group(name), timedelta(seconds=option.timeout_s))
     return mesh

@@ -166,7 +166,7 @@ def bounded_messages(group: Any, device: Any) -> Iterator[None]:
     from torch.distributed import distributed_c10d
     from torch.distributed.pipelining import schedules
 
-    timeout = group_timeout(group, device)
+    timeout = _patience(group, device)
     if timeout is None:
         yield
         return
@@ -191,11 +191,16 @@ def bounded_messages(group: Any, device: Any) -> Iterator[None]:
 
 def wait_for_message(work: Any, group: Any, device: Any) -> None:
     """Wait for a message between stages, over gloo no longer than for a collective; see `bounded_messages`."""
-    timeout = group_timeout(group, device)
+    timeout = _patience(group, device)
     if timeout is None:
         work.wait()
     else:
         work.wait(timeout)
+
+
+def _patience(group: Any, device: Any) -> timedelta | None:
+    backend = group._get_backend(device)
+    return group_timeout(group, device) if getattr(backend, "wrapped_pg", backend).name() == "gloo" else None
 
 
 def _are_over(operations: Sequence[Any], group: Any) -> bool:

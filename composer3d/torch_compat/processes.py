@@ -16,6 +16,7 @@ __all__ = [
     "flight_records",
     "group_name",
     "group_timeout",
+    "inherit_timeouts",
     "lazy_modules",
     "local_agent",
     "process_group",
@@ -38,18 +39,31 @@ def set_group_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def group_timeout(group: Any, device: Any) -> timedelta | None:
-    """Return after what time a collective of a group fails where gloo runs it; None where another backend does.
+    """Return after what time a collective of a group fails; None where its backend does not say.
 
     Nothing public tells it once the group was made (torch 2.11-2.15).
 
     Args:
         group: A process group.
-        device: Of the tensors.
+        device: Of the tensors: a group may have a backend for each type.
     """
     backend = group._get_backend(device)
-    backend = getattr(backend, "wrapped_pg", backend)
-    timeout: timedelta | None = backend.options._timeout if backend.name() == "gloo" else None
+    timeout: timedelta | None = getattr(
+        getattr(getattr(backend, "wrapped_pg", backend), "options", None), "_timeout", None
+    )
     return timeout
+
+
+def inherit_timeouts(group: Any) -> None:
+    """Give a group the default group's timeouts: those that a mesh makes have torch's own (torch 2.11-2.15)."""
+    import torch.distributed as dist
+
+    world: Any = dist.group.WORLD
+    for device in group._device_types:
+        timeout = group_timeout(world, device) if device in world._device_types else None
+        if timeout is not None and group_timeout(group, device) is not None:
+            backend = group._get_backend(device)
+            getattr(backend, "wrapped_pg", backend)._set_default_timeout(timeout)
 
 
 def default_store() -> Any:

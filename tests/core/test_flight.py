@@ -96,15 +96,16 @@ def test_a_missing_collective_names_everything(case, missed, first):
 
 
 def test_another_collective_is_named():
+    # A rank that fails first knows that the collective was not composer3d's; one that only answers is past it.
     (text, took_s), (other, _) = run_ranks(failing, 2, "other")
     assert re.fullmatch(
-        REASON
-        + r"collective (\d+) over dp_shard \(ranks 0 and 1; fsdp2\): rank 1 \(dp_shard 1\) ran all_gather of \[5\], "
+        REASON + r"collective (\d+) over dp_shard \(ranks 0 and 1; fsdp2( or composer3d)?\): "
+        r"rank 1 \(dp_shard 1\) ran all_gather of \[5\], "
         r"while rank 0 ran all_reduce of \[5\]\n"
         r"rank 1 \(dp_shard 1\): in step 1, at test_flight.py:\d+ in (linger|faulty_step), "
         r"last collective all_gather of \[5\] over dp_shard \(fsdp2( or composer3d)?\)\n"
         r"rank 0 \(dp_shard 0\): in step 1, at test_flight.py:\d+ in faulty_step, "
-        r"last collective all_reduce of \[5\] over dp_shard \(fsdp2\)",
+        r"last collective all_reduce of \[5\] over dp_shard \(fsdp2( or composer3d)?\)",
         text,
     ), text
     assert other == text

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -196,6 +197,7 @@ def test_crossings(degrees, gpus_per_node, expected):
 
 def build_on_a_rank(degrees, options):
     found = layout(**degrees)
+    torch_compat.set_group_timeout(None, timedelta(seconds=70))
     mesh = build(found, device_type="cpu", options=options)
     rank = dist.get_rank()
     result = {}
@@ -227,7 +229,7 @@ def test_the_mesh_of_four_ranks():
             assert ranks == expected.get(name, {}).get(rank, [rank])
             assert total == sum(ranks)
             assert backend == "gloo"
-            assert (timeout_s == 7.0) == (name == "tp")
+            assert timeout_s == (7.0 if name == "tp" else 70.0)  # the world's, which torch does not hand on
 
 
 def backends():

@@ -145,15 +145,19 @@ def test_tensors_are_gathered_under_either_name():
     assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
-def test_a_group_s_timeout_is_told_for_gloo_alone():
-    cpu = torch.device("cpu")
+def timeouts_of_axes():
+    torch_compat.set_group_timeout(None, timedelta(seconds=70))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    group, other = mesh.get_group("a"), mesh.get_group("b")
+    torch_compat.inherit_timeouts(group)
+    return [torch_compat.group_timeout(one, torch.device("cpu")) for one in (dist.group.WORLD, group, other)]
+
+
+def test_the_timeouts_of_a_mesh_are_not_the_worlds_until_they_are_inherited():
+    minute = timedelta(seconds=70)
+    assert run_ranks(timeouts_of_axes, 4) == [[minute, minute, timedelta(minutes=30)]] * 4
+
+
+def test_a_backend_without_a_timeout_has_none():
     with fake_world(2):
-        assert torch_compat.group_timeout(dist.group.WORLD, cpu) is None
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=70))
-    try:
-        assert torch_compat.group_timeout(dist.group.WORLD, cpu) == timedelta(seconds=70)
-        torch_compat.set_group_timeout(None, timedelta(seconds=7))
-        assert torch_compat.group_timeout(dist.group.WORLD, cpu) == timedelta(seconds=7)
-    finally:
-        dist.destroy_process_group()
+        assert torch_compat.group_timeout(dist.group.WORLD, torch.device("cpu")) is None
