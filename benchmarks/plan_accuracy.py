@@ -17,11 +17,11 @@ from pathlib import Path
 
 from published import DATA, GIB, Run, published_runs
 
-from composer3d.planning.orders import orders_of
-from composer3d.planning.simulation import Costs, simulate
-from composer3d.planning.static import static_traces
-from composer3d.planning.static_memory import reserved_bytes
-from composer3d.planning.timing import Estimate, estimate
+from composer3d.planning.costs.timing import Estimate, estimate
+from composer3d.planning.formulas.memory import reserved_bytes
+from composer3d.planning.formulas.static import static_traces
+from composer3d.planning.schedules.orders import orders_of
+from composer3d.planning.schedules.simulation import Costs, simulate
 
 TARGETS = {"time": (0.12, 0.25), "memory": (0.08, 0.15)}
 # Stages, micro-batches, measured share of idle time; times of forward, both halves of the backward, message in ms.

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from composer3d.planning.hardware import Hardware, load_hardware
-from composer3d.planning.setup import Precision, Setup
-from composer3d.planning.shape import ModelShape
+from composer3d.planning.formulas.setup import Precision, Setup
+from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.hardware.cluster import Hardware, load_hardware
 
 __all__ = ["Run", "published_runs"]
 

@@ -32,6 +32,16 @@ LAYERS = (
     ("cli",),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
+PLANNING = (
+    ("schedules", "hardware"),
+    ("tracing",),
+    ("costs",),
+    ("formulas",),
+    ("suggesting", "costing"),
+    ("plan",),
+    ("reports",),
+)
+PLANNING_LAYER = {name: index for index, names in enumerate(PLANNING) for name in names}
 
 
 @dataclass(frozen=True)
@@ -122,6 +132,20 @@ def test_imports_run_one_way():
         for name in sorted(graph.keys() & LAYER.keys())
         for other in sorted(reachable(graph, name))
         if LAYER[other] > LAYER[name]
+    ]
+    assert upward == []
+
+
+def test_imports_inside_planning_run_one_way():
+    own = "composer3d.planning."
+    upward = [
+        f"{module} imports {other}"
+        for module, imported in module_graph().items()
+        if module.startswith(own)
+        for other in sorted(imported)
+        if other.startswith(own)
+        and PLANNING_LAYER[other.split(".")[2]] >= PLANNING_LAYER[module.split(".")[2]]
+        and other.split(".")[2] != module.split(".")[2]
     ]
     assert upward == []
 

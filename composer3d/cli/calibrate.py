@@ -12,7 +12,7 @@ from composer3d.cli.output import say
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
-    from composer3d.planning.calibration import Measurement
+    from composer3d.planning.hardware.calibration import Measurement
 
 __all__ = ["add", "execute"]
 
@@ -53,8 +53,8 @@ def _minutes(text: str) -> float:
 def execute(arguments: argparse.Namespace) -> int:
     """Measure and write; on other ranks than the first, measure only."""
     from composer3d.manifest.writer import dump
-    from composer3d.planning.calibration import hardware_tables, mean_of
-    from composer3d.planning.hardware_rules import problems_of
+    from composer3d.planning.hardware.calibration import hardware_tables, mean_of
+    from composer3d.planning.hardware.rules import problems_of
     from composer3d.world import default_device
 
     device = default_device()
@@ -84,7 +84,7 @@ def _forked(num_ranks: int, seconds: float) -> list[Measurement]:
     """Measure on ranks of this machine, each on one thread."""
     import torch
 
-    from composer3d.planning.calibration import measure
+    from composer3d.planning.hardware.calibration import measure
     from composer3d.testing import run_ranks
 
     def rank() -> Measurement:
@@ -97,7 +97,7 @@ def _joined(device: Any, seconds: float) -> list[Measurement]:
     """Measure on the ranks of a launcher, or on one device alone."""
     import torch.distributed as dist
 
-    from composer3d.planning.calibration import measure
+    from composer3d.planning.hardware.calibration import measure
     from composer3d.world import join_world
 
     release = join_world(device)

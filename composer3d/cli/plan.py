@@ -13,7 +13,7 @@ from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
     from composer3d.planning.plan import Plan
-    from composer3d.planning.roles import RankChoice
+    from composer3d.planning.tracing.roles import RankChoice
 
 __all__ = ["add", "execute"]
 
@@ -74,22 +74,22 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.diff is not None:
         return _diff(arguments, plan)
     if arguments.html is not None:
-        from composer3d.planning.page import plan_to_html
+        from composer3d.planning.reports.page import plan_to_html
 
         _write(arguments.html, plan_to_html(plan, title=arguments.manifest))
     if arguments.json:
-        from composer3d.planning.report import plan_to_json
+        from composer3d.planning.reports.report import plan_to_json
 
         say_json(plan_to_json(plan))
     else:
-        from composer3d.planning.text import show_plan
+        from composer3d.planning.reports.text import show_plan
 
         say(show_plan(plan))
     return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
 
 
 def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
-    from composer3d.planning.difference import difference_to_json, show_difference
+    from composer3d.planning.reports.difference import difference_to_json, show_difference
 
     other = _plan(arguments, arguments.diff)
     if other is None:
@@ -114,9 +114,9 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
 
     from composer3d.cli.rules import find_factory
     from composer3d.planning.costing import Budget
-    from composer3d.planning.hardware import load_hardware
-    from composer3d.planning.job import job_of
+    from composer3d.planning.hardware.cluster import load_hardware
     from composer3d.planning.plan import make_plan
+    from composer3d.planning.tracing.job import job_of
     from composer3d.runner.data import foreseen_example
     from composer3d.runner.tokenizer import with_tokenizer
 

@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.manifest import Manifest
-    from composer3d.planning.search import Found
-    from composer3d.planning.setup import Setup
-    from composer3d.planning.shape import ModelShape
-    from composer3d.planning.suggestion import Accepted, Suggestion
+    from composer3d.planning.formulas.setup import Setup
+    from composer3d.planning.formulas.shape import ModelShape
+    from composer3d.planning.suggesting.search import Found
+    from composer3d.planning.suggesting.suggestion import Accepted, Suggestion
 
 __all__ = ["add", "execute"]
 
@@ -54,9 +54,9 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
-    from composer3d.planning.hardware import load_hardware
-    from composer3d.planning.keeping import kept
-    from composer3d.planning.suggestion import suggest
+    from composer3d.planning.hardware.cluster import load_hardware
+    from composer3d.planning.suggesting.keeping import kept
+    from composer3d.planning.suggesting.suggestion import suggest
 
     inspected = open_manifest(arguments.manifest, arguments.overrides)
     if inspected.problems:
@@ -97,7 +97,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _shape(manifest: Manifest, model: nn.Module) -> ModelShape:
     from composer3d.patterns import find_blocks
-    from composer3d.planning.model_shape import shape_of
+    from composer3d.planning.formulas.model_shape import shape_of
 
     blocks = manifest.model.blocks or find_blocks(model)
     if blocks is None:
@@ -110,7 +110,7 @@ def _shape(manifest: Manifest, model: nn.Module) -> ModelShape:
 
 def _own(manifest: Manifest, found: Inspection) -> Setup:
     """Return the manifest in numbers; degrees that do not fit the world stay as they are stated."""
-    from composer3d.planning.manifest_setup import setup_of
+    from composer3d.planning.formulas.manifest_setup import setup_of
 
     degrees = {axis: degree for axis, degree in manifest.degrees.items() if degree is not None and degree > 0}
     if found.layout is not None:
@@ -119,14 +119,14 @@ def _own(manifest: Manifest, found: Inspection) -> Setup:
 
 
 def _changes(manifest: Manifest, own: Setup, setup: Setup) -> tuple[str, ...]:
-    from composer3d.planning.manifest_setup import patch
+    from composer3d.planning.formulas.manifest_setup import patch
 
     return patch(manifest, own, setup)
 
 
 def _checked(arguments: argparse.Namespace, manifest: Manifest, own: Setup, setup: Setup) -> Accepted:
     """Ask `check` for a layout, in this process."""
-    from composer3d.planning.suggestion import Accepted
+    from composer3d.planning.suggesting.suggestion import Accepted
 
     changes = _changes(manifest, own, setup)
     try:
@@ -144,7 +144,7 @@ def _own_verdict(
     found: Inspection, own: Setup, world_size: int, shape: ModelShape, hardware: Any, memory: float
 ) -> str:
     """Return what is to be said of the given manifest."""
-    from composer3d.planning.search import evaluate
+    from composer3d.planning.suggesting.search import evaluate
 
     errors = [problem for problem in found.ordered() if problem.severity == "error"]
     if errors:
@@ -207,7 +207,7 @@ def _layout(setup: Setup) -> str:
 
 def _write(folder: Path, manifest: Manifest, patches: Sequence[tuple[str, ...]]) -> None:
     """Write each patch as a manifest that extends the given one."""
-    from composer3d.planning.patch_file import patch_text
+    from composer3d.planning.suggesting.patch_file import patch_text
 
     base = Path(manifest.document.file)
     known = str(base.resolve()) if base.suffix == ".toml" else manifest.document.file

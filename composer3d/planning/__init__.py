@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.planning.drawing import draw_svg, draw_text
-from composer3d.planning.simulation import Cell, Costs, Simulation, simulate
+from composer3d.planning.schedules.drawing import draw_svg, draw_text
+from composer3d.planning.schedules.simulation import Cell, Costs, Simulation, simulate
 
 __all__ = ["Cell", "Costs", "Simulation", "draw_svg", "draw_text", "simulate"]

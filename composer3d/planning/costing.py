@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
 from composer3d.mesh import Role
-from composer3d.planning.time_report import time_report
-from composer3d.planning.timing import estimate, training
-from composer3d.planning.traced import RankTrace
+from composer3d.planning.costs.time_report import time_report
+from composer3d.planning.costs.timing import estimate, training
+from composer3d.planning.tracing.traced import RankTrace
 
 if TYPE_CHECKING:
     from composer3d.mesh import Layout
-    from composer3d.planning.composing import Job
-    from composer3d.planning.hardware import Hardware
+    from composer3d.planning.hardware.cluster import Hardware
+    from composer3d.planning.tracing.composing import Job
     from composer3d.protocol import Action
 
 __all__ = ["Budget", "advice_on", "time_of"]
@@ -89,9 +89,9 @@ def advice_on(job: Job, layout: Layout, hardware: Hardware, memory_bytes: int) -
         memory_bytes: Of a device.
     """
     from composer3d.patterns import find_blocks
-    from composer3d.planning.lint import lint
-    from composer3d.planning.manifest_setup import setup_of
-    from composer3d.planning.model_shape import shape_of
+    from composer3d.planning.formulas.lint import lint
+    from composer3d.planning.formulas.manifest_setup import setup_of
+    from composer3d.planning.formulas.model_shape import shape_of
 
     blocks = job.manifest.model.blocks or find_blocks(job.model)
     if blocks is None:

@@ -8,10 +8,10 @@ import sys
 import pytest
 
 from composer3d.cli import main
-from composer3d.planning.calibration import Measurement, hardware_tables, mean_of
-from composer3d.planning.collectives import Group, collective_s
-from composer3d.planning.hardware import load_hardware
-from composer3d.planning.hardware_rules import problems_of
+from composer3d.planning.costs.collectives import Group, collective_s
+from composer3d.planning.hardware.calibration import Measurement, hardware_tables, mean_of
+from composer3d.planning.hardware.cluster import load_hardware
+from composer3d.planning.hardware.rules import problems_of
 
 MEASURED = Measurement(
     device="CPU core",

@@ -14,12 +14,12 @@ from composer3d.initialisation import record
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
 from composer3d.models import llama
-from composer3d.planning.composing import Job, run_step
-from composer3d.planning.extending import sketch_of
-from composer3d.planning.recording import record_step
-from composer3d.planning.report import collective_rows
-from composer3d.planning.summary import summarise
-from composer3d.planning.tracing import Tracer
+from composer3d.planning.reports.report import collective_rows
+from composer3d.planning.tracing.composing import Job, run_step
+from composer3d.planning.tracing.extending import sketch_of
+from composer3d.planning.tracing.recording import record_step
+from composer3d.planning.tracing.summary import summarise
+from composer3d.planning.tracing.tracer import Tracer
 
 VOCAB, SEQ, MICROBATCH = 64, 16, 2
 

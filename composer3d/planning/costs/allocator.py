@@ -1,0 +1,82 @@
+"""From bytes that are asked for to bytes that a GPU must have: rounding, fragments, and what no tensor holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from composer3d.planning.hardware.cluster import Device
+from composer3d.planning.tracing.traced import RankTrace, Transfer
+
+__all__ = ["Allocation", "Verdict", "allocate", "judge"]
+
+Verdict = Literal["fits", "tight", "does not fit"]
+
+_BLOCK = 512  # CUDA's caching allocator rounds every request up to it
+_SEGMENT = 2 << 20  # what it takes from the device in, small requests together
+# Held by the driver and cuBLAS before a tensor exists; 0.5 to 1 GiB on A100 and H100, by libraries loaded. Assumed.
+_CONTEXT = 800 << 20
+# Of blocks that are free and fit nothing; published runs reserve 6 to 16 % above what they allocate. Assumed.
+_FRAGMENTS = 0.08
+# NCCL's buffers of one communicator and rank: 2 directions, a few channels of 4 MiB and less; assumed.
+_COMMUNICATOR = 64 << 20
+# Above this share of the device the assumptions decide.
+_TIGHT = 0.92
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allocation:
+    """Bytes of one rank on a GPU.
+
+    Args:
+        allocated: The traced peak, every storage rounded up to blocks of the allocator.
+        reserved: What the caching allocator holds then: with fragments, in whole segments.
+        context: Of the driver and its libraries.
+        communicators: Buffers of the process groups.
+    """
+
+    allocated: int
+    reserved: int
+    context: int
+    communicators: int
+
+    @property
+    def total(self) -> int:
+        """What the device must have."""
+        return self.reserved + self.context + self.communicators
+
+
+def allocate(trace: RankTrace, device: Device | None = None) -> Allocation:
+    """Return what a rank needs of a GPU's memory.
+
+    Args:
+        trace: Of the rank.
+        device: Whose reserve and context to take, communicators within it; None takes assumptions for any.
+    """
+    peak = trace.memory.peak
+    allocated = peak + _BLOCK // 2 * trace.memory.num_storages
+    factor = 1 + _FRAGMENTS if device is None else device.reserve_factor
+    reserved = -(-int(allocated * factor) // _SEGMENT) * _SEGMENT
+    if device is not None:
+        return Allocation(allocated=allocated, reserved=reserved, context=device.context_bytes, communicators=0)
+    groups = {transfer.ranks for transfer in _transfers(trace) if len(transfer.ranks) > 1}
+    return Allocation(
+        allocated=allocated, reserved=reserved, context=_CONTEXT, communicators=_COMMUNICATOR * len(groups)
+    )
+
+
+def _transfers(trace: RankTrace) -> Sequence[Transfer]:
+    return [transfer for segment in trace.segments for transfer in segment.transfers]
+
+
+def judge(allocation: Allocation, memory_bytes: int) -> Verdict:
+    """Say whether a rank fits on a device; `tight` is what the assumptions leave open.
+
+    Args:
+        allocation: Of the rank.
+        memory_bytes: Of the device.
+    """
+    if allocation.total > memory_bytes:
+        return "does not fit"
+    return "tight" if allocation.total > _TIGHT * memory_bytes else "fits"

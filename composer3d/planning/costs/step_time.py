@@ -1,0 +1,144 @@
+"""How long the stretches of a traced step take: compute, and of the communication what compute does not hide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from composer3d.planning.costs.collectives import group_of, transfer_s
+from composer3d.planning.costs.roofline import operator_s
+from composer3d.planning.hardware.cluster import Hardware
+from composer3d.planning.tracing.traced import Operators, Segment, Transfer
+
+__all__ = ["HOST_COPY", "Communication", "SegmentTime", "communication_of", "segment_time"]
+
+HOST_COPY = "host_copy"  # the name of copies between a device and its host
+_MESSAGES = ("send", "receive")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentTime:
+    """Seconds of one repetition of a segment.
+
+    Args:
+        compute_s: Operators alone.
+        communication_s: All collectives, one after the other.
+        exposed_s: What they lengthen the segment by: those that block, and of the others what compute does not cover.
+        flops: That operators execute, recomputation included.
+    """
+
+    compute_s: float
+    communication_s: float
+    exposed_s: float
+    flops: float
+
+    @property
+    def total_s(self) -> float:
+        """From the segment's begin to its end."""
+        return self.compute_s + self.exposed_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Communication:
+    """One kind of collective over a whole step of one rank.
+
+    Args:
+        op: As in `Transfer`.
+        axis: Of the mesh.
+        plugin: Whose.
+        link: Over which it goes.
+        num_ranks: Of a group.
+        count: How often.
+        wire_bytes: What the rank sends.
+        seconds: Of all of them.
+    """
+
+    op: str
+    axis: str | None
+    plugin: str | None
+    link: str
+    num_ranks: int
+    count: int
+    wire_bytes: int
+    seconds: float
+
+
+def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
+    """Time one repetition of a segment on one rank.
+
+    Messages between stages are left to the simulation of the pipeline; one that its sender waits for also takes the
+    sender's time. Collectives that run beside compute share a
+    link, and lengthen what they run beside; the first of a kind has nothing to run beside.
+
+    Args:
+        segment: Of a trace.
+        hardware: On which it runs.
+    """
+    compute = compute_s(segment.operators, hardware)
+    collectives = [transfer for transfer in segment.transfers if transfer.op not in _MESSAGES]
+    waited = [t for t in segment.transfers if not t.is_overlapped and t.op != "receive"]
+    blocking = sum(_all_s(transfer, hardware) for transfer in waited)
+    beside = [transfer for transfer in collectives if transfer.is_overlapped]
+    by_link: dict[bool, float] = {}
+    for transfer in beside:
+        spans = group_of(transfer.ranks, hardware.devices_per_node).num_nodes > 1
+        by_link[spans] = by_link.get(spans, 0.0) + _all_s(transfer, hardware)
+    longest = max(by_link.values(), default=0.0)
+    hidden = min(longest, compute)
+    first = max((_all_s(transfer, hardware) / transfer.count for transfer in beside), default=0.0)
+    exposed = max(longest - compute, min(first, longest)) + (hardware.slowdown - 1) * hidden
+    return SegmentTime(
+        compute_s=compute,
+        communication_s=blocking + sum(by_link.values()),
+        exposed_s=blocking + exposed,
+        flops=math.fsum(float(operators.flops) * operators.count for operators in segment.operators),
+    )
+
+
+def compute_s(operators: Sequence[Operators], hardware: Hardware) -> float:
+    """Return the seconds of operators on one device: their own time, or where it is longer that of launching them."""
+    device = hardware.device
+    work = math.fsum(_operator_s(call, hardware) * call.count for call in operators)
+    launches = device.launch_s * sum(call.count for call in operators)
+    return max(work, launches) if device.is_asynchronous else work + launches
+
+
+def _operator_s(operators: Operators, hardware: Hardware) -> float:
+    if operators.name == HOST_COPY:
+        return operators.bytes_moved / hardware.host.reached
+    return operator_s(operators, hardware.device)
+
+
+def communication_of(segments: Sequence[Segment], hardware: Hardware) -> tuple[Communication, ...]:
+    """Return a rank's communication over a step, by operation, axis and plugin, the longest first."""
+    sums: dict[tuple[str, str | None, str | None, str, int], tuple[int, int, float]] = {}
+    for segment in segments:
+        for transfer in segment.transfers:
+            spans = group_of(transfer.ranks, hardware.devices_per_node).num_nodes > 1
+            link = hardware.inter.name if spans else hardware.intra.name
+            key = (transfer.op, transfer.axis, transfer.plugin, link, len(transfer.ranks))
+            count, wire, seconds = sums.get(key, (0, 0, 0.0))
+            sums[key] = (
+                count + transfer.count * segment.count,
+                wire + transfer.wire_bytes * segment.count,
+                seconds + _all_s(transfer, hardware) * segment.count,
+            )
+    rows = [
+        Communication(
+            op=op,
+            axis=axis,
+            plugin=plugin,
+            link=link,
+            num_ranks=num_ranks,
+            count=count,
+            wire_bytes=wire,
+            seconds=seconds,
+        )
+        for (op, axis, plugin, link, num_ranks), (count, wire, seconds) in sums.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _all_s(transfer: Transfer, hardware: Hardware) -> float:
+    return transfer_s(transfer, hardware) * transfer.count

@@ -1,0 +1,328 @@
+"""The time of a step from its trace: roofline, collectives, pipeline; and what follows from it.
+
+Pure functions of traces and a described cluster. No constant here is of a model, a layout or a run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from composer3d.errors import ComposerError
+from composer3d.planning.costs.collectives import transfer_s
+from composer3d.planning.costs.figure import Figure, Provenance
+from composer3d.planning.costs.roofline import peak_of
+from composer3d.planning.costs.step_time import Communication, SegmentTime, communication_of, segment_time
+from composer3d.planning.hardware.cluster import Hardware
+from composer3d.planning.schedules.simulation import Simulation, StageCosts, simulate
+from composer3d.planning.tracing.traced import RankTrace, Segment
+from composer3d.protocol import Action
+
+__all__ = ["Estimate", "PipelineTime", "Training", "estimate", "training"]
+
+# The bounds of a modelled step's time: nine of ten published runs that were not fitted lie within (plan_accuracy.py).
+MODELLED_BAND, CALIBRATED_BAND = 0.25, 0.15
+_KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
+_SHARES = {"I": 0.5, "W": 0.5}  # of a whole backward, where the trace did not cut it
+_SECONDS_A_DAY = 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineTime:
+    """A pipeline's step.
+
+    Args:
+        bubble_share: Idle time as a part of the step's forwards and backwards.
+        bubble_relative: Idle time relative to computing.
+        in_flight: Micro-batches whose activations a rank holds at most, by rank.
+        stage_s: Forward and backward of one micro-batch by stage.
+        imbalance: The slowest stage over the mean stage, less 1.
+        simulation: Its cells, for drawing; times in seconds.
+    """
+
+    bubble_share: Figure
+    bubble_relative: Figure
+    in_flight: tuple[float, ...]
+    stage_s: tuple[float, ...]
+    imbalance: float
+    simulation: Simulation
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The time of an optimizer step, of the ranks that take longest.
+
+    Args:
+        step_s: All of it.
+        compute_s: Operators.
+        exposed_s: Communication that compute does not hide.
+        bubble_s: Waiting for other stages.
+        optimizer_s: The optimizer, within `compute_s`.
+        tokens_per_s: Of the whole world.
+        tokens_per_s_per_device: Of one rank.
+        mfu: Model FLOPs by the named convention over the peak.
+        hfu: FLOPs that are executed, recomputation included, over the peak.
+        convention: In which the model's FLOPs are counted.
+        peak_flops: Of one device, that MFU and HFU refer to.
+        pipeline: None without one.
+        communication: Of the rank that takes longest.
+        notes: What a reader has to know.
+    """
+
+    step_s: Figure
+    compute_s: Figure
+    exposed_s: Figure
+    bubble_s: Figure
+    optimizer_s: Figure
+    tokens_per_s: Figure
+    tokens_per_s_per_device: Figure
+    mfu: Figure | None
+    hfu: Figure
+    convention: str
+    peak_flops: float
+    pipeline: PipelineTime | None
+    communication: tuple[Communication, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """What a whole run takes.
+
+    Args:
+        num_steps: Optimizer steps that the tokens make, rounded up.
+        days: Of wall clock, without interruptions.
+        device_hours: Of all devices.
+        cost: In the currency of the price; None without one.
+    """
+
+    num_steps: int
+    days: Figure
+    device_hours: Figure
+    cost: Figure | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _RankTime:
+    compute_s: float
+    exposed_s: float
+    optimizer_s: float
+    flops: float
+
+    @property
+    def total_s(self) -> float:
+        return self.compute_s + self.exposed_s
+
+
+def estimate(
+    traces: Sequence[RankTrace],
+    hardware: Hardware,
+    *,
+    world_size: int,
+    tokens: int,
+    model_flops: float | None = None,
+    convention: str = "palm",
+    dtype: str = "bfloat16",
+    orders: Sequence[Sequence[Action]] | None = None,
+) -> Estimate:
+    """Model the time of one optimizer step.
+
+    Without a pipeline the slowest rank's segments follow each other. With one, forwards and backwards run in the
+    schedule's order with what each stage takes; reductions and the optimizer follow.
+
+    Args:
+        traces: One for every kind of rank; with a pipeline one for every stage, or at least for first, inner and last.
+        hardware: The cluster; its `devices_per_node` says which ranks share a node.
+        world_size: Ranks.
+        tokens: Of the global batch of one optimizer step.
+        model_flops: Of forward and backward of one token, by `convention`; None where they are not known.
+        convention: How they were counted.
+        dtype: Whose peak utilisation refers to.
+        orders: Actions by rank along the pipeline; None without one.
+
+    Raises:
+        ComposerError: There is no trace, or the order cannot run.
+    """
+    if not traces:
+        raise ComposerError("there is no traced rank to time")
+    times = [_rank_time(trace.segments, hardware) for trace in traces]
+    slowest = max(range(len(traces)), key=lambda index: times[index].total_s)
+    pipeline, chosen, bubble_s = None, times[slowest], 0.0
+    if orders is not None:
+        pipeline, chosen, bubble_s = _pipelined(traces, hardware, orders)
+    step_s = chosen.total_s + bubble_s
+    known: Provenance = "calibrated" if hardware.known == "calibrated" else "modelled"
+    band = CALIBRATED_BAND if known == "calibrated" else MODELLED_BAND
+    step = Figure.within(step_s, band, known)
+    peak = peak_of(dtype, hardware.device)
+    rate = step.inverse(float(tokens))
+    executed = _mean_flops(traces, times)
+    return Estimate(
+        step_s=step,
+        compute_s=Figure.within(chosen.compute_s, band, known),
+        exposed_s=Figure.within(chosen.exposed_s, 2 * band, known),
+        bubble_s=Figure.within(bubble_s, band, known),
+        optimizer_s=Figure.within(chosen.optimizer_s, band, known),
+        tokens_per_s=rate,
+        tokens_per_s_per_device=rate.scaled(1 / world_size),
+        mfu=None if model_flops is None else rate.scaled(model_flops / world_size / peak),
+        hfu=step.inverse(executed / peak),
+        convention=convention,
+        peak_flops=peak,
+        pipeline=pipeline,
+        communication=communication_of(traces[slowest].segments, hardware),
+        notes=_notes(hardware, dtype),
+    )
+
+
+def training(
+    found: Estimate, *, num_tokens: float, tokens: int, world_size: int, price: float | None = None
+) -> Training:
+    """Return what a token budget takes.
+
+    Args:
+        found: The time of a step.
+        num_tokens: Of the whole run.
+        tokens: Of one step.
+        world_size: Devices that are paid for.
+        price: Of one device for an hour.
+    """
+    num_steps = math.ceil(num_tokens / tokens)
+    seconds = found.step_s.scaled(num_steps)
+    hours = seconds.scaled(world_size / 3600)
+    return Training(
+        num_steps=num_steps,
+        days=seconds.scaled(1 / _SECONDS_A_DAY),
+        device_hours=hours,
+        cost=None if price is None else hours.scaled(price),
+    )
+
+
+def _rank_time(segments: Sequence[Segment], hardware: Hardware) -> _RankTime:
+    pairs = [(segment, segment_time(segment, hardware)) for segment in segments]
+    return _RankTime(
+        compute_s=math.fsum(time.compute_s * segment.count for segment, time in pairs),
+        exposed_s=math.fsum(time.exposed_s * segment.count for segment, time in pairs),
+        optimizer_s=math.fsum(time.compute_s * segment.count for segment, time in pairs if segment.kind == "optimizer"),
+        flops=math.fsum(time.flops * segment.count for segment, time in pairs),
+    )
+
+
+def _mean_flops(traces: Sequence[RankTrace], times: Sequence[_RankTime]) -> float:
+    """Return what a rank executes on average over those that the traces stand for."""
+    ranks = sum(trace.stands_for for trace in traces)
+    return math.fsum(time.flops * trace.stands_for for time, trace in zip(times, traces, strict=True)) / ranks
+
+
+def _pipelined(
+    traces: Sequence[RankTrace], hardware: Hardware, orders: Sequence[Sequence[Action]]
+) -> tuple[PipelineTime, _RankTime, float]:
+    """Simulate the forwards and backwards; add what every rank does after them."""
+    num_stages = 1 + max(action.stage for order in orders for action in order)
+    stages = {stage: _stage_times(stage, num_stages, traces, hardware) for stage in range(num_stages)}
+    kinds = {action.kind for order in orders for action in order}
+    costs: dict[tuple[int, str], float] = {
+        (stage, kind): _action_time(kind, times).total_s for stage, times in stages.items() for kind in kinds
+    }
+    result = simulate(orders, StageCosts(stages=costs, transfer=_message_s(traces, hardware)))
+    after = max(
+        (_rank_time([s for s in trace.segments if s.kind in ("gradients", "optimizer")], hardware) for trace in traces),
+        key=lambda time: time.total_s,
+    )
+    busy = max(range(len(orders)), key=lambda rank: result.busy[rank])
+    parts = [_action_time(action.kind, stages[action.stage]) for action in orders[busy]]
+    chosen = replace(
+        after,
+        compute_s=after.compute_s + math.fsum(part.compute_s for part in parts),
+        exposed_s=after.exposed_s + math.fsum(part.exposed_s for part in parts),
+    )
+    stage_s = tuple(
+        sum(costs[stage, kind] for kind in (("F", "B") if "B" in kinds else ("F", "I", "W")) if kind in kinds)
+        for stage in range(num_stages)
+    )
+    pipeline = PipelineTime(
+        bubble_share=_points(result.bubble_share),
+        bubble_relative=_points(result.bubble_relative),
+        in_flight=result.in_flight,
+        stage_s=stage_s,
+        imbalance=max(stage_s) * num_stages / math.fsum(stage_s) - 1,
+        simulation=result,
+    )
+    return pipeline, chosen, result.total - result.busy[busy]
+
+
+def _points(value: float) -> Figure:
+    """Return a share, which differs from measured ones by up to two points."""
+    return Figure(value=value, known="modelled", low=max(0.0, value - 0.02), high=value + 0.02)
+
+
+def _stage_times(
+    stage: int, num_stages: int, traces: Sequence[RankTrace], hardware: Hardware
+) -> Mapping[str, SegmentTime]:
+    """Return the times of a stage's segments by kind; one that was not traced is as the nearest inner one."""
+    held = sorted({segment.stage for trace in traces for segment in trace.segments if segment.kind == "forward"})
+    inner = [other for other in held if 0 < other < num_stages - 1]
+    near = stage if stage in held else min(inner or held, key=lambda other: abs(other - stage))
+    found: dict[str, list[tuple[int, SegmentTime]]] = {}
+    for trace in traces:
+        for segment in trace.segments:
+            if segment.stage == near and segment.kind in _KINDS.values():
+                found.setdefault(segment.kind, []).append((segment.count, segment_time(segment, hardware)))
+    return {kind: _mean(times) for kind, times in found.items()}
+
+
+def _mean(times: Sequence[tuple[int, SegmentTime]]) -> SegmentTime:
+    """Return the mean over repetitions: a first micro-batch that gathers parameters is one of them."""
+    total = sum(count for count, _ in times)
+    return SegmentTime(
+        compute_s=math.fsum(count * time.compute_s for count, time in times) / total,
+        communication_s=math.fsum(count * time.communication_s for count, time in times) / total,
+        exposed_s=math.fsum(count * time.exposed_s for count, time in times) / total,
+        flops=math.fsum(count * time.flops for count, time in times) / total,
+    )
+
+
+def _action_time(kind: str, times: Mapping[str, SegmentTime]) -> SegmentTime:
+    """Return the time of an action; halves of a backward that was traced whole are halves of its time."""
+    found = times.get(_KINDS[kind])
+    if found is not None:
+        return found
+    if kind == "B":
+        halves = [times[name] for name in ("input_backward", "weight_backward")]
+        return SegmentTime(
+            compute_s=sum(half.compute_s for half in halves),
+            communication_s=sum(half.communication_s for half in halves),
+            exposed_s=sum(half.exposed_s for half in halves),
+            flops=sum(half.flops for half in halves),
+        )
+    whole, share = times["backward"], _SHARES[kind]
+    return SegmentTime(
+        compute_s=whole.compute_s * share,
+        communication_s=whole.communication_s * share,
+        exposed_s=whole.exposed_s * share,
+        flops=whole.flops * share,
+    )
+
+
+def _message_s(traces: Sequence[RankTrace], hardware: Hardware) -> float:
+    """Return the time of the longest message between stages."""
+    messages = [
+        transfer_s(transfer, hardware)
+        for trace in traces
+        for segment in trace.segments
+        for transfer in segment.transfers
+        if transfer.op in ("send", "receive")
+    ]
+    return max(messages, default=0.0)
+
+
+def _notes(hardware: Hardware, dtype: str) -> tuple[str, ...]:
+    notes = []
+    if dtype not in hardware.device.peaks:
+        notes.append(f"{hardware.device.name} computes no {dtype}: times are those of a wider dtype")
+    if hardware.known == "assumed":
+        notes.append(
+            f"time is modelled on published figures of {hardware.device.name}; composer3d calibrate measures a machine"
+        )
+    return tuple(notes)

@@ -1,0 +1,274 @@
+"""The mistakes of layouts, each with its numbers and with what would mend it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from composer3d.planning.costs.collectives import collective_s, group_of
+from composer3d.planning.formulas.memory import reserved_bytes, state_bytes
+from composer3d.planning.formulas.setup import Setup
+from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.static import layers_of, peak_bytes
+from composer3d.planning.hardware.cluster import Hardware
+from composer3d.planning.schedules.orders import orders_of
+from composer3d.planning.schedules.simulation import Costs, simulate
+
+__all__ = ["Advice", "lint"]
+
+GIB = 2**30
+_BUBBLE = 0.2  # of a step; four micro-batches a stage stay below it
+_IMBALANCE = 0.05
+_ROOM = 0.7  # of the memory: below it, what was saved may be spent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advice:
+    """A mistake.
+
+    Args:
+        rule: Its name, for filters.
+        severity: `error` cannot run, `warning` runs and wastes.
+        message: What is wrong, with numbers.
+        fix: What to write instead.
+    """
+
+    rule: str
+    severity: Literal["error", "warning"]
+    message: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.message}; {self.fix}"
+
+
+def lint(
+    shape: ModelShape,
+    setup: Setup,
+    hardware: Hardware,
+    *,
+    world_size: int | None = None,
+    memory_bytes: float | None = None,
+) -> tuple[Advice, ...]:
+    """Return what is wrong with a layout, what cannot run first.
+
+    Args:
+        shape: Of the model.
+        setup: The layout.
+        hardware: The cluster.
+        world_size: Ranks that there are; None takes what the degrees multiply to.
+        memory_bytes: Of a device; None takes the described one's.
+    """
+    limit = memory_bytes or hardware.device.memory_bytes
+    found = [
+        *_world(setup, world_size or setup.world_size),
+        *_divisibility(shape, setup),
+        *_batch(setup),
+        *_memory(shape, setup, hardware, limit),
+        *_tensor_parallel(shape, setup, hardware),
+        *_pipeline(shape, setup),
+        *_resharding(shape, setup, hardware, limit),
+        *_precision(setup, hardware),
+        *_recompute(shape, setup, hardware, limit),
+    ]
+    return tuple(sorted(found, key=lambda advice: advice.severity != "error"))
+
+
+def _world(setup: Setup, world_size: int) -> Iterator[Advice]:
+    if setup.world_size == world_size:
+        return
+    inner = setup.tp * setup.pp * setup.cp
+    product = f"pp {setup.pp} x cp {setup.cp} x tp {setup.tp} x data parallel {setup.data_parallel}"
+    fix = f"{world_size} ranks leave {world_size // inner} for data parallelism"
+    if world_size % inner:
+        fix = f"{inner} ranks hold one copy, so take a multiple of {inner} ranks"
+    yield Advice(
+        rule="world",
+        severity="error",
+        message=f"{product} = {setup.world_size} ranks, not {world_size}",
+        fix=fix,
+    )
+
+
+def _divisibility(shape: ModelShape, setup: Setup) -> Iterator[Advice]:
+    sizes = (
+        ("query heads", shape.num_heads),
+        ("key and value heads", shape.num_kv_heads),
+        ("feed-forward width", shape.ffn),
+    )
+    for name, size in sizes:
+        if size % setup.tp:
+            best = max(degree for degree in range(1, setup.tp) if size % degree == 0)
+            yield Advice(
+                rule="divisibility",
+                severity="error",
+                message=f"{name}: {size} / tp {setup.tp} = {size / setup.tp:g}, which is not whole",
+                fix=f"the next smaller tp that divides it is {best}",
+            )
+    if setup.num_stages > shape.num_layers:
+        yield Advice(
+            rule="divisibility",
+            severity="error",
+            message=f"{setup.num_stages} stages, but only {shape.num_layers} layers",
+            fix=f"pp x stages_per_rank is at most {shape.num_layers}",
+        )
+
+
+def _batch(setup: Setup) -> Iterator[Advice]:
+    unit = setup.microbatch * setup.data_parallel
+    rest = setup.global_batch % unit
+    if rest:
+        below = setup.global_batch - rest
+        yield Advice(
+            rule="batch",
+            severity="error",
+            message=f"global_batch {setup.global_batch} / (microbatch {setup.microbatch} x data parallel "
+            f"{setup.data_parallel}) = {setup.global_batch / unit:g}, which is not whole",
+            fix=f"global_batch = {below or unit} or {below + unit}",
+        )
+
+
+def _memory(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> Iterator[Advice]:
+    states = sum(state_bytes(shape.num_parameters, 1, 0, setup.precision).values())
+    each = states / shape.num_parameters
+    if states / setup.world_size > limit:
+        needed = math.ceil(states / limit)
+        yield Advice(
+            rule="cannot fit",
+            severity="error",
+            message=f"{shape.num_parameters / 1e9:.4g} B parameters x {each:g} bytes = {states / 1e9:.4g} GB of "
+            f"weights, gradients and optimizer state; {setup.world_size} devices hold "
+            f"{setup.world_size * limit / 1e9:.4g} GB, whatever the degrees",
+            fix=f"take at least {needed} devices, a low-bit optimizer, or offload",
+        )
+        return
+    needs = reserved_bytes(peak_bytes(shape, setup), hardware)
+    if needs > limit:
+        yield Advice(
+            rule="does not fit",
+            severity="error",
+            message=f"the worst rank needs {needs / GIB:.1f} GiB of {limit / GIB:.1f} GiB",
+            fix=_what_would_fit(shape, setup, hardware, limit),
+        )
+
+
+def _what_would_fit(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> str:
+    """Return the smallest change that fits."""
+    changes = [(f"recompute {mode}", replace(setup, recompute=mode)) for mode in ("selective", "full")]
+    changes += [(f"zero = {zero}", replace(setup, zero=zero)) for zero in (1, 2, 3) if zero > setup.zero]
+    changes.append(("zero = 3 and recompute full", replace(setup, zero=3, recompute="full")))
+    changes.append(("the optimizer's state on the host", replace(setup, offload=True)))
+    if not setup.zero:
+        shared = replace(setup, dp_shard=setup.data_parallel, dp_replicate=1)
+        changes = [(name, replace(changed, dp_shard=shared.dp_shard, dp_replicate=1)) for name, changed in changes]
+    for name, changed in changes:
+        needs = reserved_bytes(peak_bytes(shape, changed), hardware)
+        if needs <= limit:
+            return f"{name} needs {needs / GIB:.1f} GiB"
+    return "composer3d suggest searches for a layout that fits"
+
+
+def _tensor_parallel(shape: ModelShape, setup: Setup, hardware: Hardware) -> Iterator[Advice]:
+    per_node = hardware.devices_per_node
+    if setup.tp <= per_node and per_node % setup.tp == 0:
+        return
+    size = setup.precision.compute_bytes * setup.tokens * shape.hidden
+    calls = 4 * shape.num_layers // setup.pp * setup.num_microbatches
+    across = collective_s("all_reduce", size, group_of(setup.ranks("tp"), per_node), hardware) * calls
+    inside = collective_s("all_reduce", size, group_of(range(per_node), per_node), hardware) * calls
+    yield Advice(
+        rule="tp across nodes",
+        severity="warning",
+        message=f"tp = {setup.tp} does not stay inside nodes of {per_node}: its {calls} all-reduces a step "
+        f"take {across:.3g} s over {hardware.inter.name}, and {inside:.3g} s over {hardware.intra.name} with "
+        f"tp = {per_node}",
+        fix=f"tp = {per_node} at most, and pp or data parallelism for the rest",
+    )
+
+
+def _pipeline(shape: ModelShape, setup: Setup) -> Iterator[Advice]:
+    if setup.pp == 1:
+        return
+    count = setup.num_microbatches
+    if setup.stages_per_rank > 1 and count % setup.pp and "Zero" not in setup.schedule:
+        yield Advice(
+            rule="micro-batches",
+            severity="error",
+            message=f"{setup.schedule} needs whole rounds of {setup.pp} micro-batches, and there are {count}",
+            fix=f"make them {math.ceil(count / setup.pp) * setup.pp}",
+        )
+        return
+    if setup.schedule in ("1F1B", "GPipe", "Interleaved1F1B"):
+        orders = orders_of(
+            setup.schedule, degree=setup.pp, num_microbatches=count, stages_per_rank=setup.stages_per_rank
+        )
+        found = simulate(orders, Costs())
+        if found.bubble_share > _BUBBLE:
+            enough = math.ceil((setup.pp - 1) / setup.stages_per_rank * (1 - _BUBBLE) / _BUBBLE)
+            yield Advice(
+                rule="micro-batches",
+                severity="warning",
+                message=f"{count} micro-batches on {setup.pp} stages: idle {found.bubble_share:.1%} of the step "
+                f"({found.bubble_relative:.1%} of the ideal step)",
+                fix=f"at least {enough} micro-batches idle less than {_BUBBLE:.0%}: a larger global_batch, a smaller "
+                "microbatch, or a schedule with several stages a rank",
+            )
+    layers = layers_of(shape, setup)
+    lost = max(layers) * len(layers) / sum(layers) - 1
+    if lost > _IMBALANCE:
+        yield Advice(
+            rule="imbalance",
+            severity="warning",
+            message=f"{shape.num_layers} layers on {setup.num_stages} stages: the largest holds {max(layers)}, so the "
+            f"others wait {lost:.0%}",
+            fix="a number of stages that divides the layers",
+        )
+
+
+def _resharding(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> Iterator[Advice]:
+    count = setup.num_microbatches
+    if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1:
+        return
+    kept = replace(setup, zero=2)
+    needs = reserved_bytes(peak_bytes(shape, kept), hardware)
+    if needs > _ROOM * limit:
+        return
+    held = shape.num_parameters / setup.pp / setup.tp * setup.precision.gather_bytes
+    again = collective_s("all_gather", held, group_of(setup.ranks("dp_shard"), hardware.devices_per_node), hardware)
+    yield Advice(
+        rule="resharding",
+        severity="warning",
+        message=f"zero = 3 gathers {held / 1e9:.3g} GB and reduces them again in each of {count} micro-batches: "
+        f"{(2 * count - 1) * again:.3g} s of all-gathers a step",
+        fix=f"zero = 2 gathers {count} times and reduces once, and needs {needs / GIB:.1f} of {limit / GIB:.1f} GiB",
+    )
+
+
+def _precision(setup: Setup, hardware: Hardware) -> Iterator[Advice]:
+    known = "float8" if setup.precision.dtype.startswith("float8") else setup.precision.dtype
+    if known in hardware.device.peaks:
+        return
+    have = ", ".join(sorted(hardware.device.peaks))
+    yield Advice(
+        rule="precision",
+        severity="error",
+        message=f"{hardware.device.name} multiplies no {known}: it would be emulated, without gain",
+        fix=f"it has {have}",
+    )
+
+
+def _recompute(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> Iterator[Advice]:
+    if setup.recompute == "none":
+        return
+    needs = reserved_bytes(peak_bytes(shape, replace(setup, recompute="none")), hardware)
+    if needs > _ROOM * limit:
+        return
+    extra = "a third" if setup.recompute == "full" else "up to a sixth"
+    yield Advice(
+        rule="recompute",
+        severity="warning",
+        message=f"recompute {setup.recompute} computes {extra} more than is needed",
+        fix=f"without it the worst rank needs {needs / GIB:.1f} of {limit / GIB:.1f} GiB",
+    )

@@ -1,0 +1,188 @@
+"""A step's trace from sizes and degrees alone, in milliseconds: for the search, and for runs that have no manifest.
+
+What is exact in a trace is a formula here: activations of a decoder's block, units gathered, collectives by count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from composer3d.planning.costs.step_time import HOST_COPY
+from composer3d.planning.formulas.block import Work, block, embedding, head
+from composer3d.planning.formulas.communication import (
+    boundary,
+    every_microbatch,
+    once_a_step,
+    tensor_parallel,
+)
+from composer3d.planning.formulas.memory import memory_of
+from composer3d.planning.formulas.setup import Setup
+from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.tracing.traced import Operators, RankTrace, Segment, Transfer
+
+__all__ = ["layers_of", "parameters_of", "peak_bytes", "static_traces"]
+
+
+def static_traces(shape: ModelShape, setup: Setup) -> tuple[RankTrace, ...]:
+    """Return the traces of a layout's kinds of rank: without a pipeline one; else its first, an inner and its last.
+
+    Args:
+        shape: Of the model.
+        setup: The layout; it is not checked, the lint does that.
+    """
+    if setup.pp == 1:
+        return (_trace(shape, setup, 0, setup.world_size),)
+    share = setup.world_size // setup.pp
+    inner = ((1, share * (setup.pp - 2)),) if setup.pp > 2 else ()
+    chosen = ((0, share), *inner, (setup.pp - 1, share))
+    return tuple(_trace(shape, setup, rank, stands_for) for rank, stands_for in chosen)
+
+
+def peak_bytes(shape: ModelShape, setup: Setup) -> int:
+    """Return the peak of the worst pipeline rank, without the rest of its trace."""
+    layers = layers_of(shape, setup)
+    ranks = {0, setup.pp - 1}
+    return max(
+        memory_of(
+            shape,
+            setup,
+            rank,
+            parameters_of(shape, setup, rank),
+            sum(layers[stage] for stage in range(setup.num_stages) if stage % setup.pp == rank),
+        ).peak
+        for rank in ranks
+    )
+
+
+def layers_of(shape: ModelShape, setup: Setup) -> tuple[int, ...]:
+    """Return how many layers every stage holds: as even as they divide, the first ones more."""
+    each, rest = divmod(shape.num_layers, setup.num_stages)
+    return tuple(each + (stage < rest) for stage in range(setup.num_stages))
+
+
+def parameters_of(shape: ModelShape, setup: Setup, pp_rank: int) -> tuple[float, float]:
+    """Return the parameters of a pipeline rank, cut over tp: all of them, and of those the embedding and head."""
+    stages = [stage for stage in range(setup.num_stages) if stage % setup.pp == pp_rank]
+    layers = sum(layers_of(shape, setup)[stage] for stage in stages)
+    outer = 0.0
+    if 0 in stages:
+        outer += shape.embedding_parameters
+    if setup.num_stages - 1 in stages and not (shape.tied and setup.pp == 1):
+        outer += shape.head_parameters
+    norms = 2 * shape.hidden * layers
+    cut = (layers * shape.layer_parameters - norms + outer) / setup.tp
+    return cut + norms, outer / setup.tp
+
+
+def _trace(shape: ModelShape, setup: Setup, pp_rank: int, stands_for: int) -> RankTrace:
+    held = parameters_of(shape, setup, pp_rank)
+    layers = layers_of(shape, setup)
+    stages = [stage for stage in range(setup.num_stages) if stage % setup.pp == pp_rank]
+    segments = [segment for stage in stages for segment in _stage_segments(shape, setup, stage, layers[stage], held)]
+    segments += _after(setup, held, sum(layers[stage] for stage in stages))
+    strides = setup.world_size // setup.pp
+    return RankTrace(
+        rank=pp_rank * strides,
+        coordinates={
+            "pp": pp_rank,
+            **{axis: 0 for axis in ("dp_replicate", "dp_shard", "cp", "tp")},
+        },
+        stands_for=stands_for,
+        memory=memory_of(shape, setup, pp_rank, held, sum(layers[stage] for stage in stages)),
+        segments=tuple(segments),
+        is_extrapolated=True,
+    )
+
+
+def _stage_segments(
+    shape: ModelShape, setup: Setup, stage: int, num_layers: int, held: tuple[float, float]
+) -> list[Segment]:
+    """Return a stage's forward and backward."""
+    layer = block(shape, setup)
+    outer = [embedding(shape, setup)] if stage == 0 else []
+    if stage == setup.num_stages - 1:
+        outer.append(head(shape, setup))
+    forward = [*_times(layer.forward, num_layers), *(call for work in outer for call in work.forward)]
+    again = _times(recomputed(layer, setup), num_layers)
+    backward = [*again, *_times(layer.backward, num_layers), *(call for work in outer for call in work.backward)]
+    share = _share(held, setup)
+    ahead = [*tensor_parallel(shape, setup, num_layers, backward=False), *boundary(shape, setup, stage, +1)]
+    behind = [*tensor_parallel(shape, setup, num_layers, backward=True), *boundary(shape, setup, stage, -1)]
+    ahead += every_microbatch(setup, share, num_layers, backward=False)
+    behind += every_microbatch(setup, share, num_layers, backward=True)
+    count = setup.num_microbatches
+    first, last = ((), ()) if setup.pp > 1 or not setup.overlap else once_a_step(setup, held[0], num_layers)
+    return [
+        *_split("forward", stage, count, forward, ahead, first),
+        *_split("backward", stage, count, backward, behind, last),
+    ]
+
+
+def recomputed(layer: Work, setup: Setup) -> tuple[Operators, ...]:
+    """Return what of a block's forward its backward runs again."""
+    if setup.recompute == "none":
+        return ()
+    if setup.recompute == "full":
+        return layer.forward
+    if setup.attention == "math":  # the scores only: they are most of what is kept and cheap to compute
+        return tuple(call for call in layer.forward if call.name != "aten.mm")
+    products = [call for call in layer.forward if call.name == "aten.mm"]
+    return (*products[1::2], *(call for call in layer.forward if call.name == "aten.pointwise"))
+
+
+def _times(calls: Sequence[Operators], count: int) -> list[Operators]:
+    return [replace(call, count=call.count * count) for call in calls]
+
+
+def _share(held: tuple[float, float], setup: Setup) -> tuple[float, float]:
+    """Return the parameters of a stage's blocks and of its embedding and head, where a rank has several stages."""
+    return (held[0] - held[1]) / setup.stages_per_rank, held[1] / setup.stages_per_rank
+
+
+def _split(
+    kind: str,
+    stage: int,
+    count: int,
+    operators: Sequence[Operators],
+    transfers: Sequence[Transfer],
+    once: Sequence[Transfer],
+) -> list[Segment]:
+    """Return equal repetitions, and by itself the one in which collectives run that a step has once."""
+    whole = Segment(
+        kind="forward" if kind == "forward" else "backward",
+        stage=stage,
+        count=count,
+        operators=tuple(operators),
+        transfers=tuple(transfers),
+    )
+    if not once:
+        return [whole]
+    special = replace(whole, count=1, transfers=(*transfers, *once))
+    return [replace(whole, count=count - 1), special] if count > 1 else [special]
+
+
+def _after(setup: Setup, held: tuple[float, float], num_layers: int) -> list[Segment]:
+    """Return what follows the last backward: reductions that nothing hid, and the optimizer."""
+    first, last = once_a_step(setup, held[0], num_layers) if setup.pp > 1 or not setup.overlap else ((), ())
+    late = tuple(replace(transfer, is_overlapped=False) for transfer in (*first, *last))
+    stepped = held[0] / (setup.dp_shard * setup.cp if setup.zero else 1)
+    precision = setup.precision
+    size = 2 * precision.param_bytes + precision.grad_bytes + 2 * precision.state_bytes + 2 * precision.master_bytes
+    calls = [
+        Operators(
+            name="aten._fused_adamw_",
+            dtype="float32",
+            shapes=((int(stepped),),),
+            count=1,
+            flops=0,
+            bytes_moved=int(stepped * size),
+        )
+    ]
+    if setup.offload:
+        moved = int(2 * stepped * (precision.state_bytes + precision.master_bytes))
+        calls.append(replace(calls[0], name=HOST_COPY, bytes_moved=moved))
+    return [
+        Segment(kind="gradients", stage=0, count=1, operators=(), transfers=late),
+        Segment(kind="optimizer", stage=0, count=1, operators=tuple(calls), transfers=()),
+    ]

@@ -1,0 +1,89 @@
+"""Two plans side by side: which terms moved."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from composer3d.planning.plan import Plan
+from composer3d.planning.reports.report import collective_rows, flops_of
+from composer3d.planning.reports.text import memory_parts, size
+
+__all__ = ["Term", "difference_to_json", "moved_terms", "show_difference"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Term:
+    """One figure in two plans.
+
+    Args:
+        group: `memory`, `wire`, `compute` or `pipeline`.
+        name: Of the figure.
+        before: In the first plan, of its fullest rank.
+        after: In the second one.
+    """
+
+    group: str
+    name: str
+    before: float
+    after: float
+
+    @property
+    def change(self) -> float:
+        """The second less the first."""
+        return self.after - self.before
+
+
+def moved_terms(before: Plan, after: Plan) -> list[Term]:
+    """Return the terms that differ between the fullest ranks of two plans, by group and the size of the change."""
+    found: list[Term] = []
+    for group, one, other in zip(("memory", "wire", "compute", "pipeline"), _terms(before), _terms(after), strict=True):
+        names = [*one, *(name for name in other if name not in one)]
+        terms = [Term(group=group, name=n, before=one.get(n, 0.0), after=other.get(n, 0.0)) for n in names]
+        found += sorted((term for term in terms if term.change), key=lambda term: -abs(term.change))
+    return found
+
+
+def _terms(plan: Plan) -> tuple[dict[str, float], ...]:
+    rank = plan.ranks[0]
+    memory: dict[str, float] = {**memory_parts(rank), "peak": rank.trace.memory.peak, "total": rank.allocation.total}
+    wire: dict[str, float] = {}
+    for row in collective_rows(rank.trace):
+        name = f"{row['op']} over {row['axis']} of {row['plugin'] or 'the core'}"
+        wire[name] = wire.get(name, 0.0) + row["wire_bytes"]
+    compute: dict[str, float] = {"FLOPs": flops_of(rank.trace.segments)}
+    pipeline = {} if plan.pipeline is None else {"bubble": plan.pipeline.schedule.bubble_share}
+    return memory, wire, compute, pipeline
+
+
+def difference_to_json(before: Plan, after: Plan) -> dict[str, Any]:
+    """Return the terms that moved as JSON values."""
+    terms = moved_terms(before, after)
+    return {
+        "ranks": [plan.ranks[0].trace.rank for plan in (before, after)],
+        "world_sizes": [plan.layout.world_size for plan in (before, after)],
+        "terms": [
+            {"group": t.group, "name": t.name, "before": t.before, "after": t.after, "change": t.change} for t in terms
+        ],
+    }
+
+
+def show_difference(before: Plan, after: Plan) -> str:
+    """Return the terms that moved as text."""
+    ranks = [plan.ranks[0].trace.rank for plan in (before, after)]
+    lines = [
+        f"{before.layout} = {before.layout.world_size} ranks -> {after.layout} = {after.layout.world_size} ranks",
+        f"the fullest rank, {ranks[0]} -> {ranks[1]}:",
+    ]
+    for term in moved_terms(before, after):
+        lines.append(
+            f"{term.group:<9} {term.name:<44} {_value(term, term.before):>12} -> {_value(term, term.after):>12}"
+        )
+        lines[-1] += f"  {'+' if term.change > 0 else '-'}{_value(term, abs(term.change))}"
+    return "\n".join(lines if len(lines) > 2 else [*lines, "nothing moved"])
+
+
+def _value(term: Term, value: float) -> str:
+    if term.group == "pipeline":
+        return f"{value:.1%}"
+    return f"{value:.3g}" if term.group == "compute" else size(value)

@@ -1,0 +1,192 @@
+"""A plan on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from composer3d.planning.plan import Plan, RankPlan
+from composer3d.planning.reports.report import collective_rows, flops_of
+
+__all__ = ["MEMORY_PARTS", "memory_parts", "show_plan", "size", "time_lines"]
+
+_MOST_ROWS = 12
+_BAR = 60
+# Of a bar, in this order: name, letter, color.
+MEMORY_PARTS = (
+    ("parameters", "P", "#4e79a7"),
+    ("optimizer", "O", "#59a14f"),
+    ("gradients", "G", "#f28e2b"),
+    ("activations", "A", "#e15759"),
+    ("transient", "T", "#b07aa1"),
+    ("reserve", "r", "#bab0ac"),
+)
+
+
+def size(number: float) -> str:
+    """Return bytes for people.
+
+    >>> size(512), size(3 << 20), size(81 << 30)
+    ('512 B', '3.00 MiB', '81.0 GiB')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(number) < 1024 or unit == "TiB":
+            return (
+                f"{number:.0f} B" if unit == "B" else f"{number:.3g} {unit}" if number >= 10 else f"{number:.2f} {unit}"
+            )
+        number /= 1024
+    raise AssertionError("the last unit takes everything")
+
+
+def memory_parts(rank: RankPlan) -> dict[str, int]:
+    """Return what a device holds at a rank's peak, by what it is for; the parts add up to `total`."""
+    memory, allocation = rank.trace.memory, rank.allocation
+    return {
+        "parameters": memory.parameters + memory.buffers,
+        "optimizer": memory.optimizer,
+        "gradients": memory.gradients_at_peak,
+        "activations": memory.activations_at_peak,
+        "transient": memory.transient,
+        "reserve": allocation.total - memory.peak,
+    }
+
+
+def show_plan(plan: Plan, *, width: int | None = None) -> str:
+    """Return the plan as text: verdict, memory of each rank, collectives of the fullest, pipeline, notes.
+
+    Args:
+        plan: From `make_plan`.
+        width: Columns; default: the terminal's.
+    """
+    from rich.console import Console, Group
+
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(Group(*_parts(plan)))
+    return captured.get().rstrip()
+
+
+def _parts(plan: Plan) -> list[Any]:
+    from rich.text import Text
+
+    head = f"{plan.layout} = {plan.layout.world_size} ranks, {plan.num_microbatches} micro-batches a step"
+    lines = [head]
+    if plan.verdict is not None and plan.memory_bytes is not None:
+        fullest = max(plan.ranks, key=lambda rank: rank.allocation.total)
+        needs = f"rank {fullest.trace.rank} needs {size(fullest.allocation.total)} of {size(plan.memory_bytes)}"
+        lines.append(f"{plan.verdict} [modelled]: {needs}")
+    parts: list[Any] = [Text("\n".join(lines)), _memory_table(plan), *_moments(plan), _collective_table(plan.ranks[0])]
+    if plan.pipeline is not None:
+        parts.append(Text(_pipeline_line(plan)))
+    if plan.time is not None:
+        parts.append(Text("\n".join(time_lines(plan.time))))
+    parts.append(Text("\n".join([*plan.advice, *(f"note: {note}" for note in plan.notes)])))
+    return parts
+
+
+def _memory_table(plan: Plan) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text("memory of a rank: activations, transient, peak [traced], device [modelled], others [exact]")
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table.add_column("rank", no_wrap=True)
+    for name in ("ranks", "params", "optim", "grads", "activ", "transient", "peak", "device"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for rank in plan.ranks:
+        parts, trace = memory_parts(rank), rank.trace
+        figures = [size(parts[name]) for name, *_ in MEMORY_PARTS[:-1]]
+        table.add_row(
+            str(trace.rank), str(trace.stands_for), *figures, size(trace.memory.peak), size(rank.allocation.total)
+        )
+    return table
+
+
+def _bar(parts: dict[str, int], whole: int) -> Any:
+    from rich.text import Text
+
+    bar = Text()
+    for name, letter, color in MEMORY_PARTS:
+        bar.append(letter * round(_BAR * parts[name] / whole), style=color)
+    return bar.append(" " * max(0, _BAR - len(bar)) + "|")
+
+
+def _moments(plan: Plan) -> list[Any]:
+    from rich.text import Text
+
+    largest = max(rank.allocation.total for rank in plan.ranks)
+    lines: list[Any] = []
+    for rank in plan.ranks:
+        memory, bar = rank.trace.memory, Text(f"rank {rank.trace.rank:<5} |")
+        lines.append(bar.append_text(_bar(memory_parts(rank), max(largest, plan.memory_bytes or 0))))
+    letters = ", ".join(f"{letter} {name}" for name, letter, _ in MEMORY_PARTS)
+    room = "" if plan.memory_bytes is None else f"; the whole line is {size(plan.memory_bytes)}"
+    lines.append(Text(f"{letters}{room}"))
+    for rank in plan.ranks:
+        memory = rank.trace.memory
+        places = ",".join(f"{axis}={index}" for axis, index in rank.trace.coordinates.items() if index)
+        name = f"rank {rank.trace.rank}" + (f" ({places})" if places else "")
+        module = f" at {memory.module}" if memory.module else ""
+        flops = flops_of(rank.trace.segments)
+        lines.append(Text(f"{name}: peak in {memory.moment}{module} [traced]; {flops:.3g} FLOPs a step [exact]"))
+    return lines
+
+
+def _collective_table(rank: RankPlan) -> Any:
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(f"collectives of rank {rank.trace.rank} in a step [exact]")
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for name in ("collective", "axis", "ranks", "of", "count", "bytes", "on the wire"):
+        table.add_column(name, justify="left" if name in ("collective", "axis", "of") else "right")
+    rows = collective_rows(rank.trace)
+    for row in rows[:_MOST_ROWS]:
+        table.add_row(*_cells(row))
+    if len(rows) > _MOST_ROWS:
+        table.add_row(f"and {len(rows) - _MOST_ROWS} more kinds, in --json", *[""] * 6)
+    return table
+
+
+def _cells(row: dict[str, Any]) -> Sequence[str]:
+    whose = row["plugin"] or "core"
+    sizes = size(row["bytes"]), size(row["wire_bytes"])
+    return row["op"], row["axis"] or "", str(row["num_ranks"]), whose, str(row["count"]), *sizes
+
+
+def time_lines(time: Mapping[str, Any]) -> list[str]:
+    """Return what the time model says, with how each figure is known and between which bounds it lies.
+
+    Args:
+        time: Of a plan.
+    """
+
+    def told(figure: Mapping[str, Any], unit: str = "") -> str:
+        low, high = figure["low"], figure["high"]
+        return f"{figure['value']:.3g}{unit} ({low:.3g} to {high:.3g}) [{figure['known']}]"
+
+    lines = [
+        f"on {time['hardware']}: a step of {time['tokens']:,} tokens takes {told(time['step_s'], ' s')}: "
+        f"computing {told(time['compute_s'])}, communication that nothing hides {told(time['exposed_s'])}, "
+        f"bubble {told(time['bubble_s'])}",
+        f"{told(time['tokens_per_s'])} tokens/s, {told(time['tokens_per_s_per_device'])} a device; "
+        f"MFU {told(time['mfu'])} ({time['convention']}), HFU {told(time['hfu'])}, of {time['peak_flops']:.3g} FLOP/s",
+    ]
+    if (run := time.get("training")) is not None:
+        cost = "" if run["cost"] is None else f", cost {told(run['cost'])}"
+        lines.append(
+            f"the run: {run['num_steps']:,} steps, {told(run['days'])} days, "
+            f"{told(run['device_hours'])} device hours{cost}"
+        )
+    return [*lines, *(f"note: {note}" for note in time["notes"])]
+
+
+def _pipeline_line(plan: Plan) -> str:
+    assert plan.pipeline is not None
+    schedule = plan.pipeline.schedule
+    flights = ", ".join(f"{count:g}" for count in schedule.in_flight)
+    return (
+        f"pipeline {plan.schedule or ''}: bubble {schedule.bubble_share:.1%} of the step, "
+        f"{schedule.bubble_relative:.1%} of its computing [modelled, by FLOPs]; micro-batches in flight {flights} "
+        f"[exact]; costliest stage {plan.pipeline.imbalance:+.1%} over the mean [traced]"
+    )

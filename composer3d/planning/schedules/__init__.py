@@ -1,0 +1,1 @@
+"""Pipeline schedules: their actions, run with given costs, and drawn."""

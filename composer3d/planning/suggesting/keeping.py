@@ -1,0 +1,64 @@
+"""What a user pins of a layout: `--keep tp=8`, `--keep "tp<=8"`, `--keep recompute=full`, `--keep zero`."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+from composer3d.errors import ComposerError, did_you_mean
+from composer3d.planning.formulas.setup import Setup
+
+__all__ = ["KEYS", "kept"]
+
+KEYS: Mapping[str, Callable[[Setup], object]] = {
+    "dp_replicate": lambda setup: setup.dp_replicate,
+    "dp_shard": lambda setup: setup.dp_shard,
+    "tp": lambda setup: setup.tp,
+    "pp": lambda setup: setup.pp,
+    "microbatch": lambda setup: setup.microbatch,
+    "zero": lambda setup: setup.zero,
+    "schedule": lambda setup: setup.schedule if setup.pp > 1 else "none",
+    "stages_per_rank": lambda setup: setup.stages_per_rank,
+    "recompute": lambda setup: setup.recompute,
+    "offload": lambda setup: str(setup.offload).lower(),
+    "precision": lambda setup: setup.precision.dtype,
+}
+_ORDERS: Mapping[str, Callable[[int, int], bool]] = {"<=": operator.le, ">=": operator.ge}
+_PIN = re.compile(r"([a-z_]+) *(?:(=|<=|>=) *([A-Za-z0-9_]+))?")
+
+
+def kept(pins: Sequence[str], own: Setup) -> Callable[[Setup], bool]:
+    """Return whether a layout keeps what is pinned.
+
+    Args:
+        pins: As on the command line; a bare key keeps what the manifest says.
+        own: The manifest in numbers.
+
+    Raises:
+        ComposerError: A key is not known, or cannot be compared so.
+    """
+    conditions = [_condition(pin, own) for pin in pins]
+    return lambda setup: all(condition(setup) for condition in conditions)
+
+
+def _condition(pin: str, own: Setup) -> Callable[[Setup], bool]:
+    match = _PIN.fullmatch(pin.strip())
+    if match is None:
+        raise ComposerError(f'"{pin}" pins nothing; write for example tp=8, "tp<=8" or recompute')
+    key, relation, value = match[1], match[2] or "=", match[3]
+    if key not in KEYS:
+        raise ComposerError(f'"{key}" cannot be kept; {did_you_mean(key, sorted(KEYS))}')
+    read = KEYS[key]
+    if relation == "=":
+        wanted = str(read(own)) if value is None else value
+        return lambda setup: str(read(setup)) == wanted
+    if not value.isdigit() or not isinstance(read(own), int):
+        raise ComposerError(f'"{pin}" compares what is no number; write {key}={value}')
+    compare, bound = _ORDERS[relation], int(value)
+
+    def holds(setup: Setup) -> bool:
+        number = read(setup)
+        return isinstance(number, int) and compare(number, bound)
+
+    return holds

@@ -1,0 +1,200 @@
+"""Stages of any number of equal blocks from the traces of two short ones: everything grows by the same for each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+from composer3d.planning.tracing.recording import Calls, Recording, Stretch
+from composer3d.planning.tracing.traced import SegmentKind
+
+__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "repeat", "sketch_of"]
+
+Key = TypeVar("Key", bound=Hashable)
+# A module by its place: its name, that of its block in the stage, and the stage's position on the rank.
+Place = tuple[str, str, int]
+# Equal collectives: op, axis, ranks, bytes, dtype, issuer, and whether the next operator waits.
+Message = tuple[str, str, tuple[int, ...], int, str, str, bool]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Stage:
+    """A stretch of the step; see `Stretch`.
+
+    Args:
+        kind: As there.
+        stage: As there.
+        microbatch: As there.
+        operators: As there.
+        messages: Collectives, counted.
+        peaks: As there, by the module's place.
+    """
+
+    kind: SegmentKind
+    stage: int
+    microbatch: int | None
+    operators: Mapping[Calls, int]
+    messages: Mapping[Message, int]
+    peaks: Mapping[Place, tuple[int, int, int, int]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sketch:
+    """A recording with modules named by their places; its numbers are those of `Recording`."""
+
+    stretches: tuple[Stage, ...]
+    parameters: int
+    buffers: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int
+    prepared: int
+
+    @property
+    def peak(self) -> tuple[Stage, Place, tuple[int, int, int, int]]:
+        """The moment with the most bytes: its stretch, its place, and its bytes as in `Stretch.peaks`."""
+        moments = ((stage, place, sizes) for stage in self.stretches for place, sizes in stage.peaks.items())
+        return max(moments, key=lambda moment: moment[2][0])
+
+
+_NUMBERS = [field.name for field in fields(Sketch) if field.name != "stretches"]
+
+
+def sketch_of(recording: Recording, places_of: Callable[[str], Sequence[Place]]) -> Sketch:
+    """Return what a recording says, module names replaced by places: a block may have one from either end."""
+    numbers = {name: getattr(recording, name) for name in _NUMBERS}
+    return Sketch(stretches=tuple(_stage(stretch, places_of) for stretch in recording.stretches), **numbers)
+
+
+def _stage(stretch: Stretch, places_of: Callable[[str], Sequence[Place]]) -> Stage:
+    peaks: dict[Place, tuple[int, int, int, int]] = {}
+    for module, sizes in stretch.peaks.items():
+        for place in places_of(module):
+            peaks[place] = max(peaks.get(place, (-1, 0, 0, 0)), sizes)
+    messages = Counter(
+        (row.op, row.axis, row.ranks, row.bytes, str(row.dtype).removeprefix("torch."), row.issuer, waits)
+        for row, waits in stretch.collectives
+    )
+    return Stage(
+        kind=stretch.kind,
+        stage=stretch.stage,
+        microbatch=stretch.microbatch,
+        operators=stretch.operators,
+        messages=messages,
+        peaks=peaks,
+    )
+
+
+def extend(short: Sketch, longer: Sketch, *, by: int) -> Sketch | None:
+    """Return the sketch of a stage with `by` blocks more than the longer one, which has one more than the short one.
+
+    None where the two are not made of the same stretches, so that nothing follows from them.
+    """
+    if [(s.kind, s.stage, s.microbatch) for s in short.stretches] != [
+        (s.kind, s.stage, s.microbatch) for s in longer.stretches
+    ]:
+        return None
+    stretches = [_extended(one, other, by) for one, other in zip(short.stretches, longer.stretches, strict=True)]
+    if any(stage is None for stage in stretches):
+        return None
+    numbers = {name: _line(getattr(short, name), getattr(longer, name), by) for name in _NUMBERS}
+    return Sketch(stretches=tuple(stage for stage in stretches if stage is not None), **numbers)
+
+
+def _line(one: int, other: int, by: int) -> int:
+    return other + by * (other - one)
+
+
+def _extended(one: Stage, other: Stage, by: int) -> Stage | None:
+    messages = _counts(one.messages, other.messages, by)
+    operators = _counts(*_matched(one.operators, other.operators, by), by)
+    if messages is None or operators is None:
+        return None
+    peaks: dict[Place, tuple[int, int, int, int]] = {}
+    for place in one.peaks.keys() & other.peaks.keys():
+        sizes = (_line(a, b, by) for a, b in zip(one.peaks[place], other.peaks[place], strict=True))
+        live, made, gradients, number = sizes
+        peaks[place] = (live, made, gradients, number)
+    return replace(other, operators=operators, messages=messages, peaks=peaks)
+
+
+def _counts(one: Mapping[Key, int], other: Mapping[Key, int], by: int) -> dict[Key, int] | None:
+    counts = {key: _line(one.get(key, 0), other.get(key, 0), by) for key in {**one, **other}}
+    return {key: count for key, count in counts.items() if count} if min(counts.values(), default=0) >= 0 else None
+
+
+def _matched(
+    one: Mapping[Calls, int], other: Mapping[Calls, int], by: int
+) -> tuple[dict[Calls, int], dict[Calls, int]]:
+    """Replace operators whose shapes grow with the blocks (those on lists of all parameters) by what they grow to."""
+    only_one = sorted((key for key in one if key not in other), key=_order)
+    only_other = sorted((key for key in other if key not in one), key=_order)
+    left, right = dict(one), dict(other)
+    for before, after in zip(only_one, only_other, strict=False):
+        if before[:2] != after[:2] or one[before] != other[after]:
+            continue
+        more = Counter(after[2]) - Counter(before[2])
+        shapes = (*after[2], *(shape for shape, count in more.items() for _ in range(count * by)))
+        if len(after[2]) == len(before[2]):
+            shapes = tuple(
+                tuple(_line(a, b, by) for a, b in zip(x, y, strict=True)) if len(x) == len(y) else y
+                for x, y in zip(before[2], after[2], strict=True)
+            )
+        grown: Calls = (after[0], after[1], shapes, _line(before[3], after[3], by), _line(before[4], after[4], by))
+        left[grown], right[grown] = left.pop(before), right.pop(after)
+    return left, right
+
+
+def _order(key: Calls) -> Any:
+    return key[:2], key[4], key[2]
+
+
+def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:
+    """Return the sketch of a step with more micro-batches, which add no more activations.
+
+    What is added runs as the last forward does that another micro-batch's backward follows, and that backward; the
+    batch, and what is received into, has a place for each.
+
+    Args:
+        sketch: Of a step in which as many micro-batches are in flight as ever will be.
+        num_microbatches: Of that step.
+        more: Micro-batches to add.
+    """
+    each = (sketch.batch + sketch.prepared) // num_microbatches
+    added = [
+        stage for number in {s.stage for s in sketch.stretches} for stage in _steady(sketch, number, num_microbatches)
+    ]
+    stretches = [
+        replace(
+            stage,
+            peaks={
+                place: (live + more * each, made, gradients, number + more)
+                for place, (live, made, gradients, number) in stage.peaks.items()
+            },
+        )
+        for stage in sketch.stretches
+    ]
+    return replace(
+        sketch,
+        stretches=(*stretches, *(replace(stage, peaks={}) for stage in added for _ in range(more))),
+        batch=sketch.batch + more * sketch.batch // num_microbatches,
+        prepared=sketch.prepared + more * sketch.prepared // num_microbatches,
+    )
+
+
+def _steady(sketch: Sketch, stage: int, num_microbatches: int) -> list[Stage]:
+    """Return the forward and the backward, or its halves, that every further micro-batch runs as."""
+    actions = [s for s in sketch.stretches if s.stage == stage and s.microbatch is not None]
+    last = max((place for place, s in enumerate(actions) if s.kind == "forward"), default=None)
+    if last is None:
+        return []
+    kinds = [kind for kind in ("backward", "input_backward", "weight_backward") if any(s.kind == kind for s in actions)]
+    behind = {kind: next((s for s in actions[last:] if s.kind == kind), actions[last]) for kind in kinds}
+    if any(s.microbatch == num_microbatches - 1 for s in behind.values()):
+        # The last micro-batch is unlike the others: the one before it, whole.
+        before = num_microbatches - 2
+        return [s for s in actions if s.microbatch == before]
+    return [actions[last], *behind.values()]

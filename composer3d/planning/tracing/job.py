@@ -1,0 +1,68 @@
+"""What is planned of a manifest: its model on meta, and the form of its batches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from composer3d.planning.tracing.composing import Job
+
+if TYPE_CHECKING:
+    from composer3d.manifest import Manifest
+    from composer3d.mesh import Layout
+    from composer3d.preparation import Preparation
+    from composer3d.protocol import Example
+    from composer3d.runner.model import ModelFactory
+
+__all__ = ["job_of"]
+
+
+def job_of(
+    manifest: Manifest,
+    factory: ModelFactory,
+    layout: Layout,
+    example: Example,
+    *,
+    preparation: Preparation | None = None,
+) -> Job:
+    """Return what is traced of a manifest whose tables are the runner's.
+
+    The batch is that of the largest step; where a data set of one's own gives more than tokens, targets have the form
+    of the first input.
+
+    Args:
+        manifest: Typed and checked.
+        factory: Of its model.
+        layout: Of its degrees.
+        example: The form of a forward's arguments, on meta.
+        preparation: Of the manifest and its model on the CPU, where there is one: joining them takes seconds.
+    """
+    import torch
+    from torch import nn
+
+    from composer3d.initialisation import record
+    from composer3d.mesh import Role
+    from composer3d.runner.batch_size import BatchSize
+    from composer3d.runner.optimizer import make_optimizer
+
+    tables = manifest.tables
+    if preparation is not None:
+        model = preparation.model
+    else:
+        built = factory.build()
+        model = built if isinstance(built, nn.Module) else record(built)[0]
+    model = model.to(torch.device("meta"))
+    microbatch = tables["train"].microbatch or 1
+    degree = layout.degree(Role.BATCH)
+    return Job(
+        manifest=manifest,
+        model=model,
+        loss_fn=factory.loss_fn,
+        make_optimizer=lambda run: make_optimizer(run, manifest),
+        example=example,
+        inputs=factory.inputs,
+        grad_clip=tables["train"].grad_clip,
+        world_size=layout.world_size,
+        num_microbatches=max(1, BatchSize(tables["train"], degree=degree).largest // (microbatch * degree)),
+        microbatch=microbatch,
+        preparation=preparation,
+    )

@@ -1,0 +1,302 @@
+"""One rank's step while it runs: which operators, collectives and bytes belong to which stretch of it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.planning.tracing.modules import Place, watch_modules
+from composer3d.planning.tracing.storages import LASTING, MADE_FORWARD, MADE_LATER, StorageCounter
+from composer3d.planning.tracing.traced import SegmentKind
+
+if TYPE_CHECKING:
+    from composer3d import Composition
+    from composer3d.testing.collectives import Collective
+
+__all__ = ["Calls", "Recording", "Stretch", "record_step"]
+
+_ACTIONS: Mapping[str, SegmentKind] = {
+    "forward": "forward",
+    "backward": "backward",
+    "backward_input": "input_backward",
+    "backward_weight": "weight_backward",
+    "optimizer": "optimizer",
+}
+_NO_WORK = ("c10d::", "_c10d_functional::", "prim::", "profiler::", "aten::promote_types", "aten::_local_scalar_dense")
+_MESSAGES = frozenset({"send", "recv"})
+
+# Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
+Calls = tuple[str, str, tuple[tuple[int, ...], ...], int, int]
+
+
+@dataclass(kw_only=True, eq=False)
+class Stretch:
+    """An action of the step, or what lies between actions, as it ran.
+
+    Args:
+        kind: As in `Segment`.
+        stage: As in `Segment`.
+        microbatch: None outside of micro-batches.
+        operators: Calls by operator.
+        collectives: In order, each with whether the next thing waits for it.
+        peaks: Of the most bytes alive inside it, by the module that ran: all, those that forwards made, gradients; and
+            the number of storages.
+    """
+
+    kind: SegmentKind
+    stage: int
+    microbatch: int | None
+    operators: Counter[Calls] = field(default_factory=Counter)
+    collectives: list[tuple[Collective, bool]] = field(default_factory=list)
+    peaks: dict[str, tuple[int, int, int, int]] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False)
+class Recording:
+    """A step as it ran.
+
+    Args:
+        stretches: In order.
+        parameters: Bytes of parameters.
+        buffers: Bytes of buffers.
+        optimizer: Bytes of optimizer state, after the step.
+        batch: Bytes of the batch.
+        gradients: Bytes of gradients at the end of the last backward.
+        activations: The most bytes that forwards made and that were there as one ended.
+        prepared: Bytes that the first step made for all micro-batches before it ran them, and kept.
+        peak: The most bytes at any moment.
+    """
+
+    stretches: list[Stretch] = field(default_factory=list)
+    parameters: int = 0
+    buffers: int = 0
+    optimizer: int = 0
+    batch: int = 0
+    gradients: int = 0
+    activations: int = 0
+    prepared: int = 0
+    peak: int = 0
+
+
+class _Observer:
+    """Sees every operator and every span of a step."""
+
+    def __init__(self, run: Composition) -> None:
+        from composer3d.testing.collectives import Collectives
+
+        self.run, self.result, self.place = run, Recording(), Place()
+        self.storages = StorageCounter(self._note_peak)
+        with torch_compat.with_values():
+            self.collectives = Collectives.over(run.mesh)
+        self._known: dict[Any, tuple[str, bool, bool, bool]] = {}
+        self._question = torch_compat.device_question()
+        self._open: list[Stretch] = []
+        self._between = self._stretch("gradients", 0, None)
+        self._messages: list[tuple[Collective, bool]] = []
+        self._is_quiet = self._is_forward_backward = False
+        self._births: list[tuple[int, int]] = []
+
+    def _stretch(self, kind: SegmentKind, stage: int, microbatch: int | None) -> Stretch:
+        made = Stretch(kind=kind, stage=stage, microbatch=microbatch)
+        self.result.stretches.append(made)
+        return made
+
+    @property
+    def stretch(self) -> Stretch:
+        """What runs now."""
+        return self._open[-1] if self._open else self._between
+
+    # ---- spans -------------------------------------------------------------------------------------------------------
+
+    def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
+        """Open a stretch where a span is one."""
+        if name == "forward_backward":
+            self._is_forward_backward = True
+            return name
+        kind = _ACTIONS.get(name)
+        if kind is None:
+            return None
+        if kind == "optimizer":
+            self._measure_gradients()
+        made = self._stretch(kind, attributes.get("stage", 0), attributes.get("microbatch"))
+        self._open.append(made)
+        made.collectives += self._messages  # what was received for it
+        self._messages.clear()
+        self.storages.kind = MADE_FORWARD if kind == "forward" else MADE_LATER
+        self._note_peak()
+        return made
+
+    def end(self, token: Any) -> None:
+        """Close it."""
+        if token == "forward_backward":
+            self._is_forward_backward = False
+        elif token is not None:
+            self._open.remove(token)
+            self.storages.kind = MADE_LATER
+            if token.kind == "forward":
+                self._measure_activations()
+            self._between = self._stretch("gradients", token.stage, None)
+            self._note_peak()
+
+    def _measure_activations(self) -> None:
+        modules = [module for part in self.run.parts for module in part.module.modules()]
+        gathered = [tensor for module in modules for tensor in torch_compat.fsdp_buffers(module)]
+        # Parameters that were gathered in a forward are there for it, not for the backward.
+        self.storages.recount([*gathered, *(p for module in modules for p in module.parameters(recurse=False))])
+        self.result.activations = max(self.result.activations, self.storages.kinds[MADE_FORWARD])
+
+    def preparing(self, is_on: bool) -> None:
+        """Leave out what only the first step of a run does."""
+        self._is_quiet = is_on
+        self.result.prepared += -self.storages.live if is_on else self.storages.live
+        if not is_on:
+            # The loss of a micro-batch that only taught shapes is kept until the step's losses are added up.
+            self.run._engine.forget_losses()
+            self.storages.restart()
+
+    def restart(self) -> None:
+        """Forget what was recorded; for a run whose first step is not like the others."""
+        self.result.stretches.clear()
+        self.result.activations = 0
+        self._messages.clear()
+        self.storages.settle()
+        self.storages.restart()
+        self._between = self._stretch("gradients", 0, None)
+
+    # ---- memory ------------------------------------------------------------------------------------------------------
+
+    def _note_peak(self) -> None:
+        """Keep the most bytes by stretch and module: what is extrapolated needs more than the one maximum."""
+        if self._is_quiet:
+            return
+        peaks, module, storages = self.stretch.peaks, self.place.module, self.storages
+        if storages.live > peaks.get(module, (-1,))[0]:
+            # Until the gradients are known, the clock stands for those that were there.
+            peaks[module] = (storages.live, storages.kinds[MADE_FORWARD], storages.clock, storages.num_live)
+
+    def _measure_gradients(self) -> None:
+        gradients = [p.grad for part in self.run.parts for p in part.module.parameters() if p.grad is not None]
+        self.result.gradients = self.storages.bytes_of(gradients)
+        self._births = self.storages.births_of(gradients)
+
+    def finish(self) -> None:
+        """Put gradients in the place of clocks."""
+        births = self._births
+        for stretch in self.result.stretches:
+            stretch.peaks = {
+                module: (live, made, sum(size for birth, size in births if birth <= clock), number)
+                for module, (live, made, clock, number) in stretch.peaks.items()
+            }
+        self.result.peak = max(live for stretch in self.result.stretches for live, *_ in stretch.peaks.values())
+
+    # ---- operators ---------------------------------------------------------------------------------------------------
+
+    def handle(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator and note it down; let wrappers take it apart first."""
+        if operator is self._question and hasattr(args[0], "fake_device"):
+            return args[0].fake_device
+        known = self._known.get(operator)
+        if known is None:
+            known = self._known[operator] = self._look_at(operator)
+        name, is_collective, is_silent, makes_nothing = known
+        for cls in types:
+            if torch_compat.is_wrapper_subclass(cls):
+                return NotImplemented
+        result = operator(*args, **kwargs)
+        # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.
+        self.storages.see(result, known=makes_nothing)
+        if self._is_quiet or self.storages.is_paused:
+            return result
+        if is_collective:
+            self._collect(operator, args)
+        elif not is_silent:
+            self._count(name, operator, args, kwargs, result)
+        return result
+
+    def _look_at(self, operator: Any) -> tuple[str, bool, bool, bool]:
+        name = operator.name()
+        is_collective = self.collectives.is_collective(operator)
+        is_silent = not is_collective and (torch_compat.is_view(operator) or name.startswith(_NO_WORK))
+        short = name.replace("::", ".").split(".")
+        makes_nothing = torch_compat.is_in_place(operator) or torch_compat.is_view(operator)
+        return ".".join(short[:2]), is_collective, is_silent, makes_nothing
+
+    def _collect(self, operator: Any, args: tuple[Any, ...]) -> None:
+        before = len(self.collectives.rows)
+        self.collectives.observe(operator, args)
+        waits = operator.namespace == "c10d"
+        for row in self.collectives.rows[before:]:
+            if row.op in _MESSAGES and self._is_forward_backward and not self._open:
+                if row.op == "recv":
+                    self._messages.append((row, waits))
+                else:
+                    self._last_action().collectives.append((row, waits))
+            else:
+                self.stretch.collectives.append((row, waits))
+
+    def _last_action(self) -> Stretch:
+        actions = (stretch for stretch in reversed(self.result.stretches) if stretch.kind != "gradients")
+        return next(actions, self._between)
+
+    def _count(self, name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
+        tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
+        made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
+        floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
+        written = torch_compat.written_tensors(operator, args, kwargs) if torch_compat.is_in_place(operator) else made
+        sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
+        dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
+        flops = int(torch_compat.num_flops(operator, args, kwargs, result))
+        shapes = tuple(tuple(t.shape) for t in tensors)
+        self.stretch.operators[name, dtype, shapes, flops, sizes] += 1
+
+
+def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
+    for value in values:
+        if isinstance(value, list | tuple):
+            yield from _flat(tuple(value))
+        else:
+            yield value
+
+
+@contextlib.contextmanager
+def record_step(run: Composition, optimizer: Any, batch: Any) -> Iterator[_Observer]:
+    """Record the step that runs inside; what there is before counts as lasting.
+
+    Args:
+        run: The composition.
+        optimizer: Its optimizer, its state made.
+        batch: This rank's tensors of the step.
+    """
+    observer = _Observer(run)
+    result, storages = observer.result, observer.storages
+    modules = [part.module for part in run.parts]
+    parameters = [p for module in modules for p in module.parameters()]
+    buffers = [b for module in modules for b in module.buffers()]
+    storages.track([*parameters, *buffers])
+    result.parameters, result.buffers = storages.bytes_of(parameters), storages.bytes_of(buffers)
+    storages.track(_state_tensors(optimizer))
+    storages.track(torch_compat.tree_leaves(batch))
+    result.batch = storages.bytes_of(torch_compat.tree_leaves(batch))
+    assert storages.kinds[LASTING] == storages.live, "nothing has run yet"
+    storages.kind = MADE_LATER
+    storages.restart()
+    run.context.watch(observer)
+    with (
+        storages,
+        watch_modules(modules, observer.place),
+        torch_compat.dispatch_mode(observer.handle, compiles=False),
+    ):
+        yield observer
+    result.optimizer = storages.bytes_of(_state_tensors(optimizer))
+    observer.finish()
+
+
+def _state_tensors(optimizer: Any) -> list[Any]:
+    import torch
+
+    leaves = (leaf for state in optimizer.state.values() for leaf in torch_compat.tree_leaves(state))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,173 @@
+"""From what was recorded to what is reported: memory by what it is for, operators and transfers by segment."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from composer3d.mesh import Role
+from composer3d.planning.tracing.extending import Message, Place, Sketch, Stage
+from composer3d.planning.tracing.traced import Memory, Operators, RankTrace, Segment, Transfer
+
+if TYPE_CHECKING:
+    from composer3d.context import RunContext
+
+__all__ = ["summarise", "wire_bytes"]
+
+# What the step itself agrees on, whatever the plugins: counts, losses, the norm.
+_AGREEMENTS = (
+    "composer3d.guard.",
+    "composer3d.ledger.",
+    "composer3d.gradients.total_norm",
+    "composer3d.planning.tracing.composing.",
+)
+_NAMES = {"recv": "receive"}
+
+
+def summarise(
+    sketch: Sketch,
+    *,
+    context: RunContext,
+    blocks: Sequence[Sequence[str]],
+    rank: int,
+    stands_for: int,
+    is_extrapolated: bool,
+    notes: Sequence[str] = (),
+) -> RankTrace:
+    """Return a rank's trace.
+
+    Args:
+        sketch: Of all its blocks.
+        context: Of the traced composition.
+        blocks: Names of every stage's blocks.
+        rank: Global.
+        stands_for: As in `RankTrace`.
+        is_extrapolated: As in `RankTrace`.
+        notes: As in `RankTrace`.
+    """
+    several = max((stage.microbatch or 0 for stage in sketch.stretches), default=0) > 0
+    return RankTrace(
+        rank=rank,
+        coordinates=dict(context.coordinates),
+        stands_for=stands_for,
+        memory=_memory(sketch, blocks, several=several),
+        segments=_segments(sketch, context),
+        is_extrapolated=is_extrapolated,
+        notes=tuple(notes),
+    )
+
+
+def _memory(sketch: Sketch, blocks: Sequence[Sequence[str]], *, several: bool) -> Memory:
+    stage, place, (peak, activations, gradients, number) = sketch.peak
+    lasting = sketch.parameters + sketch.buffers + sketch.optimizer
+    return Memory(
+        parameters=sketch.parameters,
+        gradients=sketch.gradients,
+        optimizer=sketch.optimizer,
+        activations=sketch.activations,
+        transient=peak - lasting - activations - gradients,
+        peak=peak,
+        moment=_moment(stage, len(blocks), several=several),
+        module=_module(place, blocks),
+        buffers=sketch.buffers,
+        activations_at_peak=activations,
+        gradients_at_peak=gradients,
+        num_storages=number,
+    )
+
+
+def _moment(stage: Stage, num_stages: int, *, several: bool) -> str:
+    where = [f"stage {stage.stage}"] if num_stages > 1 or stage.stage else []
+    where += [f"micro-batch {stage.microbatch}"] if several and stage.microbatch is not None else []
+    return stage.kind + (f" ({', '.join(where)})" if where else "")
+
+
+def _module(place: Place, blocks: Sequence[Sequence[str]]) -> str:
+    name, block, index = place
+    if not block:
+        return name
+    names = blocks[index]
+    number = {"first": 0, "before last": len(names) - 2, "last": len(names) - 1}.get(block)
+    return names[int(block) if number is None else number] + name
+
+
+def _segments(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
+    """Put equal stretches together, in order of first appearance."""
+    counted: dict[tuple[object, ...], int] = {}
+    firsts: dict[tuple[object, ...], Stage] = {}
+    for stage in sketch.stretches:
+        if not stage.operators and not stage.messages:
+            continue
+        key = (stage.kind, stage.stage, frozenset(stage.operators.items()), frozenset(stage.messages.items()))
+        counted[key] = counted.get(key, 0) + 1
+        firsts.setdefault(key, stage)
+    plugins = _Plugins(context)
+    return tuple(
+        Segment(
+            kind=stage.kind,
+            stage=stage.stage,
+            count=counted[key],
+            operators=tuple(
+                Operators(name=name, dtype=dtype, shapes=shapes, count=count, flops=flops, bytes_moved=moved)
+                for (name, dtype, shapes, flops, moved), count in stage.operators.items()
+            ),
+            transfers=tuple(_transfer(message, count, plugins) for message, count in stage.messages.items()),
+        )
+        for key, stage in firsts.items()
+    )
+
+
+def wire_bytes(op: str, size: int, num_ranks: int) -> int:
+    """Return what one rank sends in a collective of a whole buffer of `size` bytes, by a ring.
+
+    >>> wire_bytes("all_reduce", 1000, 4), wire_bytes("all_gather", 1000, 4), wire_bytes("receive", 1000, 2)
+    (1500, 750, 0)
+    """
+    if op in ("receive", "recv", "barrier") or num_ranks == 1:
+        return 0
+    if op in ("send", "broadcast", "reduce"):
+        return size
+    return math.ceil(size * (2 if op == "all_reduce" else 1) * (num_ranks - 1) / num_ranks)
+
+
+def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
+    op, axis, ranks, size, dtype, issuer, waits = message
+    name = _NAMES.get(op, op)
+    return Transfer(
+        op=name,
+        axis=axis,
+        plugin=plugins.of(issuer, axis),
+        ranks=ranks,
+        dtype=dtype,
+        count=count,
+        bytes=size,
+        wire_bytes=count * wire_bytes(name, size, len(ranks)),
+        is_overlapped=waits and plugins.may_overlap(axis),
+    )
+
+
+class _Plugins:
+    """Whose a collective is: of the plugin whose code called for it, else of the one that owns the axis."""
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self._modules: Mapping[str, str] = {
+            type(registered.instance).__module__: registered.name for registered in context.plugins
+        }
+
+    def of(self, issuer: str, axis: str) -> str | None:
+        if issuer.startswith(_AGREEMENTS):
+            return None
+        for module, name in self._modules.items():
+            if f"{issuer}.".startswith(f"{module}."):
+                return name
+        names = axis.split("+") if axis != "world" else [n for n, d in self._context.degrees.items() if d > 1]
+        owners = {self._context.owners[n].name for n in names if n in self._context.owners}
+        return owners.pop() if len(owners) == 1 else None
+
+    def may_overlap(self, axis: str) -> bool:
+        """Tell whether a c10d collective over an axis runs on a stream of its own: data parallelism's, and messages."""
+        roles = {each.name: each.role for each in self._context.layout.axes}
+        names = axis.split("+")
+        return all(roles.get(name) in (Role.BATCH, Role.STAGE) for name in names)

@@ -1,0 +1,189 @@
+"""Ranks of a world that is not there, each traced through one optimizer step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from composer3d import torch_compat
+from composer3d.mesh import Role
+from composer3d.planning.tracing.beside import Beside
+from composer3d.planning.tracing.blocks import BlockCut
+from composer3d.planning.tracing.composing import Job, composed, make_lasting, prepared, prime_optimizer, run_step
+from composer3d.planning.tracing.extending import Sketch, extend, repeat, sketch_of
+from composer3d.planning.tracing.recording import record_step
+from composer3d.planning.tracing.roles import first_ranks
+from composer3d.planning.tracing.summary import summarise
+from composer3d.planning.tracing.traced import RankTrace
+
+__all__ = ["Tracer"]
+
+# Blocks of the shorter one of two short stages; the other one has one more. Three have a first, a last, and the one
+# before it, which FSDP2 gathers while the last one runs: where blocks are recomputed, that is where the peak may be.
+_SHORT = 3
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Traced:
+    """A rank's step, whole or with fewer blocks; `names` are those of every stage's blocks, `num_traced` micro-batches.
+
+    Without a sketch where a longer trace was asked for and would tell nothing.
+    """
+
+    sketch: Sketch | None
+    names: list[list[str]]
+    are_alike: bool
+    num_traced: int
+
+
+class Tracer:
+    """Traces ranks one after the other, and remembers what stages send each other.
+
+    Args:
+        job: What is planned.
+        extrapolate: False traces every block and every micro-batch.
+        enough: Micro-batches, after which every further one does the same, for a rank's position in the pipeline;
+            default: all of them.
+    """
+
+    def __init__(self, job: Job, *, extrapolate: bool = True, enough: int | Callable[[int], int] | None = None) -> None:
+        self._job, self._extrapolate = job, extrapolate
+        self._enough = enough
+        self._preparation = prepared(job)
+        self._positions = first_ranks(self._preparation.context.layout)
+        self._sent: dict[int, Any] = {}
+
+    def trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
+        """Trace several ranks: stages of three blocks here, those of four in a process beside it.
+
+        Args:
+            chosen: For every rank, how many ranks of the world do the same; earlier stages first.
+        """
+        if not self._extrapolate:
+            return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
+        with Beside(lambda: {rank: self._longer(rank) for rank in chosen}) as beside:
+            shorts = {rank: self._run(rank, _SHORT) for rank in chosen}
+            # Where it could not be had there, it is made here.
+            longer = beside.result() or {}
+        return [
+            self._joined(rank, shorts[rank], longer.get(rank), stands_for=number) for rank, number in chosen.items()
+        ]
+
+    def trace(self, rank: int, *, stands_for: int = 1) -> RankTrace:
+        """Trace one rank.
+
+        Blocks that are alike are traced as stages of three and of four, and the rest follows: by every further block
+        each count and each moment's bytes grow by the same. So it is with micro-batches, once as many are in flight as
+        there ever are.
+
+        Args:
+            rank: Global.
+            stands_for: How many ranks of the world do the same.
+        """
+        short = self._run(rank, _SHORT if self._extrapolate else None)
+        return self._joined(rank, short, None, stands_for=stands_for)
+
+    def _longer(self, rank: int) -> _Traced:
+        return self._run(rank, _SHORT + 1, if_longer=True)
+
+    def _joined(self, rank: int, short: _Traced, longer: _Traced | None, *, stands_for: int) -> RankTrace:
+        """Return the trace of a rank from its short one and, where it says more, a longer one."""
+        counts = {len(names) for names in short.names}
+        if not self._extrapolate or not short.are_alike or max(counts, default=0) <= _SHORT:
+            return self._summary(rank, short, short.sketch, stands_for=stands_for, is_extrapolated=False)
+        if len(counts) == 1:
+            longer = longer or self._longer(rank)
+            long = max(counts) - _SHORT - 1
+            assert short.sketch is not None and longer.sketch is not None, "stages of that many blocks"
+            sketch = longer.sketch if not long else extend(short.sketch, longer.sketch, by=long)
+            if sketch is not None:
+                return self._summary(rank, longer, sketch, stands_for=stands_for, is_extrapolated=long > 0)
+        whole = self._run(rank, None)
+        return self._summary(rank, whole, whole.sketch, stands_for=stands_for, is_extrapolated=False)
+
+    def _summary(
+        self, rank: int, traced: _Traced, sketch: Sketch | None, *, stands_for: int, is_extrapolated: bool
+    ) -> RankTrace:
+        assert sketch is not None, "what is summed up was traced"
+        more = self._job.num_microbatches - traced.num_traced
+        if more:
+            sketch = repeat(sketch, num_microbatches=traced.num_traced, more=more)
+        context = copy.copy(self._preparation.context)
+        context.coordinates = context.layout.coordinates(rank)
+        return summarise(
+            sketch,
+            context=context,
+            blocks=traced.names,
+            rank=rank,
+            stands_for=stands_for,
+            is_extrapolated=is_extrapolated or more > 0,
+        )
+
+    def _num_traced(self, rank: int) -> int:
+        """Return how many micro-batches of a rank are traced."""
+        if not self._extrapolate or self._enough is None:
+            return self._job.num_microbatches
+        enough = self._enough if isinstance(self._enough, int) else self._enough(self._position(rank))
+        return min(enough, self._job.num_microbatches)
+
+    def _position(self, rank: int) -> int:
+        """Return where in the pipeline a rank is."""
+        layout = self._preparation.context.layout
+        own = layout.coordinates(rank)
+        stages = layout.names(Role.STAGE)
+        return next(
+            place
+            for place, first in enumerate(self._positions)
+            if all(layout.coordinates(first)[name] == own[name] for name in stages)
+        )
+
+    def _run(self, rank: int, keep: int | None, *, if_longer: bool = False) -> _Traced:
+        """Trace a rank with at most `keep` blocks of each stage; nothing if those are all, and `if_longer` says so."""
+        self._hear(rank)
+        job, cut, number = self._job, BlockCut(keep), self._num_traced(rank)
+        # What lies in reference cycles is freed at the same moments in every run.
+        gc.collect()
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            with composed(job, self._preparation, rank, cut=cut) as run:
+                if if_longer and not (cut.are_alike and {len(names) >= (keep or 0) for names in cut.names} == {True}):
+                    return _Traced(sketch=None, names=cut.names, are_alike=cut.are_alike, num_traced=number)
+                optimizer = job.make_optimizer(run)
+                prime_optimizer(run, optimizer)
+                args, target = job.batch(number)
+                inputs = job.inputs(target)
+                with (
+                    record_step(run, optimizer, (args, target, dict(inputs))) as observer,
+                    torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted),
+                ):
+                    make_lasting(run, args, target, inputs)
+                    observer.restart()
+                    run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip)
+                sketch = sketch_of(observer.result, cut.places_of)
+                return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number)
+        finally:
+            if was_enabled:
+                gc.enable()
+
+    # ---- what stages say to each other -------------------------------------------------------------------------------
+
+    def _hear(self, rank: int) -> None:
+        """Let the stages before a rank's say what they send, the first two of them: those between are alike."""
+        if self._sent or rank == self._positions[0]:
+            return
+        for before in self._positions[: min(self._position(rank), 2)]:
+            self._run(before, 1)
+
+    def _note(self, stage: int, _: int, description: Any) -> None:
+        self._sent[stage] = description
+
+    def _wanted(self, stage: int, source: int) -> Any:
+        """Return what a stage sends; if it was not traced, what the nearest one before it sends."""
+        before = [index for index in self._sent if index <= source]
+        if before:
+            return self._sent[max(before)]
+        return next(iter(self._sent.values()))

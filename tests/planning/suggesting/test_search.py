@@ -1,0 +1,178 @@
+"""The search: what it picks, what it keeps, and that rules of thumb come out of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import plan_accuracy
+import pytest
+from published import published_runs
+
+from composer3d.errors import ComposerError
+from composer3d.planning.formulas.setup import Precision, Setup
+from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.hardware.cluster import load_hardware
+from composer3d.planning.suggesting.keeping import kept
+from composer3d.planning.suggesting.search import evaluate, search
+from composer3d.planning.suggesting.suggestion import Accepted, suggest
+
+H100 = load_hardware("h100")
+LLAMA_1B = ModelShape(
+    num_layers=16, hidden=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn=8192, vocab_size=128256, tied=True
+)
+LLAMA_8B = ModelShape(
+    num_layers=32, hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, ffn=14336, vocab_size=128256
+)
+RUN = Setup(seq_len=4096, global_batch=64)
+
+
+def best(shape, base, world_size, *, hardware=H100, **options):
+    return search(shape, base, hardware, world_size=world_size, **options).best[0].setup
+
+
+def test_a_model_that_fits_one_device_is_only_copied_or_its_state_shared():
+    found = best(LLAMA_1B, RUN, 8)
+    assert (found.tp, found.pp, found.recompute) == (1, 1, "none")
+    assert found.zero <= 2
+
+
+def test_a_model_that_does_not_fit_is_sharded():
+    found = best(LLAMA_8B, replace(RUN, seq_len=8192, global_batch=16), 8)
+    assert found.zero == 3 or found.tp > 1 or found.pp > 1
+    assert found.world_size == 8
+
+
+def test_tensor_parallelism_stays_inside_nodes_and_slow_networks_make_pipelines():
+    small_nodes = H100.with_nodes(4)
+    batch = replace(RUN, global_batch=32)
+    for candidate in search(LLAMA_8B, batch, small_nodes, world_size=16).best[:5]:
+        assert candidate.setup.tp <= 4
+    ethernet = load_hardware("a100-40/ethernet-25")
+    found = best(LLAMA_8B, batch, 32, hardware=ethernet)
+    assert found.pp > 1
+    assert found.tp <= 8
+
+
+def test_what_does_not_fit_is_not_proposed():
+    found = search(LLAMA_8B, RUN, H100, world_size=2)
+    assert all(candidate.verdict(H100.device.memory_bytes) == "fits" for candidate in found.best)
+    nothing = search(LLAMA_8B, RUN, H100, world_size=1, memory_bytes=8 * 2**30)
+    assert nothing.best == ()
+    assert nothing.num_fitting == 0
+    assert nothing.smallest.setup.offload
+
+
+def test_every_layout_divides():
+    for candidate in search(LLAMA_8B, RUN, H100, world_size=16).best:
+        setup = candidate.setup
+        assert setup.world_size == 16
+        assert setup.global_batch % (setup.microbatch * setup.data_parallel) == 0
+        assert LLAMA_8B.num_heads % setup.tp == LLAMA_8B.num_kv_heads % setup.tp == 0
+        assert setup.num_microbatches >= setup.pp
+
+
+@pytest.mark.parametrize(
+    ("pins", "holds"),
+    [
+        (["tp=4"], lambda setup: setup.tp == 4),
+        (["tp>=2", "pp<=2"], lambda setup: setup.tp >= 2 and setup.pp <= 2),
+        (["recompute=full"], lambda setup: setup.recompute == "full"),
+        (["zero"], lambda setup: setup.zero == 3),
+        (["schedule=Interleaved1F1B"], lambda setup: setup.schedule == "Interleaved1F1B" and setup.pp > 1),
+        (["microbatch = 2", "offload=true"], lambda setup: setup.microbatch == 2 and setup.offload),
+    ],
+)
+def test_pins_are_kept(pins, holds):
+    found = search(LLAMA_1B, RUN, H100, world_size=8, keep=kept(pins, RUN))
+    assert found.best
+    assert all(holds(candidate.setup) for candidate in found.best)
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ("tpp=2", '"tpp" cannot be kept; did you mean "tp"?'),
+        ("recompute<=2", '"recompute<=2" compares what is no number'),
+        ("tp==2", '"tp==2" pins nothing'),
+        ("tp<=x", '"tp<=x" compares what is no number'),
+    ],
+)
+def test_pins_that_mean_nothing(pin, message):
+    with pytest.raises(ComposerError) as caught:
+        kept([pin], RUN)
+    assert str(caught.value).startswith(message)
+
+
+def test_suggestions_differ_and_check_has_the_last_word():
+    asked = []
+
+    def check(setup):
+        asked.append(setup)
+        return Accepted(refusal="no pipelines here" if setup.pp > 1 else None)
+
+    own = replace(RUN, dp_shard=8, recompute="full")
+    found, searched, refused = suggest(
+        LLAMA_1B,
+        own,
+        H100,
+        world_size=8,
+        memory_bytes=H100.device.memory_bytes,
+        keep=kept(["tp<=2"], own),
+        check=check,
+    )
+    setups = [suggestion.candidate.setup for suggestion in found]
+    assert 2 <= len(setups) <= 5
+    assert len(set(setups)) == len(setups)
+    assert all(setup.pp == 1 and setup.tp <= 2 for setup in setups)
+    assert set(setups) <= set(asked)
+    assert set(refused) <= {"no pipelines here"}
+    # What computes in a lower precision than was asked for comes last.
+    dtypes = [setup.precision.dtype for setup in setups]
+    assert dtypes == sorted(dtypes, key=lambda dtype: dtype.startswith("float8"))
+    assert dtypes[-1].startswith("float8")
+    assert any("x the speed of the given manifest" in reason for reason in found[0].reasons)
+    assert searched.num_tried >= searched.num_fitting > 0
+
+
+def test_precision_is_searched_where_it_is_not_pinned():
+    own = replace(RUN, dp_shard=8, precision=Precision(dtype="float32", compute_bytes=4, gather_bytes=4))
+
+    def dtypes(*pins):
+        found, _, _ = suggest(
+            LLAMA_1B,
+            own,
+            H100,
+            world_size=8,
+            memory_bytes=H100.device.memory_bytes,
+            keep=kept(pins, own),
+            check=lambda setup: Accepted(refusal=None),
+        )
+        return {suggestion.candidate.setup.precision.dtype for suggestion in found}
+
+    assert "bfloat16" in dtypes()
+    assert dtypes("precision") == {"float32"}
+
+
+def rate(run, seconds):
+    """Return what a device computes a second, to compare layouts of models of different depth."""
+    return run.shape.num_layers * run.shape.hidden**2 * run.setup.global_batch / seconds / run.setup.world_size
+
+
+@pytest.mark.parametrize("hidden", [14400, 13824, None])
+def test_the_pick_of_a_published_sweep_is_within_a_tenth_of_the_best(hidden):
+    sweep = [
+        run
+        for run in published_runs()
+        if run.family == "BLOOM" and run.step_s and run.setup.pp > 1 and hidden in (run.shape.hidden, None)
+    ]
+    assert len(sweep) >= 4
+    pick = max(sweep, key=lambda run: rate(run, plan_accuracy.planned(run).step_s.value))
+    assert rate(pick, pick.step_s) >= 0.9 * max(rate(run, run.step_s) for run in sweep)
+
+
+def test_a_layout_is_evaluated_with_its_schedules_own_order():
+    setup = replace(RUN, pp=4, schedule="ZBVZeroBubble", stages_per_rank=2)
+    assert evaluate(LLAMA_8B, setup, H100).time is None
+    plain = evaluate(LLAMA_8B, replace(setup, schedule="Interleaved1F1B"), H100)
+    assert plain.time.pipeline.bubble_share.value > 0
+    assert plain.step_s == plain.time.step_s.value

@@ -1,0 +1,156 @@
+"""The pieces of a plan: storages, roles, enough micro-batches, allocations."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from support.planned import Case, figures, tracer_of
+
+from composer3d import torch_compat
+from composer3d.mesh import AXES, resolve
+from composer3d.planning.costs.allocator import allocate, judge
+from composer3d.planning.plan import enough_microbatches
+from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.tracing.roles import chosen_ranks
+from composer3d.planning.tracing.storages import StorageCounter
+from composer3d.protocol import Action
+from composer3d.torch_compat import dispatch_mode
+
+
+def counting(counter):
+    def handle(operator, types, args, kwargs):
+        result = operator(*args, **kwargs)
+        counter.see(result, known=torch_compat.is_view(operator) or torch_compat.is_in_place(operator))
+        return result
+
+    return dispatch_mode(handle)
+
+
+def test_a_storage_counts_once_until_its_last_view_is_gone():
+    with StorageCounter() as counter, counting(counter):
+        tensor = torch.zeros(100)
+        view = tensor[10:]
+        assert counter.live == 400
+        del tensor
+        view.add_(1)
+        assert counter.live == 400
+        other = view * 2
+        assert (counter.live, counter.peak) == (760, 760)
+        del view, other
+    assert (counter.live, counter.peak) == (0, 760)
+
+
+def test_a_storage_that_is_emptied_by_hand_is_not_counted():
+    with StorageCounter() as counter, counting(counter):
+        tensor = torch.zeros(100)
+        tensor.untyped_storage().resize_(0)
+        assert (counter.live, counter.peak) == (0, 400)
+        tensor.untyped_storage().resize_(400)
+        assert counter.live == 400
+
+
+def test_fake_and_real_storages_count_alike():
+    def work():
+        tensor = torch.zeros(30, 7)
+        return (tensor @ tensor.t()).relu().sum()
+
+    peaks = []
+    for mode in (torch_compat.fake_tensors(), torch.no_grad()):
+        with mode, StorageCounter() as counter, counting(counter):
+            work()
+        peaks.append(counter.peak)
+    assert peaks == [2 * 30 * 30 * 4 + 30 * 7 * 4] * 2
+
+
+def one_f_one_b(degree, number):
+    orders = []
+    for rank in range(degree):
+        warm = min(degree - rank - 1, number)
+        order = [Action(rank, "F", index) for index in range(warm)]
+        for index in range(number - warm):
+            order += [Action(rank, "F", warm + index), Action(rank, "B", index)]
+        order += [Action(rank, "B", index) for index in range(number - warm, number)]
+        orders.append(order)
+    return orders
+
+
+def test_no_more_microbatches_are_traced_than_differ():
+    assert enough_microbatches(lambda number: one_f_one_b(4, number), 64) == 5
+    assert enough_microbatches(lambda number: None, 64) == 3
+    # GPipe holds all of them.
+    gpipe = lambda number: [[Action(r, k, i) for k in "FB" for i in range(number)] for r in range(2)]  # noqa: E731
+    assert enough_microbatches(gpipe, 6) == 6
+
+
+def test_one_rank_of_each_role_is_visited():
+    layout = resolve({"pp": 4, "dp_shard": 2, "tp": 2}, axes=AXES, world_size=None, default=None)
+    simulation = simulate(one_f_one_b(4, 8), Costs())
+    assert chosen_ranks(layout, simulation, "worst") == {0: 4, 4: 8, 12: 4}
+    assert chosen_ranks(layout, simulation, "all") == dict.fromkeys((0, 4, 8, 12), 4)
+    assert chosen_ranks(layout, simulation, 7) == {7: 1}
+
+
+def test_an_allocation_is_rounded_up_and_judged(tmp_path):
+    trace = tracer_of(Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n"), tmp_path).trace(0)
+    allocation = allocate(trace)
+    assert allocation.allocated > trace.memory.peak
+    assert allocation.reserved % (2 << 20) == 0 and allocation.reserved > allocation.allocated
+    assert judge(allocation, 2 * allocation.total) == "fits"
+    assert judge(allocation, allocation.total) == "tight"
+    assert judge(allocation, allocation.total - 1) == "does not fit"
+
+
+EXTRAPOLATED = {
+    "zero3": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", num_layers=7, num_microbatches=5),
+    "zero2": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nzero = 2\n", num_layers=7, num_microbatches=5),
+    "recompute": Case(
+        "mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n", num_layers=7, num_microbatches=5
+    ),
+    "sp": Case(
+        '[mesh]\ndp_shard = 2\ntp = 2\n[sharding.fsdp2]\n[sharding.tensor_parallel]\nplan = "auto"\n'
+        "sequence_parallel = true\n",
+        world_size=4,
+        num_layers=6,
+    ),
+    "recomputed_pipeline": Case(
+        "[mesh]\npp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[scheduling.pipeline]\n[scheduling.activation_checkpoint]\n",
+        world_size=4,
+        num_layers=12,
+        num_microbatches=6,
+    ),
+    "pipeline": Case(
+        "[mesh]\npp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[scheduling.pipeline]\n",
+        world_size=4,
+        num_layers=12,
+        num_microbatches=7,
+    ),
+}
+
+
+def pytest_generate_tests(metafunc):
+    if "extrapolated" in metafunc.fixturenames:
+        metafunc.parametrize("extrapolated", EXTRAPOLATED)
+
+
+def test_what_is_extrapolated_is_what_is_there(extrapolated, tmp_path):
+    """Bytes that differ are numbers kept for every micro-batch: losses, indices."""
+    case = EXTRAPOLATED[extrapolated]
+    enough = 3 if case.world_size == 2 else 4
+    short = tracer_of(case, tmp_path, enough=enough).trace(0)
+    whole = tracer_of(case, tmp_path, extrapolate=False).trace(0)
+    one, other = figures(short), figures(whole)
+    assert short.is_extrapolated and not whole.is_extrapolated
+    assert (one["collectives"], one["flops"]) == (other["collectives"], other["flops"])
+    assert short.memory.module == whole.memory.module
+    assert abs(short.memory.peak - whole.memory.peak) <= 64 * case.num_microbatches
+    same = ("parameters", "gradients", "optimizer", "buffers")
+    assert [getattr(short.memory, name) for name in same] == [getattr(whole.memory, name) for name in same]
+
+
+def test_blocks_that_are_not_alike_are_all_traced(tmp_path):
+    case = replace(
+        EXTRAPOLATED["zero3"],
+        text=EXTRAPOLATED["zero3"].text + "[scheduling.activation_checkpoint]\nevery = 2\n",
+    )
+    assert not tracer_of(case, tmp_path).trace(0).is_extrapolated
