@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,7 @@ from composer3d.errors import ComposerError
 from composer3d.planning.costing import Budget, advice_on, time_of
 from composer3d.planning.costs.allocator import Allocation, Verdict, allocate, judge
 from composer3d.planning.costs.pipeline import PipelinePlan, plan_pipeline
-from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.schedules.simulation import Costs, peak_held, simulate
 from composer3d.planning.tracing.roles import RankChoice, chosen_ranks
 from composer3d.planning.tracing.traced import RankTrace
 from composer3d.planning.tracing.tracer import Tracer
@@ -141,6 +142,9 @@ def make_plan(
 def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position: int | None = None) -> int:
     """Return the fewest micro-batches after which every further one only repeats what others do.
 
+    A rank holds no fewer of more micro-batches, so that few numbers have to be looked at: time grows as the number
+    does for GPipe, which holds all of them, and for the others with one list of actions.
+
     Args:
         orders_of: As for `make_plan`.
         num_microbatches: Of the step.
@@ -149,23 +153,34 @@ def enough_microbatches(orders_of: OrdersOf, num_microbatches: int, *, position:
     orders = orders_of(num_microbatches)
     if orders is None:
         return min(num_microbatches, _ALONE)
-    in_flight, degree = simulate(orders, Costs()).in_flight, len(orders)
     # Of schedules of several stages a rank, torch runs whole rounds of micro-batches.
     has_one_stage = len({action.stage for action in orders[0]}) == 1
-    step = 1 if has_one_stage else degree
-    fewest, own = degree + step, slice(None)
+    step = 1 if has_one_stage else len(orders)
+    fewest, own = len(orders) + step, slice(None)
     if has_one_stage and position is not None:
         # A rank holds as many as it ever will, one more follows, and behind the first rank one more is received.
-        fewest = max(_ALONE, int(in_flight[position]) + (1 if position == 0 else 2))
+        fewest = max(_ALONE, peak_held(orders[position]) + (1 if position == 0 else 2))
         own = slice(position, position + 1)
-    for number in range(fewest, num_microbatches, step):
+    held = [peak_held(order) for order in orders[own]]
+
+    def is_enough(number: int) -> bool:
         try:
             fewer = orders_of(number)
-        except ComposerError:
-            continue
-        if fewer is not None and simulate(fewer, Costs()).in_flight[own] == in_flight[own]:
-            return number
-    return num_microbatches
+        except ComposerError:  # too few for the schedule, or none but its own
+            return False
+        return fewer is not None and [peak_held(order) for order in fewer[own]] == held
+
+    return _first(range(fewest, num_microbatches, step), is_enough) or num_microbatches
+
+
+def _first(numbers: Sequence[int], holds: Callable[[int], bool]) -> int | None:
+    """Return the first of rising numbers from which something holds on; it is asked of few, and of small ones first."""
+    if not numbers or not holds(numbers[-1]):
+        return None
+    low, high = 0, 1
+    while high < len(numbers) and not holds(numbers[high - 1]):
+        low, high = high, 2 * high
+    return numbers[bisect.bisect_left(numbers, True, low, min(high, len(numbers)) - 1, key=holds)]
 
 
 def _notes(traces: Sequence[RankTrace], hardware: Hardware | None, memory_bytes: int | None) -> tuple[str, ...]:

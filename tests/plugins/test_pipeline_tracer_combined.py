@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from support.models import VOCAB
 from support.pipelined import assert_equal_to_one_device, losses_of, pipelined_step
 from support.traced import Disorder, HalfFrozen, Shared, Unet
+from torch import nn
 
 from composer3d.testing import run_ranks
 
@@ -80,3 +82,25 @@ def test_compiled_blocks():
     (alone,) = run_ranks(losses_of, 1, "", Shared)
     for losses in run_ranks(losses_of, 2, manifest(more='[scheduling.compile]\nbackend = "aot_eager"\n'), Shared):
         assert losses == pytest.approx(alone, rel=1e-4)
+
+
+# ---- modules that are replaced ---------------------------------------------------------------------------------------
+
+SWAPPED = '[precision.swapped]\nuse = "support.swapped:Swapped"\n'
+
+
+@pytest.mark.parametrize("factory", [Shared, Disorder])
+def test_modules_that_a_precision_replaces_are_called_in_their_place(factory):
+    # The head is one: it is called by the forward itself, so the stage counts its calls.
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, manifest(more=SWAPPED), factory))
+
+
+def linear_chain():
+    """Blocks that are linear layers."""
+    return nn.Sequential(nn.Embedding(VOCAB, 7), *(nn.Linear(7, 7) for _ in range(4)), nn.Linear(7, VOCAB))
+
+
+@pytest.mark.parametrize("split", ['"auto"', '"tracer"'])
+def test_blocks_that_a_precision_replaces_are_called_in_their_place(split):
+    text = f'[mesh]\npp = 2\n[model]\nblocks = "[1-4]"\n[scheduling.pipeline]\nsplit = {split}\n{SWAPPED}'
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, text, linear_chain))

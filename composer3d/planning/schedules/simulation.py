@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from composer3d.errors import ComposerError
 from composer3d.protocol import Action
 
-__all__ = ["ActionCosts", "Cell", "Costs", "Simulation", "StageCosts", "simulate"]
+__all__ = ["ActionCosts", "Cell", "Costs", "Simulation", "StageCosts", "peak_held", "simulate"]
 
 
 class ActionCosts(Protocol):
@@ -126,16 +126,17 @@ class Simulation:
         Counted from the start of a forward to the end of the last part of its backward, each stage as its share of the
         rank; the schedule's own units where a rank has one stage.
         """
-        return tuple(self._peak(cells) / self.stages_per_rank for cells in self.ranks)
+        return tuple(peak_held(cell.action for cell in cells) / self.stages_per_rank for cells in self.ranks)
 
-    @staticmethod
-    def _peak(cells: Sequence[Cell]) -> int:
-        held = peak = 0
-        for cell in cells:
-            held += cell.action.kind == "F"
-            peak = max(peak, held)
-            held -= cell.action.kind in ("B", "W")
-        return peak
+
+def peak_held(order: Iterable[Action]) -> int:
+    """Return the most activations that a rank holds at once, of a micro-batch and a stage each; no time is needed."""
+    held = peak = 0
+    for action in order:
+        held += action.kind == "F"
+        peak = max(peak, held)
+        held -= action.kind in ("B", "W")
+    return peak
 
 
 def simulate(orders: Sequence[Sequence[Action]], costs: ActionCosts) -> Simulation:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from support.planned import Case, figures, tracer_of
 
 from composer3d import torch_compat
+from composer3d.errors import ComposerError
 from composer3d.mesh import AXES, resolve
 from composer3d.planning.costs.allocator import allocate, judge
 from composer3d.planning.plan import enough_microbatches
@@ -81,6 +83,28 @@ def test_no_more_microbatches_are_traced_than_differ():
     # GPipe holds all of them.
     gpipe = lambda number: [[Action(r, k, i) for k in "FB" for i in range(number)] for r in range(2)]  # noqa: E731
     assert enough_microbatches(gpipe, 6) == 6
+
+
+@pytest.mark.parametrize("position", [None, 0, 1])
+def test_many_microbatches_are_looked_at_a_few_times(position):
+    asked = []
+
+    def gpipe(number):
+        asked.append(number)
+        return [[Action(r, k, i) for k in "FB" for i in range(number)] for r in range(2)]
+
+    assert enough_microbatches(gpipe, 4096, position=position) == 4096
+    assert len(asked) <= 2
+
+    def limited(number):
+        asked.append(number)
+        if number < 9:
+            raise ComposerError("too few")
+        return one_f_one_b(4, number)
+
+    del asked[:]
+    assert enough_microbatches(limited, 512, position=position) == 9
+    assert len(asked) <= 10
 
 
 def test_one_rank_of_each_role_is_visited():

@@ -57,7 +57,10 @@ class PipelineRuntime:
         self._microbatches: Sequence[Batch] = ()
         self._buffers: list[tuple[Tensor, Tensor]] = []
         for part in self._parts:
-            runner_of(part.module).call = self._caller(part)
+            runner = runner_of(part.module)
+            # Precisions put other modules in the place of those that are called.
+            runner.attach(part.module)
+            runner.call = self._caller(part)
 
     # ---- one stage, one micro-batch ----------------------------------------------------------------------------------
 

@@ -60,6 +60,13 @@ class Runner:
         """Whether nothing comes after this stage."""
         return self.end == len(self.observation.blocks)
 
+    def attach(self, stage: nn.Module) -> None:
+        """Let the calls of the stage's blocks be counted; again for what has replaced a block since."""
+        for index in range(self.start, self.end):
+            block = stage.get_submodule(self.observation.blocks[index])
+            if not isinstance(block, _Owned):
+                become(block, _Owned, _BLOCK, (self, index))
+
     def forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], received: tuple[Tensor, ...]
     ) -> Any:
@@ -169,8 +176,7 @@ def build_stage(
             memo[id(model.get_submodule(fqn))] = _Absent(runner, index, block)
     stage = copy.deepcopy(model, memo)
     _take_out_blocks(stage, observation)
-    for index in range(start, end):
-        become(stage.get_submodule(observation.blocks[index]), _Owned, _BLOCK, (runner, index))
+    runner.attach(stage)
     take_out_tensors(stage, "", needed, absent, device)
     become_root(stage, runner, around=observation.blocks)
     refuse_out_of_reach(stage, needed)

@@ -177,11 +177,17 @@ def ancestors(fqn: str) -> list[str]:
 
 
 def descend(stage: nn.Module, fqn: str) -> Any:
-    """Return a submodule; torch's own lookup does not get past children that are no modules."""
+    """Return a submodule, also one that is not in the module tree, where torch's own lookup does not get past."""
     module: Any = stage
     for name in fqn.split(".") if fqn else ():
-        module = module._modules[name]
+        children = module._modules
+        module = children[name] if children.get(name) is not None else _taken_out(module, name)
     return module
+
+
+def _taken_out(parent: nn.Module, name: str) -> Any:
+    absent = vars(parent)[_CHILDREN] if isinstance(parent, _Container) else vars(parent)
+    return absent[name]
 
 
 def take_out(parent: nn.Module, name: str) -> None:

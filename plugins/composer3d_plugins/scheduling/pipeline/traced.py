@@ -9,7 +9,7 @@ all values that later stages need; those of earlier stages are handed on.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     Received,
     become,
     become_root,
+    descend,
     inner_call,
     refuse_out_of_reach,
     take_out_tensors,
@@ -76,6 +77,14 @@ class TracedRunner:
     def runs(self, index: int) -> bool:
         """Tell whether the stage makes a call."""
         return self._start <= index < self._end or (index < self._end and self._trace.calls[index].is_everywhere)
+
+    def attach(self, stage: nn.Module) -> None:
+        """Let the calls of the stage's modules go through this; again for what has replaced a module since."""
+        made = {call.fqn for index, call in enumerate(self._trace.calls) if self.runs(index)}
+        for fqn in dict.fromkeys(call.fqn for call in self._trace.calls if call.fqn):
+            module = descend(stage, fqn)
+            if not isinstance(module, _Called):
+                become(module, _Made if fqn in made else _Called, _CALLS, (self, fqn))
 
     def forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], received: tuple[Tensor, ...]
@@ -210,15 +219,8 @@ def build_traced_stage(
         model, trace.firsts, needed=needed, absent_buffers=absent_buffers, clones=clones, device=device
     )
     stage = copy.deepcopy(model, memo)
-    made: Mapping[str, bool] = {
-        call.fqn: any(runner.runs(index) for index, other in enumerate(trace.calls) if other.fqn == call.fqn)
-        for call in trace.calls
-    }
-    around = [fqn for fqn in made if fqn]
-    modules = {fqn: stage.get_submodule(fqn) for fqn in around}
-    become_root(stage, runner, around=around)
-    for fqn, module in modules.items():
-        become(module, _Made if made[fqn] else _Called, _CALLS, (runner, fqn))
+    become_root(stage, runner, around=[call.fqn for call in trace.calls if call.fqn])
+    runner.attach(stage)
     take_out_tensors(stage, "", needed, absent_buffers, device)
     refuse_out_of_reach(stage, needed)
     return stage
