@@ -5,6 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 
 from __future__ import annotations
 
+from composer3d.torch_compat.buckets import watch_buckets
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -18,7 +19,11 @@ from composer3d.torch_compat.layouts import (
     silence_redistribution,
     with_local,
 )
-from composer3d.torch_compat.messages import watch_operator_collectives, watching_messages
+from composer3d.torch_compat.messages import (
+    watch_compiled_collectives,
+    watch_operator_collectives,
+    watching_messages,
+)
 from composer3d.torch_compat.modes import (
     dispatch_mode,
     import_torchao,
@@ -123,6 +128,8 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unviewed",
+    "watch_buckets",
+    "watch_compiled_collectives",
     "watch_operator_collectives",
     "watching_messages",
     "with_local",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-__all__ = ["watch_operator_collectives", "watching_messages"]
+__all__ = ["watch_compiled_collectives", "watch_operator_collectives", "watching_messages"]
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -19,6 +19,19 @@ _COLLECTIVES = {
     "reduce_scatter_single": "reduce_scatter",
     "reduce_scatter_tensor": "reduce_scatter",
     "all_to_all_single": "all_to_all",
+}
+
+# Compiled code calls these operators; those that end in an underscore change their argument.
+_COMPILED = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
 }
 
 
@@ -103,6 +116,83 @@ def _watch_exchange(span: Callable[..., Any]) -> Callable[[], None]:
         module.shard_dim_alltoall = exchange
 
     return end
+
+
+def watch_compiled_collectives(span: Callable[..., Any]) -> Callable[[], None]:
+    """Open spans around the collectives that compiled code issues and waits for; return what ends that.
+
+    What torch.compile makes of a function, whichever the backend, is Python that calls an operator by its overload,
+    which passes the call on to what it holds as `_op`: that is replaced (torch 2.11-2.15). Eager code calls the same
+    operators by another way. While code is being traced the arguments are no plain tensors, and nothing is opened.
+
+    Args:
+        span: As for `watch_operator_collectives`.
+    """
+    import torch
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    library: Any = torch.ops._c10d_functional
+    pending: Any = WeakIdKeyDictionary()
+    found = {name: getattr(library, name).default for name in (*_COMPILED, "wait_tensor") if hasattr(library, name)}
+    plain = {operator: operator._op for operator in found.values()}
+
+    def issuing(name: str, call: Any) -> Any:
+        op = _COMPILED[name]
+
+        def issue(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            group = _group(args) if _is_real(tensor) else None
+            if group is None or group.size() == 1:
+                return call(tensor, *args, **kwargs)
+            size = _num_bytes(tensor) * (group.size() if op == "all_gather" else 1)
+            with span(op, group, bytes=size):
+                result = call(tensor, *args, **kwargs)
+            for held in (tensor, result) if name.endswith("_") else (result,):
+                pending[held] = (op, group)
+            return result
+
+        return issue
+
+    def waiting(call: Any) -> Any:
+        def wait(tensor: Any) -> Any:
+            if not _is_real(tensor) or tensor not in pending:
+                return call(tensor)
+            op, group = pending.pop(tensor)
+            with span("wait", group, op=op):
+                return call(tensor)
+
+        return wait
+
+    for name, operator in found.items():
+        call = plain[operator]
+        operator._op = _Call(call, waiting(call) if name == "wait_tensor" else issuing(name, call))
+
+    def end() -> None:
+        for operator, call in plain.items():
+            operator._op = call
+
+    return end
+
+
+class _Call:
+    """What is called in place of an operator's own function, with its hash, which is that of the operator."""
+
+    def __init__(self, own: Any, call: Callable[..., Any]) -> None:
+        self._own, self._call = own, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self._own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+def _is_real(tensor: Any) -> bool:
+    import torch
+
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def _group(arguments: Sequence[Any]) -> Any:

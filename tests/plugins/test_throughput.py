@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from composer3d_plugins.profiling.throughput import _percentile
+from composer3d_plugins.profiling.throughput import _percentile, _Transfers
 from support.models import Even, Net, composed, one_step, padded
 from support.reporting import train
 
@@ -79,6 +79,36 @@ def test_bandwidth_inside_operators_and_none_of_messages():
     assert 0 < rows[-1]["collective_gib_per_s_tp"] < 100
     (rows, _), _ = run_ranks(partial(train, options={"num_layers": 4}), 2, PIPELINE + TABLE)
     assert not [name for name in rows[-1] if name.startswith("collective")]
+
+
+class Mark:
+    """A mark in the stream of a device that is behind the host: it has come to marks when it is told."""
+
+    now_ms, reached = 0.0, 0.0
+
+    def record(self):
+        self.at = Mark.now_ms
+
+    def query(self):
+        return self.at <= Mark.reached
+
+    def elapsed_time(self, later):
+        assert self.query() and later.query(), "torch would wait, or refuse"
+        return later.at - self.at
+
+
+def test_bandwidth_on_a_device_is_of_what_it_has_done():
+    transfers = _Transfers(Mark)
+    for axis, num_bytes, milliseconds in (("tp", 2**20, 1.0), ("dp_shard", 2**30, 500.0), ("tp", 2**20, 3.0)):
+        begin = transfers.mark()
+        Mark.now_ms += milliseconds
+        transfers.add(axis, num_bytes, begin)
+    assert transfers.gib_per_s() == {}
+    Mark.reached = 501.0
+    assert transfers.gib_per_s() == pytest.approx({"tp": 1 / 1.024, "dp_shard": 2.0})
+    assert transfers.gib_per_s() == pytest.approx({"tp": 1 / 1.024, "dp_shard": 2.0})  # nothing new is known
+    Mark.reached = 504.0
+    assert transfers.gib_per_s() == pytest.approx({"tp": 1 / 3.072, "dp_shard": 2.0})
 
 
 def test_percentiles():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import Field
@@ -24,6 +24,8 @@ class Throughput:
     (2 forward, 4 backward), without attention and without recomputation; MFU is its share of the peak.
     `hardware_counted`: the operations that torch counts in one real step, attention and recomputation included; HFU is
     its share. Tokens are all positions of the batch, padding too, since all of them are computed.
+    `collective_gib_per_s_AXIS` is the payload of an axis' collectives over the time in which they hold up what follows:
+    of those that are issued ahead (`ddp`'s buckets) that is their wait. Waiting for slower ranks is in there.
 
     Memory: the last `window` step times.
     Collectives: none of its own; its metrics travel with all others.
@@ -97,30 +99,28 @@ class _Meter:
         self._num_steps = self._tokens = self._counting_tokens = 0
         self._counted_per_token: float | None = None
         self._counter: Any = None
-        self._moved: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._transfers = _Transfers(_device_event if context.device.type == "cuda" else None)
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
         if name == "step":
             self._in_step, self._tokens = True, 0
-            self._moved.clear()
+            self._transfers.clear()
             self._num_steps += 1
-        elif attributes.get("axis") not in self._axes:
+            return name, attributes, time.perf_counter_ns()
+        if attributes.get("axis") not in self._axes:
             return None
-        return name, attributes, time.perf_counter_ns()
+        return name, attributes, self._transfers.mark()
 
     def end(self, token: Any) -> None:
         if token is None:
             return
         name, attributes, started = token
-        elapsed = time.perf_counter_ns() - started
         if name == "step":
             self._in_step = False
-            self._times.append(elapsed / 1e9)
+            self._times.append((time.perf_counter_ns() - started) / 1e9)
         else:
-            sums = self._moved[attributes["axis"]]
             # Where a result is waited for, the collective goes on whose bytes were counted where it was issued.
-            sums[0] += attributes.get("bytes", 0)
-            sums[1] += elapsed
+            self._transfers.add(attributes["axis"], attributes.get("bytes", 0), started)
 
     def batch(self, batch: Batch) -> None:
         if self._in_step:
@@ -168,12 +168,66 @@ class _Meter:
                 if self._options.peak_tflops is not None:
                     share = rate * per_token / _TERA / self._options.peak_tflops
                     result.append(Metric(name=utilisation, value=share, reduction="mean"))
-        # NCCL returns before the transfer is done: what the host sees there is no bandwidth.
-        for axis in self._axes if self._context.device.type == "cpu" else ():
-            moved, elapsed = self._moved[axis]
-            value = moved / _GIB / (elapsed / 1e9) if elapsed else 0.0
-            result.append(Metric(name=f"collective_gib_per_s_{axis}", value=value, reduction="mean"))
+        moved = self._transfers.gib_per_s()
+        result += [Metric(name=f"collective_gib_per_s_{axis}", value=moved.get(axis, 0.0)) for axis in self._axes]
         return result
+
+
+class _Transfers:
+    """What collectives moved and how long they took, by axis.
+
+    On CPU a span is as long as its collective. NCCL returns before the transfer is done: there, marks in the stream that
+    is current inside of the span say how long the device took, once it has come to them; nothing waits for that.
+
+    Args:
+        make_event: Makes a mark in the device's stream; None takes the host's time.
+    """
+
+    def __init__(self, make_event: Callable[[], Any] | None) -> None:
+        self._make_event = make_event
+        self._moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._pending: deque[tuple[str, int, Any, Any]] = deque()
+        self._last: dict[str, float] = {}
+
+    def clear(self) -> None:
+        """Forget what was not asked for: what happened between steps."""
+        self._moved.clear()
+
+    def mark(self) -> Any:
+        """Return the beginning of a collective."""
+        if self._make_event is None:
+            return time.perf_counter_ns()
+        event = self._make_event()
+        event.record()
+        return event
+
+    def add(self, axis: str, num_bytes: int, begin: Any) -> None:
+        """Note a collective that has ended, or been issued."""
+        end = self.mark()
+        if self._make_event is None:
+            self._count(axis, num_bytes, (end - begin) / 1e9)
+        else:
+            self._pending.append((axis, num_bytes, begin, end))
+
+    def gib_per_s(self) -> dict[str, float]:
+        """Return the bandwidth of what is known to have ended since this was last asked; else what it was then."""
+        while self._pending and self._pending[0][3].query():
+            axis, num_bytes, begin, end = self._pending.popleft()
+            self._count(axis, num_bytes, begin.elapsed_time(end) / 1e3)
+        self._last |= {axis: moved / _GIB / seconds for axis, (moved, seconds) in self._moved.items() if seconds}
+        self._moved.clear()
+        return self._last
+
+    def _count(self, axis: str, num_bytes: int, seconds: float) -> None:
+        sums = self._moved[axis]
+        sums[0] += num_bytes
+        sums[1] += seconds
+
+
+def _device_event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _percentile(ordered: list[float], percent: int) -> float:
