@@ -111,6 +111,23 @@ def test_bandwidth_on_a_device_is_of_what_it_has_done():
     assert transfers.gib_per_s() == pytest.approx({"tp": 1 / 3.072, "dp_shard": 2.0})
 
 
+def copied():
+    transfers = _Transfers(lambda: torch.cuda.Event(enable_timing=True))
+    source = torch.ones(2**28, dtype=torch.uint8, device="cuda")
+    source.clone()
+    begin = transfers.mark()
+    source.clone()
+    transfers.add("tp", source.nbytes, begin)
+    torch.cuda.synchronize()
+    return transfers.gib_per_s()["tp"]
+
+
+@pytest.mark.gpu
+def test_a_gpus_marks_are_read():
+    """A quarter of a GiB is read and written; no memory does that within 10 microseconds, none takes a second."""
+    assert 0.25 < run_ranks(copied, 1)[0] < 25_000
+
+
 def test_percentiles():
     values = [float(n) for n in range(1, 101)]
     assert [_percentile(values, percent) for percent in (50, 95, 99)] == [50.0, 95.0, 99.0]

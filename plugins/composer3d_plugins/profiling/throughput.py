@@ -176,8 +176,8 @@ class _Meter:
 class _Transfers:
     """What collectives moved and how long they took, by axis.
 
-    On CPU a span is as long as its collective. NCCL returns before the transfer is done: there, marks in the stream that
-    is current inside of the span say how long the device took, once it has come to them; nothing waits for that.
+    On CPU a span is as long as its collective. NCCL returns before the transfer is done: marks in the stream that is
+    current inside of the span then say how long the device took, once it has come to them; nothing waits for that.
 
     Args:
         make_event: Makes a mark in the device's stream; None takes the host's time.
