@@ -96,6 +96,7 @@ def compiled(text, model):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own imports
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_collectives_inside_compiled_blocks_are_those_of_eager_ones(backend):
     text = TENSOR.format("", "") + WHOLE
