@@ -98,16 +98,9 @@ def watch_operators(context: RunContext) -> Callable[[], None]:
             names[key] = _axes_of(group, context)
         return names[key]
 
-    def span(name: str, group: Any, **attributes: Any) -> AbstractContextManager[None]:
-        return context.span(name, axis=named(group), **attributes)
-
-    ends = torch_compat.watch_operator_collectives(span), torch_compat.watch_compiled_collectives(span)
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end
+    return torch_compat.watch_operator_collectives(
+        lambda name, group, **attributes: context.span(name, axis=named(group), **attributes)
+    )
 
 
 def _axes_of(group: Any, context: RunContext) -> str:

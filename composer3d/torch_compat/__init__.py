@@ -20,7 +20,6 @@ from composer3d.torch_compat.layouts import (
     with_local,
 )
 from composer3d.torch_compat.messages import (
-    watch_compiled_collectives,
     watch_operator_collectives,
     watching_messages,
 )
@@ -129,7 +128,6 @@ __all__ = [
     "tree_map",
     "unviewed",
     "watch_buckets",
-    "watch_compiled_collectives",
     "watch_operator_collectives",
     "watching_messages",
     "with_local",

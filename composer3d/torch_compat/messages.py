@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-__all__ = ["watch_compiled_collectives", "watch_operator_collectives", "watching_messages"]
+__all__ = ["watch_operator_collectives", "watching_messages"]
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -87,12 +87,13 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
     replaced = {name: spanned(name, op) for name, op in _COLLECTIVES.items() if name in plain}
     for name, function in {**replaced, "wait_tensor": wait_tensor}.items():
         setattr(functional, name, function)
-    end_exchange = _watch_exchange(span)
+    ends = _watch_exchange(span), _watch_compiled(span, inside)
 
     def end() -> None:
         for name, function in plain.items():
             setattr(functional, name, function)
-        end_exchange()
+        for each in ends:
+            each()
 
     return end
 
@@ -118,21 +119,17 @@ def _watch_exchange(span: Callable[..., Any]) -> Callable[[], None]:
     return end
 
 
-def watch_compiled_collectives(span: Callable[..., Any]) -> Callable[[], None]:
+def _watch_compiled(span: Callable[..., Any], inside: Any) -> Callable[[], None]:
     """Open spans around the collectives that compiled code issues and waits for; return what ends that.
 
     What torch.compile makes of a function, whichever the backend, is Python that calls an operator by its overload,
-    which passes the call on to what it holds as `_op`: that is replaced (torch 2.11-2.15). Eager code calls the same
-    operators by another way. While code is being traced the arguments are no plain tensors, and nothing is opened.
-
-    Args:
-        span: As for `watch_operator_collectives`.
+    which passes the call on to what it holds as `_op`: that is replaced (torch 2.11-2.15). What is called within is the
+    same collective. While code is being traced the arguments are no plain tensors, and nothing is opened.
     """
     import torch
-    from torch.utils.weak import WeakIdKeyDictionary
 
     library: Any = torch.ops._c10d_functional
-    pending: Any = WeakIdKeyDictionary()
+    pending: dict[int, tuple[str, Any]] = {}
     found = {name: getattr(library, name).default for name in (*_COMPILED, "wait_tensor") if hasattr(library, name)}
     plain = {operator: operator._op for operator in found.values()}
 
@@ -140,24 +137,29 @@ def watch_compiled_collectives(span: Callable[..., Any]) -> Callable[[], None]:
         op = _COMPILED[name]
 
         def issue(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            group = _group(args) if _is_real(tensor) else None
+            is_watched = _is_real(tensor) and not getattr(inside, "collective", False)
+            group = _group(args) if is_watched else None
             if group is None or group.size() == 1:
                 return call(tensor, *args, **kwargs)
             size = _num_bytes(tensor) * (group.size() if op == "all_gather" else 1)
-            with span(op, group, bytes=size):
-                result = call(tensor, *args, **kwargs)
-            for held in (tensor, result) if name.endswith("_") else (result,):
-                pending[held] = (op, group)
+            inside.collective = True
+            try:
+                with span(op, group, bytes=size):
+                    result = call(tensor, *args, **kwargs)
+            finally:
+                inside.collective = False
+            # The compiler may make another tensor of the same memory before it waits.
+            pending[result.untyped_storage().data_ptr()] = (op, group)
             return result
 
         return issue
 
     def waiting(call: Any) -> Any:
         def wait(tensor: Any) -> Any:
-            if not _is_real(tensor) or tensor not in pending:
+            known = pending.pop(tensor.untyped_storage().data_ptr(), None) if pending and _is_real(tensor) else None
+            if known is None:
                 return call(tensor)
-            op, group = pending.pop(tensor)
-            with span("wait", group, op=op):
+            with span("wait", known[1], op=known[0]):
                 return call(tensor)
 
         return wait

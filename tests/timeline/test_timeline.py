@@ -33,7 +33,7 @@ class Slow(Net):
 
 def traced(text, folder, steps=4, slow=None, options=None, busy_s=0.1):
     """Train with traces on a rank; the rank `slow` computes longer than the others."""
-    table = f'[profiling.opentelemetry]\nfolder = "{folder}"\ndetail = "microbatch"\n'
+    table = f'[profiling.opentelemetry]\nfolder = "{folder}"\ndetail = "microbatch"\ninterval_s = 0.02\n'
     model = seeded(Net if slow is None else Slow, **(options or {}))
     run = composed(f"{text}\n[train]\nmicrobatch = 3\n{table}", model, loss_fn=sum_loss)
     if run.context.rank == slow:

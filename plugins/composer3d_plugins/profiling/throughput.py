@@ -9,7 +9,19 @@ from typing import Any
 
 from pydantic import Field
 
-from composer3d import Batch, Metric, Recorder, Role, RunContext, StepAction, StepPoint, StepState, hookimpl, plugin
+from composer3d import (
+    Batch,
+    Metric,
+    Recorder,
+    Role,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    hookimpl,
+    plugin,
+    torch_compat,
+)
 
 __all__ = ["Throughput"]
 
@@ -22,8 +34,8 @@ class Throughput:
 
     Two conventions, named in the metrics. `model_6n`: 6 operations for every token and every parameter that multiplies
     (2 forward, 4 backward), without attention and without recomputation; MFU is its share of the peak.
-    `hardware_counted`: the operations that torch counts in one real step, attention and recomputation included; HFU is
-    its share. Tokens are all positions of the batch, padding too, since all of them are computed.
+    `hardware_counted`: the operations of one real step by torch's formulas, attention and recomputation included; HFU
+    is its share. Tokens are all positions of the batch, padding too, since all of them are computed.
     `collective_gib_per_s_AXIS` is the payload of an axis' collectives over the time in which they hold up what follows:
     of those that are issued ahead (`ddp`'s buckets) that is their wait. Waiting for slower ranks is in there.
 
@@ -99,6 +111,7 @@ class _Meter:
         self._num_steps = self._tokens = self._counting_tokens = 0
         self._counted_per_token: float | None = None
         self._counter: Any = None
+        self._counted_flops = 0.0
         self._transfers = _Transfers(_device_event if context.device.type == "cuda" else None)
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
@@ -129,13 +142,14 @@ class _Meter:
 
     def start_counting(self) -> None:
         import torch
-        from torch.utils.flop_counter import FlopCounterMode
 
         if self._num_steps == self._options.count_step:
             # Where every operator is looked at, the compiler runs nothing, and would say so as an error.
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
-            self._counter = FlopCounterMode(display=False)
+            self._counted_flops = 0.0
+            # torch's own counter takes operators apart that it does not know, which changes what they compute.
+            self._counter = torch_compat.dispatch_mode(self._count, compiles=False)
             self._counter.__enter__()
 
     def stop_counting(self) -> None:
@@ -143,8 +157,16 @@ class _Meter:
             self._counter.__exit__(None, None, None)
             self._eager.__exit__(None, None, None)
             if self._tokens:
-                self._counted_per_token = self._counter.get_total_flops() / self._tokens
+                self._counted_per_token = self._counted_flops / self._tokens
             self._counter = None
+
+    def _count(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A DTensor is whole on no rank: what it is taken apart into is counted.
+        if any(torch_compat.is_wrapper_subclass(cls) for cls in types):
+            return NotImplemented
+        result = operator(*args, **kwargs)
+        self._counted_flops += _num_flops(operator, args, kwargs, result)
+        return result
 
     def metrics(self) -> list[Metric]:
         """Return the figures; their names depend on the manifest alone."""
@@ -222,6 +244,17 @@ class _Transfers:
         sums = self._moved[axis]
         sums[0] += num_bytes
         sums[1] += seconds
+
+
+def _num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Count an operator by torch's formulas, attention on CPU too, of which they know no operator."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    name = str(operator.name())
+    if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+        shapes = [tensor.shape for tensor in args[:4]]
+        return float(sdpa_backward_flop_count(*shapes) if name.endswith("backward") else sdpa_flop_count(*shapes[:3]))
+    return torch_compat.num_flops(operator, args, kwargs, result)
 
 
 def _device_event() -> Any:
