@@ -60,11 +60,12 @@ def watch_own_forward(module: nn.Module, context: RunContext, is_own: Callable[[
 
 
 def watch_sharding(context: RunContext) -> None:
-    """Open spans around the all-gathers, reduce-scatters and all-reduces of every unit that FSDP2 handles.
+    """Open spans around the all-gathers, reduce-scatters and all-reduces of every unit that FSDP2 handles, and of every
+    bucket that DistributedDataParallel reduces.
 
     They say `op`, the mesh `axis`, the `unit` and the payload's `bytes`. Where the backend returns before the transfer
     is done (NCCL), a recorder that wants device times takes them from events on the current stream, which inside the
-    span is the one of the transfer.
+    span is the one of the transfer. Buckets are waited for in a span `wait`, once a backward.
 
     Args:
         context: Frozen.
@@ -72,13 +73,15 @@ def watch_sharding(context: RunContext) -> None:
     if not context.has_recorders:
         return
     for part in context.parts:
+        torch_compat.watch_buckets(part.module, context.span)
         for name, module in part.module.named_modules():
             for group, all_gather, reduce_scatter in torch_compat.fsdp_groups(module):
                 _watch_group(group, all_gather, reduce_scatter, unit=name or "(root)", span=context.span)
 
 
 def watch_operators(context: RunContext) -> Callable[[], None]:
-    """Open spans around collectives that operators issue (DTensor's, under tensor parallelism); return what ends it.
+    """Open spans around collectives that operators issue (DTensor's, under tensor parallelism), inside of compiled code
+    too; return what ends it.
 
     Each is two spans: one where it is issued, with its `bytes`, and `wait` where its result is needed, with its `op`.
     Both name the mesh `axis`, or the axes joined by `+` where a group goes along several.

@@ -62,7 +62,7 @@ def _replayed(evidence: Evidence) -> Evidence:
     error = evidence.error
     if error is None or error["error"] != "StabilityError" or error["step"] is None:
         raise ComposerError(f"{evidence.run}: did not end by a loss that is not finite; there is nothing to replay")
-    complain(f"running step {error['step']} again on {evidence.world_size} ranks")
+    complain(f"running step {error['step'] + 1} again on {evidence.world_size} ranks")
     folder = replay(evidence.run, step=error["step"], world_size=evidence.world_size)
     found = tuple(read_anomalies(folder))
     if not found:

@@ -34,7 +34,7 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Read, measure, draw; 2 if there is no trace."""
-    from composer3d.timeline import draw_page, draw_svg, measure, read_trace
+    from composer3d.timeline import draw_page, draw_svg, measure, read_trace, statements
 
     trace = read_trace(arguments.run)
     report = measure(trace)
@@ -50,11 +50,13 @@ def execute(arguments: argparse.Namespace) -> int:
         say_json({**_report(report), "page": str(page)})
         return 0
     for rank, times in report.ranks.items():
-        figures = ", ".join(f"{name.replace('_', ' ')} {1e3 * value:.1f} ms" for name, value in vars(times).items())
+        named = vars(times) | {"exposed communication": times.collectives}
+        figures = ", ".join(
+            f"{name.replace('_', ' ')} {1e3 * value:.1f} ms" for name, value in named.items() if name != "collectives"
+        )
         say(f"rank {rank}: {figures}")
-    say(f"straggler: rank {report.straggler}, which computes {report.straggler_ratio:.2f} times the mean")
-    if report.bubble is not None:
-        say(f"bubble: {report.bubble.measured:.1%} measured, {report.bubble.simulated:.1%} simulated")
+    for line in statements(report):
+        say(line)
     say(str(page))
     return 0
 
@@ -70,6 +72,7 @@ def _report(report: Report) -> dict[str, Any]:
     return {
         "steps": list(report.steps),
         "ranks": {str(rank): vars(times) for rank, times in report.ranks.items()},
-        "straggler": {"rank": report.straggler, "ratio": report.straggler_ratio},
+        "straggler": {"rank": report.straggler, "ratio": report.straggler_ratio, "slow": report.is_slow},
+        "exposed": report.exposed,
         "bubble": None if report.bubble is None else vars(report.bubble),
     }

@@ -54,7 +54,9 @@ def tell_anomaly(evidence: Evidence, step: int | None) -> tuple[str, ...]:
         }[row["what"]]
     )
     name = f"{row['fqn'] or 'the whole model'} ({row['class']})"
+    # Steps are told as the run's own lines do, which begin with 1.
+    when = "in that step" if row["step"] == step else f"in step {row['step'] + 1}"
     return (
-        f"the first that is not finite is the {row['what']} of {name}, in step {row['step']}, "
+        f"the first that is not finite is the {row['what']} of {name}, {when}, "
         f"micro-batch {row['microbatch']}, on {evidence.who(row['rank'])}; {because}",
     )

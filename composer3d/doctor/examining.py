@@ -11,7 +11,7 @@ from composer3d.diagnosis import Account, Collective, Fault, find_fault, told_ac
 from composer3d.doctor.advice import advice_for
 from composer3d.doctor.anomalies import tell_anomaly
 from composer3d.doctor.lateness import find_straggler
-from composer3d.doctor.memory import tell_memory
+from composer3d.doctor.memory import tell_memory, told_request
 from composer3d.doctor.reading import Evidence
 from composer3d.doctor.signs import Kind, kind_of
 
@@ -80,11 +80,14 @@ def _failed(evidence: Evidence, error: Mapping[str, Any]) -> _Told:
     rank = report["rank"]
     fault = _fault(evidence, first=_waiting(evidence, error))
     if kind == "not_finite":
-        return _Told(kind=kind, rank=None, first=_first_line(report), others=tell_anomaly(evidence, report["step"]))
+        first = _first_line(report).partition("; ")[0]  # what to try comes below
+        return _Told(kind=kind, rank=None, first=first, others=tell_anomaly(evidence, report["step"]))
     if kind == "disk_full":
         return _Told(kind=kind, rank=None, first=f"the disk was full{_when(report)}: {_first_line(report)}")
     if kind == "out_of_memory":
-        first = f"{_who(evidence, report)} ran out of memory{_when(report)}: {_first_line(report)}"
+        request = told_request(_first_line(report))
+        told = f"{request}{_place(report)}" if request else f": {_first_line(report)}"
+        first = f"{_who(evidence, report)} ran out of memory{_when(report)}{told}"
         return _Told(
             kind=kind, rank=rank, first=first, others=(*tell_memory(evidence, rank), *_others(evidence, fault))
         )
@@ -122,7 +125,7 @@ def _told_fault(evidence: Evidence, fault: Fault) -> _Told:
     witness = evidence.witnesses.get(rank)
     inside = witness.opened[-1][0] if witness is not None and witness.opened else ""
     kind = "data" if inside == "data_wait" else "missing"
-    where = "waits for data" if kind == "data" else "is what the others wait for"
+    where = "waits for data" if kind == "data" else "keeps the others waiting"
     first = f"{evidence.who(rank)} {where}{_since(evidence, rank)}: {_act(evidence, rank)}"
     return _Told(kind=kind, rank=rank, first=first, others=_others(evidence, fault))
 

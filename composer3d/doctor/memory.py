@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from composer3d.doctor.reading import Evidence
 
-__all__ = ["tell_memory"]
+__all__ = ["tell_memory", "told_request"]
 
 
 def tell_memory(evidence: Evidence, rank: int | None) -> tuple[str, ...]:
@@ -42,10 +43,11 @@ def _snapshot(evidence: Evidence, rank: int | None) -> Iterable[str]:
         return
     path, content = max(found, key=lambda pair: int(pair[1]["step"]))
     parts = sorted(content["bytes"].items(), key=lambda pair: -pair[1])
-    yield f"it held {', '.join(f'{_size(size)} of {name}' for name, size in parts)} ({_below(path, evidence.run)})"
+    named = [f"{_size(size)} of {'other tensors' if name == 'other' else name}" for name, size in parts]
+    yield f"it held {', '.join(named)} ({_below(path, evidence.run)})"
     others = [f"{row['tensor']} {_size(row['bytes'])}" for row in content["largest_others"][:3]]
     if others:
-        yield f"largest tensors of the others: {', '.join(others)}"
+        yield f"largest other tensors: {', '.join(others)}"
 
 
 def _of_exhaustion(evidence: Evidence, rank: int | None) -> bool:
@@ -57,4 +59,19 @@ def _below(path: Path, run: Path) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**28 else f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes >= 2**28:
+        return f"{num_bytes / 2**30:.2f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 else f"{num_bytes / 2**10:.1f} KiB"
+
+
+def told_request(message: str) -> str:
+    """Return what an allocator's message says was asked for; nothing where it does not say it.
+
+    Args:
+        message: Of the exception: CPU's allocator gives bytes, CUDA's a rounded size.
+    """
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|[KMG]iB)", message)
+    if found is None:
+        return ""
+    size = _size(int(found[1])) if found[2] == "bytes" else f"{found[1]} {found[2]}"
+    return f", where it asked for {size} more"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -12,9 +12,10 @@ from composer3d.planning import Costs, simulate
 from composer3d.protocol import Action
 from composer3d.timeline.reading import Span, Trace
 
-__all__ = ["Bubble", "RankTimes", "Report", "measure"]
+__all__ = ["Bubble", "RankTimes", "Report", "measure", "statements"]
 
 _COMPUTING = frozenset({"forward", "backward", "backward_input", "backward_weight"})
+_SLOW = 1.1  # how much longer than the mean of the others a rank must compute to be called a straggler
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +58,7 @@ class Report:
         steps: Numbers of the steps that were measured: all but the first, which allocates and compiles.
         ranks: By rank.
         straggler: The rank that computes longest.
-        straggler_ratio: Its computing time over the mean of all.
+        straggler_ratio: Its computing time over the mean of the others; 1 where there are none.
         bubble: None without a pipeline, or without its actions in the trace.
     """
 
@@ -66,6 +67,34 @@ class Report:
     straggler: int
     straggler_ratio: float
     bubble: Bubble | None
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether the others have to wait for the straggler."""
+        return self.straggler_ratio >= _SLOW
+
+    @property
+    def exposed(self) -> float:
+        """The part of a step in which ranks only communicate, in the mean over ranks."""
+        whole = math.fsum(times.step for times in self.ranks.values())
+        return math.fsum(times.collectives for times in self.ranks.values()) / whole if whole else 0.0
+
+
+def statements(report: Report) -> list[str]:
+    """Return what a report says in sentences.
+
+    Args:
+        report: As it was measured.
+    """
+    told = f"rank {report.straggler} computes longest, {report.straggler_ratio:.2f} times as long as the others"
+    lines = [f"straggler: {told}" if report.is_slow else f"no straggler: {told}"] if len(report.ranks) > 1 else []
+    lines.append(f"exposed communication: {report.exposed:.1%} of a step")
+    if report.bubble is not None:
+        lines.append(
+            f"bubble: {report.bubble.measured:.1%} measured, {report.bubble.simulated:.1%} simulated from the same "
+            "actions if messages took no time"
+        )
+    return lines
 
 
 def measure(trace: Trace) -> Report:
@@ -80,7 +109,8 @@ def measure(trace: Trace) -> Report:
     ranks = {rank: _times(trace.ranks[rank], [steps[number] for number in numbers]) for rank, steps in found.items()}
     computing = {rank: times.computing for rank, times in ranks.items()}
     straggler = max(computing, key=lambda rank: computing[rank])
-    mean = fmean(computing.values())
+    others = [value for rank, value in computing.items() if rank != straggler]
+    mean = fmean(others) if others else computing[straggler]
     return Report(
         steps=tuple(numbers),
         ranks=ranks,
@@ -115,21 +145,31 @@ def _times(spans: Sequence[Span], steps: Sequence[Sequence[Span]]) -> RankTimes:
         return math.fsum(values) / len(steps)
 
     members = [span for step in steps for span in step]
-    by_id = {span.id: span for span in members}
-    nested = [
-        span
-        for span in members
-        if span.is_collective and span.parent in by_id and by_id[span.parent].name in _COMPUTING
-    ]
+    around = _around(members)
+    # A collective inside of another one is part of it; one inside of a block is inside of its forward, too.
+    collectives = [span for span in members if span.is_collective and not any(a.is_collective for a in around(span))]
+    nested = [span for span in collectives if any(a.name in _COMPUTING for a in around(span))]
     return RankTimes(
         step=mean([step[0].duration_s for step in steps]),
         computing=mean(
             [span.duration_s for span in members if span.name in _COMPUTING] + [-span.duration_s for span in nested]
         ),
-        collectives=mean([span.duration_s for span in members if span.is_collective]),
+        collectives=mean([span.duration_s for span in collectives]),
         optimizer=mean([span.duration_s for span in members if span.name == "optimizer"]),
         data_wait=mean([span.duration_s for span in waits]),
     )
+
+
+def _around(members: Sequence[Span]) -> Callable[[Span], Iterator[Span]]:
+    """Return what yields the spans around one, the innermost first."""
+    by_id = {span.id: span for span in members}
+
+    def around(span: Span) -> Iterator[Span]:
+        while span.parent in by_id:
+            span = by_id[span.parent]
+            yield span
+
+    return around
 
 
 def _bubble(trace: Trace, found: Mapping[int, Mapping[int, Sequence[Span]]], numbers: Sequence[int]) -> Bubble | None:

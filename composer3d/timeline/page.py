@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from composer3d.timeline.measuring import Report
+from composer3d.timeline.curves import draw_curves
+from composer3d.timeline.measuring import Report, statements
 from composer3d.timeline.reading import Span, Trace
 
 __all__ = ["draw_page", "draw_svg"]
@@ -23,13 +24,18 @@ _COLORS = {
 _COLLECTIVE = "#f06292"
 _LEFT, _TOP, _ROW, _GAP, _WIDTH = 70, 54, 30, 6, 1120
 _STYLE = (
-    "body{font-family:sans-serif;margin:24px;color:#263238}table{border-collapse:collapse;margin:12px 0}"
-    "td,th{border:1px solid #b0bec5;padding:3px 9px;text-align:right}.scroll{overflow-x:auto}"
+    "body{font-family:sans-serif;margin:24px;color:#263238;max-width:1240px}h1{margin-bottom:4px}"
+    "table{border-collapse:collapse;margin:12px 0}td,th{border:1px solid #cfd8dc;padding:4px 10px;text-align:right}"
+    "tr.slow th{color:#c62828}.scroll{overflow-x:auto}.note{color:#607d8b}"
+    ".curves{display:flex;flex-wrap:wrap;gap:8px 24px}figure{margin:0}figcaption{font-size:14px;margin:6px 0 2px 8px}"
 )
 
 
 def draw_svg(trace: Trace, steps: Sequence[int], *, title: str) -> str:
     """Draw some steps: every rank a row, computing in the upper part, collectives in the lower.
+
+    A bar that stands for several spans is pale, and filled from its left as far as they took, if they had come one
+    after the other.
 
     Args:
         trace: As it was read.
@@ -40,12 +46,12 @@ def draw_svg(trace: Trace, steps: Sequence[int], *, title: str) -> str:
     times = [time for spans in shown.values() for span in spans for time in (span.start, span.end)]
     first, last = (min(times), max(times)) if times else (0, 1)
     scale = _WIDTH / max(1, last - first)
-    height = _TOP + len(shown) * (_ROW + _GAP) + 30
+    bottom = _TOP + len(shown) * (_ROW + _GAP)
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 20}" height="{height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{_LEFT + _WIDTH + 30}" height="{bottom + 24}" '
         'font-family="sans-serif" font-size="11">',
         f'<text x="8" y="20" font-size="15">{escape(title)}</text>',
-        *_legend(),
+        *_legend(span for spans in shown.values() for span in spans),
     ]
     for row, (rank, spans) in enumerate(shown.items()):
         y = _TOP + row * (_ROW + _GAP)
@@ -55,8 +61,7 @@ def draw_svg(trace: Trace, steps: Sequence[int], *, title: str) -> str:
             _bar(span, _LEFT + (span.start - first) * scale, y, (span.end - span.start) * scale) for span in spans
         ]
         parts.append("</g>")
-    parts.append(f'<text x="{_LEFT}" y="{height - 10}">{(last - first) / 1e6:.1f} ms</text>')
-    return "\n".join([*parts, "</svg>", ""])
+    return "\n".join([*parts, *_ruler((last - first) / 1e6, bottom), "</svg>", ""])
 
 
 def _inside(spans: Sequence[Span], steps: set[int]) -> Iterator[Span]:
@@ -72,14 +77,30 @@ def _inside(spans: Sequence[Span], steps: set[int]) -> Iterator[Span]:
             yield span
 
 
-def _legend() -> list[str]:
+def _legend(spans: Iterable[Span]) -> list[str]:
+    """Return what the colours mean, of those that are there."""
+    present = {"collective" if span.is_collective else span.name for span in spans}
     parts, x = [], _LEFT
     for name, color in {**_COLORS, "collective": _COLLECTIVE}.items():
-        if name != "backward_input":
+        if name in present:
+            told = {"data_wait": "waiting for data", "collective": "communication, waits included"}.get(name, name)
+            told = told.replace("_", " ")
             parts.append(f'<rect x="{x}" y="30" width="14" height="14" fill="{color}"/>')
-            parts.append(f'<text x="{x + 19}" y="41">{name}</text>')
-            x += 40 + 7 * len(name)
+            parts.append(f'<text x="{x + 19}" y="41">{told}</text>')
+            x += 40 + 7 * len(told)
     return parts
+
+
+def _ruler(length_ms: float, y: int) -> list[str]:
+    """Return marks at round times below the rows."""
+    tick = 10.0 ** len(str(int(max(1.0, length_ms)))) / 10
+    tick = next(part for part in (tick / 10, tick / 5, tick / 2, tick, tick * 2) if length_ms / part <= 12)
+    parts = []
+    for number in range(int(length_ms / tick) + 1):
+        x = _LEFT + _WIDTH * number * tick / max(length_ms, 1e-9)
+        parts.append(f'<path d="M{x:.1f} {_TOP - 4}V{y + 2}" stroke="#90a4ae" stroke-opacity="0.4"/>')
+        parts.append(f'<text x="{x:.1f}" y="{y + 16}" text-anchor="middle">{number * tick:g}</text>')
+    return [*parts, f'<text x="8" y="{y + 16}">ms</text>']
 
 
 def _bar(span: Span, x: float, y: int, width: float) -> str:
@@ -88,7 +109,12 @@ def _bar(span: Span, x: float, y: int, width: float) -> str:
     top, height, color = y, _ROW, _COLORS.get(span.name, _COLLECTIVE)
     if span.is_collective:
         top, height, color = y + 2 * _ROW // 3, _ROW // 3, _COLLECTIVE
-    bar = f'<rect x="{x:.2f}" y="{top}" width="{max(width, 0.3):.2f}" height="{height}" fill="{color}"/>'
+    width = max(width, 0.3)
+    box = f'<rect x="{x:.2f}" y="{top}" height="{height}" fill="{color}"'
+    share = min(1.0, span.duration_s * 1e9 / max(1, span.end - span.start))
+    bar = f'{box} width="{width:.2f}"/>'
+    if span.attributes.get("count", 1) > 1 and share < 1.0:
+        bar = f'{box} width="{width:.2f}" fill-opacity="0.35"/>{box} width="{width * share:.2f}"/>'
     number = span.attributes.get("microbatch")
     label = ""
     if number is not None and width > 12:
@@ -105,50 +131,47 @@ def draw_page(trace: Trace, report: Report, steps: Sequence[int], *, title: str)
         steps: Of the picture.
         title: Of the page.
     """
-    rows = "".join(
-        f"<tr><th>rank {rank}</th>" + "".join(f"<td>{1e3 * value:.2f}</td>" for value in vars(times).values()) + "</tr>"
-        for rank, times in report.ranks.items()
+    lines = [*statements(report), *(f"{name} was cut off: its rank was killed" for name in trace.cut)]
+    is_merged = any(
+        span.attributes.get("count", 1) > 1 and not span.is_collective
+        for spans in trace.ranks.values()
+        for span in _inside(spans, set(steps))
     )
-    lines = [f"straggler: rank {report.straggler}, which computes {report.straggler_ratio:.2f} times the mean"]
-    if report.bubble is not None:
-        lines.append(f"bubble: {report.bubble.measured:.1%} measured, {report.bubble.simulated:.1%} simulated")
-    lines += [f"{name} was cut off: its rank was killed" for name in trace.cut]
-    curves = [
-        _curve(name, [float(row[name]) for row in trace.rows if isinstance(row.get(name), int | float)])
-        for name in ("loss", "tokens_per_s", "step_time_s", "data_wait_s")
-    ] + [_curve(f"memory of rank {rank}, MiB", [v / 2**20 for v in values]) for rank, values in trace.memory.items()]
+    note = "A pale bar stands for several that are not told apart, and is filled as far as they took in all. " + (
+        'With detail = "microbatch" the trace has each action of each micro-batch. ' if is_merged else ""
+    )
     return "\n".join(
         [
-            f'<!DOCTYPE html><html><head><meta charset="utf-8"><title>{escape(title)}</title>',
+            f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>',
             f"<style>{_STYLE}</style></head><body><h1>{escape(title)}</h1>",
             *(f"<p>{escape(line)}</p>" for line in lines),
             f'<div class="scroll">{draw_svg(trace, steps, title=_told(steps))}</div>',
-            "<h2>Milliseconds a step, in the mean</h2>",
-            "<table><tr><th></th><th>step</th><th>computing</th><th>exposed communication</th><th>optimizer</th>"
-            f"<th>data wait</th></tr>{rows}</table>",
-            *curves,
+            f'<p class="note">{escape(note)}Numbers are micro-batches. Rest the pointer on a bar to read it.</p>',
+            _table(report),
+            draw_curves(trace),
             "</body></html>",
             "",
         ]
     )
 
 
+def _table(report: Report) -> str:
+    rows = "".join(
+        f"<tr{' class=slow' if rank == report.straggler and report.is_slow else ''}><th>rank {rank}</th>"
+        + f"<td>{1e3 * times.step:.2f}</td>"
+        + "".join(f"<td>{1e3 * value:.2f}</td><td>{value / times.step if times.step else 0:.0%}</td>" for value in own)
+        + "</tr>"
+        for rank, times in report.ranks.items()
+        for own in [(times.computing, times.collectives, times.optimizer, times.data_wait)]
+    )
+    heads = ("computing", "exposed communication", "optimizer", "waiting for data")
+    return (
+        f"<h2>Where a step goes</h2><table><tr><th></th><th>step, ms</th>"
+        f"{''.join(f'<th colspan=2>{head}, ms</th>' for head in heads)}</tr>{rows}</table>"
+        f'<p class="note">Means of {_told(report.steps)}. Exposed communication is the time in which a rank does '
+        "nothing else, waiting for slower ranks included.</p>"
+    )
+
+
 def _told(steps: Sequence[int]) -> str:
     return f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-
-
-def _curve(name: str, values: Sequence[float]) -> str:
-    """Draw numbers in order; nothing where there are fewer than two."""
-    if len(values) < 2:
-        return ""
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    points = " ".join(
-        f"{10 + 480 * index / (len(values) - 1):.1f},{110 - 90 * (value - low) / span:.1f}"
-        for index, value in enumerate(values)
-    )
-    return (
-        f"<figure><figcaption>{escape(name)}: {values[0]:.4g} to {values[-1]:.4g}, between {low:.4g} and {high:.4g}"
-        f'</figcaption><svg width="500" height="120"><polyline fill="none" stroke="#1565c0" points="{points}"/></svg>'
-        "</figure>"
-    )

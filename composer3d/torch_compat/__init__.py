@@ -5,6 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 
 from __future__ import annotations
 
+from composer3d.torch_compat.buckets import watch_buckets
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -134,6 +135,7 @@ __all__ = [
     "tree_map",
     "unviewed",
     "wait_for_message",
+    "watch_buckets",
     "watch_operator_collectives",
     "watching_messages",
     "with_local",

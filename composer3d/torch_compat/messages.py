@@ -24,6 +24,19 @@ _COLLECTIVES = {
     "all_to_all_single": "all_to_all",
 }
 
+# Compiled code calls these operators; those that end in an underscore change their argument.
+_COMPILED = {
+    "all_reduce": "all_reduce",
+    "all_reduce_": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "all_gather_into_tensor_out": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "reduce_scatter_tensor_out": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
 
 def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
     """Open spans around torch's functional collectives, which DTensor's operators issue; return what ends that.
@@ -77,12 +90,13 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
     replaced = {name: spanned(name, op) for name, op in _COLLECTIVES.items() if name in plain}
     for name, function in {**replaced, "wait_tensor": wait_tensor}.items():
         setattr(functional, name, function)
-    end_exchange = _watch_exchange(span)
+    ends = _watch_exchange(span), _watch_compiled(span, inside)
 
     def end() -> None:
         for name, function in plain.items():
             setattr(functional, name, function)
-        end_exchange()
+        for each in ends:
+            each()
 
     return end
 
@@ -106,6 +120,84 @@ def _watch_exchange(span: Callable[..., Any]) -> Callable[[], None]:
         module.shard_dim_alltoall = exchange
 
     return end
+
+
+def _watch_compiled(span: Callable[..., Any], inside: Any) -> Callable[[], None]:
+    """Open spans around the collectives that compiled code issues and waits for; return what ends that.
+
+    What torch.compile makes of a function, whichever the backend, is Python that calls an operator by its overload,
+    which passes the call on to what it holds as `_op`: that is replaced (torch 2.11-2.15). What is called within is the
+    same collective. While code is being traced the arguments are no plain tensors, and nothing is opened.
+    """
+    import torch
+
+    library: Any = torch.ops._c10d_functional
+    pending: dict[int, tuple[str, Any]] = {}
+    found = {name: getattr(library, name).default for name in (*_COMPILED, "wait_tensor") if hasattr(library, name)}
+    plain = {operator: operator._op for operator in found.values()}
+
+    def issuing(name: str, call: Any) -> Any:
+        op = _COMPILED[name]
+
+        def issue(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            is_watched = _is_real(tensor) and not getattr(inside, "collective", False)
+            group = _group(args) if is_watched else None
+            if group is None or group.size() == 1:
+                return call(tensor, *args, **kwargs)
+            size = _num_bytes(tensor) * (group.size() if op == "all_gather" else 1)
+            inside.collective = True
+            try:
+                with span(op, group, bytes=size):
+                    result = call(tensor, *args, **kwargs)
+            finally:
+                inside.collective = False
+            # The compiler may make another tensor of the same memory before it waits.
+            pending[result.untyped_storage().data_ptr()] = (op, group)
+            return result
+
+        return issue
+
+    def waiting(call: Any) -> Any:
+        def wait(tensor: Any) -> Any:
+            known = pending.pop(tensor.untyped_storage().data_ptr(), None) if pending and _is_real(tensor) else None
+            if known is None:
+                return call(tensor)
+            with span("wait", known[1], op=known[0]):
+                return call(tensor)
+
+        return wait
+
+    for name, operator in found.items():
+        call = plain[operator]
+        operator._op = _Call(call, waiting(call) if name == "wait_tensor" else issuing(name, call))
+
+    def end() -> None:
+        for operator, call in plain.items():
+            operator._op = call
+
+    return end
+
+
+class _Call:
+    """What is called in place of an operator's own function, with its hash, which is that of the operator."""
+
+    def __init__(self, own: Any, call: Callable[..., Any]) -> None:
+        self._own, self._call = own, call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self._own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+
+def _is_real(tensor: Any) -> bool:
+    import torch
+
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 def _group(arguments: Sequence[Any]) -> Any:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import logging
 import subprocess
 import sys
@@ -158,6 +159,28 @@ def test_buckets_are_attached_without_a_wrapper():
     for gradient, kind, names in run_ranks(averaged, 2, attach):
         assert (kind, names) == ("Parameter", ["weight", "bias"])
         assert torch.equal(gradient, torch.full((2, 3), 1.5))
+
+
+def test_spans_are_opened_around_buckets():
+    seen = []
+
+    @contextlib.contextmanager
+    def span(name, **attributes):
+        seen.append((name, attributes))
+        yield
+
+    def attach(module, mesh):
+        torch_compat.replicate_buckets(module, device_mesh=mesh)
+        torch_compat.watch_buckets(module, span)
+        torch_compat.watch_buckets(module.forward, span)
+
+    for (gradient, *_), told in run_ranks(lambda: (averaged(attach), seen), 2):
+        assert torch.equal(gradient, torch.full((2, 3), 1.5))
+        assert told == [
+            ("broadcast", {"axis": "dp", "group": "weights"}),
+            ("all_reduce", {"axis": "dp", "group": "buckets", "bytes": 4 * (6 + 2), "bucket": 0}),
+            ("wait", {"axis": "dp", "group": "buckets", "op": "all_reduce"}),
+        ]
 
 
 def test_foreach_kernels_take_lists():

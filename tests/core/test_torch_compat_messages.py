@@ -70,6 +70,35 @@ def test_watch_operator_collectives():
         assert total == [2.0] * 6 and is_plain
 
 
+def compiled_operators():
+    from contextlib import nullcontext
+
+    from torch.distributed import _functional_collectives as functional
+
+    operators = [torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default]
+    plain, hashes, opened = [op._op for op in operators], [hash(op) for op in operators], []
+
+    def span(name, group, **attributes):
+        opened.append((name, group.size(), attributes))
+        return nullcontext()
+
+    def double(x):
+        return functional.all_reduce(x, "sum", dist.group.WORLD) * 2
+
+    end = torch_compat.watch_operator_collectives(span)
+    same = hashes == [hash(op) for op in operators]
+    result = torch.compile(double, backend="aot_eager")(torch.ones(5)).tolist()
+    end()
+    return result, opened, same and [op._op for op in operators] == plain
+
+
+def test_watching_collectives_in_compiled_code():
+    """Nothing is opened while it is traced, and an operator's hash stays, by which the compiler finds it."""
+    for result, opened, is_plain in run_ranks(compiled_operators, 2):
+        assert result == [4.0] * 5 and is_plain
+        assert opened == [("all_reduce", 2, {"bytes": 20}), ("wait", 2, {"op": "all_reduce"})]
+
+
 def test_watching_the_exchange_of_the_dim_that_is_cut():
     """On devices that are no CPU it is an operator of its own; nothing is computed here."""
     from contextlib import nullcontext

@@ -83,7 +83,7 @@ def test_a_collective_that_only_some_ranks_call(run):
 def test_a_rank_that_waits_for_something_else(run):
     shown, found = run("stuck", "run.timeout_s=2")
     assert (found["kind"], found["rank"]) == ("missing", 1)
-    matches(rf"{ONE} is what the others wait for, for \d+ s when it was asked: {FORWARD}wait_for_a_lock, .*", shown[0])
+    matches(rf"{ONE} keeps the others waiting, for \d+ s when it was asked: {FORWARD}wait_for_a_lock, .*", shown[0])
     matches(rf"  {GROUP}{ONE} did not run all_gather of \[36\], in which rank 0 waited", shown[1])
     matches(rf"  {WAITS}", shown[2])
 

@@ -8,6 +8,7 @@ import pytest
 from support.doctoring import in_child, lines, may_mount, mount, write
 
 from composer3d.cli import main
+from composer3d.doctor.memory import told_request
 from composer3d.forking import limit_ranks
 
 ZERO, ONE = r"rank 0 \(dp_shard 0\)", r"rank 1 \(dp_shard 1\)"
@@ -21,14 +22,30 @@ def matches(pattern, text):
 def test_a_rank_without_enough_memory(run):
     shown, found = run("memory", more="[profiling.memory_snapshot]\n")
     assert (found["kind"], found["rank"]) == ("out_of_memory", 1)
-    matches(rf"{ONE} on \S+ ran out of memory in step 3: .* you tried to allocate 1073741824 bytes.*", shown[0])
+    matches(
+        rf'{ONE} on \S+ ran out of memory in step 3, where it asked for 1.00 GiB more \(".*doctored.py", line \d+, '
+        r"in needs_too_much\)",
+        shown[0],
+    )
     matches(r"  most resident memory that ranks held: rank \d [\d.]+ [GM]iB, rank \d [\d.]+ [GM]iB", shown[1])
     matches(
-        r"  it held .*[\d.]+ MiB of parameters.* \(memory/rank-1-step-3-out-of-memory.json\)",
+        r"  it held [\d.]+ KiB of .*[\d.]+ KiB of parameters.* \(memory/rank-1-step-3-out-of-memory.json\)",
         shown[2],
     )
-    matches(r"  largest tensors of the others: \(.*", shown[3])
+    matches(r"  largest other tensors: \(.*", shown[3])
     assert any(ZERO.replace("\\", "") in line for line in shown[4:]) and "train.microbatch" in "".join(shown)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3145728 bytes.", "3.0 MiB"),
+        ("CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.1 GiB", "20.00 GiB"),
+    ],
+)
+def test_what_allocators_say_was_asked_for(message, told):
+    assert told_request(message) == f", where it asked for {told} more"
+    assert told_request("out of memory") == ""
 
 
 def test_a_slow_rank(run):
@@ -69,13 +86,13 @@ def test_a_loss_that_became_nan(run, capfd, has_finder):
     options = ['data.args.fault="poison"', "checkpoint.every=2"]
     shown, found = run("", *options, more="[profiling.anomaly]\n" if has_finder else "")
     assert (found["kind"], found["rank"]) == ("not_finite", None)
-    step = int(re.match(r"step (\d+): the loss is not finite \(loss (nan|inf)", shown[0])[1]) - 1
+    matches(r"step \d+: the loss is not finite \(loss (nan|inf), gradient norm (nan|inf)\)", shown[0])
     if not has_finder:
         assert shown[1] == "try: composer3d doctor out --replay runs that step again, and finds the first module"
         shown, _ = lines(capfd, "--replay")
     matches(
-        rf"  the first that is not finite is the output of layers.1 \(Layer\), in step {step}, micro-batch 0, on "
-        rf"rank [01] \(dp_shard [01]\); its weights and what it was given are finite",
+        r"  the first that is not finite is the output of layers.1 \(Layer\), in that step, micro-batch 0, on "
+        r"rank [01] \(dp_shard [01]\); its weights and what it was given are finite",
         shown[1],
     )
     assert shown[2].startswith("try: a lower optimizer.lr")

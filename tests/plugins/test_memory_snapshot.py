@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 from functools import partial
 
@@ -78,6 +79,15 @@ def test_when_memory_ran_out(tmp_path):
     assert "DefaultCPUAllocator" in found["error"]
     run_ranks(lambda: train("", tmp_path / "other", error=RuntimeError("another")), 1)
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.gpu
+def test_the_allocators_history_is_written_beside(tmp_path):
+    run_ranks(train, 1, "", tmp_path, "steps = [1]\nhistory = 1000")
+    found = json.loads((tmp_path / "rank-0-step-1.json").read_text())
+    assert found["allocator"]["allocated_bytes.all.current"] > 0 and found["bytes"]["parameters"] > 0
+    history = pickle.loads((tmp_path / "rank-0-step-1.pickle").read_bytes())
+    assert any(trace["action"] == "alloc" for trace in history["device_traces"][0])
 
 
 def test_refuses_history_without_cuda(tmp_path):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections import Counter
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -45,6 +47,17 @@ def test_grpc_and_a_collector_that_refuses_some(tmp_path, capfd):
     assert "metric composer3d.loss" in received
 
 
+def told_and_trained(text, steps):
+    """Train on a rank; return what became of its spans, how long steps took, all in all too, and what was warned of."""
+    told = []
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logging.getLogger("composer3d_plugins.profiling.opentelemetry.courier").addHandler(handler)
+    started = time.perf_counter()
+    counts, times = train(text, steps=steps)
+    return counts, times, time.perf_counter() - started, told
+
+
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
@@ -56,23 +69,9 @@ def test_grpc_and_a_collector_that_refuses_some(tmp_path, capfd):
     ],
 )
 def test_bad_collectors_cost_nothing_and_are_told(kind, reason, tmp_path):
-    def rank(url):
-        import logging
-
-        told = []
-        handler = logging.Handler()
-        handler.emit = lambda record: told.append(record.getMessage())
-        logging.getLogger("composer3d_plugins.profiling.opentelemetry.courier").addHandler(handler)
-        text = table(exporter="otlp", endpoint=url, timeout_s=0.5, interval_s=0.01)
-        started = time.perf_counter()
-        counts, times = train(text, steps=20)
-        return counts, times, time.perf_counter() - started, told
-
-    if kind == "dead":
-        (counts, times, total, told) = run_ranks(rank, 1, "http://127.0.0.1:9")[0]
-    else:
-        with collector(kind) as (url, _):
-            (counts, times, total, told) = run_ranks(rank, 1, url)[0]
+    options = {"exporter": "otlp", "timeout_s": 0.5, "interval_s": 0.01}
+    with nullcontext(("http://127.0.0.1:9", None)) if kind == "dead" else collector(kind) as (url, _):
+        counts, times, total, told = run_ranks(told_and_trained, 1, table(endpoint=url, **options), 20)[0]
     lost = Counts(**counts).lost
     if kind == "partial":
         assert (
@@ -86,13 +85,15 @@ def test_bad_collectors_cost_nothing_and_are_told(kind, reason, tmp_path):
     assert told and reason in told[-1] and f"{lost} spans are lost" in told[-1]
 
 
-def test_a_full_queue_drops_and_counts(tmp_path):
+def test_a_full_queue_drops_and_counts_and_tells(tmp_path):
+    options = {"exporter": "otlp", "timeout_s": 0.5, "interval_s": 0.01, "queue_size": 20}
     with collector("silent") as (url, _):
-        text = table(exporter="otlp", endpoint=url, timeout_s=0.5, interval_s=0.01, queue_size=20)
-        counts, _ = run_ranks(partial(train, steps=30), 1, text)[0]
+        counts, _, _, told = run_ranks(told_and_trained, 1, table(endpoint=url, **options), 30)[0]
     assert counts["overflowed"] > 0 and counts["delivered"] == 0
     everything = counts["overflowed"] + counts["unconverted"]
     assert 0 < everything <= counts["recorded"]
+    lost = f"{Counts(**counts).lost} spans are lost ({counts['overflowed']} found the queue full, "
+    assert lost in told[-1]
 
 
 def test_the_console(tmp_path, capfd):

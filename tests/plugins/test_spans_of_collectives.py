@@ -39,8 +39,8 @@ CASES = {
     "units": (4, "[mesh]\ndp_shard = 2\ndp_replicate = 2\n" + FSDP),
     "copies": (2, '[sharding.ddp]\nreducer = "bucketed"\nbroadcast_buffers = true\n'),
 }
-# torch's reducer works in C++: its bucket, and what it compares and hands out when it is made, in the first forward.
-UNSEEN = {"copies": Counter({"all_reduce": 1, "all_gather": 1, "broadcast": 2})}
+# What torch's reducer compares and hands out when it is made, in the first forward, is in one span `broadcast`.
+UNSEEN = {"copies": Counter({"all_gather": 1, "broadcast": 1})}
 
 
 class Sized(Wide):
@@ -80,3 +80,30 @@ def test_no_collective_is_without_a_span(name):
             named[op, whole if axis in ("world", "dp_shard+tp") else axis] += count
         unseen = Counter({(op, whole): count for op, count in UNSEEN.get(name, {}).items()})
         assert named + unseen == issued and sum(named.values()) > 3
+
+
+def compiled(text, model):
+    """Train two steps on a rank; return what spans tell of the second, by name and axis."""
+    run = composed(text + WATCHED, model)
+    tokens, targets = padded(seq_len=6)
+    (seen,) = [value.seen for value in run.context.state.values() if hasattr(value, "seen")]
+    for number in range(2):
+        seen.clear()
+        with run.step(number):
+            run.forward_backward(mine(run, tokens), target=mine(run, targets))
+    run.close()
+    return Counter((name, axis) for name, axis, _ in seen if name in (*OPS, "wait") and axis == "tp")
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's own imports
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_collectives_inside_compiled_blocks_are_those_of_eager_ones(backend):
+    text = TENSOR.format("", "") + WHOLE
+
+    def both():
+        model = partial(seeded, Sized)
+        return compiled(text, model), compiled(text + f'[scheduling.compile]\nbackend = "{backend}"\n', model)
+
+    for eager, found in run_ranks(both, 2):
+        assert found == eager and eager["all_reduce", "tp"] == eager["wait", "tp"] > 4

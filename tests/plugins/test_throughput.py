@@ -4,8 +4,8 @@ from functools import partial
 
 import pytest
 import torch
-from composer3d_plugins.profiling.throughput import _percentile
-from support.models import Even, Net, composed, one_step, padded
+from composer3d_plugins.profiling.throughput import _percentile, _Transfers
+from support.models import Even, Net, composed, mine, one_step, padded, seeded
 from support.reporting import train
 
 from composer3d import ManifestError
@@ -65,6 +65,51 @@ def test_operations_are_counted_in_one_step_with_recomputation():
     assert again > exact and again <= 6 * matrices + 2 * blocks + 1e-6
 
 
+class Attending(Net):
+    """With attention over the positions, of one head, in the middle."""
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        heads = x[:, None]
+        x = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)[:, 0]
+        return self.out(self.norm(x)) + 0.0
+
+
+def bits(more):
+    run = composed(FSDP + more, seeded(Attending))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+    tokens, targets = padded()
+    for number in range(3):
+        with run.step(number):
+            run.forward_backward(mine(run, tokens), target=mine(run, targets))
+            optimizer.step()
+            optimizer.zero_grad()
+        figures = run.report(number, {"step_time_s": 1.0})
+    weights = [parameter.to_local().detach().clone() for _, parameter in run.named_parameters()]
+    run.close()
+    return weights, figures
+
+
+def test_counting_changes_no_bit_and_knows_attention():
+    """Attention over L positions of dim d takes 4 L d operations a token forward, and 2.5 times that backward."""
+    for (expected, _), (weights, figures) in run_ranks(lambda: (bits(""), bits(TABLE)), 2):
+        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+        matrices = sum(p.numel() for name, p in Net().named_parameters() if p.ndim == 2 and name != "tok.weight")
+        per_token = figures["hardware_counted_tflops_per_s"] * 1e12 / figures["throughput_tokens_per_s"]
+        assert per_token == pytest.approx(6 * matrices + 3.5 * 4 * 5 * 7, rel=0.3)
+
+
+def test_a_cut_product_is_counted_by_its_parts():
+    """Each of two ranks multiplies half of what is cut, and the whole of what is not."""
+    cut, whole = 6 * 4 * 2 * 7 * 16, 6 * 7 * 11
+    for rows, _ in run_ranks(partial(train, options={"factory": Even}), 2, TENSOR + TABLE):
+        per_token = rows[-1]["hardware_counted_tflops_per_s"] * 1e12 / rows[-1]["throughput_tokens_per_s"]
+        # Ranks end a step at slightly different times; the whole of all on both ranks would be twice as much.
+        assert per_token == pytest.approx(cut + 2 * whole, rel=0.3)
+
+
 def test_bandwidth_of_every_axis():
     text = "[mesh]\ndp_replicate = 2\n" + FSDP + TABLE
     for rows, _ in run_ranks(train, 4, text):
@@ -79,6 +124,53 @@ def test_bandwidth_inside_operators_and_none_of_messages():
     assert 0 < rows[-1]["collective_gib_per_s_tp"] < 100
     (rows, _), _ = run_ranks(partial(train, options={"num_layers": 4}), 2, PIPELINE + TABLE)
     assert not [name for name in rows[-1] if name.startswith("collective")]
+
+
+class Mark:
+    """A mark in the stream of a device that is behind the host: it has come to marks when it is told."""
+
+    now_ms, reached = 0.0, 0.0
+
+    def record(self):
+        self.at = Mark.now_ms
+
+    def query(self):
+        return self.at <= Mark.reached
+
+    def elapsed_time(self, later):
+        assert self.query() and later.query(), "torch would wait, or refuse"
+        return later.at - self.at
+
+
+def test_bandwidth_on_a_device_is_of_what_it_has_done():
+    transfers = _Transfers(Mark)
+    for axis, num_bytes, milliseconds in (("tp", 2**20, 1.0), ("dp_shard", 2**30, 500.0), ("tp", 2**20, 3.0)):
+        begin = transfers.mark()
+        Mark.now_ms += milliseconds
+        transfers.add(axis, num_bytes, begin)
+    assert transfers.gib_per_s() == {}
+    Mark.reached = 501.0
+    assert transfers.gib_per_s() == pytest.approx({"tp": 1 / 1.024, "dp_shard": 2.0})
+    assert transfers.gib_per_s() == pytest.approx({"tp": 1 / 1.024, "dp_shard": 2.0})  # nothing new is known
+    Mark.reached = 504.0
+    assert transfers.gib_per_s() == pytest.approx({"tp": 1 / 3.072, "dp_shard": 2.0})
+
+
+def copied():
+    transfers = _Transfers(lambda: torch.cuda.Event(enable_timing=True))
+    source = torch.ones(2**28, dtype=torch.uint8, device="cuda")
+    source.clone()
+    begin = transfers.mark()
+    source.clone()
+    transfers.add("tp", source.nbytes, begin)
+    torch.cuda.synchronize()
+    return transfers.gib_per_s()["tp"]
+
+
+@pytest.mark.gpu
+def test_a_gpus_marks_are_read():
+    """A quarter of a GiB is read and written; no memory does that within 10 microseconds, none takes a second."""
+    assert 0.25 < run_ranks(copied, 1)[0] < 25_000
 
 
 def test_percentiles():

@@ -64,6 +64,35 @@ def test_cycles_and_tensorboards_folder(tmp_path):
     assert path.name.startswith("rank-0.") and path.name.endswith(".pt.trace.json")
 
 
+def pushed(text):
+    """Train on a GPU; return the NVTX ranges that were opened, and how many were closed."""
+    import torch
+
+    labels, num_closed, push, pop = [], 0, torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop
+
+    def pushing(label):
+        labels.append(label)
+        return push(label)
+
+    def popping():
+        nonlocal num_closed
+        num_closed += 1
+        return pop()
+
+    torch.cuda.nvtx.range_push, torch.cuda.nvtx.range_pop = pushing, popping
+    train(text, steps=4)
+    return labels, num_closed
+
+
+@pytest.mark.gpu
+def test_kernels_are_in_the_trace_and_ranges_go_to_nsight(tmp_path):
+    ((labels, num_closed),) = run_ranks(pushed, 1, table(tmp_path, "nvtx = true"))
+    assert len(labels) == num_closed and labels.count("composer3d.step") == 4
+    assert labels.count("composer3d.block layers.1") == 4 * 2
+    events = load(tmp_path / "all-ranks.json.gz")
+    assert any(event.get("cat") == "kernel" for event in events)
+
+
 def test_nothing_is_written_outside_a_run(tmp_path):
     run_ranks(lambda: composed(table(tmp_path / "none"), purpose="verify").close(), 1)
     assert not (tmp_path / "none").exists()

@@ -16,7 +16,7 @@ from support.servers import browser
 from composer3d.cli import main
 from composer3d.errors import ComposerError
 from composer3d.testing import run_ranks
-from composer3d.timeline import draw_page, measure, read_trace
+from composer3d.timeline import draw_page, measure, read_trace, statements
 
 
 class Slow(Net):
@@ -33,7 +33,7 @@ class Slow(Net):
 
 def traced(text, folder, steps=4, slow=None, options=None, busy_s=0.1):
     """Train with traces on a rank; the rank `slow` computes longer than the others."""
-    table = f'[profiling.opentelemetry]\nfolder = "{folder}"\ndetail = "microbatch"\n'
+    table = f'[profiling.opentelemetry]\nfolder = "{folder}"\ndetail = "microbatch"\ninterval_s = 0.02\n'
     model = seeded(Net if slow is None else Slow, **(options or {}))
     run = composed(f"{text}\n[train]\nmicrobatch = 3\n{table}", model, loss_fn=sum_loss)
     if run.context.rank == slow:
@@ -57,7 +57,7 @@ PIPELINE = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 def pipelined(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     run_ranks(partial(traced, options={"num_layers": 4}), 2, PIPELINE, folder / "traces")
-    rows = [{"step": step, "loss": 3.0 - step, "tokens_per_s": 10.0} for step in range(1, 5)]
+    rows = [{"step": step, "loss": 3.0 - step, "tokens_per_s": 9.0 + step} for step in range(1, 5)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -93,13 +93,18 @@ def test_collectives_inside_are_not_computing(tmp_path):
         span("step", "s", "", 1, 11, step=1),
         span("forward", "f", "s", 1, 7),
         span("all_gather", "g", "f", 2, 4, axis="dp_shard", bytes=8),
+        span("block", "b", "f", 4, 7, block="layers.0"),
+        span("all_reduce", "i", "b", 5, 6, axis="tp"),
+        span("wait", "x", "i", 5, 6, axis="tp"),
         span("all_reduce", "r", "s", 8, 9, axis="world", busy_ns=500_000, count=2),
         span("optimizer", "o", "s", 9, 11),
     ]
     write(tmp_path, 0, spans)
-    (times,) = measure(read_trace(tmp_path)).ranks.values()
+    report = measure(read_trace(tmp_path))
+    (times,) = report.ranks.values()
+    assert statements(report) == ["exposed communication: 35.0% of a step"]
     assert vars(times) == pytest.approx(
-        {"step": 0.010, "computing": 0.004, "collectives": 0.0025, "optimizer": 0.002, "data_wait": 0.001}
+        {"step": 0.010, "computing": 0.003, "collectives": 0.0035, "optimizer": 0.002, "data_wait": 0.001}
     )
 
 
@@ -129,7 +134,24 @@ def write(folder, rank, spans, instance="run", **mesh):
 def test_the_slow_rank_is_the_straggler(tmp_path):
     run_ranks(partial(traced, slow=1, steps=3), 2, "[sharding.fsdp2]\n", tmp_path)
     report = measure(read_trace(tmp_path))
-    assert report.straggler == 1 and report.straggler_ratio > 1.1
+    assert report.straggler == 1 and report.is_slow
+    assert statements(report)[0].startswith("straggler: rank 1 computes longest, ")
+    assert "<tr class=slow><th>rank 1</th>" in draw_page(read_trace(tmp_path), report, [2], title="t")
+
+
+def test_merged_spans_are_filled_as_far_as_they_took(tmp_path):
+    merged = [
+        span("forward", "f", "s", 0, 6, count=2, busy_ns=3_000_000),
+        span("all_gather", "g", "s", 6, 8, axis="dp_shard", count=4, busy_ns=500_000),
+        span("optimizer", "o", "s", 8, 10),
+    ]
+    write(tmp_path, 0, [span("step", "s", "", 0, 10, step=3), *merged])
+    trace = read_trace(tmp_path)
+    page = draw_page(trace, measure(trace), [3], title="t")
+    widths = [float(width) for width in re.findall(r'fill="#(?:7fb2e5|f06292)" width="([\d.]+)"', page)]
+    assert widths == pytest.approx([1120 * part for part in (0.6, 0.3, 0.2, 0.05)], abs=0.01)
+    assert page.count('fill-opacity="0.35"') == 2 and "detail = &quot;microbatch&quot;" in page
+    assert re.findall(r'text-anchor="middle">([\d.]+)</text>', page) == [str(number) for number in range(11)]
 
 
 def test_a_cut_off_line_and_an_older_start(tmp_path):
@@ -147,12 +169,21 @@ def test_the_command_writes_a_page_that_needs_no_network(pipelined, tmp_path, ca
     assert main(["timeline", str(pipelined), "--html", str(page), "--svg", str(picture), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == [1, 2, 3] and told["bubble"].keys() == {"measured", "simulated"}
+    assert 0 < told["exposed"] < 1
     assert set(told["ranks"]) == {"0", "1"} and told["straggler"]["rank"] in (0, 1)
     text = page.read_text()
     assert set(re.findall(r"https?://[^\"]*", text)) == {"http://www.w3.org/2000/svg"} and "<script" not in text
     assert 'id="rank-0"' in picture.read_text() and "simulated" in text and "loss: 2 to -1" in text
     assert main(["timeline", str(pipelined), "--html", str(page)]) == 0
-    assert "bubble: " in capsys.readouterr().out
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0].removeprefix("no ") for line in shown[:-1]] == [
+        "rank 0",
+        "rank 1",
+        "straggler",
+        "exposed communication",
+        "bubble",
+    ]
+    assert "exposed communication" in shown[0] and shown[-1] == str(page)
 
 
 def test_a_folder_without_traces(tmp_path):
@@ -187,8 +218,13 @@ def test_a_browser_shows_every_rank(pipelined, tmp_path):
         titles = run("[...document.querySelectorAll('title')].map(title => title.textContent.split(' ')[0])")
         assert titles.count("forward") == titles.count("backward") == 2 * 2 * 4
         text = run("document.body.innerText")
-        assert "bubble: " in text and "simulated" in text and "loss: 2 to -1" in text
+        assert "bubble: " in text and "simulated" in text and "exposed communication: " in text
+        titles = run("[...document.querySelectorAll('figcaption')].map(title => title.textContent)")
+        assert titles == ["loss: 2 to -1", "tokens a second: 10 to 13", "resident memory, MiB"]
+        points = run("[...document.querySelectorAll('figure polyline')].map(line => line.points.length)")
+        assert points[:2] == [4, 4] and len(points) == 4 and min(points[2:]) >= 2  # of both ranks' memory
         # The page asked for nothing but itself.
         assert run("performance.getEntriesByType('resource').length") == 0
-        assert run("document.querySelectorAll('figure svg').length") >= 2
+        # Nothing is wider than the window, and no text of the picture leaves it.
+        assert run("document.documentElement.scrollWidth <= window.innerWidth")
         assert len(chromium("screenshot")) > 10_000

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pydantic import Field
 
-from composer3d import Batch, Metric, Recorder, Role, RunContext, StepAction, StepPoint, StepState, hookimpl, plugin
+from composer3d import (
+    Batch,
+    Metric,
+    Recorder,
+    Role,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    hookimpl,
+    plugin,
+    torch_compat,
+)
 
 __all__ = ["Throughput"]
 
@@ -22,8 +34,10 @@ class Throughput:
 
     Two conventions, named in the metrics. `model_6n`: 6 operations for every token and every parameter that multiplies
     (2 forward, 4 backward), without attention and without recomputation; MFU is its share of the peak.
-    `hardware_counted`: the operations that torch counts in one real step, attention and recomputation included; HFU is
-    its share. Tokens are all positions of the batch, padding too, since all of them are computed.
+    `hardware_counted`: the operations of one real step by torch's formulas, attention and recomputation included; HFU
+    is its share. Tokens are all positions of the batch, padding too, since all of them are computed.
+    `collective_gib_per_s_AXIS` is the payload of an axis' collectives over the time in which they hold up what follows:
+    of those that are issued ahead (`ddp`'s buckets) that is their wait. Waiting for slower ranks is in there.
 
     Memory: the last `window` step times.
     Collectives: none of its own; its metrics travel with all others.
@@ -97,30 +111,29 @@ class _Meter:
         self._num_steps = self._tokens = self._counting_tokens = 0
         self._counted_per_token: float | None = None
         self._counter: Any = None
-        self._moved: dict[str, list[int]] = defaultdict(lambda: [0, 0])
+        self._counted_flops = 0.0
+        self._transfers = _Transfers(_device_event if context.device.type == "cuda" else None)
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
         if name == "step":
             self._in_step, self._tokens = True, 0
-            self._moved.clear()
+            self._transfers.clear()
             self._num_steps += 1
-        elif attributes.get("axis") not in self._axes:
+            return name, attributes, time.perf_counter_ns()
+        if attributes.get("axis") not in self._axes:
             return None
-        return name, attributes, time.perf_counter_ns()
+        return name, attributes, self._transfers.mark()
 
     def end(self, token: Any) -> None:
         if token is None:
             return
         name, attributes, started = token
-        elapsed = time.perf_counter_ns() - started
         if name == "step":
             self._in_step = False
-            self._times.append(elapsed / 1e9)
+            self._times.append((time.perf_counter_ns() - started) / 1e9)
         else:
-            sums = self._moved[attributes["axis"]]
             # Where a result is waited for, the collective goes on whose bytes were counted where it was issued.
-            sums[0] += attributes.get("bytes", 0)
-            sums[1] += elapsed
+            self._transfers.add(attributes["axis"], attributes.get("bytes", 0), started)
 
     def batch(self, batch: Batch) -> None:
         if self._in_step:
@@ -129,13 +142,14 @@ class _Meter:
 
     def start_counting(self) -> None:
         import torch
-        from torch.utils.flop_counter import FlopCounterMode
 
         if self._num_steps == self._options.count_step:
             # Where every operator is looked at, the compiler runs nothing, and would say so as an error.
             self._eager = torch.compiler.set_stance("force_eager")
             self._eager.__enter__()
-            self._counter = FlopCounterMode(display=False)
+            self._counted_flops = 0.0
+            # torch's own counter takes operators apart that it does not know, which changes what they compute.
+            self._counter = torch_compat.dispatch_mode(self._count, compiles=False)
             self._counter.__enter__()
 
     def stop_counting(self) -> None:
@@ -143,8 +157,16 @@ class _Meter:
             self._counter.__exit__(None, None, None)
             self._eager.__exit__(None, None, None)
             if self._tokens:
-                self._counted_per_token = self._counter.get_total_flops() / self._tokens
+                self._counted_per_token = self._counted_flops / self._tokens
             self._counter = None
+
+    def _count(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A DTensor is whole on no rank: what it is taken apart into is counted.
+        if any(torch_compat.is_wrapper_subclass(cls) for cls in types):
+            return NotImplemented
+        result = operator(*args, **kwargs)
+        self._counted_flops += _num_flops(operator, args, kwargs, result)
+        return result
 
     def metrics(self) -> list[Metric]:
         """Return the figures; their names depend on the manifest alone."""
@@ -168,12 +190,77 @@ class _Meter:
                 if self._options.peak_tflops is not None:
                     share = rate * per_token / _TERA / self._options.peak_tflops
                     result.append(Metric(name=utilisation, value=share, reduction="mean"))
-        # NCCL returns before the transfer is done: what the host sees there is no bandwidth.
-        for axis in self._axes if self._context.device.type == "cpu" else ():
-            moved, elapsed = self._moved[axis]
-            value = moved / _GIB / (elapsed / 1e9) if elapsed else 0.0
-            result.append(Metric(name=f"collective_gib_per_s_{axis}", value=value, reduction="mean"))
+        moved = self._transfers.gib_per_s()
+        result += [Metric(name=f"collective_gib_per_s_{axis}", value=moved.get(axis, 0.0)) for axis in self._axes]
         return result
+
+
+class _Transfers:
+    """What collectives moved and how long they took, by axis.
+
+    On CPU a span is as long as its collective. NCCL returns before the transfer is done: marks in the stream that is
+    current inside of the span then say how long the device took, once it has come to them; nothing waits for that.
+
+    Args:
+        make_event: Makes a mark in the device's stream; None takes the host's time.
+    """
+
+    def __init__(self, make_event: Callable[[], Any] | None) -> None:
+        self._make_event = make_event
+        self._moved: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._pending: deque[tuple[str, int, Any, Any]] = deque()
+        self._last: dict[str, float] = {}
+
+    def clear(self) -> None:
+        """Forget what was not asked for: what happened between steps."""
+        self._moved.clear()
+
+    def mark(self) -> Any:
+        """Return the beginning of a collective."""
+        if self._make_event is None:
+            return time.perf_counter_ns()
+        event = self._make_event()
+        event.record()
+        return event
+
+    def add(self, axis: str, num_bytes: int, begin: Any) -> None:
+        """Note a collective that has ended, or been issued."""
+        end = self.mark()
+        if self._make_event is None:
+            self._count(axis, num_bytes, (end - begin) / 1e9)
+        else:
+            self._pending.append((axis, num_bytes, begin, end))
+
+    def gib_per_s(self) -> dict[str, float]:
+        """Return the bandwidth of what is known to have ended since this was last asked; else what it was then."""
+        while self._pending and self._pending[0][3].query():
+            axis, num_bytes, begin, end = self._pending.popleft()
+            self._count(axis, num_bytes, begin.elapsed_time(end) / 1e3)
+        self._last |= {axis: moved / _GIB / seconds for axis, (moved, seconds) in self._moved.items() if seconds}
+        self._moved.clear()
+        return self._last
+
+    def _count(self, axis: str, num_bytes: int, seconds: float) -> None:
+        sums = self._moved[axis]
+        sums[0] += num_bytes
+        sums[1] += seconds
+
+
+def _num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Count an operator by torch's formulas, attention on CPU too, of which they know no operator."""
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    name = str(operator.name())
+    if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
+        shapes = [tensor.shape for tensor in args[:4]]
+        return float(sdpa_backward_flop_count(*shapes) if name.endswith("backward") else sdpa_flop_count(*shapes[:3]))
+    return torch_compat.num_flops(operator, args, kwargs, result)
+
+
+def _device_event() -> Any:
+    import torch
+
+    return torch.cuda.Event(enable_timing=True)
 
 
 def _percentile(ordered: list[float], percent: int) -> float:

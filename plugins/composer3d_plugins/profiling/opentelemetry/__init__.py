@@ -54,7 +54,7 @@ class OpenTelemetry:
         every: Steps from one that is traced in detail to the next.
         rotate_steps: Steps after which a new trace begins, linked to the first: viewers do not take endless ones.
         interval_s: Seconds between exports of spans.
-        metrics_interval_s: Seconds between exports of metrics.
+        metrics_interval_s: Seconds between exports of metrics, once a run lasts; the first come sooner.
         queue_size: Spans that wait for export at most; more are dropped, counted and told.
         timeout_s: Seconds that an export may take, and that closing waits for the last one.
     """

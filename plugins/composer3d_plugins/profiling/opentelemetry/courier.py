@@ -71,7 +71,7 @@ class Courier:
         finish: Gives the last spans, when closing.
         export_metrics: Sends the present metrics.
         interval_s: Between exports of spans.
-        metrics_interval_s: Between exports of metrics.
+        metrics_interval_s: Between exports of metrics, at most: the first pauses are shorter.
         queue_size: Spans that wait at most.
         name: Of this rank, for what is reported.
         release: Lets go of connections and files, at the end.
@@ -140,14 +140,17 @@ class Courier:
         # The exporters log every failure; here failures are counted, and told a few times with their reason.
         library.propagate = False
         library.addHandler(self._heard)
-        next_metrics = time.monotonic() + self.metrics_interval_s
+        # The first ones come soon and then ever later, so that a short run has a curve too.
+        pause = min(self.interval_s, self.metrics_interval_s)
+        next_metrics = time.monotonic() + pause
         try:
             while not self._closing:
                 self._wake.wait(self.interval_s)
                 self._drain()
                 if time.monotonic() >= next_metrics and not self._closing:
                     self._safely(self.export_metrics)
-                    next_metrics = time.monotonic() + self.metrics_interval_s
+                    pause = min(2 * pause, self.metrics_interval_s)
+                    next_metrics = time.monotonic() + pause
             self._drain_all()
             with self._lock:
                 if self._abandoned:  # what is lost has been told

@@ -1,0 +1,91 @@
+"""What a person sees of a run: a bar that moves on a terminal, lines where standard error is none."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import sys
+import time
+
+import pytest
+
+from composer3d.cli import main
+from composer3d.forking import limit_ranks
+from composer3d.runner.display import Display
+
+ARGUMENTS = ["run", "run.toml", "--set", "run.output=out", "--set", "train.steps=12"]
+ROW = {"loss": 2.5, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_s": 12345.0, "mfu": 0.42, "skipped_steps": 1}
+
+
+def on_a_terminal(function):
+    """Run a function in a child whose streams are a terminal of 140 columns; return its exit code and what it wrote."""
+    pid, master = pty.fork()
+    if pid == 0:
+        os.environ.update(TERM="xterm-256color", COLUMNS="140", LINES="40")
+        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+            os.environ.pop(name, None)
+        # Inside of pytest these are what captures them.
+        with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
+            code = function() or 0
+        os._exit(code)
+    written, deadline = b"", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if select.select([master], [], [], 1.0)[0]:
+            try:
+                piece = os.read(master, 65536)
+            except OSError:  # the other end is closed
+                break
+            written += piece
+    os.close(master)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), written.decode()
+
+
+def plain(text):
+    """Return text without what moves the cursor and colours, one line for every redrawing."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text).replace("\r", "\n")
+
+
+def redrawn(text):
+    """Return the steps that a bar showed, in order."""
+    return [int(step) for step in re.findall(r"^step +(\d+)/12 ", plain(text), re.MULTILINE)]
+
+
+def steps():
+    with Display(12) as display:
+        for step in range(1, 13):
+            display.step({**ROW, "step": step})
+        display.message("between")
+
+
+def test_a_bar_on_a_terminal_is_redrawn_in_place():
+    code, written = on_a_terminal(steps)
+    assert code == 0 and redrawn(written)[-1] == 12 and len(redrawn(written)) >= 2
+    last = plain(written)[plain(written).rindex("step 12/12") :]
+    assert "loss 2.5000  norm 1.250  lr 3.00e-04  12.3k tokens/s  MFU 42.0%  skipped 1" in last
+    assert "\x1b[2K" in written and "between" in plain(written)  # the line is cleared before it is drawn again
+
+
+@pytest.fixture
+def started(folder):
+    with limit_ranks(2):
+        yield
+
+
+def test_a_run_on_a_terminal_has_a_bar(started):
+    code, written = on_a_terminal(lambda: main(ARGUMENTS))
+    assert code == 0, written
+    assert redrawn(written)[-1] == 12 and redrawn(written) == sorted(redrawn(written))
+    assert "tokens/s" in written and "finished: 12 steps" in plain(written)
+
+
+def test_lines_where_there_is_no_terminal(started, capfd):
+    assert main(ARGUMENTS) == 0
+    shown = capfd.readouterr().err
+    assert re.findall(r"^step (\d+)/12  loss \d\.\d{4}  norm \S+  lr \S+  \S+ tokens/s$", shown, re.MULTILINE) == [
+        "1",
+        "10",
+        "12",
+    ]
+    assert "\x1b" not in shown and "\r" not in shown
