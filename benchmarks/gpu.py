@@ -2,15 +2,17 @@
 
 Llama-shaped models at sequence 4096: `1b` is a whole model of 1.2e9 parameters, `8b_blocks` has four blocks of an 8e9
 one. Cells: bf16 (float32 weights, bfloat16 compute by FSDP2's policy), the same compiled block by block, and compiled
-with each of torchao's float8 recipes in the blocks. Every cell is measured in fresh processes that take turns:
-by hand, composer3d, by hand again (the control).
+with each of torchao's float8 recipes in the blocks. Every cell is measured in fresh processes that take turns, with
+`--rounds 2`: by hand, composer3d, by hand, composer3d, by hand.
 
-tokens_per_s: tokens of a step over the median step time, the device synchronised around each step.
+tokens_per_s: tokens of a step over the step time: the median of four windows of steps after the warm-up, the device
+    synchronised around a window and not within; of several rounds the median.
 mfu: (6 x parameters that multiply + 12 x width x seq_len x layers) x tokens a second over the peak of dense bfloat16
     products (`--peak-tflops`, default 989, H100 and H200): the convention of PaLM, appendix B. Float8 cells are over
     the same peak, so their figures compare with the others.
-peak_gib: torch.cuda.max_memory_allocated.
-ratio: composer3d's tokens a second over those by hand, the mean of the two. control: the second by hand over the first.
+peak_gib: torch.cuda.max_memory_allocated after the warm-up, in which compilers measure kernels.
+ratio: composer3d's tokens a second over the mean of those by hand before and after it; of several rounds the median.
+control: the last by hand over the first.
 float8_gain: tokens a second of a float8 cell over compiled bf16, both composer3d's.
 
 Where there is no CUDA device every cell is told as skipped. `--tiny` runs the same loops with small sizes on whatever
@@ -34,7 +36,7 @@ from typing import Any
 
 from harness import conditions, fail, note, say
 
-SEQ_LEN, NUM_WARMUP, TIMEOUT_S, LR = 4096, 5, 1200.0, 1e-4
+SEQ_LEN, NUM_WARMUP, NUM_WINDOWS, TIMEOUT_S, LR = 4096, 5, 4, 1200.0, 1e-4
 SHAPES: dict[str, dict[str, Any]] = {
     "1b": {
         "dim": 2048,
@@ -84,8 +86,8 @@ class Measured:
     """What one process found.
 
     Args:
-        step_s: Median.
-        peak_gib: Of the device's memory, 0 where there is none.
+        step_s: Median of windows.
+        peak_gib: Of the device's memory after the warm-up, 0 where there is none.
         loss: Of the last step.
         flops_per_token: By the convention above.
     """
@@ -119,15 +121,21 @@ def measure(author: str, shape: str, cell: Cell, *, steps: int, batch: int, tiny
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, sizes["vocab_size"], (batch, seq_len + 1), generator=generator).to(device)
     step, close = (by_hand if author == "hand" else composed)(build, cell, tokens, device, tiny)
+    num_warmup, window = (1 if tiny else NUM_WARMUP), max(steps // NUM_WINDOWS, 1)
+    for number in range(num_warmup):
+        step(number)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
     times: list[float] = []
-    for number in range(NUM_WARMUP + steps if not tiny else steps):
+    for begin in range(num_warmup, num_warmup + NUM_WINDOWS * window, window):
         synchronise(device)
         began = time.perf_counter()
-        loss = step(number)
+        for number in range(begin, begin + window):
+            loss = step(number)
         synchronise(device)
-        times.append(time.perf_counter() - began)
+        times.append((time.perf_counter() - began) / window)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else 0.0
-    result = Measured(step_s=statistics.median(times[-steps:]), peak_gib=peak, loss=float(loss), flops_per_token=flops)
+    result = Measured(step_s=statistics.median(times), peak_gib=peak, loss=float(loss), flops_per_token=flops)
     close()
     return result
 
@@ -239,21 +247,21 @@ def start(author: str, shape: str, cell: str, arguments: argparse.Namespace) -> 
 
 def row(shape: str, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure one cell."""
-    first, mine, second = (start(author, shape, name, arguments) for author in ("hand", "composer3d", "hand"))
+    turns = ["hand", *["composer3d", "hand"] * arguments.rounds]
+    measured = [start(author, shape, name, arguments) for author in turns]
     tokens = arguments.batch * (32 if arguments.tiny else SEQ_LEN)
-
-    def rate(measured: Measured) -> float:
-        return tokens / measured.step_s
-
-    hand = (rate(first) + rate(second)) / 2
+    rates = [tokens / each.step_s for each in measured]
+    rate, hand = statistics.median(rates[1::2]), statistics.median(rates[::2])
+    ratio = statistics.median(2 * rates[turn] / (rates[turn - 1] + rates[turn + 1]) for turn in range(1, len(rates), 2))
+    first, mine = measured[0], measured[1]
     return {
         "shape": shape,
         "cell": name,
-        "tokens_per_s": round(rate(mine), 1),
+        "tokens_per_s": round(rate, 1),
         "tokens_per_s_by_hand": round(hand, 1),
-        "ratio": round(rate(mine) / hand, 4),
-        "control": round(rate(second) / rate(first), 4),
-        "mfu": round(mine.flops_per_token * rate(mine) / (arguments.peak_tflops * 1e12), 4),
+        "ratio": round(ratio, 4),
+        "control": round(rates[-1] / rates[0], 4),
+        "mfu": round(mine.flops_per_token * rate / (arguments.peak_tflops * 1e12), 4),
         "mfu_convention": "PaLM appendix B, over the peak of dense bfloat16",
         "peak_gib": round(mine.peak_gib, 2),
         "peak_gib_by_hand": round(first.peak_gib, 2),
@@ -281,6 +289,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--cells", nargs="+", choices=CELLS, default=list(CELLS))
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=2, help="of composer3d, each between two by hand; default 2")
     parser.add_argument("--batch", type=int, default=2, help="sequences a step")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of dense bfloat16 products")
     parser.add_argument("--tiny", action="store_true")

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         TransformError,
     )
     from composer3d.evaluation import Evaluation
-    from composer3d.linears import linear_layers, on_shares
+    from composer3d.linears import Share, linear_layers, on_shares, share_of
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
     from composer3d.patterns import select as select_fqns
@@ -85,7 +85,7 @@ _MODULES = {
         "TransformError",
     ),
     "evaluation": ("Evaluation",),
-    "linears": ("linear_layers", "on_shares"),
+    "linears": ("Share", "linear_layers", "on_shares", "share_of"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "preparation": ("PlanRow",),
@@ -148,6 +148,7 @@ __all__ = [
     "RunContext",
     "Sampler",
     "Schedule",
+    "Share",
     "Split",
     "Stateful",
     "StepAction",
@@ -165,6 +166,7 @@ __all__ = [
     "plugin",
     "resolve_reference",
     "select_fqns",
+    "share_of",
     "torch_compat",
 ]
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from composer3d.errors import PluginError
 from composer3d.patterns import select
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from composer3d.context import RunContext
 
-__all__ = ["linear_layers", "on_shares"]
+__all__ = ["Share", "linear_layers", "on_shares", "share_of"]
 
 
 def linear_layers(
@@ -74,6 +75,45 @@ def linear_layers(
             f"sizes that are no multiples of {multiple} leave out the rest"
         )
     return result
+
+
+class Share(NamedTuple):
+    """What a rank of tp has a share of, of the three things that a linear layer's products sum over.
+
+    Args:
+        of: "inputs" are summed over for the outputs, "outputs" for the gradient of the inputs, "tokens" for that of the
+            weight.
+        mesh: The ranks that have the other shares, one dim.
+    """
+
+    of: Literal["inputs", "outputs", "tokens"]
+    mesh: DeviceMesh
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the largest of all ranks, element by element; they have as many.
+
+        Collectives: one all-reduce.
+        """
+        from torch.distributed.tensor import DTensor, Partial
+
+        found: Tensor = DTensor.from_local(values, self.mesh, (Partial("max"),), run_check=False).full_tensor()
+        return found
+
+
+def share_of(x: Any, weight: Any) -> Share | None:
+    """Tell what `on_shares` computes a layer from; None where it is the whole layer.
+
+    Scales that are one number for many neighbours are those of one device only if ranks agree on them where what they
+    are neighbours along is cut.
+    """
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(weight, DTensor):
+        return None
+    (placement,), mesh = weight.placements, weight.device_mesh
+    if placement.is_shard():
+        return Share("outputs" if placement.is_shard(0) else "inputs", mesh)
+    return Share("tokens", mesh) if isinstance(x, DTensor) and x.placements[0].is_shard() else None
 
 
 def on_shares(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any, *others: Any) -> Any:

@@ -194,11 +194,17 @@ def test_verify_passes(mode):
     assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
 
 
-def test_a_resumed_run_is_the_same(tmp_path):
-    path, text = tmp_path / "step-2", FSDP + AC + SQRT
-    going_on = (path, FSDP + AC + BUDGET.format(0.6), True, 2, 2)
-    (whole, _), (again, _) = in_one_world(resumed, 2, (path, text, False, 4), going_on)
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
+def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
+    path = tmp_path / "step-2"
+    going_on = ((path, layout + AC + mode, True, 2, 2) for layout in (FSDP, TP) for mode in MODES)
+    (whole, _), *others = in_one_world(resumed, 2, (path, FSDP + AC + SQRT, False, 4), *going_on)
+    for again, _ in others[: len(MODES)]:
+        assert all(torch.equal(whole[name], again[name]) for name in whole)
+    cut = [ranks[0] for ranks in others[len(MODES) :]]
+    for weights in (*cut, run_ranks(resumed, 4, path, FSDP + AC, True, 2, 2)[0]):
+        assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
+    # Recomputing changes no bit in any layout.
+    assert all(torch.equal(cut[0][name], weights[name]) for weights in cut for name in whole)
 
 
 def measured(*times):

@@ -194,19 +194,9 @@ def test_units_are_told_to_the_data_parallel_plugin():
 
 def test_verify_passes():
     tokens, targets = padded()
-    for mode in ("gradients", "parameters"):
+    for mode in ("optimizer", "gradients", "parameters", "all"):
         path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE + f'mode = "{mode}"\n')
         assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
-
-
-@pytest.mark.parametrize("mode", ["parameters", "all"])
-def test_every_mode_is_resumed_to_the_bit(tmp_path, mode):
-    path, text = tmp_path / "step-2", FSDP + TABLE + f'mode = "{mode}"\n'
-    whole = run_ranks(resumed, 2, path, text, False, 4)[0]
-    again = run_ranks(resumed, 2, path, text, True, 2, 2)[0]
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
-    moved = run_ranks(resumed, 1, path, text, True, 2, 2)[0]
-    assert all(torch.allclose(whole[name], moved[name], atol=1e-5) for name in whole)
 
 
 # ---- order and memory ------------------------------------------------------------------------------------------------
@@ -289,14 +279,18 @@ def resumed(path, text, load, num_steps, shift=0):
 
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
-    path = tmp_path / "step-2"
-    whole = run_ranks(resumed, 2, path, FSDP + TABLE, False, 4)[0]
-    # With it and without it: checkpoints are the same.
-    for text in (FSDP + TABLE, FSDP):
-        again = run_ranks(resumed, 2, path, text, True, 2, 2)[0]
+    paths = {mode: tmp_path / mode / "step-2" for mode in ("optimizer", *OTHERS)}
+    texts = {mode: FSDP + TABLE + f'mode = "{mode}"\n' for mode in paths}
+    cases = [(path, texts[mode], False, 4) for mode, path in paths.items()]
+    cases += [(path, texts[mode], True, 2, 2) for mode, path in paths.items()]
+    # With it and without it, and in any mode: checkpoints are the same.
+    cases += [(paths["optimizer"], text, True, 2, 2) for text in (FSDP, texts["all"])]
+    (whole, _), *others = in_one_world(resumed, 2, *cases)
+    for again, _ in others:
         assert all(torch.equal(whole[name], again[name]) for name in whole)
-    for weights in run_ranks(resumed, 4, path, FSDP + TABLE, True, 2, 2):
-        assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
+    for moved in in_one_world(resumed, 4, *((path, texts[mode], True, 2, 2) for mode, path in paths.items())):
+        for weights in moved:
+            assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lowered import PP, TP, TP_FSDP, Wide, counted, inside, plan, saved, trained
+from support.lowered import NUM_LAYERS, PP, SEQ_LEN, SIZE, TP, TP_FSDP, Wide, counted, inside, plan, saved, trained
 from support.models import composed, seeded
+from support.worlds import in_one_world
 
 from composer3d import ManifestError, torch_compat
 from composer3d.testing import run_ranks
@@ -38,19 +39,30 @@ def test_pipeline_parallel_equals_one_device():
         assert losses == pytest.approx(losses_1, rel=1e-6)
 
 
+# In float64 sums in another order are not rounded to other integers.
 @pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2)])
-def test_tensor_parallel_is_as_near_to_full_precision_as_one_device(world_size, layout, chunks):
-    # A scale is rounded to 1/127 of the largest element, and every product has two rounded operands.
-    bound = 2 / 127 * 3
-    for losses, losses_1, gradients, weights in run_ranks(trained, world_size, layout + TABLE, converted, chunks):
-        assert gradients < bound
-        assert weights < bound
-        assert losses == pytest.approx(losses_1, rel=1e-2)
+def test_tensor_parallel_equals_one_device(world_size, layout, chunks):
+    text = layout + TABLE
+    for losses, losses_1, *errors in run_ranks(trained, world_size, text, converted, chunks, 3, torch.float64):
+        assert max(errors) < 1e-12
+        assert losses == pytest.approx(losses_1, rel=1e-12)
+        assert losses[-1] < losses[0]
 
 
-def test_collectives_are_those_without_it():
-    for world_size, layout in ((2, "[sharding.fsdp2]\n"), (2, TP)):
-        assert run_ranks(counted, world_size, layout + TABLE) == run_ranks(counted, world_size, layout)
+def test_collectives_of_data_parallelism_are_those_without_it():
+    text = "[sharding.fsdp2]\n"
+    found, plain = in_one_world(counted, 2, (text + TABLE,), (text,))
+    assert found == plain
+
+
+@pytest.mark.parametrize(("more", "num_products"), [("", 2), ("output = false\n", 1), ("grad_input = false\n", 1)])
+def test_collectives_of_tensor_parallelism(more, num_products):
+    (found, *_), (plain, *_) = in_one_world(counted, 2, (TP + TABLE + more,), (TP,))
+    key, tokens = ("all_reduce", "tp"), 16 * SEQ_LEN
+    # `down` agrees in its forward on scales of tokens and outputs, `up` in its backward on those of tokens and inputs.
+    numbers = NUM_LAYERS * num_products * (tokens + SIZE)
+    assert found[key] == (plain[key][0] + NUM_LAYERS * num_products, plain[key][1] + 4 * numbers)
+    assert {k: v for k, v in found.items() if k != key} == {k: v for k, v in plain.items() if k != key}
 
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):

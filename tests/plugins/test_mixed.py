@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.models import Net, composed, mine, padded, seeded
+from support.models import Net, composed, mine, padded, seeded, sum_loss
 from support.narrow import FLOAT16, LAYOUTS, narrow_reference
+from support.planned import Case, figures, measured, tracer_of
 from support.worlds import in_one_world
 from torch import nn
 
 from composer3d import ManifestError
 from composer3d.testing import count_collectives, full, run_ranks
+
+PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 6\n"
 
 
 def step(text):
@@ -124,6 +127,22 @@ def test_norms_compute_in_float32(world_size, text):
             assert counts["all_reduce", "dp_replicate"] == plain["all_reduce", "dp_replicate"] + 1
 
 
+def test_a_plan_counts_the_units_of_norms(tmp_path):
+    text = 'mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mixed]\nnorms = "{}"\n'
+    plain, units = (Case(text.format(m), num_layers=2, num_microbatches=1) for m in ("as_others", "float32_units"))
+
+    def counts(rows):
+        return {key[0]: count for key, (count, _) in rows.items() if key[:2] != ("all_reduce", "dp_shard")}
+
+    planned = [figures(tracer_of(case, tmp_path).trace(0))["collectives"] for case in (plain, units)]
+    happened = run_ranks(measured, 2, units, tmp_path)
+    assert all(rank["collectives"] == planned[1] for rank in happened)
+    # Two norms a block and the last one: each is gathered forward and backward, and reduced once.
+    few, many = (counts(rows) for rows in planned)
+    assert many["all_gather"] == few["all_gather"] + 2 * 5
+    assert many["reduce_scatter"] == few["reduce_scatter"] + 5
+
+
 def test_a_norm_of_its_own_is_gathered_in_float32():
     *_, dtypes = run_ranks(normed_step, 2, "[sharding.fsdp2]", "float32_units")[0]
     assert dtypes == {"torch.bfloat16", "torch.float32"}
@@ -149,6 +168,39 @@ def test_the_plan_names_norms_and_buffers():
         "CONVERT      mixed.norms              norm",
         "DATA         fsdp2                    layers.0, layers.1, layers.2, ... 5 in all",
     ]
+
+
+def outputs(text, table):
+    """Return the dtypes that the loss is given."""
+    seen = set()
+
+    def loss_fn(logits, targets):
+        seen.add(logits.dtype)
+        return sum_loss(logits.float(), targets)
+
+    run = composed(f"{text}\n[precision.mixed]\n{table}", loss_fn=loss_fn)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    run.close()
+    return seen
+
+
+OUTPUTS = {
+    "": torch.bfloat16,
+    'output_dtype = "float32"\n': torch.float32,
+    'output_dtype = "float16"\n': torch.float16,
+    'param_dtype = "float16"\n': torch.float32,
+    'param_dtype = "float16"\noutput_dtype = "float16"\n': torch.float16,
+}
+
+
+@pytest.mark.parametrize(("world_size", "text"), [*LAYOUTS[:4], (2, PP)])
+def test_outputs_are_cast(world_size, text):
+    found = in_one_world(outputs, world_size, *((text, table) for table in OUTPUTS))
+    for ranks, wanted in zip(found, OUTPUTS.values(), strict=True):
+        # Of a pipeline the last stage alone has outputs.
+        assert [*filter(None, ranks)] == [{wanted}] * (1 if text == PP else world_size)
 
 
 # ---- training and refusals -------------------------------------------------------------------------------------------

@@ -170,22 +170,24 @@ def test_a_killed_run_leaves_no_file(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+READ_ONLY = 1  # of mount(2)
+
 # ---- what disks do ---------------------------------------------------------------------------------------------------
 
 
-def mounted(kind, folder, options=""):
+def mounted(kind, folder, options="", flags=0):
     """Mount a file system where only this process, and those it starts, see it."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(0x20000) or libc.mount(b"none", b"/", None, 0x44000, None):
         return os.strerror(ctypes.get_errno())
-    if libc.mount(b"none", os.fsencode(folder), kind.encode(), 0, options.encode()):
+    if libc.mount(b"none", os.fsencode(folder), kind.encode(), flags, options.encode()):
         return os.strerror(ctypes.get_errno())
     return None
 
 
-def on_mount(kind, folder, options, table):
+def on_mount(kind, folder, options, flags, table):
     """Train on a file system of its own; return the result, or the error, and what was logged."""
-    refused = mounted(kind, folder, options)
+    refused = mounted(kind, folder, options, flags)
     if refused:
         return ("skip", refused)
     lines = []
@@ -198,8 +200,8 @@ def on_mount(kind, folder, options, table):
         return str(error), lines
 
 
-def result_of(kind, folder, options=""):
-    found = run_ranks(on_mount, 1, kind, folder, options, TABLE.format(str(folder)))[0]
+def result_of(kind, folder, options="", flags=0):
+    found = run_ranks(on_mount, 1, kind, folder, options, flags, TABLE.format(str(folder)))[0]
     if found[0] == "skip":
         pytest.skip(f"this machine does not let tests mount a {kind}: {found[1]}")
     return found
@@ -216,6 +218,13 @@ def test_a_full_disk(tmp_path):
     assert error.startswith(
         f"{tmp_path} has no room for optimizer state: No space left on device; it holds 0.5 MiB of it, 0.1 MiB more "
         "are needed, 0.0 MiB are free; name another folder in [sharding.nvme_offload]"
+    )
+
+
+def test_a_read_only_file_system(tmp_path):
+    error, _ = result_of("tmpfs", tmp_path, flags=READ_ONLY)
+    assert error == (
+        f"{tmp_path} takes no files: Read-only file system; name another folder in [sharding.nvme_offload]"
     )
 
 

@@ -306,8 +306,8 @@ def refusal(text):
         ),
         (
             '[precision.qlora]\nkeep = ["layers"]\n',
-            ":2:12: [precision.qlora] no layer is left to quantise: rows of 64 elements share a scale, and no layer "
-            'that is neither tied nor kept has an input of a multiple of that; write quantize = "none"',
+            ":2:12: [precision.qlora] no layer is left to quantise: 64 neighbours in a row of a weight share a "
+            'scale, and no layer that is neither tied nor kept has rows of a multiple of that; write quantize = "none"',
         ),
         (
             "[precision.qlora]\n[precision.float8]\n",
@@ -328,8 +328,8 @@ def cut_refusal():
 
 def test_refuses_a_cut_through_a_group():
     assert run_ranks(cut_refusal, 2)[0] == (
-        '"layers.0.down" is cut into tp = 2 shares of its 256 inputs, and 256 of them share a factor; write a smaller '
-        "scale_block, or keep the layer as it is"
+        '"layers.0.down" is cut into tp = 2 shares of the 256 columns of its weight, and 256 of them share a factor; '
+        "write a smaller scale_block, or keep the layer as it is"
     )
 
 

@@ -51,9 +51,9 @@ def inside(module, fqn):
     return isinstance(module, nn.Linear) and fqn.startswith("layers.")
 
 
-def reference(converted, chunks, num_steps):
+def reference(converted, chunks, num_steps, dtype=torch.float32):
     """Train one device, chunk by chunk as ranks do; return losses, the last gradients, and weights."""
-    model = converted(seeded(Wide))
+    model = converted(seeded(Wide).to(dtype))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
     tokens, targets = batch()
     losses = []
@@ -76,10 +76,10 @@ def plain(tensor):
     return getattr(tensor, "_data", tensor).detach()
 
 
-def trained(text, converted, chunks, num_steps=3):
+def trained(text, converted, chunks, num_steps=3, dtype=torch.float32):
     """Train in a layout; return losses beside the reference's, and the largest errors of gradients and weights."""
-    losses_1, gradients, weights = reference(converted, chunks, num_steps)
-    run = composed(text, seeded(Wide))
+    losses_1, gradients, weights = reference(converted, chunks, num_steps, dtype)
+    run = composed(text, seeded(Wide).to(dtype))
     optimizer = run.optimizer(torch.optim.SGD, lr=0.2)
     tokens, targets = (mine(run, tensor) for tensor in batch())
     losses = []

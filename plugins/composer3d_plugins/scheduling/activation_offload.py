@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,9 @@ class ActivationOffload:
         return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)]
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        transfers = StreamTransfers(context.device) if context.device.type == "cuda" else HostTransfers()
+        transfers: Transfers = HostTransfers()
+        if context.device.type == "cuda":
+            transfers = StreamTransfers(context.device, ahead=self.prefetch)
         traffic: Traffic = context.state.setdefault(self, Traffic(transfers))
         # A forward of the model begins: what it saves is not needed right before what an earlier one saved.
         model.register_forward_pre_hook(lambda *_: traffic.begin())
@@ -289,37 +292,57 @@ class HostTransfers:
 class StreamTransfers:
     """Pinned host memory, and a stream for each direction beside the one that computes.
 
+    The host runs ahead of the device. So what goes out is kept until the computing stream, which will use its memory
+    again, has been told to wait for the copy; and what comes back waits for what computes when it is asked for, which
+    no longer uses the memory that it takes. So both are bounded in the order of the streams.
+
+    Args:
+        device: Of all streams.
+        ahead: So many units before the one at work may be on their way to the host.
+
     Attributes:
         is_device: Whether there is other memory than the host's.
     """
 
     is_device = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, ahead: int) -> None:
         import torch
+        from torch.utils.weak import WeakTensorKeyDictionary
 
-        self._device = device
+        self._device, self._ahead = device, ahead
         self._out, self._back = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._stored: weakref.WeakKeyDictionary[Tensor, Any] = weakref.WeakKeyDictionary()
-        self._arrived: weakref.WeakKeyDictionary[Tensor, Any] = weakref.WeakKeyDictionary()
+        # By identity: tensors that are compared with == are compared element by element.
+        self._stored, self._arrived = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
+        self._leaving: deque[tuple[str, list[tuple[torch.cuda.Event, Tensor]]]] = deque()
 
     def store(self, unit: str, storage: Tensor) -> Tensor:
         """Begin to copy a storage to the host, once what computes it is done."""
         import torch
 
+        current = torch.cuda.current_stream(self._device)
+        if not self._leaving or self._leaving[-1][0] != unit:
+            self._leaving.append((unit, []))
+        while len(self._leaving) > 1 + self._ahead:
+            for event, _ in self._leaving.popleft()[1]:
+                current.wait_event(event)
         host = torch.empty(storage.shape, dtype=storage.dtype, pin_memory=True)
-        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        self._out.wait_stream(current)
         with torch.cuda.stream(self._out):
             host.copy_(storage, non_blocking=True)
-            # Its memory is not given to others before the copy has read it.
-            storage.record_stream(self._out)
-            self._stored[host] = self._out.record_event()
+            event = self._stored[host] = self._out.record_event()
+        self._leaving[-1][1].append((event, storage))
         return host
 
     def fetch(self, unit: str, host: Tensor) -> Tensor:
         """Begin to copy it back."""
         import torch
 
+        for _, leaving in self._leaving:
+            for _, storage in leaving:  # a backward has begun, which need not wait for what left last
+                storage.record_stream(self._out)
+        self._leaving.clear()
+        self._back.wait_stream(torch.cuda.current_stream(self._device))
         self._back.wait_event(self._stored[host])
         with torch.cuda.stream(self._back):
             here = host.to(self._device, non_blocking=True)
@@ -330,9 +353,7 @@ class StreamTransfers:
         """Let the computing stream wait for it."""
         import torch
 
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(self._arrived[here])
-        here.record_stream(current)
+        torch.cuda.current_stream(self._device).wait_event(self._arrived[here])
 
 
 Transfers = HostTransfers | StreamTransfers

@@ -23,7 +23,7 @@ from composer3d import (
     plugin,
     select_fqns,
 )
-from composer3d_plugins.precision.qlora.layer import Adapter, become_adapted, update_of
+from composer3d_plugins.precision.qlora.layer import Adapter, become_adapted, is_linear, is_transposed, update_of
 from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ class QLoRA:
 
     With quantize = "nf4" the weights of the linear layers in blocks, and of those with adapters, are quantised in full
     as they arrive, so in every layout to the same values, and multiplied after they are dequantised. Of NF4, 64
-    neighbours of a row share a scale of one byte, and `scale_block` scales a factor and a mean. Layers whose input is
-    no multiple of 64 are kept as they are. quantize = "none" is LoRA. A starts uniform, B at zero. The gradients of
-    adapters are those of one device; only adapters are trained, and saved: `composer3d export --merge` puts them into
-    the weights that they were trained on.
+    neighbours of a row share a scale of one byte, and `scale_block` scales a factor and a mean. Layers whose rows are
+    no multiple of 64 are kept as they are. quantize = "none" is LoRA. Linear layers are torch's, and those of GPT-2 in
+    transformers. A starts uniform, B at zero. The gradients of adapters are those of one device; only adapters are
+    trained, and saved: `composer3d export --merge` puts them into the weights that they were trained on.
     Memory: of a quantised weight 33 + 8 / scale_block bytes for 64 elements, divided as the layout divides weights; the
         values of the layer at work; adapters of rank * (in + out) elements, whose gradients and optimizer state are the
         only ones. While weights arrive, some copies of one of them.
@@ -154,7 +154,7 @@ class QLoRA:
     # ---- which layers ------------------------------------------------------------------------------------------------
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        layers = {fqn: module for fqn, module in model.named_modules() if _is_linear(module)}
+        layers: dict[str, Any] = {fqn: module for fqn, module in model.named_modules() if is_linear(module)}
         inside = _inside((context.blocks,), layers, context) if context.has_blocks else list(layers)
         adapted = inside if self.modules is None else _inside(self.modules, layers, context)
         if not adapted:
@@ -162,29 +162,27 @@ class QLoRA:
         tied = {fqn for group in context.ties for fqn in group}
         kept = set(_inside(self.keep, layers, context))
         quantised = {
-            fqn: Format.of(layers[fqn].in_features, group=self.scale_block)
+            fqn: Format.of(layers[fqn].weight.shape[1], group=self.scale_block)
             for fqn in dict.fromkeys([*inside, *adapted])
             if self.quantize == "nf4"
-            and layers[fqn].in_features % BLOCK == 0
+            and layers[fqn].weight.shape[1] % BLOCK == 0
             and f"{fqn}.weight" not in tied
             and fqn not in kept
         }
         if self.quantize == "nf4" and not quantised:
             raise PluginError(
-                f"no layer is left to quantise: rows of {BLOCK} elements share a scale, and no layer that is neither "
-                "tied nor kept has an input of a multiple of that",
+                f"no layer is left to quantise: {BLOCK} neighbours in a row of a weight share a scale, and no layer "
+                "that is neither tied nor kept has rows of a multiple of that",
                 hint='write quantize = "none"',
             )
         context.state[self] = Chosen(quantised=quantised, adapted=tuple(adapted))
         for fqn in context.parameter_fqns:
             layer, _, name = fqn.rpartition(".")
-            is_weight = name == "weight"
-            context.leave_out(
-                fqn,
-                partial(
-                    self._merged, layer, quantised.get(layer) if is_weight else None, is_weight and layer in adapted
-                ),
-            )
+            if name == "weight" and layer in layers:
+                form, rest = quantised.get(layer), (layer in adapted, is_transposed(layers[layer]))
+                context.leave_out(fqn, partial(self._merged, layer, form, *rest))
+            else:
+                context.leave_out(fqn, lambda weight, read: weight)
         # So that groups of the optimizer may name them.
         context.parameter_fqns += tuple(f"{fqn}.{name}" for fqn in adapted for name in ("lora_a", "lora_b"))
         return list(dict.fromkeys([*quantised, *adapted]))
@@ -205,7 +203,13 @@ class QLoRA:
         return (2.0 * self.rank if self.alpha is None else self.alpha) / self.rank
 
     def _merged(
-        self, layer: str, form: Format | None, is_adapted: bool, weight: Tensor, read: Callable[[str], Tensor]
+        self,
+        layer: str,
+        form: Format | None,
+        is_adapted: bool,
+        transposed: bool,
+        weight: Tensor,
+        read: Callable[[str], Tensor],
     ) -> Tensor:
         """Return a parameter as an exported model has it: what was multiplied by, and the adapters' product."""
         from composer3d_plugins.precision.qlora.nf4 import levels
@@ -214,7 +218,7 @@ class QLoRA:
         if not is_adapted:
             return base.to(weight.dtype)
         a, b = read(f"{layer}.lora_a"), read(f"{layer}.lora_b")
-        return (base.to(a.dtype) + update_of(a, b, self._scale)).to(weight.dtype)
+        return (base.to(a.dtype) + update_of(a, b, self._scale, transposed=transposed)).to(weight.dtype)
 
     # ---- what is done to them ----------------------------------------------------------------------------------------
 
@@ -235,6 +239,7 @@ class QLoRA:
                 rank=self.rank if fqn in chosen.adapted else 0,
                 scale=self._scale,
                 dropout=self.dropout,
+                is_transposed=is_transposed(module),
                 sharded_random=context.sharded_random,
             )
             become_adapted(module, adapter)
@@ -244,10 +249,14 @@ class QLoRA:
         chosen: Chosen = context.state[self]
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
+            order = context.orders.get(f"{fqn}.weight")
+            if order is not None and fqn in chosen.adapted:
+                # Of a weight that is kept in another order, so is the adapter's matrix that has these rows or columns.
+                name, dim = ("lora_b", 0) if (order.dim == 0) != module.adapter.is_transposed else ("lora_a", 1)
+                context.reorder(f"{fqn}.{name}", dim=dim, runs=order.runs)
             _cut_adapters(module)
             form = chosen.quantised.get(fqn)
             if form is not None:
-                order = context.orders.get(f"{fqn}.weight")
                 if order is not None and order.dim == 1:
                     context.reorder(f"{fqn}.weight", dim=1, runs=_in_bytes(order.runs, form, fqn))
                 module.weight = _stored_like(module.weight, form, fqn)
@@ -264,18 +273,11 @@ class QLoRA:
             if fqn in chosen.adapted:
                 module: Any = model.get_submodule(fqn)
                 generator = torch.Generator().manual_seed(_seed(context.manifest.train.seed, fqn))
-                a, bound = module.lora_a, 1 / math.sqrt(module.in_features)
+                a, bound = module.lora_a, 1 / math.sqrt(module.lora_a.shape[1])
                 full = torch.rand(a.shape, dtype=a.dtype, generator=generator).mul_(2 * bound).sub_(bound)
                 context.place(a, context.in_stored_order(f"{fqn}.lora_a", full))
                 context.place(module.lora_b, torch.zeros(module.lora_b.shape))
         return fqns
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Leave subclasses alone: their forward may be another, or, as in torch's attention, is not called."""
-    from torch import nn
-
-    return type(module) is nn.Linear
 
 
 def _inside(patterns: Sequence[str], layers: Mapping[str, Any], context: RunContext) -> list[str]:
@@ -302,7 +304,7 @@ def _cut_adapters(module: Any) -> None:
     (placement,), mesh = weight.placements, weight.device_mesh
     for name, dim in (("lora_a", 1), ("lora_b", 0)):
         full = getattr(module, name).detach()
-        is_cut = placement.is_shard(dim)
+        is_cut = placement.is_shard(1 - dim if module.adapter.is_transposed else dim)
         piece = full.chunk(mesh.size(), dim)[mesh.get_local_rank()].clone() if is_cut else full
         value = DTensor.from_local(
             piece,
@@ -329,8 +331,8 @@ def _stored_like(weight: Any, form: Format, fqn: str) -> nn.Parameter:
     groups = columns // (BLOCK * form.group)
     if placement.is_shard(1) and groups % mesh.size():
         raise TransformError(
-            f'"{fqn}" is cut into tp = {mesh.size()} shares of its {columns} inputs, and {BLOCK * form.group} of them '
-            f"share a factor; write a smaller scale_block, or keep the layer as it is"
+            f'"{fqn}" is cut into tp = {mesh.size()} shares of the {columns} columns of its weight, and '
+            f"{BLOCK * form.group} of them share a factor; write a smaller scale_block, or keep the layer as it is"
         )
     local_rows, local_columns = weight.to_local().shape
     piece = torch.empty((local_rows, form.width(local_columns)), dtype=torch.uint8, device=weight.device)
@@ -343,7 +345,7 @@ def _in_bytes(runs: Sequence[tuple[int, int]], form: Format, fqn: str) -> list[t
     size = BLOCK * form.group
     if any(start % size or length % size for start, length in runs):
         raise TransformError(
-            f'"{fqn}" is cut per part, and {size} of its inputs share a factor, in two parts; write a smaller '
+            f'"{fqn}" is cut per part, and {size} columns of its weight share a factor, in two parts; write a smaller '
             "scale_block, or keep the layer as it is"
         )
     return [(start // size * form.group_bytes, length // size * form.group_bytes) for start, length in runs]

@@ -6,6 +6,7 @@ import contextlib
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import on_shares
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Adapter", "become_adapted", "update_of"]
+__all__ = ["Adapter", "become_adapted", "is_linear", "is_transposed", "update_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,7 @@ class Adapter:
         rank: Of the trained product; 0 where there is none.
         scale: Its factor.
         dropout: Of its input.
+        is_transposed: Whether the weight is `[in, out]`.
         sharded_random: Opens the random stream of cut activations.
     """
 
@@ -36,12 +38,27 @@ class Adapter:
     rank: int
     scale: float
     dropout: float
+    is_transposed: bool
     sharded_random: Callable[[int], contextlib.AbstractContextManager[None]]
 
 
-def update_of(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return what the adapter adds to the weight, `[out, in]`."""
-    return scale * (b @ a)
+def is_linear(module: nn.Module) -> bool:
+    """Leave subclasses alone: their forward may be another, or, as in torch's attention, is not called."""
+    from torch import nn
+
+    return type(module) is nn.Linear or is_transposed(module)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Tell whether it is the linear layer of GPT-2 in transformers, whose weight is `[in, out]`."""
+    cls = type(module)
+    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
+
+
+def update_of(a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
+    """Return what the adapter adds to the weight, `[out, in]`, or transposed."""
+    update = scale * (b @ a)
+    return update.t() if transposed else update
 
 
 def become_adapted(module: Any, adapter: Adapter) -> None:
@@ -57,10 +74,8 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
     # Small updates would be lost in a narrower dtype.
     dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
     if adapter.rank:
-        for name, shape in (
-            ("lora_a", (adapter.rank, module.in_features)),
-            ("lora_b", (module.out_features, adapter.rank)),
-        ):
+        out_features, in_features = reversed(weight.shape) if adapter.is_transposed else weight.shape
+        for name, shape in (("lora_a", (adapter.rank, in_features)), ("lora_b", (out_features, adapter.rank))):
             module.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device)))
     module.__class__ = _adapted_class(type(module))
 
@@ -81,7 +96,7 @@ def _on_shares(module: Any, x: Any) -> Any:
     """Compute on this rank's share of a weight that is cut along tp, as the cut says, or on the whole."""
     from torch.distributed.tensor import DTensor
 
-    weight = module.weight
+    weight = module.weight.t() if module.adapter.is_transposed else module.weight
     is_cut = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
     a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
 
@@ -107,7 +122,8 @@ def _product(
     if adapter.form is None:
         y = F.linear(x, weight, bias)
     else:
-        y = _stored_product(x, weight, bias, adapter.form, _levels(module, weight.device))
+        values = partial(adapter.form.dequantised, levels=_levels(module, weight.device))
+        y = _stored_product(x, weight, bias, _transposed(values) if adapter.is_transposed else values)
     if a is None or b is None:
         return y
     x = x.to(a.dtype)
@@ -126,7 +142,12 @@ def _levels(module: Any, device: torch.device) -> Tensor:
     return table
 
 
-def _stored_product(x: Tensor, stored: Tensor, bias: Tensor | None, form: Format, table: Tensor) -> Tensor:
+def _transposed(values: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Give a stored weight its own rows, and its values those of a linear layer."""
+    return lambda stored: values(stored.t()).t()
+
+
+def _stored_product(x: Tensor, stored: Tensor, bias: Tensor | None, values: Callable[[Tensor], Tensor]) -> Tensor:
     """Multiply by a stored weight without keeping its values for the backward, which makes them again."""
     import torch
     import torch.nn.functional as F
@@ -135,13 +156,13 @@ def _stored_product(x: Tensor, stored: Tensor, bias: Tensor | None, form: Format
         @staticmethod
         def forward(ctx: Any, x: Tensor, stored: Tensor) -> Tensor:
             ctx.save_for_backward(stored)
-            return F.linear(x, form.dequantised(stored, table).to(x.dtype), None if bias is None else bias.to(x.dtype))
+            return F.linear(x, values(stored).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
             (stored,) = ctx.saved_tensors
             (gradient,) = gradients
-            return gradient @ form.dequantised(stored, table).to(gradient.dtype), None
+            return gradient @ values(stored).to(gradient.dtype), None
 
     y: Tensor = Product.apply(x, stored)
     return y

@@ -57,7 +57,8 @@ class CPUOffload:
             (fsdp2, at any degree, or ddp's units).
         parameters: Patterns of modules or parameters that are meant; default: all. For "parameters" and "all", of units
             of the data-parallel plugin.
-        piece_mib: Parameters of at most this size, MiB, are stepped at once; a larger one by itself.
+        piece_mib: Parameters of at most this size, MiB, are stepped at once; a larger one by itself. "gradients": so
+            much may be on its way to the host while the backward goes on.
     """
 
     mode: Literal["optimizer", "gradients", "parameters", "all"] = "optimizer"
@@ -124,7 +125,7 @@ class CPUOffload:
         chosen = self._chosen(context)
         mine = {fqn: p for fqn, p in context.named_parameters() if fqn in chosen and p.requires_grad}
         refuse_foreign(context, mine)
-        gradients = HostGradients(mine.values(), transfers_for(context.device))
+        gradients = HostGradients(mine.values(), transfers_for(context.device, ahead_bytes=int(self.piece_mib * MIB)))
         context.state[self] = gradients
         return (
             StepAction(name="cpu_offload.away", point=StepPoint.AFTER_MICROBATCH, run=gradients.sweep),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +16,9 @@ if TYPE_CHECKING:
 __all__ = ["HostTransfers", "StreamTransfers", "Transfers", "transfers_for"]
 
 
-def transfers_for(device: torch.device) -> Transfers:
-    """Return the transfers of a device."""
-    return StreamTransfers(device) if device.type == "cuda" else HostTransfers()
+def transfers_for(device: torch.device, *, ahead_bytes: int = 0) -> Transfers:
+    """Return the transfers of a device; see `StreamTransfers`."""
+    return StreamTransfers(device, ahead_bytes) if device.type == "cuda" else HostTransfers()
 
 
 class Transfers(ABC):
@@ -96,48 +97,69 @@ class HostTransfers(Transfers):
 
 
 class StreamTransfers(Transfers):
-    """Pinned host memory, and a stream beside the one that computes."""
+    """Pinned host memory, and two streams beside the one that computes, so that both directions travel at once.
 
-    def __init__(self, device: torch.device) -> None:
+    The host runs ahead of the device. So what left is kept until a stream that will use its memory again has been told
+    to wait for the copy: memory is bounded in the order of the streams, and nothing waits on the host. Tensors that
+    were fetched are used and freed on the computing stream, for which every fetch waits.
+
+    Args:
+        device: Of all streams.
+        ahead_bytes: So much may be on its way to the host beside the last piece.
+    """
+
+    def __init__(self, device: torch.device, ahead_bytes: int) -> None:
         import torch
 
-        self._device = device
-        self._stream = torch.cuda.Stream(device)
-        self._arrived: dict[int, tuple[torch.cuda.Event, list[Tensor]]] = {}
+        self._device, self._ahead_bytes = device, ahead_bytes
+        self._in, self._out = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._arrived: dict[int, torch.cuda.Event] = {}
+        self._stored: dict[int, torch.cuda.Event] = {}
+        self._leaving: deque[tuple[torch.cuda.Event, int, list[Tensor]]] = deque()
 
     def wait(self, index: int) -> None:
         """Let the computing stream wait for the piece."""
         import torch
 
-        event, tensors = self._arrived.pop(index)
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(event)
-        for tensor in tensors:
-            tensor.record_stream(current)
+        torch.cuda.current_stream(self._device).wait_event(self._arrived.pop(index))
 
     def finish(self) -> None:
         """Block until all copies are done: a checkpoint may read them next."""
-        self._stream.synchronize()
+        self._out.synchronize()
+        self._leaving.clear()
+        self._stored.clear()
 
     def _fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
         import torch
 
-        with torch.cuda.stream(self._stream):
+        self._release()
+        self._in.wait_stream(torch.cuda.current_stream(self._device))
+        if index in self._stored:
+            self._in.wait_event(self._stored[index])
+        with torch.cuda.stream(self._in):
             moved = [_local(tensor).to(self._device, non_blocking=True) for tensor in tensors]
-            event = torch.cuda.Event()
-            event.record(self._stream)
-        self._arrived[index] = (event, moved)
+            self._arrived[index] = self._in.record_event()
         return moved
 
     def _store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         import torch
 
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._out):
             for host, local in pairs:
                 host.copy_(local, non_blocking=True)
-                # Its memory is not given to the next piece before the copy has read it.
-                local.record_stream(self._stream)
+            event = self._stored[index] = self._out.record_event()
+        self._leaving.append((event, sum(local.nbytes for _, local in pairs), [local for _, local in pairs]))
+        self._release()
+
+    def _release(self) -> None:
+        """Let go of what left before the last piece, as far as more is on its way than may be."""
+        import torch
+
+        while len(self._leaving) > 1 and sum(size for _, size, _ in self._leaving) > self._ahead_bytes:
+            event, _, _ = self._leaving.popleft()
+            self._in.wait_event(event)
+            torch.cuda.current_stream(self._device).wait_event(event)
 
     def _allocate(self, local: Tensor) -> Tensor:
         import torch

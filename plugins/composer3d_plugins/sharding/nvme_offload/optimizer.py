@@ -114,6 +114,7 @@ class Stepper:
             self._fields.add(member, values[member])
         layout = self._fields.writing(piece, values)
         if layout != before:  # the step made state that was not there
+            buffer.synchronise()  # the device may still be reading what was
             self._buffers.give(buffer, [])
             buffer = self._buffers.take(layout.num_bytes, self._file)
         for member, name, position, dtype in layout.places:

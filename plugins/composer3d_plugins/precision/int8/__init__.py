@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import (
@@ -14,11 +15,14 @@ from composer3d import (
     linear_layers,
     on_shares,
     plugin,
+    share_of,
     torch_compat,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+    from composer3d import Share
 
 
 @plugin(family="precision")
@@ -26,10 +30,12 @@ class Int8:
     """Multiply the matrices of linear layers in int8; weights, gradients and the optimizer stay as they are.
 
     Every row of the one operand and every column of the other has a scale of its own, its largest element. Each of the
-    three products of a layer may be left in the dtype of the activations. Under tp a layer that is cut along its inputs
-    scales the rows of its shares, which are finer scales than those of one device.
+    three products of a layer may be left in the dtype of the activations. Under tp ranks agree on the scales of what is
+    cut, so that they are those of one device.
     Memory: int8 copies of the operands of the layer at work.
-    Collectives: none of its own.
+    Collectives: none of its own under data parallelism. Under tp one all-reduce (a maximum) a layer that is cut, in the
+        forward if it is cut along its inputs, of a number a token and output; else in the backward, of a number a token
+        and input.
 
     Source: torchao's int8 mixed-precision training; Xi et al., Jetfire, arXiv:2403.12422.
 
@@ -72,12 +78,17 @@ class Int8:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         from torch import nn
 
+        from composer3d_plugins.precision.int8.products import SharedProducts
+
         training: Any = torch_compat.import_torchao("torchao.prototype.quantized_training.int8_mixed_precision")
         config = training.Int8MixedPrecisionTrainingConfig(
             output=self.output, grad_input=self.grad_input, grad_weight=self.grad_weight, module_swap=True
         )
 
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        def product(x: Tensor, weight: Tensor, bias: Tensor | None, share: Share | None) -> Tensor:
+            if share is not None:
+                shared: Tensor = SharedProducts.apply(x, weight, bias, config, share)
+                return shared
             # Its backward looks at gradients as matrices, which slices of a sequence are not.
             y: Tensor = training._Int8MixedPrecisionTrainingLinearFunction.apply(x, weight, bias, config)
             return y * 1.0 if y.requires_grad else y
@@ -87,7 +98,8 @@ class Int8:
 
             def forward(self, input: Tensor) -> Tensor:
                 """Multiply."""
-                y: Tensor = on_shares(product, input.contiguous(), self.weight, self.bias)
+                share = share_of(input, self.weight)
+                y: Tensor = on_shares(partial(product, share=share), input.contiguous(), self.weight, self.bias)
                 return y
 
         Multiplied.__name__ = Multiplied.__qualname__ = "Int8Linear"
