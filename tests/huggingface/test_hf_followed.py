@@ -1,4 +1,4 @@
-"""transformers' code under tensor parallelism: what of it is followed at every step."""
+"""transformers' code under tensor parallelism: what of it is followed at every step, and what is given whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def codes(cases):
         text = write_manifest(f"[mesh]\ntp = 2\n[sharding.tensor_parallel]\n{settings}\n")
         run = composer3d.compose(model, text, loss_fn=token_sum)
         rows = {row.name.removeprefix("tensor_parallel."): row.fqns for row in run.plan}
-        found.append([rows.get(label, ()) for label in ("sizes", "followed")])
+        found.append([rows.get(label, ()) for label in ("sizes", "gathered", "followed")])
         run.close()
     return found
 
@@ -28,11 +28,11 @@ SP = "sequence_parallel = true"
 GPT2 = tuple(f"transformer.h.{layer}.attn" for layer in range(4))
 LLAMA = tuple(f"model.layers.{layer}.self_attn" for layer in range(2))
 CASES = [
-    (("llama", ""), [(), ()]),
-    (("gpt2", ""), [GPT2, ()]),
-    (("gpt2", SP), [GPT2, ()]),
-    # It reads the length of the sequence before its projections.
-    (("llama", SP), [(), LLAMA]),
+    (("llama", ""), [(), (), ()]),
+    (("gpt2", ""), [GPT2, (), ()]),
+    (("gpt2", SP), [GPT2, (), ()]),
+    # They read the length of the sequence before their projections, and are given all of it.
+    *(((family, SP), [(), LLAMA, ()]) for family in ("llama", "qwen2", "qwen3", "mistral", "gemma")),
 ]
 
 

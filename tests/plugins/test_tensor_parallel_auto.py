@@ -279,7 +279,7 @@ REFUSALS = [
         "sequence_parallel is not for this model: it works along the sequence; leave it out",
     ),
     (
-        ("Two", auto(2, SP)),
+        ("Vectors", auto(2, SP)),
         "sequence_parallel needs to know the repeated blocks, between which activations are cut; write "
         "[model] blocks = "
         '"layers.*"',

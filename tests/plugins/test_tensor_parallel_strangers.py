@@ -15,18 +15,10 @@ from composer3d.testing import run_ranks
 TIGHT = 1e-12
 SP = "sequence_parallel = true"
 UNPLANNED = "no plan can be derived for this model: it has no linear layers; write it"
-UNKNOWN = (
-    "sequence_parallel needs to know the repeated blocks, between which activations are cut; write [model] blocks = "
-    '"layers.*"'
-)
 REFUSED = {
     "plain": {"Convolutions": UNPLANNED},
     "four": {},
-    "sequence": {
-        "Convolutions": UNPLANNED,
-        "Mixed": UNKNOWN,
-        "T5": UNKNOWN,
-    },
+    "sequence": {"Convolutions": UNPLANNED},
 }
 FOUR = ["MultiQuery", "Falcon", "Latent", "Alibi", "Gated", "Encoder"]
 SETTINGS = {"plain": (2, ""), "four": (4, ""), "sequence": (2, SP)}

@@ -10,6 +10,7 @@ import composer3d
 from composer3d.testing import count_collectives, full
 from support.architectures import FAMILIES, batch_of, class_loss
 from support.blocks import MODELS
+from support.flows import FLOWS
 from support.models import largest, mine, write_manifest
 from support.strangers import STRANGERS
 
@@ -79,7 +80,7 @@ def table(family, settings="", more=""):
 
 def built(family, options=None):
     torch.manual_seed(0)
-    return {**FAMILIES, **MODELS, **STRANGERS}[family](**(options or {}))
+    return {**FAMILIES, **MODELS, **STRANGERS, **FLOWS}[family](**(options or {}))
 
 
 def reference(family, options=None, num_samples=4):

@@ -110,7 +110,11 @@ class TensorParallel:
         rows: dict[str, list[str]] = {}
         for fqn, rule in made.rules.items():
             rows.setdefault(rule.style, []).append(fqn)
-        extra = {"sizes": list(dict.fromkeys(fqn for fqn, _ in made.sizes)), "followed": list(made.followed)}
+        extra = {
+            "sizes": list(dict.fromkeys(fqn for fqn, _ in made.sizes)),
+            "gathered": list(made.gathered),
+            "followed": list(made.followed),
+        }
         return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:

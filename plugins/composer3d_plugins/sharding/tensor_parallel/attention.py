@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer3d import RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.cuts import Marks, cut_of, strip
 from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -38,19 +40,24 @@ class HeadsOf:
     """The forward of `nn.MultiheadAttention` on this rank's heads.
 
     Collectives: 1 all-reduce forward, 1 backward for each tensor that is given; the weights, where they are asked for,
-    are gathered over heads: 1 all-gather.
+    are gathered over heads: 1 all-gather. Where the sequence is cut, 1 all-gather of each tensor that is given and
+    1 reduce-scatter forward, and backward as many the other way round.
 
     Args:
         module: With parameters that are cut.
         fqn: Its name.
         mesh: Of tp alone.
         context: The run.
+        given: Which of query, key and value are cut along the sequence.
+        marks: Where code is followed: tensors say themselves whether they are cut, and so does the result.
     """
 
     module: nn.MultiheadAttention
     fqn: str
     mesh: DeviceMesh
     context: RunContext
+    given: tuple[bool, ...] = (False, False, False)
+    marks: Marks | None = None
 
     def forward(
         self,
@@ -67,7 +74,11 @@ class HeadsOf:
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         is_batched = query.dim() == 3
-        shared = {id(x): self._shared(x) for x in (query, key, value)}
+        cuts = self.given if self.marks is None else tuple(cut_of(x) is not None for x in (query, key, value))
+        shared: dict[int, Tensor] = {}
+        for x, cut in zip((query, key, value), cuts, strict=True):
+            if id(x) not in shared:
+                shared[id(x)] = self._shared(x, cut)
         given = [self._batched(shared[id(x)], is_batched) for x in (query, key, value)]
         q, k, v = (
             F.linear(x, weight, bias).unflatten(-1, (-1, self.module.head_dim)).transpose(1, 2)
@@ -75,15 +86,21 @@ class HeadsOf:
         )
         mask = self._mask(q, k, attn_mask, key_padding_mask)
         out, weights = self._attend(q, k, v, mask, need_weights)
-        result = self._summed(F.linear(out.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)))
-        if self.module.out_proj.bias is not None:
-            result = result + _local(self.module.out_proj.bias)
+        result = self._summed(F.linear(out.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)), cuts[0])
         if weights is not None:
             weights = self._gathered(weights)
             weights = weights.mean(1) if average_attn_weights else weights
         if not is_batched:
             return result.squeeze(0), None if weights is None else weights.squeeze(0)
-        return result if self.module.batch_first else result.transpose(0, 1), weights
+        result = result if self.module.batch_first else result.transpose(0, 1)
+        if cuts[0] and self.marks is not None:
+            self.marks.mark(result, Placed(dim=self._dim, parts=(result.shape[self._dim] * self.mesh.size(),)))
+        return result, weights
+
+    @property
+    def _dim(self) -> int:
+        """The dim that is the sequence, of what is given."""
+        return 1 if self.module.batch_first else 0
 
     def _batched(self, x: Tensor, is_batched: bool) -> Tensor:
         if not is_batched:
@@ -127,19 +144,27 @@ class HeadsOf:
 
     # ---- between ranks -----------------------------------------------------------------------------------------------
 
-    def _shared(self, x: Tensor) -> Tensor:
+    def _shared(self, x: Tensor, cut: bool) -> Tensor:
         """Return a whole tensor that each rank does other work with, so that its gradients are added up."""
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        wrapped = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        placement = Shard(self._dim) if cut else Replicate()
+        wrapped: Any = DTensor.from_local(strip(x), self.mesh, [placement], run_check=False)
+        if cut:
+            wrapped = wrapped.redistribute(placements=[Replicate()])
         result: Tensor = torch_compat.unviewed(wrapped.to_local(grad_placements=[Partial()]))
         return result
 
-    def _summed(self, share: Tensor) -> Tensor:
-        from torch.distributed.tensor import DTensor, Partial, Replicate
+    def _summed(self, share: Tensor, cut: bool) -> Tensor:
+        """Add up a result of samples first, whole or cut along the sequence, and the bias, whose gradient is of all."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         wrapped: Any = DTensor.from_local(share, self.mesh, [Partial()], run_check=False)
-        result: Tensor = torch_compat.unviewed(wrapped.redistribute(placements=[Replicate()]).to_local())
+        placement = Shard(1) if cut else Replicate()
+        wrapped = wrapped.redistribute(placements=[placement])
+        if self.module.out_proj.bias is not None:
+            wrapped = wrapped + self.module.out_proj.bias
+        result: Tensor = torch_compat.unviewed(wrapped.to_local())
         return result
 
     def _gathered(self, share: Tensor) -> Tensor:

@@ -17,13 +17,17 @@ from torch import Tensor, nn
 
 from composer3d import PluginError, RunContext, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
+from composer3d_plugins.sharding.tensor_parallel.calls import Call
+from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style, features
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal, Roles
-from composer3d_plugins.sharding.tensor_parallel.trace import Call, Traced, trace
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
+from composer3d_plugins.sharding.tensor_parallel.roles import Roles, roles_of
+from composer3d_plugins.sharding.tensor_parallel.sequence import along_sequence, with_boundaries, without_sequence
+from composer3d_plugins.sharding.tensor_parallel.trace import Traced, plain, trace
 from composer3d_plugins.sharding.tensor_parallel.weights import head_counts, kind_of, parent_of
 
-__all__ = ["derive"]
+__all__ = ["Derived", "derive"]
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +54,7 @@ class Derivation:
     first: dict[str, Unfollowed] = field(default_factory=dict)
 
     def run(self) -> Rehearsal:
-        """Return the first run in which every cut result reaches a layer that contracts it.
+        """Return the first run in which every cut result reaches a layer that contracts it, also in evaluation.
 
         Raises:
             PluginError: Heads do not divide by tp.
@@ -59,9 +63,13 @@ class Derivation:
             if kind_of(module) in ("linear", "transposed"):
                 self._consider(name, module)
         while True:
-            rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=Roles(expanding=dict(self.expanding)))
+            roles, where = Roles(expanding=dict(self.expanding)), self.fqn or type(self.block).__name__
+            rehearsal, evaluated = (
+                Rehearsal(block=self.block, degree=self.degree, roles=roles, training=mode) for mode in (True, False)
+            )
             try:
-                rehearsal.follow(self.call, self.fqn or type(self.block).__name__)
+                rehearsal.follow(self.call, where)
+                evaluated.follow(self.call, where)
             except Unfollowed as error:
                 if not error.sources:
                     raise PluginError(str(error), hint="write the plan") from error
@@ -130,13 +138,27 @@ class Derivation:
         return ".".join(filter(None, (self.fqn, name)))
 
 
-def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -> Rules:
+@dataclass(frozen=True, kw_only=True)
+class Derived:
+    """A plan that was found.
+
+    Args:
+        rules: What is done to which module.
+        uncut: Blocks whose activations are not cut along the sequence, though those of others are.
+    """
+
+    rules: Rules
+    uncut: frozenset[str] = frozenset()
+
+
+def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -> Derived:
     """Return a rule for every module that is cut, and for those that work on cut activations.
 
     Raises:
         PluginError: Nothing can be cut, or the heads do not divide; with the reasons.
     """
-    traced = trace(model, context)
+    blocks = blocks_of(model, context, several=sequence_dim is not None)
+    traced = trace(model, context, blocks=blocks)
     if sequence_dim is not None and list(traced.forms) == [""]:
         raise PluginError(
             "sequence_parallel needs to know the repeated blocks, between which activations are cut",
@@ -144,15 +166,13 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -
         )
     rules: Rules = {}
     reasons: dict[str, str] = {}
-    derivations: list[tuple[Derivation, list[str]]] = []
+    derivations: list[tuple[Derivation, Rules, list[str]]] = []
     for first, group in traced.forms.items():
         derivation = Derivation(
             block=model.get_submodule(first), fqn=first, call=traced.calls[first], degree=context.degrees["tp"]
         )
-        found = _rules_of(derivation)
-        if sequence_dim is None:
-            found = _with_heads(derivation, found)
-        derivations.append((derivation, group))
+        found = _with_heads(derivation, _rules_of(derivation))
+        derivations.append((derivation, found, group))
         reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
         rules |= _named(found, group)
     if not any(rule.style in ("colwise", "packed_colwise", "attention") for rule in rules.values()):
@@ -164,11 +184,39 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
     outside = _outside(model, traced, context)
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
+    uncut: frozenset[str] = frozenset()
     if sequence_dim is not None:
-        for derivation, group in derivations:
-            rules |= _named(_sequence_rules(derivation, sequence_dim), group)
-        _cut_sequence(traced, rules)
-    return {fqn: rules[fqn] for fqn in context.fqns if fqn in rules}
+        rules, uncut = _with_sequence(rules, derivations, traced, sequence_dim)
+    return Derived(rules={fqn: rules[fqn] for fqn in context.fqns if fqn in rules}, uncut=uncut)
+
+
+def _with_sequence(
+    rules: Rules, derivations: Sequence[tuple[Derivation, Rules, list[str]]], traced: Traced, sequence_dim: int
+) -> tuple[Rules, frozenset[str]]:
+    """Let every block that can work on a cut sequence; return the rules, and the blocks that cannot.
+
+    Raises:
+        PluginError: None can.
+    """
+    cut: set[str] = set()
+    reasons: list[str] = []
+    for derivation, found, group in derivations:
+        block = derivation.block
+
+        def roles(rules: Rules, block: nn.Module = block) -> Roles:
+            return roles_of(block, rules, sequence_dim=sequence_dim, observed=True)
+
+        try:
+            found = along_sequence(
+                block, found, call=derivation.call, degree=derivation.degree, roles=roles, where=derivation.fqn
+            )
+            cut |= set(group)
+        except Unfollowed as error:
+            reasons.append(str(error))
+            found = without_sequence(found)
+        rules = {**rules, **_named(found, group)}
+    uncut = {fqn for _, _, group in derivations for fqn in group} - cut
+    return with_boundaries(rules, flow=traced.flow, cut=cut, reasons=reasons), frozenset(uncut)
 
 
 def _named(rules: Rules, fqns: Sequence[str]) -> Rules:
@@ -210,55 +258,11 @@ def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
     return rules
 
 
-def _sequence_rules(derivation: Derivation, sequence_dim: int) -> Rules:
-    """Return the rules of modules that work on activations cut along the sequence.
-
-    Raises:
-        PluginError: Something in the block needs the whole sequence.
-    """
-    roles = Roles(expanding=derivation.expanding, sequence_dim=sequence_dim)
-    rehearsal = Rehearsal(block=derivation.block, degree=derivation.degree, roles=roles)
-    try:
-        rehearsal.follow(derivation.call, derivation.fqn)
-    except Unfollowed as error:
-        raise PluginError(f"sequence_parallel is not for this model: {error}", hint="leave it out") from error
-    return {
-        name: Rule(style="sequence")
-        for name in rehearsal.whole - rehearsal.contracting.keys()
-        if _matters(derivation.block.get_submodule(name))
-    }
-
-
-def _matters(module: Any) -> bool:
-    """Tell whether it makes a difference to a module that its input is cut: it has parameters, or draws numbers."""
-    return next(module.parameters(), None) is not None or isinstance(getattr(module, "p", None), float)
-
-
-def _cut_sequence(traced: Traced, rules: Rules) -> None:
-    """Cut the sequence at the first block and put it together after the last one.
-
-    Raises:
-        PluginError: The model's own code needs it between blocks.
-    """
-    twice = [fqn for fqn in traced.order if traced.order.count(fqn) > 1]
-    if twice:
-        raise PluginError(f'sequence_parallel is not for this model: it calls "{twice[0]}" twice', hint="leave it out")
-    if traced.between is not None:
-        raise PluginError(
-            f"sequence_parallel is not for this model: it hands activations from block to block after {traced.between}",
-            hint="leave it out",
-        )
-    if len(traced.order) == 1:
-        rules[traced.order[0]] = Rule(style="split_gather")
-    else:
-        rules[traced.order[0]], rules[traced.order[-1]] = Rule(style="split"), Rule(style="gather")
-
-
 def _outside(model: nn.Module, traced: Traced, context: RunContext) -> Rules:
     """Return the rules of the head and the embedding of tokens: cut where their rows divide by tp, else whole."""
     degree = context.degrees["tp"]
     modules: dict[str, Any] = {fqn: model.get_submodule(fqn) for fqn in traced.results}
-    returned = [leaf for leaf in torch_compat.tree_leaves(_plain(traced.output)) if isinstance(leaf, Tensor)]
+    returned = [leaf for leaf in torch_compat.tree_leaves(plain(traced.output)) if isinstance(leaf, Tensor)]
     heads = [
         fqn
         for fqn, result in traced.results.items()
@@ -285,10 +289,3 @@ def _outside(model: nn.Module, traced: Traced, context: RunContext) -> Rules:
         if any(cut) and not all(cut):
             rules |= dict.fromkeys(owners, Rule(style="replicate"))
     return rules
-
-
-def _plain(output: Any) -> Any:
-    """Return what a dictionary-like or dataclass output holds."""
-    if isinstance(output, Tensor | tuple | list | dict):
-        return output
-    return list(vars(output).values()) if hasattr(output, "__dict__") else output

@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from composer3d import PluginError, RunContext, TransformError, select_fqns
+from composer3d import PluginError, RunContext
+from composer3d_plugins.sharding.tensor_parallel.calls import Call
+from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
-from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, features, region_of
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Code, Roles, sized
-from composer3d_plugins.sharding.tensor_parallel.trace import Call, Traced, outside, trace
+from composer3d_plugins.sharding.tensor_parallel.plan import EXPANDING, Rule, Rules, region_of
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import sized
+from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles, roles_of
+from composer3d_plugins.sharding.tensor_parallel.trace import Traced, outside, trace
 
 if TYPE_CHECKING:
     from torch import nn
@@ -29,20 +32,19 @@ class Codes:
         rules: The plan.
         context: The run.
         sequence_dim: The dim of activations that sequence_parallel cuts; None without it.
+        uncut: Blocks whose activations it does not cut.
     """
 
     model: nn.Module
     rules: Rules
     context: RunContext
     sequence_dim: int | None
+    uncut: frozenset[str] = frozenset()
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
         """The repeated blocks, where they are known."""
-        try:
-            return tuple(select_fqns(self.context.blocks, self.context.fqns))
-        except TransformError:
-            return ()
+        return tuple(blocks_of(self.model, self.context, several=self.sequence_dim is not None))
 
     def find(self) -> Code:
         """Return how the code of every module is run, by the model's FQNs.
@@ -51,7 +53,7 @@ class Codes:
             PluginError: Heads do not divide by tp, or code needs what other ranks hold.
         """
         try:
-            traced = trace(self.model, self.context)
+            traced = trace(self.model, self.context, blocks=self.blocks)
         except PluginError:
             return self._all_followed()
         found: list[tuple[str, Code | None]] = []
@@ -76,33 +78,24 @@ class Codes:
             with sized(self.model, sizes):
                 if outside(self.model, traced).entries != before.entries:
                     return False
+        if not all(self._fits(fqn, codes[fqn], traced.calls[fqn], training=False) for fqn in traced.forms):
+            return False
         if self.context.example is not None:
             return True
         try:
-            larger = trace(self.model, self.context, scale=2)
+            larger = trace(self.model, self.context, blocks=self.blocks, scale=2)
         except PluginError:
             # Such a batch cannot come: positions end before it, say.
             return True
-        return all(
-            fits(
-                self.model.get_submodule(fqn),
-                code=codes[fqn],
-                roles=self._roles(fqn),
-                degree=self.context.degrees["tp"],
-                call=larger.calls[fqn],
-            )
-            for fqn in traced.forms
-        )
+        return all(self._fits(fqn, codes[fqn], larger.calls[fqn]) for fqn in traced.forms if fqn in larger.calls)
+
+    def _fits(self, fqn: str, code: Code, call: Call, *, training: bool = True) -> bool:
+        block, degree = self.model.get_submodule(fqn), self.context.degrees["tp"]
+        return fits(block, code=code, roles=self._roles(fqn), degree=degree, call=call, training=training)
 
     def _roles(self, fqn: str) -> Roles:
-        block, rules = self.model.get_submodule(fqn), self._inside(fqn)
-        expanding = {
-            name: rule.parts or (features(block.get_submodule(name))[1],)
-            for name, rule in rules.items()
-            if rule.style in EXPANDING
-        }
-        local = frozenset(name for name, rule in rules.items() if rule.style in ("local", "sequence"))
-        return Roles(expanding=expanding, sequence_dim=self.sequence_dim, local=local)
+        sequence_dim = None if fqn in self.uncut else self.sequence_dim
+        return roles_of(self.model.get_submodule(fqn), self._inside(fqn), sequence_dim=sequence_dim)
 
     def _inside(self, fqn: str) -> dict[str, Rule]:
         """Return the rules of the modules in a block, by their FQNs in it."""
@@ -116,7 +109,7 @@ class Codes:
         apart = {
             name
             for name, rule in rules.items()
-            if rule.style == "sequence" and self.sequence_dim is not None and _is_bare(block.get_submodule(name))
+            if rule.style == "sequence" and roles.sequence_dim is not None and _is_bare(block.get_submodule(name))
         }
         try:
             code = fit(
@@ -133,9 +126,9 @@ class Codes:
             if error.sources - {SEQUENCE}:
                 raise PluginError(f"the plan does not fit the model's code: {error}") from error
             return None
-        # What is not cut along the sequence, though the rest is, is not rehearsed.
-        is_cut = all(rule.is_cut for rule in rules.values() if rule.style in (*EXPANDING, *CONTRACTING, "sequence"))
-        return code if is_cut or self.sequence_dim is None else None
+        # A norm that is stated to work on a whole sequence, though activations are cut, is not rehearsed.
+        is_cut = all(rule.is_cut for rule in rules.values() if rule.style == "sequence")
+        return code if is_cut or roles.sequence_dim is None else None
 
     def _all_followed(self) -> Code:
         """Follow blocks where they are cut along the sequence, also those with nothing else cut; else regions."""
@@ -156,7 +149,7 @@ class Codes:
             for fqn, rule in self.rules.items()
             if (rule.style in EXPANDING and rule.is_cut) or rule.style == "sequence"
         }
-        return [block for block in self.blocks if bounded or block in inside]
+        return [block for block in self.blocks if (bounded or block in inside) and block not in self.uncut]
 
     def _block_around(self, fqn: str) -> str | None:
         return next((block for block in self.blocks if fqn == block or fqn.startswith(f"{block}.")), None)
@@ -171,6 +164,8 @@ def _joined(codes: Mapping[str, Code]) -> Code:
     return Code(
         sizes={(full(fqn, name), key): v for fqn, code in codes.items() for (name, key), v in code.sizes.items()},
         followed=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.followed),
+        gathered=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.gathered),
+        given={full(fqn, name): cuts for fqn, code in codes.items() for name, cuts in code.given.items()},
         apart=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.apart),
     )
 

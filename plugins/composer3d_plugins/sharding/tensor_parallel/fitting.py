@@ -2,9 +2,10 @@
 
 A run of the block in which every cut tensor is followed tells what the right results are. Code that writes `-1` where
 heads are cut gives the same by itself. Code that reads the number of heads from an attribute does, once the attribute
-holds this rank's number. Where neither helps, as with sizes computed from whole activations, the smallest module around
-is followed in every forward. Each way is tried on meta, and taken only if functions, numbers, tensors and results are
-all the same as in the run that is followed.
+holds this rank's number. Code that reads the length of a cut sequence does, if it is given the whole sequence and all
+that it does with it is to project it. Where none helps, as with sizes computed from whole activations, the smallest
+module around is followed in every forward. Each way is tried on meta, and taken only if functions, numbers, tensors and
+results are all the same as in the run that is followed.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.records import Record
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Code, Rehearsal, Roles
-from composer3d_plugins.sharding.tensor_parallel.trace import Call
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
+from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,10 +50,10 @@ def fit(
     return search.run(Code(apart=apart))
 
 
-def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call) -> bool:
-    """Tell whether code gives the same as if it were followed on another call."""
+def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call, training: bool = True) -> bool:
+    """Tell whether code gives the same as if it were followed, on another call or in evaluation."""
     try:
-        search = Search(block=block, roles=roles, degree=degree, call=call, regions=())
+        search = Search(block=block, roles=roles, degree=degree, call=call, regions=(), training=training)
     except Unfollowed:
         return False
     return search.agreeing(code) == search.length
@@ -62,7 +64,9 @@ class Search:
     """Runs a block in one way after the other.
 
     Attributes:
+        training: Whether it trains, or is evaluated.
         right: What it does when all is followed.
+        given: As in `Code`, in that run.
         num_runs: How many ways were tried.
     """
 
@@ -71,13 +75,18 @@ class Search:
     degree: int
     call: Call
     regions: tuple[str, ...]
+    training: bool = True
     right: Record = field(init=False)
+    given: dict[str, tuple[bool, ...]] = field(init=False)
     num_runs: int = 0
 
     def __post_init__(self) -> None:
-        rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=self.roles)
+        rehearsal = self._rehearsal()
         rehearsal.follow(self.call, type(self.block).__name__)
-        self.right = rehearsal.record
+        self.right, self.given = rehearsal.record, dict(rehearsal.given)
+
+    def _rehearsal(self) -> Rehearsal:
+        return Rehearsal(block=self.block, degree=self.degree, roles=self.roles, training=self.training)
 
     @property
     def length(self) -> int:
@@ -87,7 +96,7 @@ class Search:
     def agreeing(self, code: Code) -> int:
         """Return how far a run is right: how many entries, and one more if it is to the end."""
         self.num_runs += 1
-        rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=self.roles)
+        rehearsal = self._rehearsal()
         try:
             rehearsal.run_as(code, self.call)
         except Exception:  # a model's own code may raise anything
@@ -97,6 +106,7 @@ class Search:
 
     def run(self, code: Code) -> Code | None:
         """Return what makes every entry right."""
+        code = replace(code, given=self.given)
         reached = self.agreeing(code)
         while reached < self.length:
             found = self._better(code, reached)
@@ -107,7 +117,8 @@ class Search:
 
     def _better(self, code: Code, reached: int) -> tuple[Code, int] | None:
         """Return what gets further than `code` does, by as little as possible."""
-        for candidate in itertools.chain(self._drawing(code, reached), self._sized(code, reached)):
+        ways = (self._drawing(code, reached), self._sized(code, reached), self._gathering(code, reached))
+        for candidate in itertools.chain(*ways):
             if self.num_runs >= MOST_RUNS:
                 break
             further = self.agreeing(candidate)
@@ -143,15 +154,25 @@ class Search:
             for keys in itertools.combinations(sizes, count):
                 yield replace(code, sizes={**code.sizes, **{key: sizes[key] for key in keys}})
 
+    def _gathering(self, code: Code, reached: int) -> Iterator[Code]:
+        if self.roles.sequence_dim is None:
+            return
+        for fqn in self._around(reached):
+            if fqn in self.regions and fqn not in code.gathered:
+                gathered = replace(code, gathered=code.gathered | {fqn})
+                yield gathered
+                yield from self._sized(gathered, reached)
+
     def _following(self, code: Code, reached: int) -> Iterator[Code]:
         for fqn in self._around(reached):
             if fqn not in self.regions or any(_is_in(fqn, other) for other in code.followed):
                 continue
             # Code that is followed sees whole sizes.
-            yield Code(
+            yield replace(
+                code,
                 sizes={key: value for key, value in code.sizes.items() if not _is_in(key[0], fqn)},
                 followed=frozenset({fqn, *(other for other in code.followed if not _is_in(other, fqn))}),
-                apart=code.apart,
+                gathered=frozenset(other for other in code.gathered if not _is_in(other, fqn)),
             )
 
 

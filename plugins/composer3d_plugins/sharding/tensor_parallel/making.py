@@ -27,13 +27,19 @@ class Made:
         followed: Modules whose code is followed in every forward: blocks whose activations are cut along the sequence,
             else what lies around projections.
         sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
+        gathered: Modules that are given the whole sequence where activations around them are cut.
+        given: Of torch's attention modules that are cut: which of query, key and value are cut along the sequence.
         apart: Modules that draw random numbers on nothing but cut tensors.
+        uncut: Blocks whose activations are not cut along the sequence, though those of others are.
     """
 
     rules: Rules
     followed: tuple[str, ...] = ()
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    gathered: tuple[str, ...] = ()
+    given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
+    uncut: frozenset[str] = frozenset()
 
 
 def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContext, *, sequence_dim: int | None) -> Made:
@@ -51,16 +57,20 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
     """
     if stated is None and context.degrees["tp"] == 1:
         return Made(rules={"": Rule(style="replicate")})
+    uncut: frozenset[str] = frozenset()
     if stated is None:
         rules = declared(model, context) if sequence_dim is None else None
-        rules = check_rules(model, rules or auto.derive(model, context, sequence_dim=sequence_dim), context)
+        if not rules:
+            derived = auto.derive(model, context, sequence_dim=sequence_dim)
+            rules, uncut = derived.rules, derived.uncut
+        rules = check_rules(model, rules, context)
     else:
         rules = check_rules(model, resolve(stated, context), context)
         if sequence_dim is not None:
             check_covered(model, rules)
     if context.degrees["tp"] == 1:
         return Made(rules=rules)
-    return _with_code(Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim))
+    return _with_code(Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=uncut))
 
 
 def _with_code(codes: Codes) -> Made:
@@ -74,5 +84,8 @@ def _with_code(codes: Codes) -> Made:
         rules=codes.rules,
         followed=tuple(fqn for fqn in codes.context.fqns if fqn in found.followed),
         sizes=found.sizes,
+        gathered=tuple(fqn for fqn in codes.context.fqns if fqn in found.gathered),
+        given=found.given,
         apart=tuple(fqn for fqn in codes.context.fqns if fqn in found.apart),
+        uncut=codes.uncut,
     )

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, strip, unmark
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing
 from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.memory import Memory
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -30,14 +30,15 @@ class Region:
 
     Args:
         share: Makes a tensor what expanding projections take, given the dim along which it is cut, None if it is whole.
-        cut: The dim along which activations are cut outside of the region, if they are.
-        is_known: Whether each of them says itself that it is cut, or is whole.
+        gathered: The dim along which the activation is cut that the region's module takes, where the module's code is
+            to see all of it; else None.
+        is_known: Whether each tensor says itself that it is cut, or is whole.
     """
 
     def __init__(
-        self, share: Callable[[Tensor, int | None], Tensor], *, cut: int | None, is_known: bool = False
+        self, share: Callable[[Tensor, int | None], Tensor], *, gathered: int | None = None, is_known: bool = False
     ) -> None:
-        self._share, self._cut, self._is_known = share, cut, is_known
+        self._share, self._gathered, self._is_known = share, gathered, is_known
         self._shared: list[tuple[Tensor, Tensor]] = []
 
     def wrap(self, module: nn.Module) -> None:
@@ -47,6 +48,9 @@ class Region:
         @functools.wraps(forward)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             try:
+                key = None if self._gathered is None else activation_of(args, kwargs)
+                if key is not None:
+                    args, kwargs = replaced(args, kwargs, key, self._whole)
                 return forward(*args, **kwargs)
             finally:
                 # Also after errors, and when a recomputation stops early.
@@ -54,12 +58,24 @@ class Region:
 
         module.forward = bounded
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return what the projections that read `x` share."""
+    def _whole(self, x: Tensor) -> Tensor:
+        """Return the whole sequence, which the projections that read it share."""
+        shared: Any = self._share(x, self._gathered)
+        whole: Tensor = torch_compat.unviewed(shared.to_local())
+        self._shared.append((whole, shared))
+        return whole
+
+    def enter(self, x: Tensor, cut: int | None) -> Tensor:
+        """Return what the projections that read `x` share.
+
+        Args:
+            x: This rank's.
+            cut: The dim along which it is cut, if it does not say so itself; None if it is whole.
+        """
         for seen, shared in self._shared:
             if seen is x:
                 return shared
-        shared = self._share(strip(x), None if self._is_known and cut_of(x) is None else self._cut)
+        shared = self._share(strip(x), None if self._is_known and cut_of(x) is None else cut)
         self._shared.append((x, shared))
         return shared
 

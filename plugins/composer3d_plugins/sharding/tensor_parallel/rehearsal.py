@@ -11,52 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.calls import Call, activation_of, first_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed, cut_of, mark, unmark
 from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.records import Record
+from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.trace import (
-    Call,
-    Recorder,
-    activation_of,
-    in_training,
-    on_meta,
-    patched,
-    replaced,
-)
+from composer3d_plugins.sharding.tensor_parallel.trace import Recorder, in_mode, on_meta, patched
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
-__all__ = ["SEQUENCE", "Code", "Rehearsal", "Roles", "sized"]
-
-
-@dataclass(kw_only=True)
-class Roles:
-    """What the linear layers of a block are taken for, by their FQNs in it.
-
-    Attributes:
-        expanding: Those whose results are cut, with the sizes of their parts.
-        sequence_dim: The dim of activations that is cut outside of them, None if none is.
-        local: Modules whose parameters have their gradients added up by their style.
-    """
-
-    expanding: dict[str, tuple[int, ...]]
-    sequence_dim: int | None = None
-    local: frozenset[str] = frozenset()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Code:
-    """How the code of a block is run on shares.
-
-    Args:
-        sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
-        followed: Modules whose code is followed.
-        apart: Modules that draw on nothing but cut tensors.
-    """
-
-    sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    followed: frozenset[str] = frozenset()
-    apart: frozenset[str] = frozenset()
+__all__ = ["Rehearsal", "sized"]
 
 
 @dataclass(kw_only=True)
@@ -67,16 +31,25 @@ class Rehearsal:
         contracting: Layers that took cut features, with the layers these came from, and the parts they were cut in.
         local: Modules with parameters that worked on cut features without contracting them.
         whole: Modules that worked on whole features of a cut sequence, or where no sequence is cut.
+        along: Linear layers that took a cut sequence, or put one together from features of it.
+        uncut: Linear layers that took a whole one although activations are cut.
+        given: As in `Code`.
         record: What it did.
     """
 
     block: nn.Module
     degree: int
     roles: Roles
+    training: bool = True
     contracting: dict[str, tuple[frozenset[str], tuple[int, ...]]] = field(default_factory=dict)
     local: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
+    along: set[str] = field(default_factory=set)
+    uncut: set[str] = field(default_factory=set)
+    given: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     record: Record = field(default_factory=Record)
+    # What gathered modules are given, and what it was put together from.
+    _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _following: Following | None = None
     _recorder: Recorder | None = None
 
@@ -88,7 +61,7 @@ class Rehearsal:
         """
         call = self._marked(call.fresh())
         self._following = Following(self.degree, where, record=self.record)
-        with in_training(self.block), patched(self._answers(Code())), self._following:
+        with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._following:
             output = on_meta(self.block, call)
         for leaf in torch_compat.tree_leaves(output):
             cut = cut_of(leaf)
@@ -99,7 +72,7 @@ class Rehearsal:
 
     def _refuse_outputs(self, output: Any) -> None:
         """The activation that is handed on is what a block returns, or the first of several."""
-        first = output[0] if isinstance(output, tuple) and output else output
+        first = first_of(output)
         for leaf in torch_compat.tree_leaves(output):
             if (cut_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):
                 what = "whole" if leaf is first else "cut along the sequence beside its activation"
@@ -113,7 +86,8 @@ class Rehearsal:
         if dim is not None:
             call = _replaced(call, lambda x: x.narrow(dim, 0, x.shape[dim] // self.degree))
         self._recorder = Recorder(self.record)
-        with in_training(self.block), sized(self.block, code.sizes), patched(self._answers(code)), self._recorder:
+        mode = in_mode(self.block, training=self.training)
+        with mode, sized(self.block, code.sizes), patched(self._answers(code)), self._recorder:
             on_meta(self.block, call)
 
     def _followed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -162,12 +136,16 @@ class Rehearsal:
         for fqn, module in self.block.named_modules():
             if kind_of(module) in ("linear", "transposed"):
                 answer = self._linear(fqn, module)
+            elif fqn in self.roles.attention and self.roles.sequence_dim is not None:
+                answer = self._attention(fqn, module, code)
             elif fqn and not list(module.children()):
                 answer = self._leaf(fqn, module)
             else:
                 answer = module.forward
             if fqn in code.apart:
                 answer = self._apart(answer)
+            if fqn in code.gathered:
+                answer = self._gathered(answer)
             if fqn in code.followed:
                 answer = self._followed(fqn, answer)
             answers[module] = self._placed(fqn, answer)
@@ -226,8 +204,9 @@ class Rehearsal:
                     )
                 if contracts and cut is not None:
                     self.contracting[fqn] = (sources, cut.placed.parts)
-                result = self._contracted(x, outputs) if contracts else self._expanded(fqn, x, outputs)
-                self.record.note(f"{fqn} {contracts}", [x], {}, result)
+                result = self._contracted(fqn, x, outputs) if contracts else self._expanded(fqn, x, outputs)
+                shares = (share for whole, share in self._wholes if whole is x)
+                self.record.note(f"{fqn} {contracts}", [next(shares, x)], {}, result)
                 return result
 
         return answer
@@ -239,11 +218,16 @@ class Rehearsal:
             return is_features and cut is not None and cut.placed.dim == x.ndim - 1
         return x.shape[-1] * self.degree == inputs
 
-    def _whole_shape(self, x: Tensor) -> list[int]:
+    def _whole_shape(self, fqn: str, x: Tensor) -> list[int]:
         """Return the shape of an activation whose features are not cut, its sequence put together."""
         dim, cut, shape = self.roles.sequence_dim, cut_of(x), list(x.shape)
         followed = self._following is not None
-        if dim is None or (followed and cut is None):
+        if dim is None:
+            return shape
+        if followed:
+            (self.uncut if cut is None else self.along).add(fqn)
+        is_whole = cut is None if followed else fqn in self.roles.uncut
+        if is_whole or any(whole is x for whole, _ in self._wholes):
             return shape
         if followed and cut is not None and cut.placed.dim != dim:
             raise Unfollowed("it works along the sequence", sources=frozenset({SEQUENCE}))
@@ -251,17 +235,26 @@ class Rehearsal:
         return shape
 
     def _expanded(self, fqn: str, x: Tensor, outputs: int) -> Tensor:
-        shape = [*self._whole_shape(x)[:-1], outputs // self.degree]
+        shape = [*self._whole_shape(fqn, x)[:-1], outputs // self.degree]
         result = _differentiable(shape, x)
         if self._following is None:
             return result
         placed = Placed(dim=result.ndim - 1, parts=self.roles.expanding[fqn])
         return mark(result, placed=placed, degree=self.degree, sources=frozenset({fqn}))
 
-    def _contracted(self, x: Tensor, outputs: int) -> Tensor:
-        shape, dim = [*x.shape[:-1], outputs], self.roles.sequence_dim
+    def _contracted(self, fqn: str, x: Tensor, outputs: int) -> Tensor:
+        shape, dim, cut = [*x.shape[:-1], outputs], self.roles.sequence_dim, cut_of(x)
         if dim is None:
             return _differentiable(shape, x)
+        # What comes of whole sequences alone has one of its own.
+        is_whole = fqn in self.roles.uncut
+        if self._following is not None and cut is not None:
+            is_whole = not cut.sources & self.along
+            (self.uncut if is_whole else self.along).add(fqn)
+        if is_whole:
+            return _differentiable(shape, x)
+        if shape[dim] % self.degree:
+            raise Unfollowed(f'"{fqn}" gives a sequence of {shape[dim]}', sources=frozenset({SEQUENCE}))
         size = shape[dim]
         shape[dim] //= self.degree
         result = _differentiable(shape, x)
@@ -269,6 +262,64 @@ class Rehearsal:
         if self._following is None:
             return result
         return mark(result, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
+
+    def _gathered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a module's forward that is given the whole sequence."""
+        dim = self.roles.sequence_dim
+        assert dim is not None, "tried only then"
+
+        def whole(share: Tensor) -> Tensor:
+            shape = list(share.shape)
+            shape[dim] *= self.degree
+            self._wholes.append((_differentiable(shape, share), share))
+            return self._wholes[-1][0]
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            key = activation_of(args, kwargs)
+            if key is not None:
+                with torch_compat.without_torch_functions():
+                    args, kwargs = replaced(args, kwargs, key, whole)
+            return forward(*args, **kwargs)
+
+        return answer
+
+    def _attention(self, fqn: str, module: Any, code: Code) -> Callable[..., Any]:
+        """Return the forward of torch's attention module when its heads are cut."""
+        forward, dim = module.forward, 1 if module.batch_first else 0
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            names = ("query", "key", "value")
+            with torch_compat.without_torch_functions():
+                given = [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
+                cuts = self._cuts_of(fqn, given, dim, code)
+                wholes = {id(x): _empty(x, dim, self.degree if cut else 1) for x, cut in zip(given, cuts, strict=True)}
+                rest = {name: value for name, value in kwargs.items() if name not in names}
+                out, weights = forward(*[wholes[id(x)] for x in given], *args[3:], **rest)
+                out = _differentiable(list(given[0].shape), given[0])
+                if cuts[0] and self._following is not None:
+                    placed = Placed(dim=dim, parts=(out.shape[dim] * self.degree,))
+                    mark(out, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
+                self.record.note(f"{fqn} heads", [*given, *args[3:]], rest, (out, weights))
+            return out, weights
+
+        return answer
+
+    def _cuts_of(self, fqn: str, given: list[Tensor], dim: int, code: Code) -> tuple[bool, ...]:
+        if self._following is None:
+            return code.given.get(fqn, (False,) * 3)
+        cuts = [cut_of(x) for x in given]
+        found = tuple(cut is not None for cut in cuts)
+        if any(cut is not None and (cut.placed.dim != dim or not cut.is_sequence) for cut in cuts):
+            raise Unfollowed(f'"{fqn}" is given something else than a cut sequence', sources=frozenset({SEQUENCE}))
+        if self.given.setdefault(fqn, found) != found:
+            raise Unfollowed(f'"{fqn}" is given cut sequences and whole ones', sources=frozenset({SEQUENCE}))
+        return found
+
+
+def _empty(x: Tensor, dim: int, times: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= times
+    return torch.empty(shape, dtype=x.dtype, device="meta")
 
 
 def _differentiable(shape: list[int], like: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import BatchError, RunContext, TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
+from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
@@ -26,7 +27,6 @@ from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.region import Region, followed
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.trace import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ class Applier:
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
-                regions[name] = Region(self._share, cut=self._cut(self.rules[fqn]), is_known=self._is_followed(name))
+                gathered = self.sequence_dim if name in self.made.gathered else None
+                regions[name] = Region(self._share, gathered=gathered, is_known=self._is_followed(name))
         self._prepare_code()
         for name, region in regions.items():
             region.wrap(self.model.get_submodule(name))
@@ -124,8 +125,14 @@ class Applier:
 
     def _cut_around(self, fqn: str) -> int | None:
         """Return the dim along which the activation is cut that a followed module takes."""
-        inside = [r for name, r in self.rules.items() if r.style in EXPANDING and region_of(name, self.rules) == fqn]
-        return self._cut(inside[0]) if inside else self.sequence_dim
+        if any(not block or fqn == block or fqn.startswith(f"{block}.") for block in self.made.uncut):
+            return None
+        inside = [
+            rule
+            for name, rule in self.rules.items()
+            if rule.style in (*EXPANDING, "attention", "sequence") and (not fqn or name.startswith(f"{fqn}."))
+        ]
+        return self.sequence_dim if not inside or any(rule.is_cut for rule in inside) else None
 
     def _is_followed(self, fqn: str) -> bool:
         return any(not other or fqn == other or fqn.startswith(f"{other}.") for other in self.made.followed)
@@ -185,9 +192,9 @@ class Applier:
         self._place_linear(fqn, module, rule, along="outputs")
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (region.enter(args[0]), *args[1:])
+            return (region.enter(args[0], cut), *args[1:])
 
-        size = module.weight.shape[0 if kind_of(module) == "linear" else 1]
+        size, cut = module.weight.shape[0 if kind_of(module) == "linear" else 1], self._cut(rule)
         parts = rule.parts or (size,)
         is_followed = self._is_followed(fqn)
 
@@ -261,7 +268,10 @@ class Applier:
             self._place(fqn, module, name, 0)
         self._place(f"{fqn}.out_proj", module.out_proj, "weight", 1)
         self._place(f"{fqn}.out_proj", module.out_proj, "bias", None)
-        module.forward = HeadsOf(module=module, fqn=fqn, mesh=self.mesh, context=self.context).forward
+        given = self.made.given.get(fqn, (False,) * 3)
+        marks = self._sequence_marks if self._is_followed(fqn) else None
+        heads = HeadsOf(module=module, fqn=fqn, mesh=self.mesh, context=self.context, given=given, marks=marks)
+        module.forward = heads.forward
 
     def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""

@@ -7,7 +7,6 @@ run again by itself, with its linear layers answering as they would under a plan
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from composer3d import PluginError, RunContext, TransformError, select_fqns, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.functions import SIZES, name_of
+from composer3d import PluginError, RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.calls import Call
+from composer3d_plugins.sharding.tensor_parallel.chains import Flow
 from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
@@ -26,57 +26,18 @@ if TYPE_CHECKING:
     from torch.nn.modules.module import Module
 
 __all__ = [
-    "Call",
     "Recorder",
     "Traced",
-    "activation_of",
-    "in_training",
+    "in_mode",
     "on_meta",
     "outside",
     "patched",
-    "replaced",
+    "plain",
     "trace",
 ]
 
 # Image sizes that are tried where nothing tells one.
 IMAGE_SIZES = (224, 32, 28, 64, 16, 96, 48, 384)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Call:
-    """One call of a module."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def fresh(self) -> Call:
-        """Return the same tensors in containers of their own: a module may change what it is given, such as a cache."""
-        tensors = [
-            leaf for leaf in torch_compat.tree_leaves([self.args, dict(self.kwargs)]) if isinstance(leaf, Tensor)
-        ]
-        try:
-            args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)), {id(tensor): tensor for tensor in tensors})
-        except Exception:  # an object of the model's own may refuse, for any reason
-            return self
-        return Call(args=args, kwargs=kwargs)
-
-
-def activation_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:
-    """Return the place of the activation that a block takes, its first floating-point argument of three dims."""
-    everything: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for key, value in everything:
-        if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3:
-            return key
-    return None
-
-
-def replaced(
-    args: Sequence[Any], kwargs: Mapping[str, Any], key: int | str, change: Callable[[Tensor], Tensor]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments of which the one at `key` is changed."""
-    if isinstance(key, int):
-        return (*args[:key], change(args[key]), *args[key + 1 :]), dict(kwargs)
-    return tuple(args), {**kwargs, key: change(kwargs[key])}
 
 
 @dataclass(kw_only=True)
@@ -88,8 +49,7 @@ class Traced:
         calls: How those first blocks were called.
         output: What the model returned.
         results: What each linear layer and embedding outside blocks returned last.
-        order: The blocks as they were called.
-        between: What the model's own code does with activations between blocks, if it does not just hand them on.
+        flow: Where the activations went that blocks returned.
         call: How the model was called.
         outputs: What the first blocks returned.
     """
@@ -100,8 +60,7 @@ class Traced:
     outputs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
     results: dict[str, Tensor] = field(default_factory=dict)
-    order: list[str] = field(default_factory=list)
-    between: str | None = None
+    flow: Flow = field(default_factory=Flow)
 
 
 class Recorder(TorchFunctionMode):
@@ -126,70 +85,10 @@ class Recorder(TorchFunctionMode):
         return result
 
 
-class Handing(TorchFunctionMode):
-    """Sees whether the model hands each block's activation on to the next block, and does nothing else with it.
-
-    Attributes:
-        between: The first thing that it does with it otherwise.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.between: str | None = None
-        self._depth = 0
-        self._given: list[Tensor] = []
-        # What was done with the last block's activation: if another block follows, it was not the last.
-        self._touched: str | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        if not self._depth and self._given:
-            leaves = torch_compat.tree_leaves([list(args), dict(kwargs or {})])
-            if any(leaf is given for leaf in leaves for given in self._given):
-                result, name = func(*args, **(kwargs or {})), name_of(func)
-                if name in SIZES or any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result)):
-                    self._touched = self._touched or name
-                return result
-        return func(*args, **(kwargs or {}))
-
-    @contextlib.contextmanager
-    def inside(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
-        """Enter a block with its arguments."""
-        if self._given and not self._depth:
-            with torch_compat.without_torch_functions():
-                key = activation_of(args, kwargs)
-            value = args[key] if isinstance(key, int) else kwargs.get(key or "")
-            if not any(value is given for given in self._given):
-                self.between = self.between or self._touched or "something else than the block before it returned"
-            elif self._touched is not None:
-                self.between = self.between or self._touched
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
-
-    def given(self, output: Any) -> Any:
-        """Return what a block returned as tensors of their own."""
-        if self._depth:
-            return output
-        with torch_compat.without_torch_functions():
-            result = torch_compat.tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, output)
-        self._given = [leaf for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, Tensor)]
-        self._touched = None
-        return result
-
-
-def forms_of(model: nn.Module, context: RunContext) -> dict[str, list[str]]:
+def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
     """Group the blocks by the names and shapes of their parameters."""
-    try:
-        blocks = select_fqns(context.blocks, context.fqns)
-    except TransformError:
-        return {"": [""]}
     groups: dict[Any, list[str]] = {}
-    for fqn in blocks:
+    for fqn in blocks or [""]:
         block = model.get_submodule(fqn)
         form = (type(block), tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
         groups.setdefault(form, []).append(fqn)
@@ -213,12 +112,12 @@ def patched(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_training(module: nn.Module) -> Iterator[None]:
-    """Have a module behave as in training inside: what it draws at random, it draws only then."""
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Have a module behave as in training inside, or as in evaluation, in which it draws nothing at random."""
     modes = {inner: inner.training for inner in module.modules()}
     try:
         for inner in modes:
-            inner.training = True
+            inner.training = training
         yield
     finally:
         for inner, mode in modes.items():
@@ -236,12 +135,13 @@ def on_meta(module: nn.Module, call: Call) -> Any:
         return torch.func.functional_call(module, tensors, call.args, dict(call.kwargs))
 
 
-def trace(model: nn.Module, context: RunContext, *, scale: int = 1) -> Traced:
+def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale: int = 1) -> Traced:
     """Run the model on an example: the one that `compose` was given, else the first that works.
 
     Args:
         model: Whole.
         context: The run.
+        blocks: The repeated ones; none for the model as one.
         scale: How many times as long an example is as it need be, where none was given.
 
     Raises:
@@ -249,15 +149,17 @@ def trace(model: nn.Module, context: RunContext, *, scale: int = 1) -> Traced:
     """
     failures: list[str] = []
     for call in _examples(model, context, scale):
-        traced, handing = Traced(forms=forms_of(model, context), call=call), Handing()
+        traced = Traced(forms=forms_of(model, blocks), call=call)
         try:
-            with patched(_watching(model, traced, handing)), handing:
+            with patched(_watching(model, traced)), traced.flow:
                 traced.output = on_meta(model, call)
         except Exception as error:  # a model's own code may raise anything
             failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
-        if all(fqn in traced.calls for fqn in traced.forms):
-            traced.between = handing.between
+        # A list may hold blocks that this model does not use.
+        traced.forms = {first: group for first, group in traced.forms.items() if first in traced.calls}
+        if traced.forms:
+            traced.flow.end(plain(traced.output))
             return traced
         failures.append("its blocks were not called")
     raise PluginError(
@@ -285,10 +187,17 @@ def outside(model: nn.Module, traced: Traced) -> Record:
     return record
 
 
-def _watching(model: nn.Module, traced: Traced, handing: Handing) -> dict[nn.Module, Callable[..., Any]]:
+def plain(output: Any) -> Any:
+    """Return what a dictionary-like or dataclass output holds."""
+    if isinstance(output, Tensor | tuple | list | dict):
+        return output
+    return list(vars(output).values()) if hasattr(output, "__dict__") else output
+
+
+def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[..., Any]]:
     """Return forwards that note calls; of blocks of one form only the first runs, and the others give its output."""
     forwards: dict[nn.Module, Callable[..., Any]] = {}
-    first_of = {fqn: first for first, group in traced.forms.items() for fqn in group}
+    firsts = {fqn: first for first, group in traced.forms.items() for fqn in group}
     inside = tuple(f"{fqn}." for group in traced.forms.values() for fqn in group if fqn)
     for first, group in traced.forms.items():
         outputs: list[Any] = []
@@ -303,11 +212,9 @@ def _watching(model: nn.Module, traced: Traced, handing: Handing) -> dict[nn.Mod
             return outputs[0]
 
         def called(*args: Any, fqn: str, outputs: Any = outputs, run: Any = run, **kwargs: Any) -> Any:
-            traced.order.append(fqn)
-            with handing.inside(args, kwargs):
-                output = outputs[0] if outputs and fqn != first_of[fqn] else run(*args, **kwargs)
-            # Each call gives tensors of its own, so that they can be told apart.
-            return handing.given(output)
+            with traced.flow.inside(fqn, args, kwargs):
+                output = outputs[0] if outputs and fqn != firsts[fqn] else run(*args, **kwargs)
+                return traced.flow.given(output) if fqn else output
 
         forwards |= {model.get_submodule(fqn): functools.partial(called, fqn=fqn) for fqn in group}
     for fqn, module in model.named_modules():

@@ -1,0 +1,167 @@
+"""Where activations go from block to block: along which ways they may stay cut along the sequence.
+
+A model may have several lists of blocks, as an encoder with a decoder does, call a block twice, or do something of its
+own between two blocks. Wherever the activation that a block returns goes anywhere else than to the next block, it is
+put together there, and cut again before the block that takes what came of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from composer3d import RunContext, TransformError, select_fqns, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, first_of
+from composer3d_plugins.sharding.tensor_parallel.functions import SIZES, name_of
+from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+
+__all__ = ["Flow", "blocks_of"]
+
+
+def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[str]:
+    """Return the repeated blocks; none where they are not known.
+
+    Args:
+        model: Whole.
+        context: The run.
+        several: Whether those of all outermost lists are taken where there is no single list of equal blocks; the model
+            is looked at as one otherwise.
+    """
+    try:
+        found = list(select_fqns(context.blocks, context.fqns))
+    except TransformError:
+        return _listed(model) if several else []
+    if context.manifest.model.blocks:
+        return found
+    # A list of equal blocks, and perhaps another one of a single block.
+    return [*found, *(fqn for fqn in _listed(model) if not any(_overlap(fqn, other) for other in found))]
+
+
+def _overlap(fqn: str, other: str) -> bool:
+    return f"{fqn}.".startswith(f"{other}.") or f"{other}.".startswith(f"{fqn}.")
+
+
+def _listed(model: nn.Module) -> list[str]:
+    found: list[str] = []
+    lists: list[str] = []
+    for fqn, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+            continue
+        if any(not other or fqn.startswith(f"{other}.") for other in lists):
+            continue
+        held = [name for name, child in module.named_children() if _is_block(child)]
+        if held:
+            lists.append(fqn)
+            found += [".".join(filter(None, (fqn, name))) for name in held]
+    return found
+
+
+def _is_block(module: nn.Module) -> bool:
+    """Tell whether a module of a list has linear layers inside, and is none."""
+    inside = [inner for inner in module.modules() if inner is not module]
+    return any(kind_of(inner) in ("linear", "transposed") for inner in inside)
+
+
+class Flow(TorchFunctionMode):
+    """Sees what becomes of the activation that each block returns.
+
+    Attributes:
+        calls: The blocks as they were called.
+        edges: Pairs of calls: the second takes what the first returned.
+        used: Calls whose activation goes elsewhere too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.edges: set[tuple[int, int]] = set()
+        self.used: set[int] = set()
+        # By identity, kept so that it is not another tensor's.
+        self._given: dict[int, tuple[int, Tensor]] = {}
+        self._inside: list[int] = []
+        self._taken: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function."""
+        result = func(*args, **(kwargs or {}))
+        if self._given:
+            leaves = torch_compat.tree_leaves([list(args), dict(kwargs or {})])
+            used = {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given} - self._taken
+            # Of other questions, such as its dtype, the answer is the same for a share.
+            if used and (name_of(func) in SIZES or _has_tensors(result)):
+                self.used |= used
+        return result
+
+    @contextlib.contextmanager
+    def inside(self, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
+        """Enter a block with its arguments."""
+        call, taken = len(self.calls), self._taken
+        self.calls.append(fqn)
+        with torch_compat.without_torch_functions():
+            key = activation_of(args, kwargs)
+            leaves = torch_compat.tree_leaves([list(args), dict(kwargs)])
+        activation = args[key] if isinstance(key, int) else kwargs.get(key or "")
+        for leaf in leaves:
+            source = self._given.get(id(leaf), (None, None))[0]
+            if source is not None and leaf is activation:
+                self.edges.add((source, call))
+                self._taken = taken | {source}
+            elif source is not None:
+                self.used.add(source)
+        self._inside.append(call)
+        try:
+            yield
+        finally:
+            self._inside.pop()
+            self._taken = taken
+
+    def given(self, output: Any) -> Any:
+        """Return what the block at work returns as tensors of their own, so that each call's can be told apart."""
+        with torch_compat.without_torch_functions():
+            result = torch_compat.tree_map(lambda x: x.view_as(x) if isinstance(x, Tensor) else x, output)
+        first = first_of(result)
+        if isinstance(first, Tensor):
+            self._given[id(first)] = (self._inside[-1], first)
+        return result
+
+    def end(self, output: Any) -> None:
+        """Say what the model returned."""
+        leaves = torch_compat.tree_leaves(output)
+        self.used |= {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given}
+        self._given.clear()
+
+    def boundaries(self, cut: Collection[str]) -> tuple[set[str], set[str]]:
+        """Return the blocks before which activations are cut, and those after which they are put together.
+
+        Args:
+            cut: The blocks that can work on a cut sequence.
+        """
+        split: set[str] = set()
+        gather: set[str] = set()
+        while True:
+            edges = {
+                (one, other)
+                for one, other in self.edges
+                if one not in self.used and not {self.calls[one], self.calls[other]} - set(cut)
+                if self.calls[one] not in gather and self.calls[other] not in split
+            }
+            entered, left = {other for _, other in edges}, {one for one, _ in edges}
+            broken = {one for one, _ in self.edges - edges}
+            before = len(split), len(gather)
+            # One module has one way in and one way out, however often it is called.
+            split |= {fqn for call, fqn in enumerate(self.calls) if fqn in cut and call not in entered}
+            gather |= {
+                fqn for call, fqn in enumerate(self.calls) if fqn in cut and (call not in left or call in broken)
+            }
+            if before == (len(split), len(gather)):
+                return split, gather
+
+
+def _has_tensors(result: Any) -> bool:
+    return any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result))

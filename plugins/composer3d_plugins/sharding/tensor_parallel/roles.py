@@ -1,0 +1,80 @@
+"""What the modules of a block are taken for, and how its code is run beside that."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rules, features
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Code", "Roles", "roles_of"]
+
+
+@dataclass(kw_only=True)
+class Roles:
+    """What the linear layers of a block are taken for, by their FQNs in it.
+
+    Attributes:
+        expanding: Those whose results are cut, with the sizes of their parts.
+        sequence_dim: The dim of activations that is cut outside of them, None if none is.
+        local: Modules whose parameters have their gradients added up by their style.
+        uncut: Linear layers that work on a whole sequence though activations are cut: on what an encoder gave, say.
+        attention: torch's attention modules that are cut along their heads.
+    """
+
+    expanding: dict[str, tuple[int, ...]]
+    sequence_dim: int | None = None
+    local: frozenset[str] = frozenset()
+    uncut: frozenset[str] = frozenset()
+    attention: frozenset[str] = frozenset()
+
+
+def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observed: bool = False) -> Roles:
+    """Return what rules say about a block.
+
+    Args:
+        block: Whole.
+        rules: By the FQNs in it.
+        sequence_dim: As in `Roles`.
+        observed: Whether what is whole along the sequence is yet to be seen.
+    """
+
+    def named(*styles: str) -> frozenset[str]:
+        return frozenset(name for name, rule in rules.items() if rule.style in styles)
+
+    expanding = {
+        name: rules[name].parts or (features(block.get_submodule(name))[1],)
+        for name in rules
+        if name in named(*EXPANDING)
+    }
+    layers = named(*EXPANDING, *CONTRACTING) if sequence_dim is not None and not observed else frozenset()
+    return Roles(
+        expanding=expanding,
+        sequence_dim=sequence_dim,
+        local=frozenset() if observed else named("local", "sequence"),
+        uncut=frozenset(name for name in layers if not rules[name].is_cut),
+        attention=named("attention"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """How the code of a block is run on shares.
+
+    Args:
+        sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
+        followed: Modules whose code is followed.
+        gathered: Modules that are given the whole sequence, of which all they do with it is to project it.
+        given: Of torch's attention modules that are cut: which of query, key and value are cut along the sequence.
+        apart: Modules that draw on nothing but cut tensors.
+    """
+
+    sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
+    followed: frozenset[str] = frozenset()
+    gathered: frozenset[str] = frozenset()
+    given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
+    apart: frozenset[str] = frozenset()

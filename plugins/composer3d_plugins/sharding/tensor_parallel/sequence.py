@@ -1,0 +1,111 @@
+"""What a derived plan says of the sequence: which blocks work on shares of it, and where it is cut and put together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from composer3d import PluginError
+from composer3d_plugins.sharding.tensor_parallel.calls import Call
+from composer3d_plugins.sharding.tensor_parallel.chains import Flow
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, Style
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
+from composer3d_plugins.sharding.tensor_parallel.roles import Roles
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+__all__ = ["along_sequence", "with_boundaries", "without_sequence"]
+
+log = logging.getLogger(__name__)
+BOUNDARIES: Mapping[tuple[bool, bool], Style] = {
+    (True, False): "split",
+    (False, True): "gather",
+    (True, True): "split_gather",
+}
+
+
+def along_sequence(
+    block: nn.Module, rules: Rules, *, call: Call, degree: int, roles: Callable[[Rules], Roles], where: str
+) -> Rules:
+    """Return a block's rules where it works on activations that are cut along the sequence.
+
+    torch's attention modules are cut along their heads if they are given the sequence as they expect it, else they stay
+    whole and are given all of it.
+
+    Args:
+        block: One of its form.
+        rules: Its own, by the FQNs in it.
+        call: What it is called with.
+        degree: Of tp.
+        roles: Tells from rules what its linear layers are.
+        where: Named in errors.
+
+    Raises:
+        Unfollowed: Something in the block needs what cannot be put together.
+    """
+    try:
+        return _followed(block, rules, call=call, degree=degree, roles=roles, where=where)
+    except Unfollowed:
+        whole = {name: _whole(rule) for name, rule in rules.items()}
+        if whole == rules:
+            raise
+        return _followed(block, whole, call=call, degree=degree, roles=roles, where=where)
+
+
+def _whole(rule: Rule) -> Rule:
+    return Rule(style="replicate") if rule.style == "attention" else rule
+
+
+def _followed(
+    block: nn.Module, rules: Rules, *, call: Call, degree: int, roles: Callable[[Rules], Roles], where: str
+) -> Rules:
+    rehearsal = Rehearsal(block=block, degree=degree, roles=roles(rules))
+    rehearsal.follow(call, where)
+    uncut = rehearsal.uncut - rehearsal.along
+    result = {
+        name: replace(rule, is_cut=False) if name in uncut and rule.style in (*EXPANDING, *CONTRACTING) else rule
+        for name, rule in rules.items()
+    }
+    return result | {
+        name: Rule(style="sequence")
+        for name in rehearsal.whole - rehearsal.contracting.keys()
+        if _matters(block.get_submodule(name))
+    }
+
+
+def _matters(module: Any) -> bool:
+    """Tell whether it makes a difference to a module that its input is cut: it has parameters, or draws numbers."""
+    return next(module.parameters(), None) is not None or isinstance(getattr(module, "p", None), float)
+
+
+def without_sequence(rules: Rules) -> Rules:
+    """Return the rules of a block where its activations stay whole."""
+    return {name: replace(rule, is_cut=False) for name, rule in rules.items()}
+
+
+def with_boundaries(rules: Rules, *, flow: Flow, cut: Collection[str], reasons: Sequence[str]) -> Rules:
+    """Return rules with those of where the sequence is cut and put together.
+
+    Args:
+        rules: Of all modules.
+        flow: What was seen of activations between blocks.
+        cut: The blocks that work on a cut sequence.
+        reasons: Why the others do not.
+
+    Raises:
+        PluginError: None does.
+    """
+    if not cut:
+        why = reasons[0] if reasons else "none of its blocks has a projection to cut"
+        raise PluginError(f"sequence_parallel is not for this model: {why}", hint="leave it out")
+    for reason in reasons:
+        log.info("tensor_parallel leaves the sequence whole: %s", reason)
+    split, gather = flow.boundaries(cut)
+    edges = {fqn: Rule(style=BOUNDARIES[fqn in split, fqn in gather]) for fqn in split | gather}
+    return {**rules, **edges}

@@ -1,0 +1,138 @@
+"""sequence_parallel where activations do not just go from one block to the next, and in evaluation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.architectures import batch_of, class_loss
+from support.flows import FLOWS
+from support.models import mine, write_manifest
+from support.tensor_parallel import AUTO, built, steps_of
+
+import composer3d
+from composer3d.testing import run_ranks
+
+TIGHT = 1e-12
+SP = "sequence_parallel = true\n"
+
+
+def auto(settings="", more=""):
+    return f"[mesh]\ntp = 2\n{more}\n{AUTO}{settings}\n"
+
+
+CASES = [(name, auto(settings)) for name in FLOWS for settings in ("", SP)]
+
+
+@pytest.fixture(scope="module")
+def results():
+    return [dict(zip(CASES, found, strict=True)) for found in run_ranks(steps_of, 2, CASES)]
+
+
+@pytest.mark.parametrize("settings", ["", SP])
+@pytest.mark.parametrize("name", FLOWS)
+def test_gradients_equal_one_device(results, name, settings):
+    for rank in results:
+        assert max(rank[name, auto(settings)][:3]) < TIGHT
+
+
+# Regions that take the cut sequence, blocks before which it is cut and after which it is whole again, and tensors
+# that are whole on every rank and of which each does other work with its features.
+COUNTS = {
+    # Attention and feed-forward; in the decoder also to the memory, whose gradient is added up once a layer.
+    "Seq2Seq": (2 + 2 * 3, 2, 2, 2),
+    "Torch": (2 * 2 + 2 * 3, 2, 2, 1),
+    # One block between the first and the last, which take and give whole sequences.
+    "Skipping": (3 * 2, 3, 0, 1),
+    "Averaged": (3 * 2, 3, 0, 1),
+    "Shared": (3 * 2, 3, 0, 1),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_collectives(results, name):
+    regions, boundaries, memories, embeddings = COUNTS[name]
+    for rank in results:
+        counted = rank[name, auto(SP)][3]
+        assert counted == {
+            # Of regions one forward and one backward, as of boundaries; and the logits.
+            ("all_gather", "tp"): 2 * regions + 2 * boundaries + 1,
+            ("reduce_scatter", "tp"): 2 * regions,
+            # Embeddings, memories, the gradient of what the head takes, and the core's own.
+            ("all_reduce", "tp"): embeddings + memories + 1 + 2,
+        }
+
+
+def rows_of(names):
+    found = {}
+    for name in names:
+        run = composer3d.compose(built(name), write_manifest(auto(SP)), loss_fn=class_loss)
+        rows = {row.name.removeprefix("tensor_parallel."): row.fqns for row in run.plan}
+        labels = ("split", "gather", "split_gather", "gathered", "followed", "attention")
+        found[name] = {label: rows[label] for label in labels if label in rows}
+        run.close()
+    return found
+
+
+def layers(*numbers, of="layers", name=""):
+    return tuple(f"{of}.{number}{name}" for number in numbers)
+
+
+ROWS = {
+    "Seq2Seq": {
+        "split": ("decoder.0",),
+        "gather": ("decoder.1",),
+        "split_gather": ("encoder.0",),
+        # Their code reads the length of the sequence, and is not followed.
+        "gathered": (
+            "encoder.0.attention",
+            "decoder.0.attention",
+            "decoder.0.cross",
+            "decoder.1.attention",
+            "decoder.1.cross",
+        ),
+    },
+    "Skipping": {"split_gather": layers(0, 1, 2), "gathered": layers(0, 1, 2, name=".attention")},
+    "Torch": {
+        "split": ("transformer.encoder.layers.0", "transformer.decoder.layers.0"),
+        "gather": ("transformer.encoder.layers.1", "transformer.decoder.layers.1"),
+        "attention": (
+            *layers(0, 1, of="transformer.encoder.layers", name=".self_attn"),
+            *(f"transformer.decoder.layers.{n}.{name}" for n in (0, 1) for name in ("self_attn", "multihead_attn")),
+        ),
+    },
+    # Heads are written out in evaluation alone, in which the code has to be followed as well.
+    "Evaluated": {"split": layers(0), "gather": layers(1), "followed": layers(0, 1)},
+}
+
+
+def test_where_the_sequence_is_cut():
+    assert run_ranks(rows_of, 2, list(ROWS))[0] == ROWS
+
+
+def evaluated(cases):
+    """Return, by case, how far an evaluation during a run is from one device's."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for name, text in cases:
+        model = built(name).eval()
+        inputs, targets = batch_of(name)
+        run = composer3d.compose(built(name), write_manifest(text), loss_fn=class_loss)
+        own, wanted = (mine(run, tensor) for tensor in (inputs, targets))
+        with run.step(0):
+            run.forward_backward(own, target=wanted)
+        loss = run.evaluate(own, target=wanted).loss
+        with run.step(1):
+            run.forward_backward(own, target=wanted)
+        with torch.no_grad():
+            total, count = class_loss(model(inputs), targets)
+        found.append(float((loss - total / count).abs()))
+        run.close()
+    return found
+
+
+EVALUATED = [(name, auto(settings)) for name in ("Evaluated", "Torch", "Seq2Seq") for settings in ("", SP)]
+
+
+def test_evaluation_during_a_run_equals_one_device():
+    for errors in run_ranks(evaluated, 2, EVALUATED):
+        assert max(errors) < TIGHT
