@@ -41,8 +41,10 @@ def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
 
 def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply all gradients in place."""
-    for grads in _alike(parameters).values():
-        torch_compat.foreach_mul_(grads, factor)
+    for (_, _, dtype), grads in _alike(parameters).items():
+        # Kernels convert a factor of another dtype once a tensor; narrower dtypes than this take it as it is.
+        alike = factor if isinstance(factor, float) or dtype.itemsize < 4 else factor.to(dtype)
+        torch_compat.foreach_mul_(grads, alike)
 
 
 def total_norm(
@@ -115,15 +117,24 @@ def clip_norm_(
 
 def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> dict[tuple[Any, ...], list[Tensor]]:
     """Group local gradients by weight, device and dtype, as foreach kernels want them."""
+    import torch
+
     result: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        grad = parameter.grad
-        if grad is None:
-            continue
-        tensor = local(grad)
-        # Ranks whose shard is empty have nothing to add, and an infinity norm of nothing is an error in torch.
-        if tensor.numel():
-            result[(weight(grad, layout) if layout else 1.0, tensor.device, tensor.dtype)].append(tensor)
+    weights: dict[tuple[Any, ...], float] = {}
+    with torch.no_grad():  # else every DTensor would make a node of a graph
+        for parameter in parameters:
+            grad: Any = parameter.grad
+            if grad is None:
+                continue
+            tensor = local(grad)
+            # Ranks whose shard is empty have nothing to add, and an infinity norm of nothing is an error in torch.
+            if not tensor.numel():
+                continue
+            share = 1.0
+            if layout is not None:
+                cut = (id(grad.device_mesh), grad.placements) if tensor is not grad else ()
+                share = weights[cut] if cut in weights else weights.setdefault(cut, weight(grad, layout))
+            result[(share, tensor.device, tensor.dtype)].append(tensor)
     return result
 
 
