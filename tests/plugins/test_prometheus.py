@@ -12,7 +12,7 @@ from functools import partial
 from urllib.parse import urlencode
 
 import pytest
-from support.models import composed, one_step, padded, seeded
+from support.models import assert_unchanged, composed, padded, seeded
 from support.reporting import train
 from support.servers import prometheus
 
@@ -23,9 +23,7 @@ FSDP, TABLE = "[sharding.fsdp2]\n", '[profiling.prometheus]\nport = 0\naddress =
 
 
 def test_gradients_equal_one_device_and_collectives_stay():
-    (*errors, counted) = run_ranks(partial(one_step, microbatch=3), 2, FSDP + TABLE)[0]
-    assert max(errors) < 1e-12
-    assert counted == run_ranks(partial(one_step, microbatch=3), 2, FSDP)[0][-1]
+    assert_unchanged(2, FSDP, TABLE)
 
 
 def scraped(run):
