@@ -39,7 +39,7 @@ def draw_curves(trace: Trace) -> str:
         ]
         figures.append(_figure(title, {"": points}, "step"))
     memory = {
-        f"rank {rank}": [(float(number), value / 2**20) for number, value in enumerate(values)]
+        f"rank {rank}": [(float(number), value / 2**20) for number, value in enumerate(values, start=1)]
         for rank, values in trace.memory.items()
     }
     figures.append(_figure("resident memory, MiB", memory, "sample"))

@@ -21,7 +21,7 @@ _COLORS = {
     "checkpoint": "#bcaaa4",
     "evaluate": "#80cbc4",
 }
-_COLLECTIVE = "#f06292"
+_COLLECTIVE, _PALE_COLLECTIVE = "#f06292", "#fbd3df"
 _LEFT, _TOP, _ROW, _GAP, _WIDTH = 70, 54, 30, 6, 1120
 _STYLE = (
     "body{font-family:sans-serif;margin:24px;color:#263238;max-width:1240px}h1{margin-bottom:4px}"
@@ -110,11 +110,13 @@ def _bar(span: Span, x: float, y: int, width: float) -> str:
     if span.is_collective:
         top, height, color = y + 2 * _ROW // 3, _ROW // 3, _COLLECTIVE
     width = max(width, 0.3)
-    box = f'<rect x="{x:.2f}" y="{top}" height="{height}" fill="{color}"'
+    box = f'<rect x="{x:.2f}" y="{top}" height="{height}"'
     share = min(1.0, span.duration_s * 1e9 / max(1, span.end - span.start))
-    bar = f'{box} width="{width:.2f}"/>'
+    bar = f'{box} fill="{color}" width="{width:.2f}"/>'
     if span.attributes.get("count", 1) > 1 and share < 1.0:
-        bar = f'{box} width="{width:.2f}" fill-opacity="0.35"/>{box} width="{width * share:.2f}"/>'
+        # On its own row's ground; a collective lies on what it is in.
+        pale = f'fill="{_PALE_COLLECTIVE}"' if span.is_collective else f'fill="{color}" fill-opacity="0.35"'
+        bar = f'{box} {pale} width="{width:.2f}"/>{box} fill="{color}" width="{width * share:.2f}"/>'
     number = span.attributes.get("microbatch")
     label = ""
     if number is not None and width > 12:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from composer3d.torch_compat.processes import group_timeout, process_group
@@ -43,17 +44,53 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
 
     They have no hook, and below them there is only a dispatch mode, which costs every operator several microseconds:
     so the functions of the private module by which DTensor calls them are replaced, and of another one the exchange of
-    the dim that is cut, which on CPU is one of the former (torch 2.11-2.15). Inside compiled code they are left alone.
+    the dim that is cut, which on CPU is one of the former (torch 2.11-2.15). Compiled code calls none of them: there
+    the operators themselves are watched.
 
     Args:
         span: Given a name, the process group and attributes, opens a span: the operation with the payload's `bytes`
             where it is issued, and `wait` with its `op` where its result is needed. Groups of one rank are left out.
     """
+    issue = _Issue(span)
+    ends = _watch_functions(span, issue), _watch_exchange(span), _watch_compiled(span, issue)
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
+
+
+class _Issue(threading.local):
+    """Issues collectives inside of spans; one that is built on another is one."""
+
+    def __init__(self, span: Callable[..., Any]) -> None:
+        self._span, self._is_inside = span, False
+
+    def group(self, arguments: Sequence[Any]) -> Any:
+        """Return the process group of a collective that is to have a span, None for any other."""
+        import torch
+
+        group = None if self._is_inside or torch.compiler.is_compiling() else _group(arguments)
+        return group if group is not None and group.size() > 1 else None
+
+    def call(self, op: str, group: Any, tensor: Any, function: Callable[[], Any]) -> Any:
+        """Call a function that issues a collective inside of a span."""
+        # A gather's payload is what comes out, as everywhere.
+        size = _num_bytes(tensor) * (group.size() if op == "all_gather" else 1)
+        self._is_inside = True
+        try:
+            with self._span(op, group, bytes=size):
+                return function()
+        finally:
+            self._is_inside = False
+
+
+def _watch_functions(span: Callable[..., Any], issue: _Issue) -> Callable[[], None]:
     import torch
     from torch.distributed import _functional_collectives as functional
     from torch.utils.weak import WeakIdKeyDictionary
 
-    inside = threading.local()
     pending: Any = WeakIdKeyDictionary()
     plain = {name: getattr(functional, name) for name in (*_COLLECTIVES, "wait_tensor") if hasattr(functional, name)}
 
@@ -61,19 +98,10 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
         function = plain[name]
 
         def collective(*args: Any, **kwargs: Any) -> Any:
-            # One may be built on another: the outer one counts.
-            is_watched = not torch.compiler.is_compiling() and not getattr(inside, "collective", False)
-            group = _group((*args, *kwargs.values())) if is_watched else None
-            if group is None or group.size() == 1:
+            group = issue.group((*args, *kwargs.values()))
+            if group is None:
                 return function(*args, **kwargs)
-            # A gather's payload is what comes out, as everywhere.
-            size = _num_bytes(args[0]) * (group.size() if op == "all_gather" else 1)
-            inside.collective = True
-            try:
-                with span(op, group, bytes=size):
-                    result = function(*args, **kwargs)
-            finally:
-                inside.collective = False
+            result = issue.call(op, group, args[0], partial(function, *args, **kwargs))
             if isinstance(result, functional.AsyncCollectiveTensor):
                 pending[result.elem] = (op, group)
             return result
@@ -90,13 +118,10 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
     replaced = {name: spanned(name, op) for name, op in _COLLECTIVES.items() if name in plain}
     for name, function in {**replaced, "wait_tensor": wait_tensor}.items():
         setattr(functional, name, function)
-    ends = _watch_exchange(span), _watch_compiled(span, inside)
 
     def end() -> None:
         for name, function in plain.items():
             setattr(functional, name, function)
-        for each in ends:
-            each()
 
     return end
 
@@ -122,7 +147,7 @@ def _watch_exchange(span: Callable[..., Any]) -> Callable[[], None]:
     return end
 
 
-def _watch_compiled(span: Callable[..., Any], inside: Any) -> Callable[[], None]:
+def _watch_compiled(span: Callable[..., Any], issue: _Issue) -> Callable[[], None]:
     """Open spans around the collectives that compiled code issues and waits for; return what ends that.
 
     What torch.compile makes of a function, whichever the backend, is Python that calls an operator by its overload,
@@ -139,23 +164,16 @@ def _watch_compiled(span: Callable[..., Any], inside: Any) -> Callable[[], None]
     def issuing(name: str, call: Any) -> Any:
         op = _COMPILED[name]
 
-        def issue(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            is_watched = _is_real(tensor) and not getattr(inside, "collective", False)
-            group = _group(args) if is_watched else None
-            if group is None or group.size() == 1:
+        def collective(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            group = issue.group(args) if _is_real(tensor) else None
+            if group is None:
                 return call(tensor, *args, **kwargs)
-            size = _num_bytes(tensor) * (group.size() if op == "all_gather" else 1)
-            inside.collective = True
-            try:
-                with span(op, group, bytes=size):
-                    result = call(tensor, *args, **kwargs)
-            finally:
-                inside.collective = False
+            result = issue.call(op, group, tensor, partial(call, tensor, *args, **kwargs))
             # The compiler may make another tensor of the same memory before it waits.
             pending[result.untyped_storage().data_ptr()] = (op, group)
             return result
 
-        return issue
+        return collective
 
     def waiting(call: Any) -> Any:
         def wait(tensor: Any) -> Any:

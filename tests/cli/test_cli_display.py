@@ -24,8 +24,6 @@ def on_a_terminal(function):
     pid, master = pty.fork()
     if pid == 0:
         os.environ.update(TERM="xterm-256color", COLUMNS="140", LINES="40")
-        for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
-            os.environ.pop(name, None)
         # Inside of pytest these are what captures them.
         with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
             code = function() or 0
@@ -50,6 +48,13 @@ def plain(text):
 def redrawn(text):
     """Return the steps that a bar showed, in order."""
     return [int(step) for step in re.findall(r"^step +(\d+)/12 ", plain(text), re.MULTILINE)]
+
+
+@pytest.fixture(autouse=True)
+def _told_by_nobody(monkeypatch):
+    """Leave it to what the streams are whether there is a terminal."""
+    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def steps():

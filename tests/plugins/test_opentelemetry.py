@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import Net, composed, mean_loss, one_step, padded, sum_loss
+from support.models import Net, assert_unchanged, composed, mean_loss, padded, sum_loss
 from support.telemetry import FSDP, table, train
 from support.traces import read, tree
 
@@ -22,14 +22,7 @@ from composer3d.testing import count_collectives, run_ranks
 )
 def test_gradients_equal_one_device_and_collectives_stay(tmp_path, layout, detail):
     world_size = 4 if "dp_replicate" in layout else 2
-    plain = run_ranks(partial(one_step, microbatch=1), world_size, layout)
-    for (*errors, counted), (*_, expected) in zip(
-        run_ranks(partial(one_step, microbatch=1), world_size, layout + table(tmp_path, detail=detail)),
-        plain,
-        strict=True,
-    ):
-        assert max(errors) < 1e-12
-        assert counted == expected
+    assert_unchanged(world_size, layout, table(tmp_path, detail=detail), microbatch=1)
 
 
 def starting(text):
@@ -40,19 +33,27 @@ def starting(text):
 
 def test_the_start_costs_the_broadcast_of_the_traces_name(tmp_path):
     """An object travels as its size and its bytes."""
-    plain = run_ranks(starting, 2, FSDP)
-    for (broadcasts, total), (before, all_before) in zip(
-        run_ranks(starting, 2, FSDP + table(tmp_path)), plain, strict=True
-    ):
+
+    def both():
+        return starting(FSDP + table(tmp_path)), starting(FSDP)
+
+    for (broadcasts, total), (before, all_before) in run_ranks(both, 2):
         assert (broadcasts - before, total - all_before) == (2, 2)
 
 
 # ---- what is traced --------------------------------------------------------------------------------------------------
 
 
-def test_one_trace_over_all_ranks(tmp_path):
-    run_ranks(train, 2, FSDP + table(tmp_path))
-    (zero, first), (one, second) = (read(tmp_path / f"rank-{rank}.jsonl") for rank in (0, 1))
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory):
+    """Return the folder of the trace of two steps on two ranks."""
+    folder = tmp_path_factory.mktemp("traces")
+    run_ranks(train, 2, FSDP + table(folder))
+    return folder
+
+
+def test_one_trace_over_all_ranks(traced):
+    (zero, first), (one, second) = (read(traced / f"rank-{rank}.jsonl") for rank in (0, 1))
     (run,) = [span for span in first if span.name == "run"]
     assert run.parent == "" and [span.name for span in second if span.name == "run"] == []
     assert {span.trace for span in first + second} == {run.trace}
@@ -77,9 +78,8 @@ def test_one_trace_over_all_ranks(tmp_path):
         )
 
 
-def test_collectives_of_a_group_are_one_span_with_their_bytes(tmp_path):
-    run_ranks(train, 2, FSDP + table(tmp_path))
-    _, spans = read(tmp_path / "rank-0.jsonl")
+def test_collectives_of_a_group_are_one_span_with_their_bytes(traced):
+    _, spans = read(traced / "rank-0.jsonl")
     # Rows are cut in two, and filled up where they are odd.
     padded_bytes = sum(2 * -(-p.shape[0] // 2) * p[0].numel() for p in Net().parameters()) * 4
     (gathers, *_) = [span for span in spans if span.name == "all_gather"]

@@ -29,9 +29,11 @@ def traced_blocks(text):
 
 @pytest.mark.parametrize("detail", ["phase", "microbatch"])
 def test_collectives_inside_operators(tmp_path, detail):
-    plain = run_ranks(traced_blocks, 2, TENSOR)
-    counted = run_ranks(traced_blocks, 2, TENSOR + table(tmp_path, detail=detail))
-    assert counted == plain and plain[0]["all_reduce", "tp"] >= 2 * 4 * 4
+    def both():
+        return traced_blocks(TENSOR), traced_blocks(TENSOR + table(tmp_path, detail=detail))
+
+    for plain, counted in run_ranks(both, 2):
+        assert counted == plain and plain["all_reduce", "tp"] >= 2 * 4 * 4
     _, spans = read(tmp_path / "rank-0.jsonl")
     (step,) = [span for span in spans if span.name == "step"]
     by_id = {span.id: span for span in spans}

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 import socket
@@ -11,7 +12,7 @@ from functools import partial
 from urllib.parse import urlencode
 
 import pytest
-from support.models import composed, one_step, padded, seeded
+from support.models import assert_unchanged, composed, padded, seeded
 from support.reporting import train
 from support.servers import prometheus
 
@@ -22,9 +23,7 @@ FSDP, TABLE = "[sharding.fsdp2]\n", '[profiling.prometheus]\nport = 0\naddress =
 
 
 def test_gradients_equal_one_device_and_collectives_stay():
-    (*errors, counted) = run_ranks(partial(one_step, microbatch=3), 2, FSDP + TABLE)[0]
-    assert max(errors) < 1e-12
-    assert counted == run_ranks(partial(one_step, microbatch=3), 2, FSDP)[0][-1]
+    assert_unchanged(2, FSDP, TABLE)
 
 
 def scraped(run):
@@ -58,6 +57,7 @@ def test_refuses_a_port_that_is_taken():
     )
 
 
+@functools.cache
 def printed(what):
     command = [sys.executable, "-m", "composer3d_plugins.profiling.prometheus", what]
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout
@@ -115,3 +115,47 @@ def test_prometheus_accepts_the_rules(tmp_path):
     path.write_text(printed("rules"))
     done = subprocess.run(["promtool", "check", "rules", str(path)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "4 rules found" in done.stdout + done.stderr
+
+
+HEALTHY = {
+    "last_step_timestamp_seconds": "0+60x20",
+    "loss_is_finite": "1x20",
+    "computing_max_s": "1.1x20",
+    "computing_mean_s": "1x20",
+    "memory_used_ratio": "0.5x20",
+}
+
+
+def expected(alert, change, minutes):
+    """Return a test of promtool's: a run, a sample a minute, and the alerts that there are at a time."""
+    told = {rule["alert"]: rule["annotations"] for rule in json.loads(printed("rules"))["groups"][0]["rules"]}
+    series = [{"series": f"composer3d_{name}", "values": row} for name, row in {**HEALTHY, **change}.items()]
+    return {
+        "interval": "1m",
+        "input_series": series,
+        "alert_rule_test": [
+            {
+                "eval_time": f"{minutes}m",
+                "alertname": name,
+                "exp_alerts": [{"exp_annotations": told[name]}] if name == alert else [],
+            }
+            for name in told
+        ],
+    }
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool, of Debian's package prometheus")
+def test_every_rule_fires_when_it_should_and_no_other(tmp_path):
+    (tmp_path / "rules.yml").write_text(printed("rules"))
+    cases = [
+        expected(None, {}, 15),
+        expected("Composer3dStalled", {"last_step_timestamp_seconds": "0+60x5 300x15"}, 12),
+        expected(None, {"last_step_timestamp_seconds": "0+60x5 300x15"}, 9),
+        expected("Composer3dLossNotFinite", {"loss_is_finite": "1x3 0x9"}, 5),
+        expected("Composer3dStraggler", {"computing_max_s": "1.6x20"}, 15),
+        expected("Composer3dMemory", {"memory_used_ratio": "0.97x20"}, 15),
+    ]
+    (tmp_path / "test.yml").write_text(json.dumps({"rule_files": ["rules.yml"], "tests": cases}))
+    command = ["promtool", "test", "rules", str(tmp_path / "test.yml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
-from support.models import composed, one_step
+from support.models import assert_unchanged, composed
 from support.reporting import train
 
 from composer3d import ManifestError
@@ -17,9 +15,7 @@ def table(folder):
 
 
 def test_gradients_equal_one_device_and_collectives_stay(tmp_path):
-    (*errors, counted) = run_ranks(partial(one_step, microbatch=3), 2, FSDP + table(tmp_path))[0]
-    assert max(errors) < 1e-12
-    assert counted == run_ranks(partial(one_step, microbatch=3), 2, FSDP)[0][-1]
+    assert_unchanged(2, FSDP, table(tmp_path))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import importlib.util
-from functools import partial
 
 import pytest
-from support.models import composed, one_step
+from support.models import assert_unchanged, composed
 from support.reporting import train
 
 from composer3d import ManifestError
@@ -16,9 +15,7 @@ needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reas
 
 @needs_wandb
 def test_gradients_equal_one_device_and_collectives_stay():
-    (*errors, counted) = run_ranks(partial(one_step, microbatch=3), 2, FSDP + TABLE)[0]
-    assert max(errors) < 1e-12
-    assert counted == run_ranks(partial(one_step, microbatch=3), 2, FSDP)[0][-1]
+    assert_unchanged(2, FSDP, TABLE)
 
 
 @needs_wandb

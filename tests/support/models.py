@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import composer3d
-from composer3d.testing import count_collectives, full
+from composer3d.testing import count_collectives, full, run_ranks
 
 VOCAB = 11
 
@@ -139,6 +139,17 @@ def one_step(text, *, microbatch=None, options=None, calls=1, batch=padded):
     run.close()
     loss_error = float((loss - loss_1).abs()) if calls == 1 else 0.0
     return loss_error, float((norm - norm_1).abs() / norm_1), error, {key: count for key, (count, _) in counted.items()}
+
+
+def assert_unchanged(world_size, layout, more, *, microbatch=3):
+    """A plugin that looks on leaves gradients as those of one device, and issues no collective of its own."""
+
+    def both():
+        return one_step(layout + more, microbatch=microbatch), one_step(layout, microbatch=microbatch)
+
+    for (*errors, counted), (*_, expected) in run_ranks(both, world_size):
+        assert max(errors) < 1e-12
+        assert counted == expected
 
 
 def largest(values):

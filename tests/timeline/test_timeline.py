@@ -148,9 +148,16 @@ def test_merged_spans_are_filled_as_far_as_they_took(tmp_path):
     write(tmp_path, 0, [span("step", "s", "", 0, 10, step=3), *merged])
     trace = read_trace(tmp_path)
     page = draw_page(trace, measure(trace), [3], title="t")
-    widths = [float(width) for width in re.findall(r'fill="#(?:7fb2e5|f06292)" width="([\d.]+)"', page)]
+    bars = re.findall(r'fill="(#7fb2e5|#f06292|#fbd3df)"( fill-opacity="0.35")? width="([\d.]+)"', page)
+    assert [(color, bool(is_pale)) for color, is_pale, _ in bars] == [
+        ("#7fb2e5", True),
+        ("#7fb2e5", False),
+        ("#fbd3df", False),
+        ("#f06292", False),
+    ]
+    widths = [float(width) for *_, width in bars]
     assert widths == pytest.approx([1120 * part for part in (0.6, 0.3, 0.2, 0.05)], abs=0.01)
-    assert page.count('fill-opacity="0.35"') == 2 and "detail = &quot;microbatch&quot;" in page
+    assert "detail = &quot;microbatch&quot;" in page
     assert re.findall(r'text-anchor="middle">([\d.]+)</text>', page) == [str(number) for number in range(11)]
 
 

@@ -252,8 +252,9 @@ def _num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
 
     name = str(operator.name())
     if name.startswith("aten::_scaled_dot_product_flash_attention_for_cpu"):
-        shapes = [tensor.shape for tensor in args[:4]]
-        return float(sdpa_backward_flop_count(*shapes) if name.endswith("backward") else sdpa_flop_count(*shapes[:3]))
+        if name.endswith("backward"):
+            return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))
+        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))
     return torch_compat.num_flops(operator, args, kwargs, result)
 
 
