@@ -33,6 +33,7 @@ Purpose = Literal["run", "check", "plan", "verify"]
 Claim = Literal["optimizer", "grad_scaler", "gradients"]
 
 # Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
+ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
 Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
 
 
@@ -57,6 +58,7 @@ class RunContext:
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
         flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
         left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
+        export_form: What `composer3d export --quantise` makes of a model's tensors, and what it writes beside them.
         own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
     """
 
@@ -91,6 +93,7 @@ class RunContext:
         self.coordinates = layout.coordinates(rank)
         self.orders: dict[str, Order] = {}
         self.left_out: dict[str, Merge] = {}
+        self.export_form: ExportForm | None = None
         self._hooks = hooks
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None

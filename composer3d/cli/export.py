@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from composer3d.checkpoint import TensorInfo
     from composer3d.cli.merging import MergedWeights
+    from composer3d.context import ExportForm
     from composer3d.huggingface.export import Exporter
 
 __all__ = ["add", "execute", "export", "find_checkpoint", "find_description"]
@@ -53,6 +54,11 @@ def add(subparsers: Subparsers) -> None:
         action="store_true",
         help="of a run that saved adapters alone: write the model that they were trained on, with them put in",
     )
+    parser.add_argument(
+        "--quantise",
+        action="store_true",
+        help="of a run that trained for quantised weights: write these, in the form that its plugin says",
+    )
     parser.add_argument("--dtype", choices=DTYPES, help="convert floating-point tensors; default: as saved")
     parser.add_argument(
         "--max-shard", metavar="SIZE", type=size, default=DEFAULT_SHARD, help="largest file; default: 5GiB"
@@ -68,17 +74,19 @@ def execute(arguments: argparse.Namespace) -> int:
     import torch
 
     from composer3d.cli.merging import MergedWeights
+    from composer3d.cli.quantising import find_form
 
     path = find_checkpoint(arguments.source)
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    dtype, description = getattr(torch, arguments.dtype) if arguments.dtype else None, find_description(path)
     files = export(
         path,
         to=arguments.to,
         dtype=dtype,
         max_shard_bytes=arguments.max_shard,
-        description=find_description(path),
+        description=description,
         trust_remote_code=arguments.trust_remote_code,
         merged=MergedWeights.open(path) if arguments.merge else None,
+        form=find_form(path, description) if arguments.quantise else None,
     )
     tensors, size_bytes = len([key for file in files.values() for key in file]), sum(f.stat().st_size for f in files)
     say(f"{path} -> {', '.join(str(file) for file in files)}: {tensors} tensors, {size_bytes / 1024**2:.1f} MiB")
@@ -133,6 +141,7 @@ def export(
     description: Path | None = None,
     trust_remote_code: bool = False,
     merged: MergedWeights | None = None,
+    form: ExportForm | None = None,
 ) -> dict[Path, list[str]]:
     """Write the model's tensors of a checkpoint.
 
@@ -147,6 +156,7 @@ def export(
             them, and the folder the rest of what is there.
         trust_remote_code: Run Python that lies in the description.
         merged: Reads the checkpoint in place of its own tensors.
+        form: What becomes of the tensors of a file, and the metadata that says so.
 
     Returns:
         The files with the keys in each.
@@ -166,24 +176,33 @@ def export(
     if exporter is not None and merged is None:
         _refuse_adapters(path, infos, exporter)
     shards = _cut(infos, dtype, max_shard_bytes, _together(infos, exporter))
-    files = _files(to, len(shards))
-    if len(files) < len(shards):
-        total = sum(_bytes(info, dtype) for info in infos.values())
-        raise CheckpointError(f"{to}: one file would have {total} bytes; name a folder, or raise --max-shard")
+    files = _places(to, len(shards), sum(_bytes(info, dtype) for info in infos.values()))
+    written: dict[Path, list[str]] = {}
+    total = 0
+    for file, keys in zip(files, shards, strict=True):
+        read = partial(read_tensors, path) if merged is None else merged.read
+        tensors, metadata = _tensors(read(keys), dtype, exporter), {}
+        if form is not None:
+            tensors, metadata = form(tensors)
+        written[file] = list(tensors)
+        total += sum(tensor.nbytes for tensor in tensors.values())
+        _write(file, tensors, metadata)
+    _write_index(written, total)
+    if exporter is not None and description is not None:
+        exporter.describe(description, to, dtype)
+    return written
+
+
+def _places(to: Path, num_shards: int, total_bytes: int) -> list[Path]:
+    """Return the files, none of which exists yet, in a folder that does."""
+    files = _files(to, num_shards)
+    if len(files) < num_shards:
+        raise CheckpointError(f"{to}: one file would have {total_bytes} bytes; name a folder, or raise --max-shard")
     existing = next((file for file in (*files, files[0].with_name(INDEX)) if file.exists()), None)
     if existing is not None:
         raise CheckpointError(f"{existing} exists and is not overwritten; name another place with --to")
     files[0].parent.mkdir(parents=True, exist_ok=True)
-    written: dict[Path, list[str]] = {}
-    for file, keys in zip(files, shards, strict=True):
-        read = partial(read_tensors, path) if merged is None else merged.read
-        tensors = _tensors(read(keys), dtype, exporter)
-        written[file] = list(tensors)
-        _write(file, tensors)
-    _write_index(written, sum(_bytes(info, dtype) for info in infos.values()))
-    if exporter is not None and description is not None:
-        exporter.describe(description, to, dtype)
-    return written
+    return files
 
 
 def _write_index(written: Mapping[Path, Sequence[str]], total_bytes: int) -> None:
@@ -194,13 +213,13 @@ def _write_index(written: Mapping[Path, Sequence[str]], total_bytes: int) -> Non
     next(iter(written)).with_name(INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _write(file: Path, tensors: dict[str, Tensor]) -> None:
+def _write(file: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) -> None:
     from safetensors.torch import save_file
 
     beside = file.with_name(f"{file.name}.tmp")
     beside.touch()
     mode = beside.stat().st_mode  # safetensors would leave it to its owner alone
-    save_file(tensors, beside, metadata={"format": "pt"})
+    save_file(tensors, beside, metadata={"format": "pt", **metadata})
     beside.chmod(mode)
     os.replace(beside, file)
 

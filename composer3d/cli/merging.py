@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.preparation import Preparation
 
-__all__ = ["MergedWeights"]
+__all__ = ["MergedWeights", "prepared"]
 
 PREFIX = "model/"
 
@@ -43,25 +43,7 @@ class MergedWeights:
             CheckpointError: There is nothing to merge, or the run's manifest is gone.
             ManifestError: It does not fit any more.
         """
-        import torch
-
-        from composer3d.preparation import prepare
-        from composer3d.runner.data import open_source
-        from composer3d.runner.model import ModelFactory
-        from composer3d.runner.tokenizer import with_tokenizer
-
-        run = path.resolve().parent.parent
-        manifest = with_tokenizer(_manifest(run))
-        source = open_source(
-            manifest.tables["data"], seed=manifest.train.seed, folder=manifest.document.folder, cache=run / "cache"
-        )
-        factory = ModelFactory(manifest, vocab_size=source.vocab_size)
-        preparation = prepare(
-            factory.build(), manifest, world_size=None, rank=0, device=torch.device("cpu"), purpose="check"
-        )
-        errors = [problem for problem in preparation.problems if problem.severity == "error"]
-        if errors:
-            raise ManifestError(errors)
+        preparation = prepared(path)
         if not preparation.context.left_out:
             raise CheckpointError(f"{path}: holds all weights, there is nothing to merge; export it without --merge")
         return cls(path=path, preparation=preparation)
@@ -107,6 +89,35 @@ class MergedWeights:
         return preparation.recipe.value(fqn, seed=preparation.context.manifest.train.seed)
 
 
+def prepared(path: Path) -> Preparation:
+    """Return the manifest of the run that a checkpoint belongs to, joined with its model; its folder has the manifest.
+
+    Raises:
+        CheckpointError: The run's manifest is gone.
+        ManifestError: It does not fit any more.
+    """
+    import torch
+
+    from composer3d.preparation import prepare
+    from composer3d.runner.data import open_source
+    from composer3d.runner.model import ModelFactory
+    from composer3d.runner.tokenizer import with_tokenizer
+
+    run = path.resolve().parent.parent
+    manifest = with_tokenizer(_manifest(run))
+    source = open_source(
+        manifest.tables["data"], seed=manifest.train.seed, folder=manifest.document.folder, cache=run / "cache"
+    )
+    factory = ModelFactory(manifest, vocab_size=source.vocab_size)
+    preparation = prepare(
+        factory.build(), manifest, world_size=None, rank=0, device=torch.device("cpu"), purpose="check"
+    )
+    errors = [problem for problem in preparation.problems if problem.severity == "error"]
+    if errors:
+        raise ManifestError(errors)
+    return preparation
+
+
 def _manifest(run: Path) -> Manifest:
     """Return a run's manifest, its paths and references counted from where it was written."""
     from composer3d.manifest import read, type_manifest
@@ -115,7 +126,7 @@ def _manifest(run: Path) -> Manifest:
     described = run / "environment.json"
     if not (run / "manifest.toml").is_file() or not described.is_file():
         raise CheckpointError(
-            f"{run}: has no manifest.toml and environment.json, which say what the adapters were trained on; leave the "
+            f"{run}: has no manifest.toml and environment.json, which say what the run was; leave the "
             "checkpoint in the run's folder"
         )
     facts: Mapping[str, Mapping[str, str]] = json.loads(described.read_text(encoding="utf-8"))

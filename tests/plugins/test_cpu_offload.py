@@ -194,7 +194,7 @@ def test_units_are_told_to_the_data_parallel_plugin():
 
 def test_verify_passes():
     tokens, targets = padded()
-    for mode in ("optimizer", "gradients", "parameters", "all"):
+    for mode in OTHERS:
         path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE + f'mode = "{mode}"\n')
         assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
 

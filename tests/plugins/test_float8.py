@@ -74,17 +74,15 @@ def trained(text, recipe, chunks, num_steps=3):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("world_size", "layouts"),
     [
-        (1, ""),
-        (2, "[sharding.fsdp2]\n"),
-        (2, "[sharding.fsdp2]\nzero = 1\n"),
-        (2, "[sharding.ddp]\n"),
-        (2, '[sharding.ddp]\nreducer = "bucketed"\n'),
+        (1, [""]),
+        (2, ["[sharding.fsdp2]\n", "[sharding.fsdp2]\nzero = 1\n"]),
+        (2, ["[sharding.ddp]\n", '[sharding.ddp]\nreducer = "bucketed"\n']),
     ],
 )
-def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout):
-    cases = ((layout + table(recipe), recipe, world_size) for recipe in RECIPES)
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layouts):
+    cases = ((layout + table(recipe), recipe, world_size) for layout in layouts for recipe in RECIPES)
     for ranks in in_one_world(trained, world_size, *cases):
         for losses, losses_1, gradients, weights in ranks:
             assert (gradients, weights) == (0.0, 0.0)
@@ -240,12 +238,13 @@ def test_a_tied_weight_is_gathered_as_it_is():
 
 
 def test_which_layers():
-    def chosen(more):
-        return run_ranks(names, 1, table("tensorwise", more))[0][2][0].partition("emulated ")[2]
-
-    assert chosen('modules = ["layers.0", "layers.2.down"]') == "layers.0.up, layers.0.down, layers.2.down"
-    assert chosen('exclude = ["layers.*.up"]') == "layers.0.down, layers.1.down, layers.2.down"
-    assert chosen('exclude = ["layers.1"]\nmin_dim = 16') == "layers.0.up, layers.0.down, layers.2.up, ... 4 in all"
+    cases = {
+        'modules = ["layers.0", "layers.2.down"]': "layers.0.up, layers.0.down, layers.2.down",
+        'exclude = ["layers.*.up"]': "layers.0.down, layers.1.down, layers.2.down",
+        'exclude = ["layers.1"]\nmin_dim = 16': "layers.0.up, layers.0.down, layers.2.up, ... 4 in all",
+    }
+    found = in_one_world(names, 1, *((table("tensorwise", more),) for more in cases))
+    assert [ranks[0][2][0].partition("emulated ")[2] for ranks in found] == [*cases.values()]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

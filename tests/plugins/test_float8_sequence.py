@@ -8,10 +8,10 @@ import pytest
 import torch
 from support.float8 import Wide, table
 from support.models import composed, full, mine, seeded, sum_loss
+from support.worlds import in_one_world
 from torch import nn
 
 from composer3d import torch_compat
-from composer3d.testing import run_ranks
 
 # Before ranks are forked: each of them would import it anew.
 float8 = torch_compat.import_torchao("torchao.float8")
@@ -65,15 +65,14 @@ class Even(Wide):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "layout", "recipe", "more"),
+    ("world_size", "layout", "cases"),
     [
-        (2, "", "tensorwise", ""),
-        (2, "", "rowwise", ""),
-        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "rowwise", ""),
-        (4, "dp_shard = 2\n[sharding.fsdp2]\n", "tensorwise", "all_gather = true\n"),
+        (2, "", [("tensorwise", ""), ("rowwise", "")]),
+        (4, "dp_shard = 2\n[sharding.fsdp2]\n", [("rowwise", ""), ("tensorwise", "all_gather = true\n")]),
     ],
 )
-def test_sequence_parallel_equals_one_device(world_size, layout, recipe, more):
-    text = SEQUENCE.format(layout) + table(recipe, more + 'modules = ["layers"]')
-    for error in run_ranks(sequence_parallel, world_size, text, recipe):
-        assert error < 2e-6
+def test_sequence_parallel_equals_one_device(world_size, layout, cases):
+    texts = [SEQUENCE.format(layout) + table(recipe, more + 'modules = ["layers"]') for recipe, more in cases]
+    recipes = [recipe for recipe, _ in cases]
+    for ranks in in_one_world(sequence_parallel, world_size, *zip(texts, recipes, strict=True)):
+        assert max(ranks) < 2e-6

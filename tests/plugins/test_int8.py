@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lowered import NUM_LAYERS, PP, SEQ_LEN, SIZE, TP, TP_FSDP, Wide, counted, inside, plan, saved, trained
+from support.lowered import (
+    DATA_PARALLEL,
+    NUM_LAYERS,
+    PP,
+    SEQ_LEN,
+    SIZE,
+    TP,
+    TP_FSDP,
+    Wide,
+    counted,
+    inside,
+    plan,
+    saved,
+    trained,
+)
 from support.models import composed, seeded
 from support.worlds import in_one_world
 
@@ -22,15 +36,14 @@ def converted(model):
     return model
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [(1, ""), (2, "[sharding.fsdp2]\n"), (2, "[sharding.fsdp2]\nzero = 1\n"), (2, "[sharding.ddp]\n")],
-)
-def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout):
-    for losses, losses_1, gradients, weights in run_ranks(trained, world_size, layout + TABLE, converted, world_size):
-        assert (gradients, weights) == (0.0, 0.0)
-        assert losses == pytest.approx(losses_1, rel=1e-6)
-        assert losses[-1] < losses[0]
+@pytest.mark.parametrize(("world_size", "layouts"), DATA_PARALLEL)
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layouts):
+    cases = ((layout + TABLE, converted, world_size) for layout in layouts)
+    for ranks in in_one_world(trained, world_size, *cases):
+        for losses, losses_1, gradients, weights in ranks:
+            assert (gradients, weights) == (0.0, 0.0)
+            assert losses == pytest.approx(losses_1, rel=1e-6)
+            assert losses[-1] < losses[0]
 
 
 def test_pipeline_parallel_equals_one_device():
@@ -67,12 +80,12 @@ def test_collectives_of_tensor_parallelism(more, num_products):
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
-    whole = run_ranks(saved, 2, path, text, False, 4)[0]
-    again = run_ranks(saved, 2, path, text, True, 2)[0]
+    cases = ((path, text, *case) for case in ((False, 4), (True, 2), (True, 0)))
+    whole, again, two = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     # What is saved are the weights themselves: they load in any layout, also without it.
-    two, plain = (run_ranks(saved, size, path, other, True, 0)[0] for size, other in ((2, text), (4, TP_FSDP)))
-    assert all(torch.equal(two[name], plain[name]) for name in two)
+    four = run_ranks(saved, 4, path, TP_FSDP, True, 0)[0]
+    assert all(torch.equal(two[name], four[name]) for name in two)
 
 
 def test_the_plan_says_what_is_converted():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.lowered import PP, TP, TP_FSDP, Wide, batch, counted, inside, plan, saved, trained
+from support.lowered import DATA_PARALLEL, PP, TP, TP_FSDP, Wide, batch, counted, inside, plan, saved, trained
 from support.models import composed, seeded
+from support.worlds import in_one_world
 from torch import nn
 
-from composer3d import BatchError, ManifestError, torch_compat
+from composer3d import BatchError, ManifestError, PluginError, torch_compat
 from composer3d.testing import run_ranks
 
 # Before ranks are forked: each of them would import it anew.
@@ -37,15 +38,14 @@ def converted(model):
     return model
 
 
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [(1, ""), (2, "[sharding.fsdp2]\n"), (2, "[sharding.fsdp2]\nzero = 1\n"), (2, "[sharding.ddp]\n")],
-)
-def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout):
-    for losses, losses_1, gradients, weights in run_ranks(trained, world_size, layout + TABLE, converted, world_size):
-        assert (gradients, weights) == (0.0, 0.0)
-        assert losses == pytest.approx(losses_1, rel=1e-6)
-        assert losses[-1] < losses[0]
+@pytest.mark.parametrize(("world_size", "layouts"), DATA_PARALLEL)
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layouts):
+    cases = ((layout + TABLE, converted, world_size) for layout in layouts)
+    for ranks in in_one_world(trained, world_size, *cases):
+        for losses, losses_1, gradients, weights in ranks:
+            assert (gradients, weights) == (0.0, 0.0)
+            assert losses == pytest.approx(losses_1, rel=1e-6)
+            assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (2, PP, 2)])
@@ -58,18 +58,19 @@ def test_tensor_and_pipeline_parallel_equal_one_device(world_size, layout, chunk
 
 
 def test_collectives_are_those_without_it():
-    for world_size, layout in ((2, "[sharding.fsdp2]\n"), (2, TP)):
-        assert run_ranks(counted, world_size, layout + TABLE) == run_ranks(counted, world_size, layout)
+    layouts = ("[sharding.fsdp2]\n", TP)
+    found = in_one_world(counted, 2, *((layout + text,) for layout in layouts for text in (TABLE, "")))
+    assert found[::2] == found[1::2]
 
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
-    whole = run_ranks(saved, 2, path, text, False, 4)[0]
-    again = run_ranks(saved, 2, path, text, True, 2)[0]
+    cases = ((path, text, *case) for case in ((False, 4), (True, 2), (True, 0)))
+    whole, again, two = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     # What is saved are the weights themselves: they load in any layout, also without it.
-    two, plain = (run_ranks(saved, size, path, other, True, 0)[0] for size, other in ((2, text), (4, TP_FSDP)))
-    assert all(torch.equal(two[name], plain[name]) for name in two)
+    four = run_ranks(saved, 4, path, TP_FSDP, True, 0)[0]
+    assert all(torch.equal(two[name], four[name]) for name in two)
 
 
 def test_the_plan_says_what_is_converted():
@@ -94,6 +95,22 @@ def test_refuses_tokens_that_are_no_blocks():
         "mxfp8 multiplies blocks of 32 tokens, and a micro-batch has 24; choose another microbatch, or "
         'recipe = "mxfp8_wgrad_hp"'
     )
+
+
+def cut_through():
+    run = composed(TP.replace("tp = 2", "tp = 4") + TABLE, seeded(Wide))
+    tokens, targets = batch()
+    with pytest.raises(PluginError) as caught, run.step(0):
+        run.forward_backward(tokens, target=targets)
+    run.close(caught.value)
+    return str(caught.value)
+
+
+def test_refuses_a_cut_through_a_block():
+    assert set(run_ranks(cut_through, 4)) == {
+        "mxfp8 multiplies blocks of 32, and tp cut a layer into shares of 32 inputs and 16 outputs; exclude it, or "
+        "choose a smaller tp"
+    }
 
 
 def gradient_of(recipe):

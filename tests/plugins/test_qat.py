@@ -4,8 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lowered import PP, TP, TP_FSDP, Wide, batch, counted, inside, plan, saved, trained
+from support.lowered import (
+    DATA_PARALLEL,
+    NUM_LAYERS,
+    PP,
+    SEQ_LEN,
+    SIZE,
+    TP,
+    TP_FSDP,
+    Wide,
+    batch,
+    counted,
+    inside,
+    plan,
+    saved,
+    trained,
+)
 from support.models import composed, seeded
+from support.worlds import in_one_world
 
 from composer3d import ManifestError, torch_compat
 from composer3d.testing import run_ranks
@@ -24,21 +40,14 @@ def converted(model):
     return model
 
 
-def converted_weights(model):
-    weights = qat.IntxFakeQuantizeConfig(torch.int4, group_size=32)
-    quantization.quantize_(model, qat.QATConfig(weight_config=weights, step="prepare"), filter_fn=inside)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("world_size", "layout"),
-    [(1, ""), (2, "[sharding.fsdp2]\n"), (2, "[sharding.fsdp2]\nzero = 1\n"), (2, "[sharding.ddp]\n")],
-)
-def test_data_parallel_equals_one_device_bit_for_bit(world_size, layout):
-    for losses, losses_1, gradients, weights in run_ranks(trained, world_size, layout + TABLE, converted, world_size):
-        assert (gradients, weights) == (0.0, 0.0)
-        assert losses == pytest.approx(losses_1, rel=1e-6)
-        assert losses[-1] < losses[0]
+@pytest.mark.parametrize(("world_size", "layouts"), DATA_PARALLEL)
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, layouts):
+    cases = ((layout + TABLE, converted, world_size) for layout in layouts)
+    for ranks in in_one_world(trained, world_size, *cases):
+        for losses, losses_1, gradients, weights in ranks:
+            assert (gradients, weights) == (0.0, 0.0)
+            assert losses == pytest.approx(losses_1, rel=1e-6)
+            assert losses[-1] < losses[0]
 
 
 def test_pipeline_parallel_equals_one_device():
@@ -47,37 +56,90 @@ def test_pipeline_parallel_equals_one_device():
         assert losses == pytest.approx(losses_1, rel=1e-6)
 
 
-# One step: the largest element of a group is rounded beyond the range, or not, as its last bit says, and has a gradient
-# or none. So weights that differ by the order of sums may have other gradients in the next step.
-@pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2)])
-def test_weights_alone_are_those_of_one_device_under_tp(world_size, layout, chunks):
-    text = layout + TABLE + 'activations = "none"\n'
-    for _, _, gradients, weights in run_ranks(trained, world_size, text, converted_weights, chunks, 1):
-        assert max(gradients, weights) < 1e-6
+CUT_GROUPS = TP.replace("tp = 2", "tp = 4")  # the inputs of `down` are two groups of 32: four ranks have halves of them
 
 
-def test_tensor_parallel_scales_shares_of_tokens():
-    # Inputs of cut layers are rounded to 1/255 of their share's range instead of the whole's.
-    for losses, losses_1, _, weights in run_ranks(trained, 2, TP + TABLE, converted, 1, 1):
-        assert losses == pytest.approx(losses_1, rel=1e-2)
-        assert weights < 3 / 255
-    for losses, *_ in run_ranks(trained, 4, TP_FSDP + TABLE, converted, 2):
+def alone(text):
+    """Return how far a layer that is cut along its inputs is from one device, given the same: outputs, gradients."""
+    reference = converted(seeded(Wide)).layers[0].down
+    run = composed(text + TABLE, seeded(Wide))
+    layer, tp = run.parts[0].module.layers[0].down, run.mesh["tp"]
+    generator = torch.Generator().manual_seed(1)
+    x, gradient = (torch.randn(16, SEQ_LEN, size, generator=generator) for size in (2 * SIZE, SIZE))
+    x_1 = x.clone().requires_grad_()
+    share = x.chunk(tp.size(), -1)[tp.get_local_rank()].clone().requires_grad_()
+    y, y_1 = layer(share), reference(x_1)
+    y.backward(gradient)
+    y_1.backward(gradient)
+    pairs = [
+        (y, y_1),
+        (share.grad, x_1.grad.chunk(tp.size(), -1)[tp.get_local_rank()]),
+        (layer.weight.grad.full_tensor(), reference.weight.grad),
+    ]
+    run.close()
+    return [float((found - wanted).detach().abs().max() / wanted.detach().abs().max()) for found, wanted in pairs]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [(2, TP), (4, CUT_GROUPS)])
+def test_tensor_parallel_rounds_as_one_device(world_size, layout):
+    for errors in run_ranks(alone, world_size, layout):
+        assert max(errors) < 1e-6
+
+
+# Sums in another order may be rounded to other integers, and torchao's rounding knows no float64.
+@pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (4, CUT_GROUPS, 1)])
+def test_tensor_parallel_trains_as_one_device(world_size, layout, chunks):
+    for losses, losses_1, *_ in run_ranks(trained, world_size, layout + TABLE, converted, chunks):
+        assert losses == pytest.approx(losses_1, rel=1e-3)
         assert losses[-1] < losses[0]
 
 
-def test_collectives_are_those_without_it():
-    for world_size, layout in ((2, "[sharding.fsdp2]\n"), (2, TP)):
-        assert run_ranks(counted, world_size, layout + TABLE) == run_ranks(counted, world_size, layout)
+def test_collectives_of_data_parallelism_are_those_without_it():
+    text = "[sharding.fsdp2]\n"
+    found, plain = in_one_world(counted, 2, (text + TABLE,), (text,))
+    assert found == plain
+
+
+@pytest.mark.parametrize(("degree", "activations"), [(2, "int8"), (2, "none"), (4, "int8")])
+def test_collectives_of_tensor_parallelism(degree, activations):
+    layout = TP.replace("tp = 2", f"tp = {degree}")
+    text = layout + TABLE + f'activations = "{activations}"\n'
+    (found, *_), (plain, *_) = in_one_world(counted, degree, (text,), (layout,))
+    key = ("all_reduce", "tp")
+    # `down` agrees on the range of every token, and where ranks have halves of groups on two numbers a row.
+    numbers = [2 * 16 * SEQ_LEN] * (activations == "int8") + [2 * SIZE] * (degree == 4)
+    assert found[key] == (plain[key][0] + NUM_LAYERS * len(numbers), plain[key][1] + 4 * NUM_LAYERS * sum(numbers))
+    assert {k: v for k, v in found.items() if k != key} == {k: v for k, v in plain.items() if k != key}
+
+
+@pytest.mark.parametrize("own", [range(8, 24), [0, 1, 2, 12, 13, 14, 24, 25], range(3)])
+def test_pieces_of_groups_are_rounded_with_the_scales_of_the_whole(own):
+    from composer3d_plugins.precision.qat.rounding import Pieces, Rounding
+
+    class Alone:
+        def __init__(self, whole):
+            self.whole = whole.detach().abs().unflatten(1, (-1, 16)).amax(-1)
+
+        def largest(self, values):
+            assert (values <= self.whole).all()
+            return self.whole
+
+    whole = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    quantiser = Rounding.of(weights="int4", group_size=16, activations="none").of_weights
+    pieces = Pieces.of(own, size=16, num_groups=2, device=torch.device("cpu"))
+    found = pieces.rounded(whole[:, list(own)], quantiser, Alone(whole))
+    assert torch.equal(found, quantiser(whole)[:, list(own)])
+    assert Pieces.of(range(16, 32), size=16, num_groups=2, device=torch.device("cpu")) is None
 
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
-    whole = run_ranks(saved, 2, path, text, False, 4)[0]
-    again = run_ranks(saved, 2, path, text, True, 2)[0]
+    cases = ((path, text, *case) for case in ((False, 4), (True, 2), (True, 0)))
+    whole, again, two = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     # What is saved are the weights themselves: they load in any layout, also without it.
-    two, plain = (run_ranks(saved, size, path, other, True, 0)[0] for size, other in ((2, text), (4, TP_FSDP)))
-    assert all(torch.equal(two[name], plain[name]) for name in two)
+    four = run_ranks(saved, 4, path, TP_FSDP, True, 0)[0]
+    assert all(torch.equal(two[name], four[name]) for name in two)
 
 
 def test_the_plan_says_what_is_converted():

@@ -9,6 +9,7 @@ from composer3d.testing import count_collectives, full
 from support.models import VOCAB, composed, mine, seeded, sum_loss
 
 SIZE, NUM_LAYERS, SEQ_LEN = 32, 2, 8
+DATA_PARALLEL = [(1, [""]), (2, ["[sharding.fsdp2]\n", "[sharding.fsdp2]\nzero = 1\n", "[sharding.ddp]\n"])]
 TP_PLAN = '[sharding.tensor_parallel.plan]\n"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"\n'
 TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n" + TP_PLAN
 TP_FSDP = "[mesh]\ntp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[sharding.tensor_parallel]\n" + TP_PLAN

@@ -32,7 +32,7 @@ class MXFP8:
     32 neighbours along the dim that is summed over share a scale, a power of two, and are kept in float8. Where the
     device has no such products (below compute capability 10.0) they are emulated, and the plan says so.
     Memory: float8 copies of the operands of the layer at work.
-    Collectives: none of its own. A cut by tp leaves blocks whole, so scales are those of one device.
+    Collectives: none of its own. A cut by tp must leave blocks whole, so scales are those of one device.
 
     Source: Rouhani et al., Microscaling Data Formats for Deep Learning, arXiv:2310.10537; torchao's moe_training.
 
@@ -94,6 +94,12 @@ class MXFP8:
         rounding, keeps = formats.ScaleCalculationMode.RCEIL, self.recipe == "mxfp8_wgrad_hp"
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            if x.shape[-1] % BLOCK or weight.shape[0] % BLOCK:
+                raise PluginError(
+                    f"mxfp8 multiplies blocks of {BLOCK}, and tp cut a layer into shares of {x.shape[-1]} inputs and "
+                    f"{weight.shape[0]} outputs",
+                    hint="exclude it, or choose a smaller tp",
+                )
             tokens = x.numel() // x.shape[-1]
             if not keeps and tokens % BLOCK:
                 raise BatchError(

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from composer3d import Phase, RunContext, Transform, hookimpl, linear_layers, on_shares, plugin, torch_compat
+from composer3d import Phase, RunContext, Transform, hookimpl, linear_layers, plugin
+from composer3d_plugins.precision.qat.conversion import flattened
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -18,11 +19,13 @@ class QAT:
     """Train linear layers with the rounding that they will have when they are quantised.
 
     Weights, and with activations = "int8" the inputs of every token, are rounded and brought back in the forward;
-    gradients pass as if they were not. What is trained, saved and exported are the weights themselves: torchao's
-    `quantize_` of the same format then gives the model that was trained for. Under tp a layer that is cut along its
-    inputs scales its shares of a token, which are finer scales than those of one device.
+    gradients pass as if they were not. What is trained and saved are the weights themselves: `composer3d export
+    --quantise` writes the quantised model that was trained for, in torchao's tensors. Under tp ranks agree on the
+    scales of what is cut, so that they are those of one device.
     Memory: rounded copies of the operands of the layer at work.
-    Collectives: none of its own.
+    Collectives: none of its own under data parallelism. Under tp one all-reduce (a maximum) in the forward of a layer
+        that is cut along its inputs, of two numbers a token, and another one where the cut runs through a group of its
+        weight, of a number a group.
 
     Source: Jacob et al., Quantization and Training of Neural Networks, arXiv:1712.05877; torchao.quantization.qat.
 
@@ -54,34 +57,34 @@ class QAT:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        return linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=self.group_size)
+        chosen = linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=self.group_size)
+        options: dict[str, Any] = {
+            "dtype": self.weights,
+            "group_size": self.group_size,
+            "activations": self.activations,
+        }
+        # A tied weight is exported once, under its first name, and may be what an embedding looks up.
+        first = {fqn: group[0] for group in context.ties for fqn in group}
+        sources = {name: first.get(name, name) for name in (f"{fqn}.weight" for fqn in chosen)}
+        context.export_form = lambda tensors: flattened(tensors, sources=sources, **options)
+        return chosen
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
-        import torch
-        import torch.nn.functional as F
         from torch import nn
 
-        qat: Any = torch_compat.import_torchao("torchao.quantization.qat")
-        made: Any = torch_compat.import_torchao("torchao.quantization.qat.fake_quantizer")
-        of_weights = made.IntxFakeQuantizer(
-            qat.IntxFakeQuantizeConfig(getattr(torch, self.weights), group_size=self.group_size)
-        )
-        of_tokens = made.IntxFakeQuantizer(qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False))
+        from composer3d_plugins.precision.qat.rounding import Rounding
 
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if self.activations == "int8":
-                x = of_tokens(x)
-            return F.linear(x, of_weights(weight), bias)
+        rounding = Rounding.of(weights=self.weights, group_size=self.group_size, activations=self.activations)
 
         class Rounded(nn.Linear):
             """A linear layer that rounds; the module stays the object that it is."""
 
             def forward(self, input: Tensor) -> Tensor:
                 """Round and multiply."""
-                y: Tensor = on_shares(product, input, self.weight, self.bias)
-                return y
+                return rounding.linear(self, input, context)
 
         Rounded.__name__ = Rounded.__qualname__ = "FakeQuantizedLinear"
         for fqn in fqns:
-            model.get_submodule(fqn).__class__ = Rounded
+            module: Any = model.get_submodule(fqn)
+            module.__class__, module.fqn = Rounded, fqn
         return fqns

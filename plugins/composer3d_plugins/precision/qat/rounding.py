@@ -1,0 +1,142 @@
+"""A linear layer whose operands are rounded as they will be when it is quantised, also where tp cut it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from composer3d import RunContext, Share, on_shares, share_of, torch_compat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+__all__ = ["Pieces", "Rounding"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pieces:
+    """Groups of a weight's columns of which a rank has only some.
+
+    torchao rounds whole groups. So each piece of one is filled up with copies of the largest element of its group.
+
+    Args:
+        groups: The group of every column that the rank has, `[columns]`.
+        slots: What stands in the filled weight, `[pieces * group_size]`: a column, or behind the columns a group.
+        back: Where the columns stand in it, `[columns]`.
+        num_groups: Of the whole weight.
+    """
+
+    groups: Tensor
+    slots: Tensor
+    back: Tensor
+    num_groups: int
+
+    @classmethod
+    def of(cls, columns: Sequence[int], *, size: int, num_groups: int, device: torch.device) -> Pieces | None:
+        """Return them, None where every group of a rank's columns is whole, in order, and by itself."""
+        import torch
+
+        if not len(columns) % size and all(
+            list(columns[at : at + size]) == list(range(first, first + size)) and not first % size
+            for at, first in zip(range(0, len(columns), size), columns[::size], strict=True)
+        ):
+            return None
+        groups = [column // size for column in columns]
+        members: dict[int, list[int]] = {}
+        for position, group in enumerate(groups):
+            members.setdefault(group, []).append(position)
+        slots = [slot for group, own in members.items() for slot in (*own, *[len(columns) + group] * (size - len(own)))]
+        places = {slot: place for place, slot in enumerate(slots)}
+        back = [places[position] for position in range(len(columns))]
+        of_columns, of_slots, of_back = (torch.tensor(each, device=device) for each in (groups, slots, back))
+        return cls(groups=of_columns, slots=of_slots, back=of_back, num_groups=num_groups)
+
+    def rounded(self, weight: Tensor, quantiser: Any, share: Share) -> Tensor:
+        """Return a share `[rows, columns]`, rounded with the scales of the whole.
+
+        Collectives: one all-reduce.
+        """
+        import torch
+
+        values = weight.detach().abs()
+        largest = values.new_zeros(len(weight), self.num_groups)
+        largest = share.largest(largest.scatter_reduce_(1, self.groups.expand_as(values), values, "amax"))
+        filled: Tensor = quantiser(torch.cat([weight, largest], 1)[:, self.slots])
+        return filled[:, self.back]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounding:
+    """torchao's fake quantisers.
+
+    Args:
+        of_weights: Rounds `[rows, columns]` by groups of columns.
+        of_tokens: Rounds `[..., in]` by tokens; None leaves them.
+        group_size: Columns.
+    """
+
+    of_weights: Any
+    of_tokens: Any
+    group_size: int
+
+    @classmethod
+    def of(cls, *, weights: str, group_size: int, activations: str) -> Rounding:
+        """Make them for dtypes by name."""
+        import torch
+
+        qat: Any = torch_compat.import_torchao("torchao.quantization.qat")
+        made: Any = torch_compat.import_torchao("torchao.quantization.qat.fake_quantizer")
+        of_weights = qat.IntxFakeQuantizeConfig(getattr(torch, weights), group_size=group_size)
+        of_tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
+        return cls(
+            of_weights=made.IntxFakeQuantizer(of_weights),
+            of_tokens=made.IntxFakeQuantizer(of_tokens) if activations == "int8" else None,
+            group_size=group_size,
+        )
+
+    def linear(self, module: Any, x: Any, context: RunContext) -> Any:
+        """Compute a layer with rounded operands."""
+        share = share_of(x, module.weight)
+        if share is None or share.of != "inputs":
+            return on_shares(self._product, x, module.weight, module.bias)
+        known = vars(module)
+        if "pieces" not in known:
+            module.pieces = self._pieces(module, share, context)
+        product = partial(self._product, share=share, pieces=known["pieces"])
+        return on_shares(product, x, module.weight, module.bias)
+
+    def _product(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, share: Share | None = None, pieces: Pieces | None = None
+    ) -> Tensor:
+        import torch.nn.functional as F
+
+        if self.of_tokens is not None:
+            x = self.of_tokens(x) if share is None else self._tokens(x, share)
+        if pieces is None or share is None:
+            return F.linear(x, self.of_weights(weight), bias)
+        return F.linear(x, pieces.rounded(weight, self.of_weights, share), bias)
+
+    def _tokens(self, x: Tensor, share: Share) -> Tensor:
+        """Round shares of tokens `[..., in]` by the range of the whole, which stands beside them for torchao to see."""
+        import torch
+
+        own = x.detach()
+        ends = share.largest(torch.cat([-own.amin(-1, keepdim=True), own.amax(-1, keepdim=True)], -1))
+        lowest, highest = ends.split(1, -1)
+        rounded: Tensor = self.of_tokens(torch.cat([x, -lowest, highest], -1))
+        return rounded[..., :-2]
+
+    def _pieces(self, module: Any, share: Share, context: RunContext) -> Pieces | None:
+        """Return pieces of groups, if the cut of the inputs runs through any."""
+        order = context.orders.get(f"{module.fqn}.weight")
+        stored: Sequence[int] = range(module.weight.shape[1])
+        if order is not None and order.dim == 1:
+            stored = [column for start, length in order.runs for column in range(start, start + length)]
+        size = len(stored) // share.mesh.size()
+        first = share.mesh.get_local_rank() * size
+        own = list(stored)[first : first + size]
+        num_groups = len(stored) // self.group_size
+        return Pieces.of(own, size=self.group_size, num_groups=num_groups, device=module.weight.device)

@@ -1,0 +1,93 @@
+"""A run that trains for quantised weights, exported: the file holds them, and computes what was trained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+from support.training import start, write
+
+from composer3d import CheckpointError, torch_compat
+from composer3d.checkpoint import contents, read_tensor
+from composer3d.cli import main
+from composer3d.cli.export import find_checkpoint
+from composer3d.cli.quantising import find_form
+from composer3d.models import llama
+
+# Before ranks are forked: each of them would import it anew.
+torch_compat.import_torchao("torchao.quantization.qat.fake_quantizer")
+
+SIZES = {"dim": 64, "num_layers": 2, "num_heads": 2}
+TEXT = """
+composer3d = 1
+model.args = {{ dim = 64, num_layers = 2, num_heads = 2, tie_embeddings = {tied} }}
+data = {{ use = "synthetic", seq_len = 16, vocab_size = 64 }}
+train = {{ steps = 6, global_batch = 4, microbatch = 2 }}
+optimizer.lr = 1e-2
+run.device = "cpu"
+[sharding.fsdp2]
+"""
+QAT = "[precision.qat]\n"
+
+
+def read(file):
+    """Return a file's tensors as torchao puts them together."""
+    support = torch_compat.import_torchao("torchao.prototype.safetensors.safetensors_support")
+    with safe_open(file, "pt") as opened:
+        tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+        found, left = support.unflatten_tensor_state_dict(tensors, opened.metadata())
+    assert not left
+    return found, sum(tensor.nbytes for tensor in tensors.values())
+
+
+def trained_for(run, text, options):
+    """Return logits of the trained weights as the run computed them, rounded in every product."""
+    from support.models import composed
+
+    model = llama(**SIZES, vocab_size=64, max_seq_len=16, tie_embeddings=text == "true")
+    path = find_checkpoint(run)
+    weights = {key.removeprefix("model/"): read_tensor(path, key) for key in contents(path) if key[:6] == "model/"}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert not unexpected and all("weight" not in name or name == "output.weight" for name in missing)
+    composition = composed(QAT + options, model)
+    logits = composition.model(torch.arange(16)[None])
+    composition.close()
+    return logits.detach()
+
+
+@pytest.mark.parametrize("tied", ["false", "true"])
+@pytest.mark.parametrize("options", ["", 'weights = "int8"\nactivations = "none"\ngroup_size = 64\n'])
+def test_what_was_trained_for_is_what_is_exported(tmp_path, options, tied):
+    start(write(tmp_path, TEXT.format(tied=tied) + QAT + options), 2)
+    assert main(["export", str(tmp_path / "out"), "--to", str(tmp_path / "q"), "--quantise"]) == 0
+    assert main(["export", str(tmp_path / "out"), "--to", str(tmp_path / "plain")]) == 0
+    weights, num_bytes = read(tmp_path / "q" / "model.safetensors")
+    kinds = {name: type(weight).__name__ for name, weight in weights.items()}
+    assert kinds["layers.0.attention.wq.weight"] == kinds["output.weight"] == "IntxUnpackedToInt8Tensor"
+    assert kinds["layers.0.attention_norm.weight"] == "Tensor"
+    # Of a product's weights a byte an element is left, and a scale a group.
+    if tied == "false":
+        assert num_bytes < 0.45 * (tmp_path / "plain" / "model.safetensors").stat().st_size
+    model = llama(**SIZES, vocab_size=64, max_seq_len=16, tie_embeddings=False)
+    model.load_state_dict(weights, strict=False, assign=True)
+    with torch.no_grad():
+        found = model(torch.arange(16)[None])
+    wanted = trained_for(tmp_path / "out", tied, options)
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    # The rounding is not small beside that.
+    plain = llama(**SIZES, vocab_size=64, max_seq_len=16, tie_embeddings=False)
+    plain.load_state_dict(
+        {name: getattr(w, "dequantize", lambda w=w: w)() for name, w in weights.items()}, strict=False
+    )
+    if not options:
+        assert (plain(torch.arange(16)[None]) - wanted).abs().max() > 1e-3 * wanted.abs().max()
+
+
+def test_refuses_a_run_that_did_not_train_for_it(tmp_path):
+    start(write(tmp_path, TEXT.format(tied="false")), 1)
+    path = find_checkpoint(tmp_path / "out")
+    with pytest.raises(CheckpointError) as caught:
+        find_form(path, None)
+    assert str(caught.value) == f"{path}: no plugin of its run trained for quantised weights; leave --quantise out"
+    with pytest.raises(CheckpointError, match="from_pretrained quantises it with the quantization_config"):
+        find_form(path, tmp_path)
