@@ -30,15 +30,11 @@ class Region:
 
     Args:
         share: Makes a tensor what expanding projections take, given the dim along which it is cut, None if it is whole.
-        gathered: The dim along which the activation is cut that the region's module takes, where the module's code is
-            to see all of it; else None.
         is_known: Whether each tensor says itself that it is cut, or is whole.
     """
 
-    def __init__(
-        self, share: Callable[[Tensor, int | None], Tensor], *, gathered: int | None = None, is_known: bool = False
-    ) -> None:
-        self._share, self._gathered, self._is_known = share, gathered, is_known
+    def __init__(self, share: Callable[[Tensor, int | None], Tensor], *, is_known: bool = False) -> None:
+        self._share, self._is_known = share, is_known
         self._shared: list[tuple[Tensor, Tensor]] = []
 
     def wrap(self, module: nn.Module) -> None:
@@ -48,9 +44,6 @@ class Region:
         @functools.wraps(forward)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             try:
-                key = None if self._gathered is None else activation_of(args, kwargs)
-                if key is not None:
-                    args, kwargs = replaced(args, kwargs, key, self._whole)
                 return forward(*args, **kwargs)
             finally:
                 # Also after errors, and when a recomputation stops early.
@@ -58,12 +51,29 @@ class Region:
 
         module.forward = bounded
 
-    def _whole(self, x: Tensor) -> Tensor:
-        """Return the whole sequence, which the projections that read it share."""
-        shared: Any = self._share(x, self._gathered)
-        whole: Tensor = torch_compat.unviewed(shared.to_local())
-        self._shared.append((whole, shared))
-        return whole
+    def gather(self, module: nn.Module, dim: int) -> None:
+        """Give a module in it the whole sequence, which the projections that read it share.
+
+        Args:
+            module: Its forward is replaced, keeping its name.
+            dim: The one along which the activation is cut that the module takes.
+        """
+        forward = module.forward
+
+        def whole(x: Tensor) -> Tensor:
+            shared: Any = self._share(x, dim)
+            result: Tensor = torch_compat.unviewed(shared.to_local())
+            self._shared.append((result, shared))
+            return result
+
+        @functools.wraps(forward)
+        def gathering(*args: Any, **kwargs: Any) -> Any:
+            key = activation_of(args, kwargs)
+            if key is not None:
+                args, kwargs = replaced(args, kwargs, key, whole)
+            return forward(*args, **kwargs)
+
+        module.forward = gathering
 
     def enter(self, x: Tensor, cut: int | None) -> Tensor:
         """Return what the projections that read `x` share.

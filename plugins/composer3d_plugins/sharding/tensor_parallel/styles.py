@@ -27,6 +27,7 @@ from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.region import Region, followed
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class Applier:
         return self.context.mesh["tp"]
 
     @cached_property
+    def _held(self) -> dict[str, nn.Module]:
+        """The modules of this part; a stage lacks the blocks of the others, or what is in them."""
+        return dict(self.model.named_modules())
+
+    @cached_property
     def _marks(self) -> Marks:
         return Marks(self.mesh.size())
 
@@ -99,17 +105,20 @@ class Applier:
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
-                gathered = self.sequence_dim if name in self.made.gathered else None
-                regions[name] = Region(self._share, gathered=gathered, is_known=self._is_followed(name))
+                regions[name] = Region(self._share, is_known=self._is_followed(name))
         self._prepare_code()
+        for fqn in self.made.gathered:
+            inside = [name for name in fqns if self.rules[name].style in EXPANDING and name.startswith(f"{fqn}.")]
+            if fqn in self._held and inside:
+                assert self.sequence_dim is not None, "found only then"
+                regions[region_of(inside[0], self.rules) or ""].gather(self._held[fqn], self.sequence_dim)
         for name, region in regions.items():
             region.wrap(self.model.get_submodule(name))
         return regions
 
     def _prepare_code(self) -> None:
         """Let the model's own code get shares right; see `fitting`."""
-        # A stage lacks the blocks of the others, or what is in them.
-        held = dict(self.model.named_modules())
+        held = self._held
         for (fqn, name), value in self.made.sizes.items():
             if fqn in held:
                 setattr(held[fqn], name, value)
@@ -172,6 +181,11 @@ class Applier:
             fqn=f"{fqn}.{name}",
             context=self.context,
         )
+        for group in self.context.ties:
+            for other in group if f"{fqn}.{name}" in group else ():
+                # A stage may lack its owner.
+                if other in self.made.unread and owner_of(other) in self._held:
+                    setattr(self._held[owner_of(other)], other.rpartition(".")[2], getattr(module, name))
 
     def _place_linear(self, fqn: str, module: Any, rule: Rule, *, along: str) -> None:
         """Cut a linear layer along its outputs or inputs; a bias belongs to the outputs."""
