@@ -76,7 +76,7 @@ class Following(TorchFunctionMode):
         memory: Memory | None = None,
     ) -> None:
         super().__init__()
-        self._degree, self._where, self._drawing, self._record = degree, where, drawing, record
+        self._degree, self._where, self.drawing, self._record = degree, where, drawing, record
         self._num_draws = 0
         self._memory = memory
         # What the function at hand comes to on shares, if that can be done again.
@@ -207,7 +207,7 @@ class Following(TorchFunctionMode):
         if options.get("generator") is not None:
             raise Unfollowed("it draws from a generator of its own, which is in the same state on all ranks")
         self._num_draws += 1
-        return contextlib.nullcontext() if self._drawing is None else self._drawing.sharded()
+        return contextlib.nullcontext() if self.drawing is None else self.drawing.sharded()
 
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if name in CASTS:
@@ -248,7 +248,7 @@ class Following(TorchFunctionMode):
                 self._refuse_indices(args[1], x.ndim, cut)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
                 return self._glu(func, x, cut, args, options, whole)
-        self._work = None if name == "__setitem__" else _as_it_is
+        self._work = None if name == "__setitem__" else (lambda func, args, options: func(*args, **options))
         return self._pair(func(*args, **options), whole, cuts, name)
 
     def _convolved(
@@ -396,7 +396,3 @@ def _shadow(value: Any) -> Any:
 def _own_shadow(value: Any) -> Any:
     shadow = _shadow(value)
     return torch.empty_like(shadow) if isinstance(shadow, Tensor) else shadow
-
-
-def _as_it_is(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    return func(*args, **options)

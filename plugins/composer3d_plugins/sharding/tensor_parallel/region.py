@@ -10,19 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer3d import RunContext, torch_compat
+from composer3d import torch_compat
 from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, strip, unmark
-from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing
-from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.memory import Memory
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.cuts import cut_of, strip
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Region", "followed"]
+__all__ = ["Region"]
 
 
 class Region:
@@ -92,38 +87,3 @@ class Region:
     def leave(self) -> None:
         """End it: the next tensor enters anew."""
         self._shared.clear()
-
-
-def followed(
-    forward: Callable[..., Any], fqn: str, *, mesh: DeviceMesh, cut: int | None, context: RunContext
-) -> Callable[..., Any]:
-    """Return a module's forward in which cut tensors are followed.
-
-    Args:
-        forward: Its own.
-        fqn: Named in errors.
-        mesh: Of tp alone.
-        cut: The dim along which the activation that it takes is cut, None if it is whole.
-        context: The run.
-    """
-
-    memory, marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
-
-    def marked(value: Tensor) -> Tensor:
-        if cut is None or cut_of(value) is not None:
-            return value
-        return marks.mark(value.view_as(value), Placed(dim=cut, parts=(value.shape[cut] * mesh.size(),)))
-
-    @functools.wraps(forward)
-    def following(*args: Any, **kwargs: Any) -> Any:
-        key = None if cut is None else activation_of(args, kwargs)
-        if cut is not None and key is not None:
-            args, kwargs = replaced(args, kwargs, key, marked)
-        with Following(mesh.size(), fqn, mesh=mesh, drawing=Drawing(context, fqn), memory=memory):
-            output = forward(*args, **kwargs)
-        for leaf in torch_compat.tree_leaves(output):
-            if (cut_now := cut_of(leaf)) is not None and cut_now.is_sequence:
-                unmark(leaf)
-        return output
-
-    return following

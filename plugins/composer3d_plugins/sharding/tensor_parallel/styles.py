@@ -11,6 +11,7 @@ tensors of this rank's size. Legend: W whole on every rank, S cut along the sequ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,12 +21,13 @@ from composer3d import BatchError, RunContext, TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
-from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
+from composer3d_plugins.sharding.tensor_parallel.drawing import eagerly, site_of
+from composer3d_plugins.sharding.tensor_parallel.followed import Followed
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
 from composer3d_plugins.sharding.tensor_parallel.making import Made
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
-from composer3d_plugins.sharding.tensor_parallel.region import Region, followed
+from composer3d_plugins.sharding.tensor_parallel.region import Region
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
@@ -127,10 +129,7 @@ class Applier:
                 self._draw_apart(fqn, held[fqn])
         for fqn in self.made.followed:
             if fqn in held and next(held[fqn].parameters(), None) is not None:
-                inner = held[fqn]
-                inner.forward = followed(
-                    inner.forward, fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context
-                )
+                Followed(held[fqn], fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context)
 
     def _cut_around(self, fqn: str) -> int | None:
         """Return the dim along which the activation is cut that a followed module takes."""
@@ -285,7 +284,7 @@ class Applier:
         given = self.made.given.get(fqn, (False,) * 3)
         marks = self._sequence_marks if self._is_followed(fqn) else None
         heads = HeadsOf(module=module, fqn=fqn, mesh=self.mesh, context=self.context, given=given, marks=marks)
-        module.forward = heads.forward
+        module.forward = heads.forward if not module.dropout else eagerly(functools.partial(heads.forward))
 
     def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""
@@ -328,7 +327,7 @@ class Applier:
 
         # Of torch's own dropouts it is known that they draw nothing; others may by any name.
         if getattr(module, "p", None) != 0.0:
-            module.forward = drawn
+            module.forward = eagerly(drawn)
 
     def _looked_up(self, fqn: str, module: nn.Module) -> None:
         """Let an embedding (of positions, say) look up this rank's part of the sequence, the last dim of indices."""
