@@ -10,7 +10,7 @@ from support.models import mine, write_manifest
 from support.tensor_parallel import AUTO, built, steps_of
 
 import composer3d
-from composer3d.testing import run_ranks
+from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
 SP = "sequence_parallel = true\n"
@@ -93,11 +93,11 @@ ROWS = {
     },
     "Skipping": {"split_gather": layers(0, 1, 2), "gathered": layers(0, 1, 2, name=".attention")},
     "Torch": {
-        "split": ("transformer.encoder.layers.0", "transformer.decoder.layers.0"),
-        "gather": ("transformer.encoder.layers.1", "transformer.decoder.layers.1"),
+        "split": ("encoder.layers.0", "decoder.layers.0"),
+        "gather": ("encoder.layers.1", "decoder.layers.1"),
         "attention": (
-            *layers(0, 1, of="transformer.encoder.layers", name=".self_attn"),
-            *(f"transformer.decoder.layers.{n}.{name}" for n in (0, 1) for name in ("self_attn", "multihead_attn")),
+            *layers(0, 1, of="encoder.layers", name=".self_attn"),
+            *(f"decoder.layers.{n}.{name}" for n in (0, 1) for name in ("self_attn", "multihead_attn")),
         ),
     },
     # Heads are written out in evaluation alone, in which the code has to be followed as well.
@@ -136,3 +136,28 @@ EVALUATED = [(name, auto(settings)) for name in ("Evaluated", "Torch", "Seq2Seq"
 def test_evaluation_during_a_run_equals_one_device():
     for errors in run_ranks(evaluated, 2, EVALUATED):
         assert max(errors) < TIGHT
+
+
+def drawn(cases):
+    """Return gradients of a step with dropout, and whether blocks are followed."""
+    torch.set_default_dtype(torch.float64)
+    found = []
+    for settings, again in cases:
+        options = {"dropout": 0.3, "again": again}
+        run = composer3d.compose(built("Recomputed", options), write_manifest(auto(settings)), loss_fn=class_loss)
+        inputs, targets = (mine(run, tensor) for tensor in batch_of("Recomputed"))
+        followed = {row.name: row.fqns for row in run.plan}.get("tensor_parallel.followed", ())
+        with run.step(0):
+            run.forward_backward(inputs, target=targets)
+            found.append(({name: full(p.grad) for name, p in run.named_parameters()}, followed))
+        run.close()
+    return found
+
+
+def test_what_the_models_code_recomputes_is_followed_again_and_draws_the_same():
+    cases = [(settings, again) for settings in ("", SP) for again in (False, True)]
+    for found in run_ranks(drawn, 2, cases):
+        assert all(followed == ("layers.0", "layers.1") for _, followed in found)
+        for (plain, _), (recomputed, _) in zip(found[::2], found[1::2], strict=True):
+            assert plain.keys() == recomputed.keys()
+            assert all(torch.equal(plain[name], recomputed[name]) for name in plain)

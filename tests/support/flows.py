@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from support.blocks import VOCAB, RMSNorm
 
@@ -69,17 +70,20 @@ class Seq2Seq(nn.Module):
 
 
 class Torch(nn.Module):
-    """torch's own encoder and decoder, normed first."""
+    """torch's own encoder, and decoder that is normed first."""
 
     def __init__(self, dim=16):
         super().__init__()
         self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
-        self.transformer = nn.Transformer(dim, 4, 2, 2, 32, dropout=0.0, batch_first=True, norm_first=True)
+        layer = {"d_model": dim, "nhead": 4, "dim_feedforward": 32, "dropout": 0.0, "batch_first": True}
+        encoder, decoder = nn.TransformerEncoderLayer(**layer), nn.TransformerDecoderLayer(**layer, norm_first=True)
+        self.encoder = nn.TransformerEncoder(encoder, 2, enable_nested_tensor=False)
+        self.decoder = nn.TransformerDecoder(decoder, 2)
 
     def forward(self, tokens):
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1])
         x = self.emb(tokens)
-        return self.out(self.transformer(x.flip(1), x, tgt_mask=mask, tgt_is_causal=True))
+        return self.out(self.decoder(x, self.encoder(x.flip(1)), tgt_mask=mask, tgt_is_causal=True))
 
 
 class Skipping(Listed):
@@ -144,6 +148,52 @@ class Conditioned(nn.Module):
         return self.out(x)
 
 
+class Core(nn.Module):
+    """What lies between projections, with sizes of the whole model."""
+
+    def __init__(self, heads, dropout):
+        super().__init__()
+        self.H, self.dropout = heads, dropout
+
+    def forward(self, q, k, v):
+        B, S, C = q.shape
+        q, k, v = (t.view(B, S, self.H, C // self.H).transpose(1, 2) for t in (q, k, v))
+        weights = F.dropout((q @ k.mT).softmax(-1), self.dropout, self.training)
+        return (weights @ v).transpose(1, 2).reshape(B, S, C)
+
+
+class Recomputed(nn.Module):
+    """Parts of it are computed again in the backward, by its own code."""
+
+    def __init__(self, dim, dropout, again):
+        super().__init__()
+        self.again, self.core = again, Core(4, dropout)
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(dim, 32), nn.Dropout(dropout), nn.Linear(32, dim))
+
+    def forward(self, x):
+        B, S, C = x.shape
+        q, k, v = (f(x).view(B, S, C) for f in (self.q, self.k, self.v))
+        x = x + self.o(self._run(self.core, q, k, v))
+        return x + self._run(self.mlp, x)
+
+    def _run(self, part, *args):
+        return checkpoint(part, *args, use_reentrant=False) if self.again else part(*args)
+
+
+class RecomputedModel(nn.Module):
+    def __init__(self, dropout=0.0, again=True, dim=16):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
+        self.layers = nn.ModuleList(Recomputed(dim, dropout, again) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
 class Evaluated(nn.Module):
     """A block that does another thing in evaluation: there it writes out sizes of the whole model."""
 
@@ -181,4 +231,5 @@ FLOWS = {
     "Shared": Shared,
     "Conditioned": Conditioned,
     "Evaluated": EvaluatedModel,
+    "Recomputed": RecomputedModel,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Sequence
@@ -13,6 +14,9 @@ from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plug
 
 if TYPE_CHECKING:
     from torch import nn
+
+# Other plugins say by this attribute of a forward that no compiler can follow it.
+EAGER = "composer3d_eager"
 
 
 @plugin(family="scheduling")
@@ -28,7 +32,8 @@ class Compile:
         units: Patterns of the modules that are compiled; default: the model's blocks.
         backend: A torch.compile backend.
         mode: A torch.compile mode.
-        fullgraph: Fail where the compiler would fall back to Python inside a block.
+        fullgraph: Fail where the compiler would fall back to Python inside a block. Where a plugin does something there
+            that no compiler can follow, such as dropout that differs between ranks along tp, that is run as it is.
         dynamic: Compile for changing shapes; default: when torch sees them change.
     """
 
@@ -64,7 +69,24 @@ class Compile:
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         for fqn in fqns:
-            model.get_submodule(fqn).compile(
-                backend=self.backend, mode=self.mode, fullgraph=self.fullgraph, dynamic=self.dynamic
-            )
+            unit = model.get_submodule(fqn)
+            held = [_run_eagerly(module) for module in unit.modules()]
+            fullgraph = self.fullgraph and not any(held)
+            unit.compile(backend=self.backend, mode=self.mode, fullgraph=fullgraph, dynamic=self.dynamic)
         return list(fqns)
+
+
+def _run_eagerly(module: nn.Module) -> bool:
+    """Keep the compiler out of what a plugin does in Python inside a module; tell whether there is any."""
+    import torch
+
+    forward = vars(module).get("forward")
+    if getattr(forward, EAGER, False):
+        module.forward = torch.compiler.disable(forward)
+    elif isinstance(forward, functools.partial) and any(getattr(each, EAGER, False) for each in forward.args):
+        # A recomputed block: what is computed again is among the arguments.
+        args = [torch.compiler.disable(each) if getattr(each, EAGER, False) else each for each in forward.args]
+        module.forward = functools.partial(forward.func, *args, **forward.keywords)
+    else:
+        return False
+    return True

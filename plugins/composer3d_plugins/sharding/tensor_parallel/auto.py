@@ -9,7 +9,7 @@ left whole.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style,
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.sequence import along_sequence, with_boundaries, without_sequence
+from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
 from composer3d_plugins.sharding.tensor_parallel.trace import Traced, plain, trace
 from composer3d_plugins.sharding.tensor_parallel.weights import head_counts, kind_of, parent_of
 
@@ -151,8 +152,14 @@ class Derived:
     uncut: frozenset[str] = frozenset()
 
 
-def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -> Derived:
+def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, unread: Collection[str] = ()) -> Derived:
     """Return a rule for every module that is cut, and for those that work on cut activations.
+
+    Args:
+        model: Whole.
+        context: The run.
+        sequence_dim: The dim of activations that sequence_parallel cuts; None without it.
+        unread: Names of tied parameters by which no code reads them.
 
     Raises:
         PluginError: Nothing can be cut, or the heads do not divide; with the reasons.
@@ -182,7 +189,7 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None) -
         )
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
-    outside = _outside(model, traced, context)
+    outside = _outside(model, traced, context, unread)
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
     uncut: frozenset[str] = frozenset()
     if sequence_dim is not None:
@@ -258,7 +265,7 @@ def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
     return rules
 
 
-def _outside(model: nn.Module, traced: Traced, context: RunContext) -> Rules:
+def _outside(model: nn.Module, traced: Traced, context: RunContext, unread: Collection[str]) -> Rules:
     """Return the rules of the head and the embedding of tokens: cut where their rows divide by tp, else whole."""
     degree = context.degrees["tp"]
     modules: dict[str, Any] = {fqn: model.get_submodule(fqn) for fqn in traced.results}
@@ -282,10 +289,11 @@ def _outside(model: nn.Module, traced: Traced, context: RunContext) -> Rules:
         if rows[fqn] % degree or getattr(modules[fqn], "max_norm", None) is not None:
             style = "replicate"
         rules[fqn] = Rule(style=style, is_cut=False)
-    # One tensor has one layout: a tie with something that stays whole keeps both whole.
-    for group in context.ties:
-        owners = [name.rpartition(".")[0] for name in group]
-        cut = [owner in rules and rules[owner].style != "replicate" for owner in owners]
-        if any(cut) and not all(cut):
-            rules |= dict.fromkeys(owners, Rule(style="replicate"))
+    # One tensor has one layout: a tie with something that stays whole keeps both whole, and what these are tied to.
+    for _ in context.ties:
+        for group in context.ties:
+            owners = [owner_of(name) for name in group if name not in unread]
+            cut = [owner in rules and rules[owner].style != "replicate" for owner in owners]
+            if any(cut) and not all(cut):
+                rules |= dict.fromkeys(owners, Rule(style="replicate"))
     return rules

@@ -105,7 +105,7 @@ class Codes:
     def _code_of(self, fqn: str, call: Call) -> Code | None:
         block, rules = self.model.get_submodule(fqn), self._inside(fqn)
         roles = self._roles(fqn)
-        regions = {region for name in roles.expanding if (region := region_of(name, rules)) is not None}
+        regions = {name: region for name in roles.expanding if (region := region_of(name, rules)) is not None}
         apart = {
             name
             for name, rule in rules.items()
@@ -117,7 +117,7 @@ class Codes:
                 roles=roles,
                 degree=self.context.degrees["tp"],
                 call=call,
-                regions=sorted(regions),
+                regions=regions,
                 apart=frozenset(apart),
             )
         except Unfollowed as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +18,13 @@ __all__ = [
     "Cut",
     "Marks",
     "Unfollowed",
+    "common_parts",
     "copy_mark",
     "cut_of",
     "cuts_in",
     "mark",
+    "run_of",
+    "sources_of",
     "strip",
     "unmark",
 ]
@@ -156,3 +160,25 @@ def unmark(tensor: Any) -> None:
     """Forget what is known of a tensor, if anything is."""
     if cut_of(tensor) is not None:
         delattr(tensor, ATTRIBUTE)
+
+
+def sources_of(cuts: Sequence[Cut]) -> frozenset[str]:
+    """Return the projections that what cuts tell of comes from."""
+    return frozenset().union(*(cut.sources for cut in cuts))
+
+
+def common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
+    """Return the parts of a result's cut dim, which those of what it is made of have to share."""
+    found = {cut.placed.parts for cut in cuts if sum(cut.placed.parts) == size}
+    if len(found) > 1:
+        raise Unfollowed(f"what it joins is cut in different parts: {sorted(found)}")
+    if found:
+        return found.pop()
+    if any(len(cut.placed.parts) > 1 for cut in cuts):
+        raise Unfollowed("it changes the size of a dim that is cut in parts")
+    return (size,)
+
+
+def run_of(x: Tensor, piece: Tensor, dim: int) -> tuple[int, int]:
+    """Return where a piece of a tensor begins in it along a dim, and how long it is."""
+    return (piece.storage_offset() - x.storage_offset()) // max(x.stride(dim), 1), piece.shape[dim]

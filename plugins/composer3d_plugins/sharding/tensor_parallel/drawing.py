@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer3d import RunContext
 
-__all__ = ["Drawing", "draws", "site_of"]
+__all__ = ["Drawing", "draws", "eagerly", "site_of"]
 
 # Functions with a probability, and whether they are called in training.
 DROPOUTS = frozenset(
@@ -23,6 +23,12 @@ DRAWING = frozenset(
     "rand_like randn_like randint_like bernoulli multinomial poisson binomial normal gumbel_softmax uniform_ normal_ "
     "bernoulli_ exponential_ geometric_ cauchy_ log_normal_ random_".split()
 )
+
+
+def eagerly(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Say of a forward that no compiler can follow it: it changes the generators' state, or decides at run time."""
+    forward.composer3d_eager = True  # type: ignore[attr-defined]
+    return forward
 
 
 def site_of(fqn: str) -> int:

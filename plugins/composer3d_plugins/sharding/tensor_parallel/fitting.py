@@ -11,7 +11,7 @@ results are all the same as in the run that is followed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ MOST_TOGETHER, MOST_RUNS = 3, 80
 
 
 def fit(
-    block: nn.Module, *, roles: Roles, degree: int, call: Call, regions: Sequence[str], apart: frozenset[str]
+    block: nn.Module, *, roles: Roles, degree: int, call: Call, regions: Mapping[str, str], apart: frozenset[str]
 ) -> Code | None:
     """Return how the block's code is run; None where all of it has to be followed.
 
@@ -40,20 +40,20 @@ def fit(
         roles: What its linear layers are.
         degree: Of tp.
         call: What it is called with.
-        regions: The modules in it between whose projections tensors are cut.
+        regions: Of every expanding projection the module around it in which what it gives is cut.
         apart: Modules that draw from the sharded stream as they are planned to.
 
     Raises:
         Unfollowed: The code does with cut features what cannot be done with them.
     """
-    search = Search(block=block, roles=roles, degree=degree, call=call, regions=tuple(regions))
+    search = Search(block=block, roles=roles, degree=degree, call=call, regions=regions)
     return search.run(Code(apart=apart))
 
 
 def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call, training: bool = True) -> bool:
     """Tell whether code gives the same as if it were followed, on another call or in evaluation."""
     try:
-        search = Search(block=block, roles=roles, degree=degree, call=call, regions=(), training=training)
+        search = Search(block=block, roles=roles, degree=degree, call=call, regions={}, training=training)
     except Unfollowed:
         return False
     return search.agreeing(code) == search.length
@@ -74,7 +74,7 @@ class Search:
     roles: Roles
     degree: int
     call: Call
-    regions: tuple[str, ...]
+    regions: Mapping[str, str]
     training: bool = True
     right: Record = field(init=False)
     given: dict[str, tuple[bool, ...]] = field(init=False)
@@ -158,14 +158,16 @@ class Search:
         if self.roles.sequence_dim is None:
             return
         for fqn in self._around(reached):
-            if fqn in self.regions and fqn not in code.gathered:
+            # What it is given is shared by the projections of one region.
+            regions = {region for name, region in self.regions.items() if _is_in(name, fqn)}
+            if len(regions) == 1 and not any(_is_in(fqn, other) for other in code.gathered):
                 gathered = replace(code, gathered=code.gathered | {fqn})
                 yield gathered
                 yield from self._sized(gathered, reached)
 
     def _following(self, code: Code, reached: int) -> Iterator[Code]:
         for fqn in self._around(reached):
-            if fqn not in self.regions or any(_is_in(fqn, other) for other in code.followed):
+            if fqn not in self.regions.values() or any(_is_in(fqn, other) for other in code.followed):
                 continue
             # Code that is followed sees whole sizes.
             yield replace(

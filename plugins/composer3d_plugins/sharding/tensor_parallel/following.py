@@ -18,7 +18,17 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, cut_of, cuts_in
+from composer3d_plugins.sharding.tensor_parallel.cuts import (
+    ATTRIBUTE,
+    Cut,
+    Unfollowed,
+    common_parts,
+    cut_of,
+    cuts_in,
+    run_of,
+    sources_of,
+)
+from composer3d_plugins.sharding.tensor_parallel.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
@@ -66,7 +76,7 @@ class Following(TorchFunctionMode):
         memory: Memory | None = None,
     ) -> None:
         super().__init__()
-        self._degree, self._where, self._drawing, self._record = degree, where, drawing, record
+        self._degree, self._where, self.drawing, self._record = degree, where, drawing, record
         self._num_draws = 0
         self._memory = memory
         # What the function at hand comes to on shares, if that can be done again.
@@ -197,7 +207,7 @@ class Following(TorchFunctionMode):
         if options.get("generator") is not None:
             raise Unfollowed("it draws from a generator of its own, which is in the same state on all ranks")
         self._num_draws += 1
-        return contextlib.nullcontext() if self._drawing is None else self._drawing.sharded()
+        return contextlib.nullcontext() if self.drawing is None else self.drawing.sharded()
 
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if name in CASTS:
@@ -210,6 +220,8 @@ class Following(TorchFunctionMode):
     def _on_shares(
         self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
     ) -> Any:
+        if name in CONVOLUTIONS and (convolved := self._convolved(func, args, options, whole, cuts)) is not None:
+            return convolved
         if any(mixes(name, args, options, ndim=cut.shadow.ndim, dim=cut.placed.dim) for cut in cuts):
             raise Unfollowed("it goes along the dim that is cut")
         x, cut = args[0] if args else None, cut_of(args[0]) if args else None
@@ -236,8 +248,20 @@ class Following(TorchFunctionMode):
                 self._refuse_indices(args[1], x.ndim, cut)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
                 return self._glu(func, x, cut, args, options, whole)
-        self._work = None if name == "__setitem__" else _as_it_is
+        self._work = None if name == "__setitem__" else (lambda func, args, options: func(*args, **options))
         return self._pair(func(*args, **options), whole, cuts, name)
+
+    def _convolved(
+        self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
+    ) -> Any:
+        given, cut = arguments_of(args, options), cuts[0]
+        dim, channels = cut.placed.dim, cut.shadow.shape[cut.placed.dim]
+        if len(cuts) > 1 or cut_of(given["input"]) is None or not keeps_apart(given, channels=channels, dim=dim):
+            return None
+        for name in ("weight", "bias"):
+            if given.get(name) is not None:
+                given[name] = self._meeting.narrowed(given[name], 0, cut.placed.parts)
+        return self._pair(func(**{**given, "groups": channels // self._degree}), whole, cuts, "convolution")
 
     def _view(self, name: str, x: Tensor, cut: Cut, whole: Tensor) -> Tensor:
         placed = regroup(cut.shadow.shape, cut.placed, whole.shape, degree=self._degree)
@@ -256,7 +280,7 @@ class Following(TorchFunctionMode):
             stop = start + piece.shape[dim]
             result.append(self._range(x, cut, start, stop, piece))
             start = stop
-        runs = [_run_of(x, piece, dim) for piece in result]
+        runs = [run_of(x, piece, dim) for piece in result]
         self._work = lambda func, args, options: tuple(args[0].narrow(dim, *run) for run in runs)
         return tuple(result)
 
@@ -308,7 +332,7 @@ class Following(TorchFunctionMode):
             shape = list(cut.shadow.shape)
             shape[cut.placed.dim] = stop - start
             taken = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
-            run, x = _run_of(x, taken, cut.placed.dim), taken
+            run, x = run_of(x, taken, cut.placed.dim), taken
             entries[position or 0] = slice(None)
         elif isinstance(entry, Tensor | int | list):
             raise Unfollowed("it picks elements along the dim that is cut")
@@ -345,11 +369,11 @@ class Following(TorchFunctionMode):
             parts = (
                 tuple(part for cut in cuts for part in cut.placed.parts)
                 if joined and sum(sum(cut.placed.parts) for cut in cuts) == other.shape[dim]
-                else _common_parts(cuts, other.shape[dim])
+                else common_parts(cuts, other.shape[dim])
             )
             alike = {(cut.start, cut.scale) for cut in cuts if cut.sources == cuts[0].sources}
             start, scale = alike.pop() if len(alike) == 1 else (0, 1)
-            self._mark(one, other, Placed(dim=dim, parts=parts), _sources(cuts), start=start, scale=scale)
+            self._mark(one, other, Placed(dim=dim, parts=parts), sources_of(cuts), start=start, scale=scale)
         return share
 
     def _mark(
@@ -369,31 +393,6 @@ def _shadow(value: Any) -> Any:
     return value if value.is_meta else torch.empty_like(value, device="meta")
 
 
-def _run_of(x: Tensor, piece: Tensor, dim: int) -> tuple[int, int]:
-    """Return where a piece of a tensor begins in it along a dim, and how long it is."""
-    return (piece.storage_offset() - x.storage_offset()) // max(x.stride(dim), 1), piece.shape[dim]
-
-
 def _own_shadow(value: Any) -> Any:
     shadow = _shadow(value)
     return torch.empty_like(shadow) if isinstance(shadow, Tensor) else shadow
-
-
-def _as_it_is(func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-    return func(*args, **options)
-
-
-def _sources(cuts: Sequence[Cut]) -> frozenset[str]:
-    return frozenset().union(*(cut.sources for cut in cuts))
-
-
-def _common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
-    """Return the parts of a result's cut dim, which those of what it is made of have to share."""
-    found = {cut.placed.parts for cut in cuts if sum(cut.placed.parts) == size}
-    if len(found) > 1:
-        raise Unfollowed(f"what it joins is cut in different parts: {sorted(found)}")
-    if found:
-        return found.pop()
-    if any(len(cut.placed.parts) > 1 for cut in cuts):
-        raise Unfollowed("it changes the size of a dim that is cut in parts")
-    return (size,)

@@ -11,6 +11,7 @@ from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.codes import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared
 from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, check_covered, check_rules, resolve
+from composer3d_plugins.sharding.tensor_parallel.ties import unread_names
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,6 +32,7 @@ class Made:
         given: Of torch's attention modules that are cut: which of query, key and value are cut along the sequence.
         apart: Modules that draw random numbers on nothing but cut tensors.
         uncut: Blocks whose activations are not cut along the sequence, though those of others are.
+        unread: Names of tied parameters by which no code reads them.
     """
 
     rules: Rules
@@ -40,6 +42,7 @@ class Made:
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
     uncut: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
 
 
 def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContext, *, sequence_dim: int | None) -> Made:
@@ -58,22 +61,23 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
     if stated is None and context.degrees["tp"] == 1:
         return Made(rules={"": Rule(style="replicate")})
     uncut: frozenset[str] = frozenset()
+    unread = unread_names(model, context)
     if stated is None:
         rules = declared(model, context) if sequence_dim is None else None
         if not rules:
-            derived = auto.derive(model, context, sequence_dim=sequence_dim)
+            derived = auto.derive(model, context, sequence_dim=sequence_dim, unread=unread)
             rules, uncut = derived.rules, derived.uncut
-        rules = check_rules(model, rules, context)
+        rules = check_rules(model, rules, context, unread)
     else:
-        rules = check_rules(model, resolve(stated, context), context)
+        rules = check_rules(model, resolve(stated, context), context, unread)
         if sequence_dim is not None:
             check_covered(model, rules)
     if context.degrees["tp"] == 1:
         return Made(rules=rules)
-    return _with_code(Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=uncut))
+    return _with_code(Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=uncut), unread)
 
 
-def _with_code(codes: Codes) -> Made:
+def _with_code(codes: Codes, unread: frozenset[str]) -> Made:
     """Say how the model's code is run; where nothing can be seen, it is followed.
 
     Raises:
@@ -87,5 +91,6 @@ def _with_code(codes: Codes) -> Made:
         gathered=tuple(fqn for fqn in codes.context.fqns if fqn in found.gathered),
         given=found.given,
         apart=tuple(fqn for fqn in codes.context.fqns if fqn in found.apart),
+        unread=unread,
         uncut=codes.uncut,
     )

@@ -135,15 +135,22 @@ class Meeting:
                     raise Unplaceable(f"{size} heads that are not cut meet {sum(parts)} that are")
                 parts = (size,)
             if size == sum(parts):
-                self.num_acts += 1
-                whole = self._narrowed(whole, whole.ndim - back, parts)
+                whole = self.narrowed(whole, whole.ndim - back, parts)
         return whole
 
     def _joins_along(self, options: Mapping[str, Any], args: Sequence[Any], dim: int, ndim: int) -> bool:
         along = options.get("dim", options.get("axis", args[1] if len(args) > 1 else 0))
         return bool(along % ndim == dim)
 
-    def _narrowed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
+    def narrowed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
+        """Return this rank's share of a whole tensor, whose gradient is added up already.
+
+        Args:
+            whole: The same on all ranks.
+            dim: The one to cut.
+            parts: In which it is cut.
+        """
+        self.num_acts += 1
         pieces = []
         for piece, size in zip(whole.split(list(parts), dim), parts, strict=True):
             pieces.append(piece.narrow(dim, self._rank * (size // self._degree), size // self._degree))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -95,8 +95,14 @@ def region_of(fqn: str, rules: Rules) -> str | None:
     return None
 
 
-def check_rules(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
+def check_rules(model: nn.Module, rules: Rules, context: RunContext, unread: Collection[str] = ()) -> Rules:
     """Refuse what cannot be cut, and fill in the parts of packed projections.
+
+    Args:
+        model: Whole.
+        rules: By FQN.
+        context: The run.
+        unread: Names of tied parameters by which no code reads them.
 
     Raises:
         PluginError: With the module and the numbers.
@@ -124,7 +130,7 @@ def check_rules(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
         result[fqn] = rule
     _check_pairs(result)
     _check_heads(model, result, degree)
-    _check_ties(result, context)
+    _check_ties(result, context, unread)
     return result
 
 
@@ -205,7 +211,7 @@ def _check_heads(model: nn.Module, rules: Rules, degree: int) -> None:
                 raise PluginError(f'"{fqn}": its {heads} {kind} do not divide by tp = {degree}')
 
 
-def _check_ties(rules: Rules, context: RunContext) -> None:
+def _check_ties(rules: Rules, context: RunContext, unread: Collection[str]) -> None:
     """One tensor has one layout, whatever modules it stands in."""
 
     def layout(name: str) -> tuple[str, Any]:
@@ -216,7 +222,8 @@ def _check_ties(rules: Rules, context: RunContext) -> None:
             return "whole", None
         return ("rows", None) if rule.style in ("vocab", "head", "colwise") else (rule.style, rule.parts)
 
-    for group in context.ties:
+    for names in context.ties:
+        group = [name for name in names if name not in unread]
         for name in group[1:]:
             if layout(name) != layout(group[0]):
                 first, second = (n.rpartition(".")[0] for n in (group[0], name))

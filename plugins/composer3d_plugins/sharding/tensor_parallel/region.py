@@ -10,19 +10,14 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer3d import RunContext, torch_compat
+from composer3d import torch_compat
 from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, strip, unmark
-from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing
-from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.memory import Memory
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.cuts import cut_of, strip
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Region", "followed"]
+__all__ = ["Region"]
 
 
 class Region:
@@ -30,15 +25,11 @@ class Region:
 
     Args:
         share: Makes a tensor what expanding projections take, given the dim along which it is cut, None if it is whole.
-        gathered: The dim along which the activation is cut that the region's module takes, where the module's code is
-            to see all of it; else None.
         is_known: Whether each tensor says itself that it is cut, or is whole.
     """
 
-    def __init__(
-        self, share: Callable[[Tensor, int | None], Tensor], *, gathered: int | None = None, is_known: bool = False
-    ) -> None:
-        self._share, self._gathered, self._is_known = share, gathered, is_known
+    def __init__(self, share: Callable[[Tensor, int | None], Tensor], *, is_known: bool = False) -> None:
+        self._share, self._is_known = share, is_known
         self._shared: list[tuple[Tensor, Tensor]] = []
 
     def wrap(self, module: nn.Module) -> None:
@@ -48,9 +39,6 @@ class Region:
         @functools.wraps(forward)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             try:
-                key = None if self._gathered is None else activation_of(args, kwargs)
-                if key is not None:
-                    args, kwargs = replaced(args, kwargs, key, self._whole)
                 return forward(*args, **kwargs)
             finally:
                 # Also after errors, and when a recomputation stops early.
@@ -58,12 +46,29 @@ class Region:
 
         module.forward = bounded
 
-    def _whole(self, x: Tensor) -> Tensor:
-        """Return the whole sequence, which the projections that read it share."""
-        shared: Any = self._share(x, self._gathered)
-        whole: Tensor = torch_compat.unviewed(shared.to_local())
-        self._shared.append((whole, shared))
-        return whole
+    def gather(self, module: nn.Module, dim: int) -> None:
+        """Give a module in it the whole sequence, which the projections that read it share.
+
+        Args:
+            module: Its forward is replaced, keeping its name.
+            dim: The one along which the activation is cut that the module takes.
+        """
+        forward = module.forward
+
+        def whole(x: Tensor) -> Tensor:
+            shared: Any = self._share(x, dim)
+            result: Tensor = torch_compat.unviewed(shared.to_local())
+            self._shared.append((result, shared))
+            return result
+
+        @functools.wraps(forward)
+        def gathering(*args: Any, **kwargs: Any) -> Any:
+            key = activation_of(args, kwargs)
+            if key is not None:
+                args, kwargs = replaced(args, kwargs, key, whole)
+            return forward(*args, **kwargs)
+
+        module.forward = gathering
 
     def enter(self, x: Tensor, cut: int | None) -> Tensor:
         """Return what the projections that read `x` share.
@@ -82,38 +87,3 @@ class Region:
     def leave(self) -> None:
         """End it: the next tensor enters anew."""
         self._shared.clear()
-
-
-def followed(
-    forward: Callable[..., Any], fqn: str, *, mesh: DeviceMesh, cut: int | None, context: RunContext
-) -> Callable[..., Any]:
-    """Return a module's forward in which cut tensors are followed.
-
-    Args:
-        forward: Its own.
-        fqn: Named in errors.
-        mesh: Of tp alone.
-        cut: The dim along which the activation that it takes is cut, None if it is whole.
-        context: The run.
-    """
-
-    memory, marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
-
-    def marked(value: Tensor) -> Tensor:
-        if cut is None or cut_of(value) is not None:
-            return value
-        return marks.mark(value.view_as(value), Placed(dim=cut, parts=(value.shape[cut] * mesh.size(),)))
-
-    @functools.wraps(forward)
-    def following(*args: Any, **kwargs: Any) -> Any:
-        key = None if cut is None else activation_of(args, kwargs)
-        if cut is not None and key is not None:
-            args, kwargs = replaced(args, kwargs, key, marked)
-        with Following(mesh.size(), fqn, mesh=mesh, drawing=Drawing(context, fqn), memory=memory):
-            output = forward(*args, **kwargs)
-        for leaf in torch_compat.tree_leaves(output):
-            if (cut_now := cut_of(leaf)) is not None and cut_now.is_sequence:
-                unmark(leaf)
-        return output
-
-    return following

@@ -11,6 +11,7 @@ tensors of this rank's size. Legend: W whole on every rank, S cut along the sequ
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +21,15 @@ from composer3d import BatchError, RunContext, TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
-from composer3d_plugins.sharding.tensor_parallel.drawing import site_of
+from composer3d_plugins.sharding.tensor_parallel.drawing import eagerly, site_of
+from composer3d_plugins.sharding.tensor_parallel.followed import Followed
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
 from composer3d_plugins.sharding.tensor_parallel.making import Made
 from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
-from composer3d_plugins.sharding.tensor_parallel.region import Region, followed
+from composer3d_plugins.sharding.tensor_parallel.region import Region
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
 
 if TYPE_CHECKING:
@@ -65,6 +68,11 @@ class Applier:
         return self.context.mesh["tp"]
 
     @cached_property
+    def _held(self) -> dict[str, nn.Module]:
+        """The modules of this part; a stage lacks the blocks of the others, or what is in them."""
+        return dict(self.model.named_modules())
+
+    @cached_property
     def _marks(self) -> Marks:
         return Marks(self.mesh.size())
 
@@ -99,17 +107,20 @@ class Applier:
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
-                gathered = self.sequence_dim if name in self.made.gathered else None
-                regions[name] = Region(self._share, gathered=gathered, is_known=self._is_followed(name))
+                regions[name] = Region(self._share, is_known=self._is_followed(name))
         self._prepare_code()
+        for fqn in self.made.gathered:
+            inside = [name for name in fqns if self.rules[name].style in EXPANDING and name.startswith(f"{fqn}.")]
+            if fqn in self._held and inside:
+                assert self.sequence_dim is not None, "found only then"
+                regions[region_of(inside[0], self.rules) or ""].gather(self._held[fqn], self.sequence_dim)
         for name, region in regions.items():
             region.wrap(self.model.get_submodule(name))
         return regions
 
     def _prepare_code(self) -> None:
         """Let the model's own code get shares right; see `fitting`."""
-        # A stage lacks the blocks of the others, or what is in them.
-        held = dict(self.model.named_modules())
+        held = self._held
         for (fqn, name), value in self.made.sizes.items():
             if fqn in held:
                 setattr(held[fqn], name, value)
@@ -118,10 +129,7 @@ class Applier:
                 self._draw_apart(fqn, held[fqn])
         for fqn in self.made.followed:
             if fqn in held and next(held[fqn].parameters(), None) is not None:
-                inner = held[fqn]
-                inner.forward = followed(
-                    inner.forward, fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context
-                )
+                Followed(held[fqn], fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context)
 
     def _cut_around(self, fqn: str) -> int | None:
         """Return the dim along which the activation is cut that a followed module takes."""
@@ -172,6 +180,11 @@ class Applier:
             fqn=f"{fqn}.{name}",
             context=self.context,
         )
+        for group in self.context.ties:
+            for other in group if f"{fqn}.{name}" in group else ():
+                # A stage may lack its owner.
+                if other in self.made.unread and owner_of(other) in self._held:
+                    setattr(self._held[owner_of(other)], other.rpartition(".")[2], getattr(module, name))
 
     def _place_linear(self, fqn: str, module: Any, rule: Rule, *, along: str) -> None:
         """Cut a linear layer along its outputs or inputs; a bias belongs to the outputs."""
@@ -271,7 +284,7 @@ class Applier:
         given = self.made.given.get(fqn, (False,) * 3)
         marks = self._sequence_marks if self._is_followed(fqn) else None
         heads = HeadsOf(module=module, fqn=fqn, mesh=self.mesh, context=self.context, given=given, marks=marks)
-        module.forward = heads.forward
+        module.forward = heads.forward if not module.dropout else eagerly(functools.partial(heads.forward))
 
     def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""
@@ -314,7 +327,7 @@ class Applier:
 
         # Of torch's own dropouts it is known that they draw nothing; others may by any name.
         if getattr(module, "p", None) != 0.0:
-            module.forward = drawn
+            module.forward = eagerly(drawn)
 
     def _looked_up(self, fqn: str, module: nn.Module) -> None:
         """Let an embedding (of positions, say) look up this rank's part of the sequence, the last dim of indices."""

@@ -124,12 +124,20 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
             inner.training = mode
 
 
-def on_meta(module: nn.Module, call: Call) -> Any:
-    """Run a module with all its tensors on meta, gradients as in training; what it holds is left as it is."""
+def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], None] | None = None) -> Any:
+    """Run a module with all its tensors on meta, gradients as in training; what it holds is left as it is.
+
+    Args:
+        module: Any.
+        call: What it is called with.
+        seen: Told of the tensors that stand for its own, by their names.
+    """
     tensors = {
         name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
+    if seen is not None:
+        seen(tensors)
     # What the code makes without a device is on meta too.
     with torch.enable_grad(), torch.device("meta"):
         return torch.func.functional_call(module, tensors, call.args, dict(call.kwargs))

@@ -1,0 +1,90 @@
+"""Modules whose code is followed in every forward, and again where a part of them is recomputed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from composer3d import RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
+from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, cuts_in, unmark
+from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, eagerly
+from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.memory import Memory
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Followed"]
+
+
+class Followed:
+    """A module whose code is followed.
+
+    The code may have a part of it recomputed in the backward, by torch.utils.checkpoint, when nothing around it is at
+    work any more. Each module inside is therefore followed by itself where it is called with tensors that are cut, and
+    numbers what it draws by itself, so that it draws the same then.
+
+    Args:
+        module: Whose forwards are replaced, keeping their names.
+        fqn: Named in errors.
+        mesh: Of tp alone.
+        cut: The dim along which the activation that it takes is cut, None if it is whole.
+        context: The run.
+    """
+
+    def __init__(self, module: nn.Module, fqn: str, *, mesh: DeviceMesh, cut: int | None, context: RunContext) -> None:
+        self._fqn, self._mesh, self._cut, self._context = fqn, mesh, cut, context
+        self._memory, self._marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
+        self._at_work: Following | None = None
+        for name, inner in module.named_modules():
+            inner.forward = self._inside(inner.forward, f"{fqn}.{name}") if name else self._around(inner.forward)
+
+    def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def following(*args: Any, **kwargs: Any) -> Any:
+            key = None if self._cut is None else activation_of(args, kwargs)
+            if key is not None:
+                args, kwargs = replaced(args, kwargs, key, self._marked)
+            output = self._follow(forward, self._fqn, args, kwargs)
+            for leaf in torch_compat.tree_leaves(output):
+                if (cut := cut_of(leaf)) is not None and cut.is_sequence:
+                    unmark(leaf)
+            return output
+
+        return eagerly(following)
+
+    def _inside(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def entered(*args: Any, **kwargs: Any) -> Any:
+            following = self._at_work
+            if following is None:
+                # Only cut tensors tell that the module around it was at work in the forward.
+                return self._follow(forward, fqn, args, kwargs) if cuts_in(args, kwargs) else forward(*args, **kwargs)
+            before, following.drawing = following.drawing, Drawing(self._context, fqn)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                following.drawing = before
+
+        return entered
+
+    def _follow(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before, drawing = self._at_work, Drawing(self._context, fqn)
+        following = Following(self._mesh.size(), self._fqn, mesh=self._mesh, drawing=drawing, memory=self._memory)
+        self._at_work = following
+        try:
+            with following:
+                return forward(*args, **kwargs)
+        finally:
+            self._at_work = before
+
+    def _marked(self, value: Tensor) -> Tensor:
+        assert self._cut is not None, "asked only then"
+        if cut_of(value) is not None:
+            return value
+        size = value.shape[self._cut] * self._mesh.size()
+        return self._marks.mark(value.view_as(value), Placed(dim=self._cut, parts=(size,)))
