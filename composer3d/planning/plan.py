@@ -113,7 +113,7 @@ def make_plan(
     simulation = None if orders is None else simulate(orders, Costs())
     enough = partial(enough_microbatches, orders_of, job.num_microbatches)
     tracer = Tracer(job, extrapolate=extrapolate, enough=lambda position: enough(position=position))
-    chosen = chosen_ranks(layout, simulation, choice)
+    chosen = chosen_ranks(layout, simulation, choice, tracer.contents() if choice == "worst" else ())
     traces = tracer.trace_all(chosen)
     if hardware is not None:
         hardware = hardware.with_nodes(job.manifest.mesh.gpus_per_node)

@@ -48,6 +48,7 @@ from composer3d.torch_compat.processes import (
     process_group,
     set_group_timeout,
 )
+from composer3d.torch_compat.shapes import ResultMemory
 from composer3d.torch_compat.tensors import (
     allocate,
     dump_memory_history,
@@ -90,6 +91,7 @@ __all__ = [
     "record_memory_history",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
+    "ResultMemory",
     "ShardOf",
     "all_gather_single",
     "allocate",

@@ -6,6 +6,8 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from composer3d.torch_compat.shapes import ResultMemory
+
 __all__ = [
     "active_fake_mode",
     "device_question",
@@ -20,11 +22,14 @@ __all__ = [
 _READERS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"})
 
 
-def fake_tensors() -> Any:
+def fake_tensors(memory: ResultMemory | None = None) -> Any:
     """Return the mode in which operators make tensors without values; it has no public home (torch 2.11-2.15).
 
     Tensors with values are let in: models and plugins make small constants before. An operator that returns what a
     tensor holds as a Python value returns what `_value` says, where torch would refuse.
+
+    What an operator returns is worked out once for every form of its arguments, and kept in the memory, which the next
+    mode may be given; see `ResultMemory`.
 
     Half of what is dispatched asks for a tensor's device, and the way through dynamo, which steps aside, costs as much
     as an operator: the one is answered at once, the other not taken.
@@ -46,9 +51,11 @@ def fake_tensors() -> Any:
                 return args[0]  # torch's own would take new memory, where the real one returns what it is given
             if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
                 return _value(name, args[0].dtype)
-            return self.dispatch(func, types, args, kwargs)
+            return known.run(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
 
-    return Mode(allow_non_fake_inputs=True)
+    known = ResultMemory() if memory is None else memory
+    known.mode = Mode(allow_non_fake_inputs=True)
+    return known.mode
 
 
 def _value(name: str, dtype: Any) -> Any:

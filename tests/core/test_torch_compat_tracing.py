@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -76,3 +77,68 @@ def test_a_lone_pipeline_replaces_methods_that_torch_has():
     with torch_compat.lone_pipeline(lambda on: None, lambda *said: None, lambda *asked: None):
         assert PipelineStage._recv_meta is not names[0] and schedules._batch_p2p is not names[2]
     assert (PipelineStage._recv_meta, PipelineStage._send_meta, schedules._batch_p2p) == names
+
+
+def forms(tensors):
+    """Return what is to be known of tensors without values, and which of them share memory."""
+    places: dict[int, int] = {}
+    return [
+        (
+            type(t).__name__,
+            tuple(t.shape),
+            t.stride(),
+            t.storage_offset(),
+            t.dtype,
+            t.device,
+            t.untyped_storage().nbytes(),
+            places.setdefault(torch_compat.storage_key(t), len(places)),
+        )
+        for t in tensors
+    ]
+
+
+def program():
+    """Run operators of every kind: with new results, views of any argument, results in place, several, none."""
+    x, weight = torch.ones(4, 6, 8), torch.ones(8, 8, requires_grad=True)
+    found = [x, x[1:, ::2], x.transpose(0, 1), x.reshape(24, 8), x.transpose(0, 1).reshape(24, 8), x.expand(2, 4, 6, 8)]
+    found += [*x.split(3, 1), *x.unbind(0), *torch.ops.aten.native_layer_norm(x, [8], None, None, 1e-5)]
+    found += [x.to(torch.bfloat16), x.to(torch.float32), x.double().sum(), x.argmax(-1), x[..., None] == 1]
+    found += [x.add_(1), x.mul_(2).view(-1), torch.arange(3), torch.arange(3.0), x.new_empty(2), x.view(torch.int32)]
+    found += [torch.view_as_complex(x.reshape(4, 6, 4, 2)), x[:, 0].clone(), x.sum(1, keepdim=True).squeeze_(1)]
+    pair = [x, x + 1]
+    torch._foreach_add_(pair, 1)
+    found += [*pair, *torch._foreach_mul(pair, 2.0)]
+    q = torch.ones(2, 2, 4, 8, requires_grad=True)
+    attended = torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    (torch.nn.functional.linear(x.detach(), weight).relu().sum() + attended.sum()).backward()
+    held = torch.nn.Parameter(torch.ones(3))
+    held.untyped_storage().resize_(0)
+    return [*found, attended, weight.grad, q.grad, held]
+
+
+def test_remembered_results_have_the_form_of_the_first():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        expected = forms(program())
+    memory = torch_compat.ResultMemory()
+    with torch_compat.fake_tensors(memory) as mode:
+        first = program()
+    assert forms(first) == expected
+    num_known = len(memory)
+    with torch_compat.fake_tensors(memory) as other:
+        second = program()
+        assert forms(second) == forms(first) and len(memory) == num_known > 30
+    assert {t.fake_mode for t in first} == {mode} and {t.fake_mode for t in second} == {other}
+
+
+def test_what_has_no_plain_form_is_left_to_torch():
+    memory = torch_compat.ResultMemory()
+    with torch_compat.fake_tensors(memory):
+        for _ in range(2):
+            number, lazy = torch.ones(3), torch.ones(2, dtype=torch.complex64).conj()
+            assert float(number.sum()) == 1.0
+            assert lazy.is_conj() and lazy.resolve_conj().is_conj() is False and lazy.imag.is_neg()
+            assert (lazy.imag * 1).is_neg() is False
+            with pytest.raises(Exception, match="nonzero"):
+                number.nonzero()

@@ -69,7 +69,14 @@ class Job:
 
 
 @contextlib.contextmanager
-def composed(job: Job, preparation: Preparation, rank: int, *, cut: BlockCut | None = None) -> Iterator[Composition]:
+def composed(
+    job: Job,
+    preparation: Preparation,
+    rank: int,
+    *,
+    cut: BlockCut | None = None,
+    memory: torch_compat.ResultMemory | None = None,
+) -> Iterator[Composition]:
     """Compose as one rank; inside, every operator makes tensors without values.
 
     Args:
@@ -77,13 +84,14 @@ def composed(job: Job, preparation: Preparation, rank: int, *, cut: BlockCut | N
         preparation: From `prepared`; it is aimed at the rank, and left as it was.
         rank: The one to be.
         cut: Leaves blocks of this rank's stages out.
+        memory: Of what operators returned to the ranks before.
     """
     from composer3d.testing.worlds import fake_world
 
     with fake_world(job.world_size, rank), _aimed(preparation, rank) as aimed:
         build_mesh(aimed)
         apply_transforms(aimed, after_split=partial((cut or BlockCut(None)).apply, preparation=aimed))
-        with torch_compat.fake_tensors():
+        with torch_compat.fake_tensors(memory):
             give_memory(aimed)
             plan = fingerprint(described(aimed))
             run = Composition(freeze(aimed, job.loss_fn, None, None, lambda: None, plan, make_guard=_Alone))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,7 @@ class _Observer:
         with torch_compat.with_values():
             self.collectives = Collectives.over(run.mesh)
         self._known: dict[Any, tuple[str, bool, bool, bool]] = {}
+        self._calls: dict[Any, Calls] = {}
         self._question = torch_compat.device_question()
         self._open: list[Stretch] = []
         self._between = self._stretch("gradients", 0, None)
@@ -243,15 +244,40 @@ class _Observer:
         return next(actions, self._between)
 
     def _count(self, name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
-        made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
-        floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
-        written = torch_compat.written_tensors(operator, args, kwargs) if torch_compat.is_in_place(operator) else made
-        sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
-        dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
-        flops = int(torch_compat.num_flops(operator, args, kwargs, result))
-        shapes = tuple(tuple(t.shape) for t in tensors)
-        self.stretch.operators[name, dtype, shapes, flops, sizes] += 1
+        """Count a call; what is counted hangs on nothing but the forms of its tensors and its other arguments."""
+        try:
+            form = (operator, _form(args), _form(kwargs.values()) if kwargs else (), _form((result,)))
+            calls = self._calls.get(form)
+        except TypeError:  # an argument without a hash
+            form, calls = None, None
+        if calls is None:
+            calls = _calls(name, operator, args, kwargs, result)
+            if form is not None:
+                self._calls[form] = calls
+        self.stretch.operators[calls] += 1
+
+
+def _form(values: Iterable[Any]) -> tuple[Any, ...]:
+    forms: list[Any] = []
+    for value in values:
+        if hasattr(value, "untyped_storage"):
+            forms += (value.shape, value.dtype)
+        elif isinstance(value, list | tuple):
+            forms.append(_form(value))
+        else:
+            forms.append(value)
+    return tuple(forms)
+
+
+def _calls(name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> Calls:
+    tensors = [arg for arg in _flat((*args, *kwargs.values())) if hasattr(arg, "untyped_storage")]
+    made = [leaf for leaf in _flat((result,)) if hasattr(leaf, "untyped_storage")]
+    floating = next((t for t in (*tensors, *made) if t.is_floating_point()), None)
+    written = torch_compat.written_tensors(operator, args, kwargs) if torch_compat.is_in_place(operator) else made
+    sizes = sum(t.numel() * t.element_size() for t in (*tensors, *_flat((written,))))
+    dtype = "" if floating is None else str(floating.dtype).removeprefix("torch.")
+    flops = int(torch_compat.num_flops(operator, args, kwargs, result))
+    return name, dtype, tuple(tuple(t.shape) for t in tensors), flops, sizes
 
 
 def _flat(values: tuple[Any, ...]) -> Iterator[Any]:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Literal
 
 from composer3d.errors import ComposerError
 from composer3d.mesh import Layout, Role
 from composer3d.planning.schedules.simulation import Simulation
 
-__all__ = ["RankChoice", "chosen_ranks", "first_ranks"]
+if TYPE_CHECKING:
+    from composer3d.preparation import Preparation
+
+__all__ = ["Contents", "RankChoice", "chosen_ranks", "contents_of", "first_ranks"]
 
 RankChoice = int | Literal["worst", "all"]
+# What the stages of a position hold: how many parameters of each name, a block's number left out.
+Contents = Counter[str]
 
 
-def chosen_ranks(layout: Layout, simulation: Simulation | None, choice: RankChoice) -> dict[int, int]:
+def chosen_ranks(
+    layout: Layout, simulation: Simulation | None, choice: RankChoice, contents: Sequence[Contents] = ()
+) -> dict[int, int]:
     """Return the ranks to trace, and for how many ranks of the world each stands.
 
     Along every axis but those of stages the first rank is taken: where sizes do not divide, it holds the larger piece.
@@ -22,8 +32,9 @@ def chosen_ranks(layout: Layout, simulation: Simulation | None, choice: RankChoi
         layout: Of the world.
         simulation: Of the pipeline, None without one.
         choice: `worst` visits one rank of each distinct role: the first and the last position of the pipeline, and of
-            those between, which hold the same kind of stages, the one with most micro-batches in flight. `all` visits
-            every position. A number is a rank.
+            those between every one that no other exceeds, in what its stages hold and in the micro-batches that it has
+            in flight: it stands for those that it exceeds. `all` visits every position. A number is a rank.
+        contents: From `contents_of`; without them all positions between hold the same.
 
     Raises:
         ComposerError: The world has no such rank.
@@ -36,9 +47,46 @@ def chosen_ranks(layout: Layout, simulation: Simulation | None, choice: RankChoi
     share = layout.world_size // len(firsts)
     if choice == "all" or len(firsts) <= 3 or simulation is None:
         return dict.fromkeys(firsts, share)
-    between = range(1, len(firsts) - 1)
-    fullest = max(between, key=lambda position: (simulation.in_flight[position], -position))
-    return {firsts[0]: share, firsts[fullest]: share * len(between), firsts[-1]: share}
+    in_flight = simulation.in_flight
+    chosen = {0: 1}
+    for position in sorted(range(1, len(firsts) - 1), key=lambda position: -in_flight[position]):
+        above = [
+            other
+            for other in chosen
+            if other and (not contents or contents[position] <= contents[other])  # they have more in flight, or as many
+        ]
+        if above:
+            equal = [other for other in above if not contents or contents[position] == contents[other]]
+            chosen[(equal or above)[0]] += 1
+        else:
+            chosen[position] = 1
+    chosen[len(firsts) - 1] = 1
+    return {firsts[position]: share * number for position, number in sorted(chosen.items())}
+
+
+def contents_of(preparation: Preparation) -> list[Contents]:
+    """Return what the stages of every position hold, as they are cut; of a pipeline without positions between, nothing.
+
+    Memory: none; stages of a model on meta. Collectives: none.
+    """
+    context = preparation.context
+    firsts = first_ranks(context.layout)
+    if len(firsts) <= 3:
+        return []
+    found: list[Contents] = []
+    for rank in firsts:
+        with context.as_rank(rank):
+            split = preparation.hooks.query("composer3d_split", context=context, model=preparation.model)
+            if split is None:
+                return []
+            found.append(
+                Counter(
+                    f"{re.sub(r'[.][0-9]+[.]', '.*.', fqn)} {tuple(parameter.shape)} {parameter.dtype}"
+                    for part in split.parts
+                    for fqn, parameter in part.module.named_parameters()
+                )
+            )
+    return found
 
 
 def first_ranks(layout: Layout) -> list[int]:

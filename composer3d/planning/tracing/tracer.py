@@ -15,7 +15,7 @@ from composer3d.planning.tracing.blocks import BlockCut
 from composer3d.planning.tracing.composing import Job, composed, make_lasting, prepared, prime_optimizer, run_step
 from composer3d.planning.tracing.extending import Sketch, extend, repeat, sketch_of
 from composer3d.planning.tracing.recording import record_step
-from composer3d.planning.tracing.roles import first_ranks
+from composer3d.planning.tracing.roles import Contents, contents_of, first_ranks
 from composer3d.planning.tracing.summary import summarise
 from composer3d.planning.tracing.traced import RankTrace
 
@@ -55,6 +55,11 @@ class Tracer:
         self._preparation = prepared(job)
         self._positions = first_ranks(self._preparation.context.layout)
         self._sent: dict[int, Any] = {}
+        self._memory = torch_compat.ResultMemory()
+
+    def contents(self) -> list[Contents]:
+        """Return what the stages of every position hold; see `contents_of`."""
+        return contents_of(self._preparation)
 
     def trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
         """Trace several ranks: stages of three blocks here, those of four in a process beside it.
@@ -62,6 +67,15 @@ class Tracer:
         Args:
             chosen: For every rank, how many ranks of the world do the same; earlier stages first.
         """
+        # What there is before is looked at once; what runs make is collected before each of them.
+        gc.collect()
+        gc.freeze()
+        try:
+            return self._trace_all(chosen)
+        finally:
+            gc.unfreeze()
+
+    def _trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
         if not self._extrapolate:
             return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
         with Beside(lambda: {rank: self._longer(rank) for rank in chosen}) as beside:
@@ -149,7 +163,7 @@ class Tracer:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with composed(job, self._preparation, rank, cut=cut) as run:
+            with composed(job, self._preparation, rank, cut=cut, memory=self._memory) as run:
                 if if_longer and not (cut.are_alike and {len(names) >= (keep or 0) for names in cut.names} == {True}):
                     return _Traced(sketch=None, names=cut.names, are_alike=cut.are_alike, num_traced=number)
                 optimizer = job.make_optimizer(run)

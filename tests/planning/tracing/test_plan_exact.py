@@ -7,9 +7,17 @@ from support.planned import Case, figures, measured, tracer_of
 
 from composer3d.testing import run_ranks
 
-# A minute and a half of CPU time, twice where two workers share the cases.
-pytestmark = pytest.mark.slow
-
+# One of each kind; the others differ by an option.
+FAST = (
+    "zero3",
+    "mixed",
+    "recompute",
+    "cpu_offload",
+    "1f1b",
+    "stranger",
+    "fsdp_sp",
+    "pp_fsdp",
+)
 CASES = {
     "zero3": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n"),
     "zero2": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\nzero = 2\n"),
@@ -54,23 +62,34 @@ CASES = {
 }
 
 
+def group(name):
+    """Return what cases have in common that run in one world."""
+    return name in FAST, CASES[name].world_size
+
+
 @pytest.fixture(scope="module")
 def happened(tmp_path_factory):
-    """Run every case on real ranks, all of one size in one world."""
+    """Run a case on real ranks when it is asked for, and with it all of its group."""
     folder, found = tmp_path_factory.mktemp("real"), {}
-    for size in sorted({case.world_size for case in CASES.values()}):
-        names = [name for name, case in CASES.items() if case.world_size == size]
-        ranks = run_ranks(lambda names=names: [measured(CASES[name], folder) for name in names], size, timeout_s=240.0)
-        found |= {name: [rank[index] for rank in ranks] for index, name in enumerate(names)}
-    return found
+
+    def of(name):
+        if name not in found:
+            names = [other for other in CASES if group(other) == group(name)]
+            ranks = run_ranks(
+                lambda: [measured(CASES[other], folder) for other in names], CASES[name].world_size, timeout_s=240.0
+            )
+            found.update({other: [rank[index] for rank in ranks] for index, other in enumerate(names)})
+        return found[name]
+
+    return of
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
 def test_a_plan_is_what_real_ranks_do(name, happened, tmp_path):
     case = CASES[name]
     tracer = tracer_of(case, tmp_path, extrapolate=False)
     for rank in (0, case.world_size - 1):
-        one, other = figures(tracer.trace(rank)), happened[name][rank]
+        one, other = figures(tracer.trace(rank)), happened(name)[rank]
         for figure in case.uncompared:
             del one["memory"][figure], other["memory"][figure]
         assert one == other

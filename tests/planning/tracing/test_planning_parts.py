@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -113,6 +114,33 @@ def test_one_rank_of_each_role_is_visited():
     assert chosen_ranks(layout, simulation, "worst") == {0: 4, 4: 8, 12: 4}
     assert chosen_ranks(layout, simulation, "all") == dict.fromkeys((0, 4, 8, 12), 4)
     assert chosen_ranks(layout, simulation, 7) == {7: 1}
+
+
+def test_a_fuller_stage_behind_is_visited_too():
+    layout = resolve({"pp": 5, "dp_shard": 2}, axes=AXES, world_size=None, default=None)
+    simulation = simulate(one_f_one_b(5, 8), Costs())
+    contents = [Counter(block=number) for number in (1, 1, 2, 1, 2)]
+    assert chosen_ranks(layout, simulation, "worst", contents) == {0: 2, 2: 4, 4: 2, 8: 2}
+    other = [Counter(block=1), Counter(block=1, a=1), Counter(block=1, b=1), Counter(block=1, a=1), Counter(block=1)]
+    assert chosen_ranks(layout, simulation, "worst", other) == {0: 2, 2: 4, 4: 2, 8: 2}
+
+
+def test_the_rank_with_the_highest_peak_is_visited(tmp_path):
+    case = Case(
+        'mesh.pp = 4\n[scheduling.pipeline]\nsplit = ["layers.1", "layers.2", "layers.5"]\n',
+        world_size=4,
+        num_microbatches=4,
+        num_layers=6,
+    )
+    tracer = tracer_of(case, tmp_path)
+    contents = tracer.contents()
+    per_block = contents[1].total()
+    assert [each.total() // per_block for each in contents] == [1, 1, 3, 1]
+    layout = resolve({"pp": 4}, axes=AXES, world_size=None, default=None)
+    chosen = chosen_ranks(layout, simulate(one_f_one_b(4, 4), Costs()), "worst", contents)
+    peaks = {trace.rank: trace.memory.peak for trace in tracer.trace_all(dict.fromkeys(range(4), 1))}
+    assert max(peaks, key=peaks.__getitem__) == 2
+    assert chosen == {0: 1, 1: 1, 2: 1, 3: 1}
 
 
 def test_an_allocation_is_rounded_up_and_judged(tmp_path):

@@ -1,0 +1,203 @@
+"""What operators return for tensors without values, worked out once for every form of their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["ResultMemory"]
+
+# What else an argument may be; everything of these types that is equal, and of one type, gives an equal result.
+_PLAIN = frozenset({"NoneType", "int", "float", "bool", "str", "dtype", "device", "layout", "memory_format"})
+# Operators whose results hang on values, or that change the form of what they are given.
+_TAGS = ("dynamic_output_shape", "data_dependent_output", "inplace_view")
+_NOT_REMEMBERED = (
+    "aten::lift",
+    "aten::set_",
+    "aten::resize",
+    "aten::_local_scalar",
+    "aten::item",
+    "aten::record_stream",
+)
+
+
+class _Unknown(Exception):
+    """An argument or a result that is not remembered."""
+
+
+class ResultMemory:
+    """Makes the results of operators in a fake mode from those of an equal call before.
+
+    torch's own fake mode remembers too, but looks at a hundred things for each call, for 0.1 ms; composing and running
+    a step asks it tens of thousands of times. Here a call is its operator, the forms of its tensors, and its other
+    arguments; what it returned is a tensor of a known form with a new storage, a view of an argument, or an argument
+    itself. Whatever is none of that goes to the mode: other types, wrappers, complex numbers and parts of them (whose
+    signs are lazy), tensors that hold a value, operators whose result hangs on values. Fake tensors are private (torch
+    2.11-2.15).
+
+    One memory may serve several modes, one after the other.
+
+    Attributes:
+        mode: The fake mode that is on, in which results are made.
+    """
+
+    def __init__(self) -> None:
+        import torch
+        from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
+
+        self.mode: Any = None
+        self._cls, self._inside = FakeTensor, in_kernel_invocation_manager
+        self._makers: dict[Any, Callable[[Any, Any], Any] | None] = {}
+        self._remembered: dict[Any, bool] = {}
+        self._size, self._default_dtype = torch.Size, torch.get_default_dtype
+        self._tags = {getattr(torch.Tag, name) for name in _TAGS}
+
+    def __len__(self) -> int:
+        """Return how many forms of calls are known."""
+        return sum(maker is not None for maker in self._makers.values())
+
+    def run(self, operator: Any, args: Any, kwargs: Any, otherwise: Callable[[], Any]) -> Any:
+        """Return what the operator returns; `otherwise` is asked the first time, and where nothing is remembered."""
+        default = self._default_dtype
+        can = self._remembered.get(operator)
+        if can is None:
+            can = self._remembered[operator] = self._can_remember(operator)
+        if not can:
+            return otherwise()
+        try:
+            key = (operator, default(), self._forms(args), self._forms(kwargs.items()) if kwargs else ())
+            maker = self._makers.get(key)
+        except (_Unknown, TypeError):  # TypeError: symbolic numbers have no hash
+            return otherwise()
+        if maker is not None:
+            return maker(args, kwargs)
+        result = otherwise()
+        if key not in self._makers:
+            try:
+                self._makers[key] = self._maker(operator, args, kwargs, result)
+            except _Unknown:
+                self._makers[key] = None
+        return result
+
+    def _can_remember(self, operator: Any) -> bool:
+        import torch
+
+        return (
+            isinstance(operator, torch._ops.OpOverload)
+            and operator.namespace == "aten"
+            and not operator.name().startswith(_NOT_REMEMBERED)
+            and not self._tags & set(operator.tags)
+        )
+
+    def _forms(self, values: Any) -> tuple[Any, ...]:
+        """Return what arguments have in common that give equal results."""
+        cls, size = self._cls, self._size
+        forms: list[Any] = []
+        for value in values:
+            kind = type(value)
+            if kind is cls:
+                forms += self._form(value)
+            elif kind is list or kind is tuple or kind is size:
+                forms.append((kind, self._forms(value)))
+            elif kind.__name__ in _PLAIN:
+                forms.append((kind, value))
+            else:
+                raise _Unknown
+        return tuple(forms)
+
+    def _form(self, tensor: Any) -> tuple[Any, ...]:
+        import torch
+
+        dtype = tensor.dtype
+        is_odd = (
+            dtype.is_complex or tensor.layout is not torch.strided or tensor.constant is not None or tensor.is_neg()
+        )
+        if is_odd or tensor.fake_mode is not self.mode or tensor.is_quantized:
+            raise _Unknown
+        return tensor.shape, tensor.stride(), tensor.storage_offset(), dtype, tensor.fake_device
+
+    # ---- results -----------------------------------------------------------------------------------------------------
+
+    def _maker(self, operator: Any, args: Any, kwargs: Any, result: Any) -> Callable[[Any, Any], Any]:
+        """Return what makes an equal result of equal arguments.
+
+        Raises:
+            _Unknown: Where that is not certain.
+        """
+        kind = type(result)
+        if kind in (tuple, list):
+            makers = [self._maker(operator, args, kwargs, each) for each in result]
+            return lambda args, kwargs: kind([make(args, kwargs) for make in makers])
+        if kind in (type(None), int, float, bool):
+            return lambda args, kwargs: result
+        if kind is not self._cls:
+            raise _Unknown
+        places = [place for place, arg in enumerate(args) if arg is result]
+        if places:
+            return lambda args, kwargs: args[places[0]]
+        if any(value is result for value in kwargs.values()):
+            raise _Unknown
+        self._form(result)  # raises where the result is odd
+        storage = result.untyped_storage()
+        sharing = [
+            place
+            for place, arg in enumerate(args)
+            if type(arg) is self._cls and arg.untyped_storage()._cdata == storage._cdata
+        ]
+        if len(sharing) > 1 or (sharing and args[sharing[0]].dtype != result.dtype):
+            raise _Unknown
+        if sharing:
+            return self._viewer(result, sharing[0])
+        if operator.is_view or any(each.alias_info for each in operator._schema.returns):
+            raise _Unknown
+        return self._creator(result)
+
+    def _creator(self, result: Any) -> Callable[[Any, Any], Any]:
+        import torch
+
+        shape, stride, dtype, device = tuple(result.shape), result.stride(), result.dtype, result.fake_device
+        attributes, cls = self._attributes(result), self._cls
+        empty, subclass = torch.empty_strided, torch.Tensor._make_subclass
+        example = empty(shape, stride, dtype=dtype, device="meta")
+        if result.storage_offset() or example.untyped_storage().nbytes() != result.untyped_storage().nbytes():
+            raise _Unknown
+        no_dispatch, protect = torch._C._DisableTorchDispatch, torch._C._set_throw_on_mutable_data_ptr
+
+        def create(args: Any, kwargs: Any) -> Any:
+            with no_dispatch():
+                plain = empty(shape, stride, dtype=dtype, device="meta")
+            made = subclass(cls, plain, False, dispatch_device=True, device_for_backend_keys=device)
+            protect(made)
+            made.__dict__.update(attributes)
+            made.fake_mode = self.mode
+            return made
+
+        return create
+
+    def _viewer(self, result: Any, place: int) -> Callable[[Any, Any], Any]:
+        import torch
+
+        shape, stride, offset = tuple(result.shape), result.stride(), result.storage_offset()
+        device, attributes = result.fake_device, self._attributes(result)
+        cls, inside, subclass = self._cls, self._inside, torch.Tensor._make_subclass
+        as_strided, protect = torch.ops.aten.as_strided.default, torch._C._set_throw_on_mutable_data_ptr
+
+        def view(args: Any, kwargs: Any) -> Any:
+            viewed = args[place]
+            with inside(self.mode):
+                plain = as_strided(viewed, shape, stride, offset)
+            made = subclass(cls, plain, False, dispatch_device=True, device_for_backend_keys=device)
+            protect(made)
+            made.__dict__.update(attributes)
+            made.fake_mode = self.mode
+            return made
+
+        return view
+
+    def _attributes(self, result: Any) -> dict[str, Any]:
+        """Return a fake tensor's own attributes but its mode: its device, and what it has not been asked yet."""
+        attributes = dict(vars(result))
+        del attributes["fake_mode"]
+        if any(value is not None for name, value in attributes.items() if name != "_fake_device"):
+            raise _Unknown
+        return attributes
