@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import cut, map_tensors, to_device
+from composer3d.gradients import local
 from composer3d.loss import as_loss, count_valid, reduction_of
 from composer3d.proof.activations import Output, watching
 from composer3d.proof.comparison import COMPARED, difference, scale_of
@@ -196,14 +197,18 @@ def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, T
     return result
 
 
-def first_outputs(subject: Subject, *, degree: int) -> dict[str, Output]:
-    """Return what modules return on the first data-parallel rank's first micro-batch."""
+def first_outputs(subject: Subject, *, degree: int) -> list[dict[str, Output]]:
+    """Return what modules return on every data-parallel rank's first micro-batch."""
     import torch
 
-    with _alone(subject, "float64") as run, run.step(0), torch.no_grad(), watching(run) as found:
-        piece = _microbatches(subject, 0, degree, "float64")[0]
-        run.model(*piece.args, **piece.kwargs)
-    return found
+    result = []
+    with _alone(subject, "float64") as run, run.step(0), torch.no_grad():
+        pieces = _microbatches(subject, 0, degree, "float64")
+        for piece in pieces[:: len(pieces) // degree]:
+            with watching(run) as found:
+                run.model(*piece.args, **piece.kwargs)
+            result.append(found)
+    return result
 
 
 def loss_with(subject: Subject, *, degree: int, factors: Mapping[str, float]) -> float:
@@ -290,7 +295,8 @@ def _set_weights(run: Composition, weights: Mapping[str, Tensor]) -> None:
 
     with torch.no_grad():
         for fqn, parameter in run.named_parameters():
-            parameter.copy_(weights[fqn])
+            # A plugin may compute in units on one device too, whose parameters are DTensors with one shard.
+            local(parameter).copy_(weights[fqn])
 
 
 def _rounding(rounded: Reference, exact: Reference) -> dict[str, dict[str, float]]:

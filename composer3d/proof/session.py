@@ -43,7 +43,7 @@ class ReferenceReport:
         tolerances: By arithmetic and what is compared.
         counts: Valid tokens of the first step's micro-batches.
         draws: What one device draws in one step.
-        outputs: What modules return on the first data-parallel rank's first micro-batch.
+        outputs: What modules return on the first micro-batch of every data-parallel rank.
     """
 
     losses: Mapping[str, list[float]]
@@ -51,7 +51,7 @@ class ReferenceReport:
     tolerances: Mapping[str, Limits]
     counts: list[int]
     draws: Mapping[str, Draws]
-    outputs: Mapping[str, Output]
+    outputs: Sequence[Mapping[str, Output]]
 
 
 @dataclass(kw_only=True)

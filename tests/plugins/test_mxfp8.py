@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ from support.lowered import PP, TP, TP_FSDP, Wide, batch, counted, inside, plan,
 from support.models import composed, seeded
 from torch import nn
 
-from composer3d import BatchError, ManifestError, torch_compat
+from composer3d import BatchError, ManifestError, PluginError, torch_compat
 from composer3d.testing import run_ranks
 
 # Before ranks are forked: each of them would import it anew.
@@ -80,6 +82,25 @@ def test_the_plan_says_what_is_converted():
     ]
 
 
+def in_half_precision(dtype):
+    run = composed(f'[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "{dtype}"\n' + TABLE, seeded(Wide))
+    tokens, targets = batch()
+    with run.step(0):
+        loss = run.forward_backward(tokens, target=targets)
+        run.clip_grad_norm_(math.inf)  # of a scaled loss they are unscaled here
+    found = {fqn: p.grad.to_local().clone() for fqn, p in run.named_parameters() if p.grad is not None}
+    run.close()
+    return float(loss), found
+
+
+def test_float16_is_multiplied_too():
+    wide, narrow = (run_ranks(in_half_precision, 1, dtype)[0] for dtype in ("float32", "float16"))
+    assert narrow[0] == pytest.approx(wide[0], rel=2**-8)
+    for fqn, gradient in wide[1].items():
+        # float8 rounds to 3 bits after the leading one, so what float16 rounds moves single elements by that.
+        assert float((narrow[1][fqn] - gradient).norm()) <= 2**-3 * float(gradient.norm()), fqn
+
+
 def uneven():
     run = composed(TABLE, seeded(Wide))
     tokens, targets = batch(3)
@@ -93,6 +114,22 @@ def test_refuses_tokens_that_are_no_blocks():
     assert run_ranks(uneven, 1)[0] == (
         "mxfp8 multiplies blocks of 32 tokens, and a micro-batch has 24; choose another microbatch, or "
         'recipe = "mxfp8_wgrad_hp"'
+    )
+
+
+def cut_through():
+    run = composed(TP.replace("tp = 2", "tp = 4") + TABLE, seeded(Wide))
+    tokens, targets = batch()
+    with pytest.raises(PluginError) as caught, run.step(0):
+        run.forward_backward(tokens, target=targets)
+    run.close()
+    return str(caught.value)
+
+
+def test_refuses_a_cut_through_a_block():
+    assert run_ranks(cut_through, 4)[0] == (
+        "tp leaves 16 x 32 of a weight on a rank, and mxfp8 multiplies blocks of 32; exclude the layer, or let fewer "
+        "ranks share it"
     )
 
 
