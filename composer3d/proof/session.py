@@ -180,7 +180,7 @@ def _draw_alone(subject: Subject, degree: int) -> dict[str, Draws]:
     """Record what one device draws, in micro-batches of the run's size."""
     from composer3d.batch import cut, to_device
 
-    plain = without_plugins(subject.manifest, keep_precision=False)
+    plain = without_plugins(subject.manifest)
     with subject.composed("float64", plain, draws=True) as run, run.step(0), recording(run) as found:
         batch = of_dtype(subject.batch(0, 0, degree), "float64")
         for piece in cut(batch, subject.manifest.train.microbatch):

@@ -84,6 +84,7 @@ def test_the_plan_says_what_is_converted():
 
 def in_half_precision(dtype):
     run = composed(f'[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "{dtype}"\n' + TABLE, seeded(Wide))
+    run.optimizer(torch.optim.SGD, lr=0.1)
     tokens, targets = batch()
     with run.step(0):
         loss = run.forward_backward(tokens, target=targets)

@@ -93,6 +93,7 @@ def fault(family, name, how=""):
             r"the samples of micro-batch 5 of data-parallel rank 0 are there twice, and those of micro-batch 0 of "
             r"data-parallel rank 1 are not: the parts of the batch that ranks take overlap",
             id="parts that overlap",
+            marks=SLOW,
         ),
     ],
 )
