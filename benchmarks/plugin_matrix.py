@@ -8,13 +8,17 @@ there. Then every row is proven as `composer3d verify` does, on up to 8 ranks; a
 benchmarks/results/plugin_matrix.json is written after every cell, and a run that was stopped goes on where it was: rows
 that are proven stay so until `--again`. A row that fails is kept in plugin_matrix_failed.json, which the tests run.
 
-Usage: python benchmarks/plugin_matrix.py [--plan] [--known] [--cells N] [--only TEXT] [--again] [--json]
+Several processes may share the rows (`--known --part 1/2`, `--known --part 2/2`): each writes into the same result.
+
+Usage: python benchmarks/plugin_matrix.py [--plan] [--known] [--part K/N] [--cells N] [--only TEXT] [--again] [--json]
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
+import math
 import os
 import sys
 import time
@@ -54,10 +58,19 @@ def rows_of(*, learn: bool) -> list[dict[str, str]]:
         check=check if learn else lambda row: (),
         owners=owners(),
         known=known_refusals(),
+        begin=_rows_on_record(),
         note=note if learn else lambda text: None,
         learned=_write_refusals,
     )
     return list(made.rows)
+
+
+def _rows_on_record() -> list[dict[str, str]]:
+    """Return the rows of the result, what is settled first: they stay as they are as long as they can be."""
+    cells = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else []
+    order = {"proven": 0, "failed": 1}
+    cells.sort(key=lambda cell: order.get(cell["outcome"], 2))
+    return [whole(cell["row"]) for cell in cells if not cell["row"].keys() - options().keys()]
 
 
 def _write_refusals(refused: Sequence[Refused]) -> None:
@@ -80,30 +93,62 @@ def whole(short: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def run(rows: Sequence[Row], *, again: bool, limit: int | None, stated: dict[str, Any]) -> dict[str, Any]:
-    """Judge rows that were not proven before, writing down each; return the whole result."""
-    before = (
-        {}
-        if again or not RESULT.exists()
-        else {json.dumps(cell["row"]): cell for cell in json.loads(RESULT.read_text())["cells"]}
-    )
-    cells: list[dict[str, Any]] = []
-    for row in rows:
-        short = neutral_left_out(row)
-        old = before.get(json.dumps(short), {"row": short, "outcome": "left", "detail": "", "wall_s": 0.0})
-        cells.append(old)
-    todo = [cell for cell in cells if cell["outcome"] not in ("proven", "refused")][:limit]
-    result = _result(cells, stated)
-    for number, cell in enumerate(todo, 1):
+def run(
+    rows: Sequence[Row],
+    *,
+    again: bool,
+    limit: int | None,
+    stated: dict[str, Any],
+    part: tuple[int, int] = (1, 1),
+    chosen: str = "",
+) -> dict[str, Any]:
+    """Judge rows that were not proven before, writing down each; return the whole result.
+
+    What takes long comes last, so that a run that is stopped has more cells behind it.
+
+    Args:
+        rows: All of the matrix.
+        again: Proven ones too.
+        limit: Judge at most so many.
+        stated: Conditions of the measurement.
+        part: (k, n): of the rows to judge every n-th from the k-th on; other processes may judge the others.
+        chosen: Only rows in which this stands.
+    """
+    cells = _written(rows, stated)["cells"]
+    settled = () if again else ("proven", "refused")
+    todo = [cell["row"] for cell in cells if cell["outcome"] not in settled and chosen in say_row(whole(cell["row"]))]
+    todo = sorted(todo, key=_cost)[part[0] - 1 :: part[1]][:limit]
+    for number, short in enumerate(todo, 1):
         started = time.monotonic()
-        verdict = judge(whole(cell["row"]))
-        cell |= {"outcome": verdict.outcome, "detail": verdict.detail, "wall_s": round(time.monotonic() - started, 1)}
-        if verdict.outcome == "failed":
-            _keep(cell["row"])
-        note(f"{number} of {len(todo)}: {verdict.outcome} in {cell['wall_s']} s: {say_row(cell['row'])}")
+        verdict = judge(whole(short))
+        found = {"outcome": verdict.outcome, "detail": verdict.detail, "wall_s": round(time.monotonic() - started, 1)}
+        _written(rows, stated, {"row": short, **found})
+        note(f"{number} of {len(todo)}: {verdict.outcome} in {found['wall_s']} s: {say_row(short)}")
         if verdict.detail and verdict.outcome == "failed":
             note(verdict.detail[:2000])
-        result = _result(cells, stated)
+    return _written(rows, stated)
+
+
+def _cost(row: Mapping[str, str]) -> tuple[bool, int]:
+    """Return what rows are sorted by: compilers last, then the number of ranks."""
+    degrees = [int(value) for key, value in row.items() if key.startswith("mesh.")]
+    return "scheduling.compile" in row, math.prod(degrees)
+
+
+def _written(rows: Sequence[Row], stated: dict[str, Any], cell: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Write down a cell, beside what other processes have written, and return the whole result."""
+    with Path(__file__).open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        old = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else []
+        if cell is not None:
+            old.append(cell)
+            if cell["outcome"] == "failed":
+                _keep(cell["row"])
+        known = {json.dumps(entry["row"], sort_keys=True): entry for entry in old}
+        shorts = map(neutral_left_out, rows)
+        left = {"outcome": "left", "detail": "", "wall_s": 0.0}
+        entries = [known.get(json.dumps(short, sort_keys=True), {"row": short, **left}) for short in shorts]
+        result = _result(entries, stated)
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
     return result
 
@@ -129,11 +174,19 @@ def _result(cells: Sequence[Mapping[str, Any]], stated: dict[str, Any]) -> dict[
     }
 
 
+def _part(text: str) -> tuple[int, int]:
+    number, total = map(int, text.split("/"))
+    if not 1 <= number <= total:
+        raise argparse.ArgumentTypeError(f"{text} is not one of {total} parts: 1/{total} is the first")
+    return number, total
+
+
 def main() -> int:
     """Read the command line, run, print."""
     parser = argparse.ArgumentParser(description="Prove every two options of all installed plugins together.")
     parser.add_argument("--plan", action="store_true", help="make the rows, find what is refused, and stop")
     parser.add_argument("--known", action="store_true", help="take what is refused from the file, and look for no more")
+    parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="one of N processes: every N-th row")
     parser.add_argument("--cells", type=int, metavar="N", help="at most so many cells, then stop")
     parser.add_argument("--only", metavar="TEXT", default="", help="rows that have it, as in 'schedule=\"1F1B\"'")
     parser.add_argument("--again", action="store_true", help="run proven rows too")
@@ -146,9 +199,16 @@ def main() -> int:
     rows = rows_of(learn=not arguments.known)
     note(f"{len(rows)} rows")
     if arguments.plan:
+        _written(rows, stated)
         return 0
-    some = [row for row in rows if arguments.only in say_row(row)]
-    found = run(some, again=arguments.again, limit=arguments.cells, stated=stated)
+    found = run(
+        rows,
+        again=arguments.again,
+        limit=arguments.cells,
+        stated=stated,
+        part=arguments.part,
+        chosen=arguments.only,
+    )
     if arguments.json:
         say(json.dumps(found, indent=1))
     else:

@@ -90,7 +90,7 @@ PERMITTED: tuple[Permitted, ...] = (
         message=r"needs at least as many micro-batches as stages|needs a multiple of \d+",
     ),
     Permitted(
-        row='`activation_checkpoint`: `mode = "selective"` with zero-bubble schedules',
+        row='`activation_checkpoint`: `mode = "selective"` or `"budget"` with zero-bubble schedules',
         message=r"selective checkpoints keep can be used once",
     ),
     Permitted(
@@ -128,7 +128,8 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(row="two answers to one query", message=r"both answer composer3d_\w+"),
     Permitted(
         row="`cpu_offload`: `parameters` or `all` where no data-parallel plugin",
-        message=r'mode = "\w+" needs a data-parallel plugin|reduced over ranks where it lies',
+        message=r'mode = "\w+" needs a data-parallel plugin|gathers no parameters for their use'
+        r"|reduces gradients where they lie",
     ),
 )
 # What is different from one device because it was asked to be; said in README.
@@ -168,13 +169,15 @@ def manifest_of(row: Mapping[str, str]) -> str:
     # Two stages a rank at most.
     layers = 2 * degrees.get("pp", 1)
     accumulation = int(row.get("train.accumulation", "1"))
+    # mxfp8 multiplies blocks of 32, which a cut by tp has to leave whole.
+    dim = 32 * degrees.get("tp", 1) if row.get("precision.mxfp8") == "on" else 32
     return "\n".join(
         [
             "composer3d = 1",
             tables_of(row),
             'model.use = "composer3d.models:llama"',
-            f"model.args = {{ dim = 32, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, ffn_dim = 64, "
-            f"tie_embeddings = {row.get('model.tie_embeddings', 'false')}, "
+            f"model.args = {{ dim = {dim}, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, "
+            f"ffn_dim = {2 * dim}, tie_embeddings = {row.get('model.tie_embeddings', 'false')}, "
             f"dropout = {row.get('model.dropout', '0.0')} }}",
             f'data = {{ use = "synthetic", seq_len = {SEQ_LEN}, vocab_size = 32 }}',
             f"train = {{ steps = 2, microbatch = 1, global_batch = {accumulation * ranks}"
@@ -236,23 +239,23 @@ def judge(row: Mapping[str, str]) -> Verdict:
         path = Path(folder) / "cell.toml"
         path.write_text(manifest_of(row))
         try:
-            return _prove(str(path))
+            return _prove(path)
         except (RankError, ComposerError) as error:
             return Verdict(outcome="failed", detail=str(error))
 
 
-def _prove(path: str) -> Verdict:
+def _prove(path: Path) -> Verdict:
     from composer3d.mesh import Role
     from composer3d.preparation import layout_of
     from composer3d.proof import prove, read_manifest, subject_of
     from composer3d.registry import Hooks
 
     overrides = ("data.workers=0",)
-    manifest = read_manifest(path, overrides)
+    manifest = read_manifest(str(path), overrides)
     layout = layout_of(manifest, Hooks(manifest.plugins), world_size=None)
     train = manifest.tables["train"]
     verdict = prove(
-        functools.partial(subject_of, path, overrides, None, "cpu"),
+        functools.partial(subject_of, str(path), overrides, None, "cpu", scratch=path.parent),
         layout=layout,
         launch=_launch,
         num_steps=2,

@@ -30,7 +30,7 @@ __all__ = ["Purpose", "RunContext"]
 Purpose = Literal["run", "check", "plan", "verify"]
 
 # What a plugin may do to a step; one alone may do the first two.
-Claim = Literal["optimizer", "grad_scaler", "gradients"]
+Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients"]
 
 # Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
 ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
@@ -134,7 +134,8 @@ class RunContext:
 
         Args:
             what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it looks at
-                gradients, or changes them, between the backward and the optimizer.
+                gradients, or changes them, between the backward and the optimizer. "moved_gradients": it takes them
+                elsewhere before they are reduced.
             by: The plugin.
             each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is there.
 
@@ -142,7 +143,7 @@ class RunContext:
             PluginError: Another plugin makes the optimizer, or scales the loss.
         """
         claims = self._claims.setdefault(what, [])
-        if claims and what != "gradients" and claims[0][0] is not by:
+        if claims and not what.endswith("gradients") and claims[0][0] is not by:
             verb = "make the optimizer" if what == "optimizer" else "scale the loss"
             raise PluginError(
                 f"{self._name(claims[0][0])} and {self._name(by)} both {verb}, and a run has one; remove one of them"

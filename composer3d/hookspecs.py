@@ -316,8 +316,8 @@ class HookSpecs:
     def composer3d_configure(self, context: RunContext) -> None:
         """Look at the run before anything is built; raise a ComposerError to refuse it.
 
-        A plugin that will make the optimizer, scale the loss, or need gradients after the backward claims so here
-        (`context.claim`), for then `check` finds whom it cannot be with.
+        A plugin that will make the optimizer, scale the loss, need gradients after the backward, or move them before
+        they are reduced claims so here (`context.claim`), for then `check` finds whom it cannot be with.
 
         Args:
             context: `context.purpose` is run, check, plan or verify: outside run open no file, port or socket.

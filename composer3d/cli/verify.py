@@ -105,7 +105,9 @@ def _prove(arguments: argparse.Namespace, found: dict[str, Any]) -> Verdict:
     layout = _layout(arguments.manifest, overrides)
     with tempfile.TemporaryDirectory(prefix="composer3d-verify-") as folder:
         return prove(
-            functools.partial(subject_of, arguments.manifest, overrides, found["max_blocks"], device),
+            functools.partial(
+                subject_of, arguments.manifest, overrides, found["max_blocks"], device, scratch=Path(folder)
+            ),
             layout=layout,
             launch=functools.partial(_launch, Path(folder), device),
             num_steps=arguments.steps,
@@ -164,6 +166,10 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
         device, max_ranks, notes = _machine(arguments, found)
         shrunk = shrink(inspected.manifest, found.layout, max_ranks=max_ranks, max_dim=arguments.max_dim)
         overrides = [*shrunk.overrides, "data.workers=0"]
+        if inspected.manifest.tables["optimizer"].in_backward:
+            # It frees the gradients that are compared here.
+            overrides.append("optimizer.in_backward=false")
+            notes.append("with the ordinary optimizer step instead of optimizer.in_backward, whose gradients are freed")
         smaller = open_manifest(arguments.manifest, [*arguments.overrides, *overrides])
         checked = inspect(smaller, world_size=None, rank=0, device=device_of(smaller.manifest))
         if not checked.ok(strict=False) or checked.layout is None:

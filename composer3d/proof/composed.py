@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors
 from composer3d.proof.subject import Arithmetic, Subject
 from composer3d.testing.parity import gather_full
+from composer3d.torch_compat import without_torch_functions
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ class Deviation:
         averaged: By axis, what is left if they are averaged.
         mixed: By axis, what is left if each element is taken as it is or added up, whichever is right.
         turned: Axes along which the ranks' pieces are right, and lie in another order.
+        narrow: The dtype of fewer digits that holds every element; empty where none does.
     """
 
     rel: float
@@ -49,6 +51,7 @@ class Deviation:
     averaged: Mapping[str, float] = field(default_factory=dict)
     mixed: Mapping[str, float] = field(default_factory=dict)
     turned: tuple[str, ...] = ()
+    narrow: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,7 @@ class RankStep:
         unmoved: Parameters that the step left as they were.
         held: What this rank holds, by kind and FQN.
         batch: A digest of what this rank was given.
+        leftovers: By FQN, the multiple of the gradient of the step before that a wrong one is off by, None if none.
         updates: By FQN, the multiple of the right update that a wrong one is, None where it is none.
         decays: By FQN, the multiple of the parameter that a wrong update is off by, None where it is none.
     """
@@ -78,6 +82,7 @@ class RankStep:
     unmoved: tuple[str, ...]
     held: dict[str, dict[str, Holding]]
     batch: int
+    leftovers: dict[str, float | None]
     updates: dict[str, float | None]
     decays: dict[str, float | None]
 
@@ -120,11 +125,11 @@ def run_composed(
         optimizer = subject.make_optimizer(run)
         result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
         result.initial = _deviations(run, _parameters(run), reference.initial, tolerances, "parameters")
-        start = reference.initial
+        start, previous = reference.initial, None
         for number, expected in enumerate(reference.steps):
-            step = _step(subject, run, optimizer, number, which, expected, tolerances, keep, start)
+            step = _step(subject, run, optimizer, number, which, expected, tolerances, keep, start, previous)
             result.steps.append(step)
-            start = expected.parameters
+            start, previous = expected.parameters, expected
         result.stale = stale_values(run)
         if subject.average_buffers is not None:
             subject.average_buffers(run)
@@ -142,6 +147,7 @@ def _step(
     tolerances: Limits,
     keep: Path | None,
     start: Mapping[str, Tensor],
+    previous: ReferenceStep | None,
 ) -> RankStep:
     from composer3d.batch import Digest
 
@@ -187,9 +193,23 @@ def _step(
         unmoved=tuple(f for f, tensor in after.items() if f in before and bool((tensor == before[f]).all())),
         held=held,
         batch=Digest()((batch.args, batch.kwargs, batch.target)),
+        leftovers=_leftovers(gradients, expected, previous, _wrong(deviations, tolerances)),
         updates={f: _multiple(after[f] - before[f], expected.parameters[f] - start[f]) for f in off},
         decays={f: _multiple(after[f] - expected.parameters[f], before[f]) for f in off},
     )
+
+
+def _leftovers(
+    gradients: Mapping[str, Tensor], expected: ReferenceStep, previous: ReferenceStep | None, wrong: Sequence[str]
+) -> dict[str, float | None]:
+    if previous is None:
+        return {}
+    there = gradients.keys() & expected.gradients.keys() & previous.gradients.keys()
+    return {
+        fqn: _multiple(gradients[fqn] - expected.gradients[fqn], previous.gradients[fqn])
+        for fqn in wrong
+        if fqn in there
+    }
 
 
 def _wrong(deviations: Mapping[str, Deviation], tolerances: Limits) -> list[str]:
@@ -284,7 +304,22 @@ def _examine(
 def _fitted(actual: Tensor | None, reference: Tensor, deviation: Deviation) -> Deviation:
     found = None if actual is None else fit(actual, reference)
     exact = found is not None and found.residual <= 1e-6
-    return replace(deviation, factor=found.factor if found is not None and exact else None)
+    factor = found.factor if found is not None and exact else None
+    return replace(deviation, factor=factor, narrow="" if actual is None else _narrow(actual))
+
+
+def _narrow(actual: Tensor) -> str:
+    """Return the narrowest dtype that holds every element of a tensor of more digits, if there is one."""
+    import torch
+
+    if not actual.any():
+        return ""
+    # In float64 casts to other dtypes do nothing here; this one is to round.
+    with without_torch_functions():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            if dtype.itemsize < actual.dtype.itemsize and torch.equal(actual.to(dtype).to(actual.dtype), actual):
+                return str(dtype).removeprefix("torch.")
+    return ""
 
 
 def _multiple(actual: Tensor, reference: Tensor) -> float | None:

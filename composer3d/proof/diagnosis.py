@@ -62,6 +62,37 @@ def _stage(evidence: Evidence) -> Iterator[str]:
         yield f"no gradient reaches {_some(sorted(gone))}"
 
 
+def _leftover(evidence: Evidence) -> Iterator[str]:
+    """Gradients of a later step that still hold those of the step before."""
+    number = evidence.first_wrong_step()
+    if not number:
+        return
+    found = [value for r in evidence.ranks for value in r.steps["float64"].steps[number].leftovers.values()]
+    known = [value for value in found if value is not None]
+    if known and len(known) == len(found) and max(known) - min(known) <= 1e-3 * abs(known[0]):
+        times = "" if abs(known[0] - 1.0) <= 1e-3 else f"{known[0]:.4g} times "
+        yield (
+            f"the gradients of step {number} hold {times}those of step {number - 1} besides: they are not zeroed, or "
+            "kept and added again"
+        )
+
+
+def _narrow(evidence: Evidence) -> Iterator[str]:
+    """Gradients that have fewer digits than their dtype; where everything is in float64, casts do nothing."""
+    wrong = _first(evidence)
+    if not wrong and "own" in evidence.told.tolerances:
+        wrong = evidence.wrong("gradients", "own", step=0)
+    found = {fqn: {d.narrow for d in deviations} for fqn, deviations in wrong.items()}
+    narrow = {fqn: kinds for fqn, kinds in found.items() if "" not in kinds}
+    dtypes = {kind for kinds in narrow.values() for kind in kinds}
+    if narrow and len(narrow) == len(found):
+        widest = next(name for name in ("float32", "float16", "bfloat16") if name in dtypes)
+        yield (
+            f"the gradients of {_some(sorted(narrow))} have no more digits than {widest}: they are rounded on the "
+            "way, by a cast before or after their reduction"
+        )
+
+
 def _partial(evidence: Evidence) -> Iterator[str]:
     """Gradients that are right, in all or in some elements, once they are added up over tp."""
     wrong = _first(evidence)
@@ -102,11 +133,32 @@ def _drifted(evidence: Evidence) -> Iterator[str]:
             elif what == "gradients":
                 yield f"ranks along {over} have other gradients of {_some(fqns)}: they are not reduced over {over}"
             elif not any(drift.what == "gradients" for drift in evidence.drifts):
-                yield f"the copies of {_some(fqns)} drift apart along {over}: their ranks update them differently"
+                yield (
+                    f"the copies of {_some(fqns)} drift apart along {over}: their ranks update them differently"
+                    f"{_who_differs(evidence, fqns)}"
+                )
     buffers = [drift for drift in evidence.drifts if drift.what == "buffers"]
     if buffers:
         over = " and ".join(dict.fromkeys(axis for drift in buffers for axis in drift.axes))
         yield f"the buffers {_some([drift.fqn for drift in buffers])} are not synchronised over {over}"
+
+
+def _who_differs(evidence: Evidence, fqns: Sequence[str]) -> str:
+    """Return which ranks update parameters wrongly, where others do it right, and how; empty where all are wrong."""
+    wrong = sorted({rank for _, rank, fqn, d in evidence.deviations("parameters") if fqn in fqns and not d.rel <= 1e-9})
+    if not wrong or len(wrong) == len(evidence.ranks):
+        return ""
+    who = " and ".join(map(evidence.layout.who, wrong[:_SHOWN]))
+    first = next((step for step in evidence.ranks[wrong[0]].steps["float64"].steps if step.updates), None)
+    if first is None:
+        return f"; {who} is wrong"
+    still = [fqn for fqn in fqns if fqn in first.unmoved]
+    factors = [factor for fqn in fqns if (factor := first.updates.get(fqn)) is not None]
+    if len(still) == len(fqns):
+        return f"; {who} leaves them as they are"
+    if factors and max(factors) - min(factors) <= 1e-3 * abs(factors[0]):
+        return f"; on {who} the updates are {factors[0]:.4g} times the right ones"
+    return f"; {who} is wrong"
 
 
 def _clipping(evidence: Evidence) -> Iterator[str]:
@@ -225,7 +277,13 @@ def _forward(evidence: Evidence) -> Iterator[str]:
     yield f"the forward computes another loss before any update (off by {off:.3g}); the backward is not to blame"
     module = evidence.first_wrong_module()
     if module is not None and not evidence.biases:
-        yield f"the first module whose output is another one is {module}"
+        where = " on " + " and ".join(map(evidence.layout.who, module[1][:_SHOWN])) if module[1] else ""
+        yield f"the first module whose output is another one is {module[0]}{where}"
+    elif not evidence.biases:
+        yield (
+            "every module that can be compared returns in the first micro-batch what one device returns: what comes "
+            "after the model is to blame, the targets, their mask or the loss, or a later micro-batch"
+        )
     for axis in evidence.layout.names(Role.TENSOR) if evidence.biases else ():
         degree = evidence.layout.degrees[axis]
         yield (
@@ -274,6 +332,8 @@ _RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _stale,
     _shares,
     _stage,
+    _leftover,
+    _narrow,
     _drifted,
     _partial,
     _zero_bubble,

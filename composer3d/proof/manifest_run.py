@@ -28,17 +28,19 @@ def read_manifest(source: str, overrides: Sequence[str]) -> Manifest:
     return load_manifest(source, overrides=overrides, tables=TABLES)
 
 
-def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, device: str) -> Subject:
+def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, device: str, *, scratch: Path) -> Subject:
     """Make the subject of a manifest, in a rank.
 
     The learning rate is the optimizer's own, without a schedule, so that a warm-up does not hide the updates. Text is
-    prepared in a folder of this process, so that nothing of the run's own folder is touched.
+    prepared in a folder of this process inside `scratch`, so that nothing of the run's own folder is touched.
 
     Args:
         source: A path, or the name of a shipped manifest.
         overrides: As given to `--set`, and what was reduced.
         max_blocks: Of the model's repeated blocks so many are kept; None keeps all.
         device: Where the ranks compute.
+        scratch: Where prepared data may lie. It is the caller's to remove: ranks do not live to the end of their
+            interpreter, and a rank that is killed removes nothing.
     """
     from composer3d.runner.buffers import average_buffers
     from composer3d.runner.model import ModelFactory, token_loss
@@ -46,7 +48,7 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
     from composer3d.world import default_device
 
     manifest = read_manifest(source, overrides)
-    batch, vocab_size = _reader(manifest)
+    batch, vocab_size = _reader(manifest, scratch)
     factory = ModelFactory(manifest, vocab_size=vocab_size)
     built = factory.build()
     tables = manifest.tables
@@ -83,13 +85,13 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, nn.Module)
 
 
-def _reader(manifest: Manifest) -> tuple[Callable[[int, int, int], Batch], int | None]:
+def _reader(manifest: Manifest, scratch: Path) -> tuple[Callable[[int, int, int], Batch], int | None]:
     """Return what reads batches, and the data's vocabulary."""
     from composer3d.runner.batch_size import BatchSize
     from composer3d.runner.data import Loader, open_source
 
     data, train = manifest.tables["data"], manifest.tables["train"]
-    folder = Path(tempfile.mkdtemp(prefix="composer3d-proof-data-"))
+    folder = Path(tempfile.mkdtemp(prefix="data-", dir=scratch))
     source = open_source(data, seed=train.seed, folder=manifest.document.folder, cache=folder)
 
     @cache

@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import cut, map_tensors, to_device
+from composer3d.gradients import local
 from composer3d.loss import as_loss, count_valid, reduction_of
 from composer3d.proof.activations import Output, watching
 from composer3d.proof.comparison import COMPARED, difference, scale_of
-from composer3d.proof.subject import Arithmetic, Subject, without_plugins
+from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
 from composer3d.testing.parity import full
 
@@ -44,6 +45,7 @@ class ReferenceStep:
         clipped: By FQN, as the optimizer sees them.
         parameters: By FQN, after the step.
         counts: Valid tokens of every micro-batch, in the order of data-parallel ranks.
+        shares: Of the loss, of every micro-batch.
     """
 
     loss: float
@@ -52,6 +54,7 @@ class ReferenceStep:
     clipped: dict[str, Tensor]
     parameters: dict[str, Tensor]
     counts: list[int]
+    shares: list[float]
 
 
 @dataclass(kw_only=True, eq=False)
@@ -91,10 +94,10 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
         exact = _run(
             subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial, keep=reference.replaced
         )
-        reference.rounding = _rounding(reference, exact)
+        reference.rounding = _rounding(reference, exact, in_parts=True)
     else:
         nudged = _run(subject, which, degree=degree, num_steps=num_steps, nudge=_NUDGE)
-        reference.rounding = _rounding(nudged, reference)
+        reference.rounding = _rounding(nudged, reference, in_parts=False)
     return reference
 
 
@@ -122,10 +125,14 @@ def _run(
 
 @contextlib.contextmanager
 def _alone(subject: Subject, which: Arithmetic, *, keep: bool = False) -> Iterator[Composition]:
-    """Compose the model without plugins, on this process alone; in its own dtypes, or to `keep`, with precision's."""
-    manifest = without_plugins(subject.manifest, keep_precision=keep or which == "own")
+    """Compose the model without plugins, on this process alone; in its own dtypes with those of precision.
+
+    What trains other parameters than the model's is there in float64 too, if it is to be kept: without it there would
+    be nothing to compare with. What only rounds is not.
+    """
+    kept: Kept = "precision" if which == "own" else "conversions" if keep else "nothing"
     # Losses are not scaled here, so nothing is to be unscaled.
-    with subject.composed(which, manifest) as run, run.without_grad_scaler():
+    with subject.composed(which, without_plugins(subject.manifest, keep=kept)) as run, run.without_grad_scaler():
         yield run
 
 
@@ -138,11 +145,12 @@ def _step(
     which: Arithmetic,
     nudge: float,
 ) -> ReferenceStep:
-    total, pieces = 0.0, _microbatches(subject, number, degree, which)
+    shares: list[float] = []
+    pieces = _microbatches(subject, number, degree, which)
     counts = [_count(subject, piece) for piece in pieces]
     for piece, count in zip(pieces, counts, strict=True):
         loss = _loss(subject, run, piece, count, counts)
-        total += float(_objective(loss, counts, backward=True))
+        shares.append(float(_objective(loss, counts, backward=True)))
     parameters = {fqn: p for fqn, p in run.named_parameters() if p.grad is not None}
     gradients = _copies({fqn: p.grad for fqn, p in parameters.items()})
     norm = math.sqrt(sum(float(grad.double().square().sum()) for grad in gradients.values()))
@@ -156,12 +164,13 @@ def _step(
     optimizer.step()
     optimizer.zero_grad()
     return ReferenceStep(
-        loss=total,
+        loss=sum(shares),
         grad_norm=norm,
         gradients=gradients,
         clipped=clipped,
         parameters=_copies(dict(run.named_parameters())),
         counts=counts,
+        shares=shares,
     )
 
 
@@ -196,14 +205,18 @@ def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, T
     return result
 
 
-def first_outputs(subject: Subject, *, degree: int) -> dict[str, Output]:
-    """Return what modules return on the first data-parallel rank's first micro-batch."""
+def first_outputs(subject: Subject, *, degree: int) -> list[dict[str, Output]]:
+    """Return what modules return on every data-parallel rank's first micro-batch."""
     import torch
 
-    with _alone(subject, "float64") as run, run.step(0), torch.no_grad(), watching(run) as found:
-        piece = _microbatches(subject, 0, degree, "float64")[0]
-        run.model(*piece.args, **piece.kwargs)
-    return found
+    result = []
+    with _alone(subject, "float64") as run, run.step(0), torch.no_grad():
+        pieces = _microbatches(subject, 0, degree, "float64")
+        for piece in pieces[:: len(pieces) // degree]:
+            with watching(run) as found:
+                run.model(*piece.args, **piece.kwargs)
+            result.append(found)
+    return result
 
 
 def loss_with(subject: Subject, *, degree: int, factors: Mapping[str, float]) -> float:
@@ -290,11 +303,16 @@ def _set_weights(run: Composition, weights: Mapping[str, Tensor]) -> None:
 
     with torch.no_grad():
         for fqn, parameter in run.named_parameters():
-            parameter.copy_(weights[fqn])
+            # A plugin may compute in units on one device too, whose parameters are DTensors with one shard.
+            local(parameter).copy_(weights[fqn])
 
 
-def _rounding(rounded: Reference, exact: Reference) -> dict[str, dict[str, float]]:
-    """Return the largest distance over steps, of each thing that is compared and each parameter."""
+def _rounding(rounded: Reference, exact: Reference, *, in_parts: bool) -> dict[str, dict[str, float]]:
+    """Return the largest distance over steps, of each thing that is compared and each parameter.
+
+    A single number may be close by luck. With `in_parts` the loss is taken for as far off as that of the micro-batch
+    which is furthest off, and the norm for as far as the gradient.
+    """
     result: dict[str, dict[str, float]] = {name: {} for name in COMPARED}
 
     def note(name: str, fqn: str, distance: float) -> None:
@@ -304,6 +322,10 @@ def _rounding(rounded: Reference, exact: Reference) -> dict[str, dict[str, float
         for name in ("loss", "grad_norm"):
             value, true = getattr(one, name), getattr(other, name)
             note(name, "", abs(value - true) / abs(true) if true else 0.0)
+        if in_parts:
+            pairs = zip(one.shares, other.shares, strict=True)
+            note("loss", "", max(abs(share - true) / abs(true) if true else 0.0 for share, true in pairs))
+            note("grad_norm", "", _apart(one.gradients, other.gradients) / (other.grad_norm or 1.0))
         for name in ("gradients", "clipped", "parameters"):
             mine, true_ones = getattr(one, name), getattr(other, name)
             scale = scale_of(true_ones.values())
@@ -311,3 +333,9 @@ def _rounding(rounded: Reference, exact: Reference) -> dict[str, dict[str, float
                 distance = difference(mine[fqn], tensor, scale=scale) if fqn in mine else math.inf
                 note("later" if number and name != "parameters" else name, fqn, distance)
     return result
+
+
+def _apart(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference of two gradients of the model."""
+    there = gradients.keys() & exact.keys()
+    return math.sqrt(sum(float((gradients[f].double() - exact[f].double()).square().sum()) for f in there))

@@ -43,7 +43,7 @@ class ReferenceReport:
         tolerances: By arithmetic and what is compared.
         counts: Valid tokens of the first step's micro-batches.
         draws: What one device draws in one step.
-        outputs: What modules return on the first data-parallel rank's first micro-batch.
+        outputs: What modules return on the first micro-batch of every data-parallel rank.
     """
 
     losses: Mapping[str, list[float]]
@@ -51,7 +51,7 @@ class ReferenceReport:
     tolerances: Mapping[str, Limits]
     counts: list[int]
     draws: Mapping[str, Draws]
-    outputs: Mapping[str, Output]
+    outputs: Sequence[Mapping[str, Output]]
 
 
 @dataclass(kw_only=True)
@@ -180,7 +180,7 @@ def _draw_alone(subject: Subject, degree: int) -> dict[str, Draws]:
     """Record what one device draws, in micro-batches of the run's size."""
     from composer3d.batch import cut, to_device
 
-    plain = without_plugins(subject.manifest, keep_precision=False)
+    plain = without_plugins(subject.manifest)
     with subject.composed("float64", plain, draws=True) as run, run.step(0), recording(run) as found:
         batch = of_dtype(subject.batch(0, 0, degree), "float64")
         for piece in cut(batch, subject.manifest.train.microbatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["explain_shares"]
 
 _CLOSE = 1e-6
+_NAMED = 4
 
 
 def explain_shares(evidence: Evidence) -> Iterator[str]:
@@ -35,8 +36,10 @@ def explain_shares(evidence: Evidence) -> Iterator[str]:
         return
     factors = _common_factors(evidence)
     if len(factors) == 1:
-        ((factor, number),) = factors.items()
-        yield f"the gradients of {number} parameters are {factor:.6g} times the right ones{_meaning(evidence, factor)}"
+        ((factor, fqns),) = factors.items()
+        everything = {fqn for _, _, fqn, _ in evidence.deviations("gradients")}
+        whose = f"{len(fqns)} parameters" if len(fqns) > _NAMED or len(fqns) == len(everything) else ", ".join(fqns)
+        yield f"the gradients of {whose} are {factor:.6g} times the right ones{_meaning(evidence, factor)}"
 
 
 def _of_weights(evidence: Evidence, weights: Weights) -> str:
@@ -64,6 +67,9 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
             f"the micro-batches {shown} of every rank do not count in the gradients: they are overwritten instead of "
             "accumulated, or never run"
         )
+    overlap = _overlap(values, per_rank)
+    if overlap:
+        return overlap
     shown = ", ".join(f"{value:.4g}" for value in values)
     twice = [
         index for index in range(per_rank) if all(math.isclose(rank[index], 2.0, rel_tol=_CLOSE) for rank in ranks)
@@ -71,6 +77,24 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
     if twice and all(math.isclose(v, 1.0, rel_tol=_CLOSE) or math.isclose(v, 2.0, rel_tol=_CLOSE) for v in values):
         return f"the micro-batches {', '.join(map(str, twice))} of every rank are counted twice in the gradients"
     return f"the micro-batches weigh {shown} in the gradients, where each should weigh 1"
+
+
+def _overlap(values: Sequence[float], per_rank: int) -> str:
+    """Return what is to be said where some micro-batches are there twice, and others are not there in their place."""
+    usual = statistics.median(values)
+    gone = [index for index, value in enumerate(values) if abs(value) <= _CLOSE]
+    twice = [index for index, value in enumerate(values) if math.isclose(value, 2 * usual, rel_tol=1e-4)]
+    rest = [value for index, value in enumerate(values) if index not in (*gone, *twice)]
+    if not gone or not twice or not all(math.isclose(value, usual, rel_tol=1e-4) for value in rest):
+        return ""
+
+    def say(indices: Sequence[int]) -> str:
+        return ", ".join(f"{index % per_rank} of data-parallel rank {index // per_rank}" for index in indices[:_NAMED])
+
+    return (
+        f"the samples of micro-batch {say(twice)} are there twice, and those of micro-batch {say(gone)} are not: the "
+        "parts of the batch that ranks take overlap"
+    )
 
 
 _MEAN_OF_MEANS = (
@@ -99,16 +123,16 @@ def _equal(values: Sequence[float]) -> bool:
     return max(values) - min(values) <= _CLOSE * largest if largest else True
 
 
-def _common_factors(evidence: Evidence) -> Counter[float]:
-    """Count the parameters whose gradients are a multiple of the right ones, by the multiple."""
+def _common_factors(evidence: Evidence) -> dict[float, list[str]]:
+    """Return the parameters whose gradients are a multiple of the right ones, by the multiple."""
     step = evidence.first_wrong_step()
-    found: Counter[float] = Counter()
+    found: dict[float, list[str]] = {}
     if step is None:
         return found
-    for deviations in evidence.wrong("gradients", step=step).values():
+    for fqn, deviations in sorted(evidence.wrong("gradients", step=step).items()):
         factors = {float(f"{d.factor:.5g}") for d in deviations if d.factor is not None}
         if len(factors) == 1 and all(d.factor is not None for d in deviations):
-            found[factors.pop()] += 1
+            found.setdefault(factors.pop(), []).append(fqn)
     found.pop(0.0, None)
     found.pop(1.0, None)  # off by less than is told apart here
     return found

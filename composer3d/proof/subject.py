@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Arithmetic", "Subject", "without_plugins"]
 
 Arithmetic: TypeAlias = Literal["float64", "own"]
+Kept: TypeAlias = Literal["nothing", "precision", "conversions"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -81,9 +82,17 @@ class Subject:
         return replace(self.manifest, plugins=plugins)
 
 
-def without_plugins(manifest: Manifest, *, keep_precision: bool) -> Manifest:
-    """Return a manifest for one device: every degree 1, and no plugin but, if wanted, those of precision."""
-    kept = tuple(plugin for plugin in manifest.plugins if keep_precision and plugin.info.family == "precision")
+def without_plugins(manifest: Manifest, *, keep: Kept = "nothing") -> Manifest:
+    """Return a manifest for one device: every degree 1, and of the plugins only those to keep.
+
+    Args:
+        manifest: The run's.
+        keep: The plugins of precision, or of them those that replace modules.
+    """
+    precision = [plugin for plugin in manifest.plugins if plugin.info.family == "precision" and keep != "nothing"]
+    kept = tuple(
+        plugin for plugin in precision if keep == "precision" or hasattr(plugin.instance, "composer3d_convert")
+    )
     return replace(manifest, plugins=kept, tables={**manifest.tables, "mesh": type(manifest.mesh)()})
 
 

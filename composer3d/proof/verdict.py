@@ -88,10 +88,22 @@ class Evidence:
         """Return what was computed from other parameters than a rank's last step left."""
         return sorted({name for report in self.ranks for steps in report.steps.values() for name in steps.stale})
 
-    def first_wrong_module(self) -> str | None:
-        """Return the first module whose output is not that of one device, in the order of the forward."""
-        first = [r.happened for rank, r in enumerate(self.ranks) if self.layout.index(rank, Role.BATCH) == 0]
-        return first_difference(self.told.outputs, [counted.outputs for counted in first if counted is not None])
+    def first_wrong_module(self) -> tuple[str, list[int]] | None:
+        """Return the first module whose output is not that of one device, in the order of the forward.
+
+        With it the ranks where that is so; none where it is so on all that have the module.
+        """
+        found: dict[str, list[int]] = {}
+        for rank, report in enumerate(self.ranks):
+            right = self.told.outputs[self.layout.index(rank, Role.BATCH)]
+            fqn = None if report.happened is None else first_difference(right, [report.happened.outputs])
+            if fqn is not None:
+                found.setdefault(fqn, []).append(rank)
+        first = next((fqn for fqn in self.told.outputs[0] if fqn in found), None)
+        if first is None:
+            return None
+        having = [report for report in self.ranks if report.happened is not None and first in report.happened.outputs]
+        return first, found[first] if len(found[first]) < len(having) else []
 
     def first_loss(self) -> float:
         """Return the loss of the first step in float64, of the rank where it is furthest off."""

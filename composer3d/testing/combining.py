@@ -58,6 +58,7 @@ def combine(
     owners: Mapping[str, Sequence[str]],
     max_ranks: int = 8,
     known: Iterable[Refused] = (),
+    begin: Sequence[Row] = (),
     note: Callable[[str], None] = lambda text: None,
     learned: Callable[[Sequence[Refused]], None] = lambda refused: None,
 ) -> Combined:
@@ -69,6 +70,7 @@ def combine(
         owners: From `owners_of`: an axis above 1 needs one of them.
         max_ranks: Of a row's world.
         known: Refusals that were found before, which saves finding them.
+        begin: Rows that were made before, the ones to keep first; what can no longer be is made anew.
         note: Told how far it is.
         learned: Handed all refusals that are known, whenever there are more.
 
@@ -82,9 +84,10 @@ def combine(
         key: tuple(reversed(options[key])) if options[key] == (OFF, ON) else options[key]
         for key in sorted(options, key=lambda key: plugin_of(key) is not None)
     }
+    kept = [{key: row[key] for key in ordered} for row in begin if row.keys() == options.keys()]
     while True:
         excluded = excluder(options, owners=owners, max_ranks=max_ranks, refused=found)
-        rows = pairwise(ordered, excluded=excluded, beginnings=_NUM_BEGINNINGS)
+        rows = pairwise(ordered, excluded=excluded, beginnings=_NUM_BEGINNINGS, begin=kept)
         new: list[Refused] = []
         for row in rows:
             explained = {refusal.reason for refusal in new if _stands_in(refusal.choices, row)}

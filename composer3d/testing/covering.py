@@ -17,6 +17,7 @@ def pairwise(
     *,
     excluded: Callable[[Mapping[str, Any]], bool] | None = None,
     beginnings: int = 24,
+    begin: Sequence[Mapping[str, Any]] = (),
 ) -> list[dict[str, Any]]:
     """Return rows, one value of every option each, such that every two values of two options stand together in one.
 
@@ -30,6 +31,8 @@ def pairwise(
             complete them exists. Pairs that stand in no row that can be are left out.
         beginnings: Of so many uncovered pairs each begins a row, and the row that covers most is taken: more are looked
             at than that only rarely saves a row.
+        begin: Rows to begin with, so that what is known of them stays of use when options are added; those that can no
+            longer be, or that have no pair of their own, are dropped.
 
     Returns:
         At least as many rows as the two longest options multiply to, where nothing is excluded.
@@ -45,7 +48,7 @@ def pairwise(
     2 2 1
     """
     builder = _Builder(options, excluded or (lambda row: False), beginnings)
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, Any]] = [dict(row) for row in begin if builder.takes(row)]
     while builder.uncovered:
         row = builder.next_row()
         if row is not None:
@@ -69,6 +72,17 @@ class _Builder:
             for j in range(len(options[other]))
         )
         self.uncovered: dict[_Pair, None] = dict.fromkeys(pairs)
+
+    def takes(self, row: Mapping[str, Any]) -> bool:
+        """Count the pairs of a given row as covered; False for one that cannot be, or has no new pair."""
+        if row.keys() != self._options.keys() or self._excluded(row):
+            return False
+        if any(row[name] not in self._options[name] for name in self._names):
+            return False
+        pairs = self._new_pairs({name: list(self._options[name]).index(row[name]) for name in self._names})
+        for pair in pairs:
+            del self.uncovered[pair]
+        return bool(pairs)
 
     def next_row(self) -> dict[str, int] | None:
         """Return the best row of those tried, and count its pairs as covered; None if a pair turned out impossible."""

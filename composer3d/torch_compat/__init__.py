@@ -30,6 +30,7 @@ from composer3d.torch_compat.modes import (
     import_torchao,
     in_backward,
     run_backward,
+    selective_contexts,
     traceable,
     without_torch_functions,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "replicate_buckets",
     "replicate_units",
     "run_backward",
+    "selective_contexts",
     "set_group_timeout",
     "shard_of",
     "silence_redistribution",

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
-__all__ = ["dispatch_mode", "import_torchao", "in_backward", "run_backward", "traceable", "without_torch_functions"]
+__all__ = [
+    "dispatch_mode",
+    "import_torchao",
+    "in_backward",
+    "run_backward",
+    "selective_contexts",
+    "traceable",
+    "without_torch_functions",
+]
 
 
 def dispatch_mode(
@@ -67,6 +76,34 @@ def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None 
     kept = again if retain_graph is None else retain_graph
     # The last two: parameters that are not reached are no error, and gradients are accumulated in them.
     engine._execution_engine.run_backward(several, tuple(starts), kept, again, targets, True, True)
+
+
+def selective_contexts(policy: Any) -> tuple[Any, Any]:
+    """Return torch's contexts of a selective checkpoint, which let ranges of the profiler pass.
+
+    torch counts every operator of the forward, and the recomputation may have no further ones. A unit of FSDP2 inside
+    the checkpoint opens a range in every backward that it did not open in the forward, and ranges are operators here.
+    What torch lets pass is a private set for all checkpoints of the process (torch 2.11-2.15), so the two contexts get
+    a class of their own.
+    """
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+    contexts = create_selective_checkpoint_contexts(policy)
+    for context in contexts:
+        kind: Any = type(context)
+        context.__class__ = _without_ranges(kind)
+    return contexts
+
+
+@functools.cache
+def _without_ranges(kind: Any) -> Any:
+    class WithoutRanges(kind):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "profiler":
+                return func(*args, **(kwargs or {}))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    return WithoutRanges
 
 
 def traceable(func: Any) -> Any:

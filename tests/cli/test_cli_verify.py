@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tempfile
 
 import pytest
 
@@ -45,6 +46,50 @@ def test_a_right_manifest_is_proven(folder, verify):
     own = report["own_dtype"]["gradients"]["max_rel"]
     limit = report["tolerance"]["own"]["gradients"]
     assert 0.0 <= own <= limit and limit > 1e-3  # bfloat16 rounds as much
+
+
+def test_an_optimizer_in_the_backward_is_proven_by_its_ordinary_step(folder, verify):
+    code, out, err = verify(
+        "--json",
+        "--set",
+        "optimizer.in_backward=true",
+        "--set",
+        "train.grad_clip=inf",
+        "--set",
+        "train.microbatch=2",
+        "--steps",
+        "1",
+    )
+    report = json.loads(out)
+    assert (code, err, report["failures"]) == (0, "", [])
+    assert report["notes"] == [
+        "with the ordinary optimizer step instead of optimizer.in_backward, whose gradients are freed"
+    ]
+
+
+def test_nothing_stays_behind_whether_the_ranks_end_or_one_is_killed(folder, verify, tmp_path, monkeypatch):
+    left = tmp_path / "scratch"
+    left.mkdir()
+    # Where temporary folders are made, in this process and in the ranks that are forked from it.
+    monkeypatch.setattr(tempfile, "tempdir", str(left))
+    assert verify("--steps", "1")[0] == 0
+    locks = [path for path in left.iterdir() if path.name.startswith("composer3d-ranks-")]
+    assert [*left.iterdir()] == locks
+    (folder / "deadly.py").write_text(
+        "import os, signal\n"
+        "from composer3d import StepAction, StepPoint, hookimpl, plugin\n"
+        "@plugin(family='communication')\n"
+        "class Deadly:\n"
+        "    @hookimpl\n"
+        "    def composer3d_step_actions(self, context):\n"
+        "        return StepAction(name='deadly', point=StepPoint.GRADIENTS_REDUCED, run=self.run)\n"
+        "    def run(self, state):\n"
+        "        if state.context.rank == 1:\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    code, _, err = verify("--steps", "1", "--set", "communication.deadly.use=deadly:Deadly")
+    assert code == 3 and "SIGKILL" in err
+    assert [*left.iterdir()] == locks
 
 
 def test_a_wrong_plugin_is_refuted(folder, verify):

@@ -338,14 +338,14 @@ def refusal(text, options):
         (
             'mode = "gradients"\n[sharding.ddp]\nreducer = "bucketed"',
             {},
-            'the gradient of "tok.weight" is reduced over ranks where it lies, so it cannot be in host memory before; '
-            "name other parameters, or let fsdp2 or ddp's units reduce it",
+            ':4:11: [sharding.ddp] reducer = "bucketed" reduces gradients where they lie, and they are to be '
+            'in host memory before; write reducer = "unit"',
         ),
         (
             'mode = "all"\n[sharding.ddp]\nreducer = "bucketed"',
             {},
-            'mode = "all": the data-parallel plugin does not gather the model as a unit; name its units in '
-            "[sharding.cpu_offload] parameters, or let fsdp2 or ddp's units gather it",
+            ':4:11: [sharding.ddp] reducer = "bucketed" gathers no parameters for their use, and those of the model '
+            'are to be in host memory; write reducer = "unit"',
         ),
         (
             "piece_mib = 0.0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -79,6 +81,26 @@ def test_the_plan_says_what_is_converted():
     assert [fqn for fqn, name in classes.items() if name == "MXFP8Linear"] == [
         f"layers.{index}.{name}" for index in range(2) for name in ("up", "down")
     ]
+
+
+def in_half_precision(dtype):
+    run = composed(f'[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "{dtype}"\n' + TABLE, seeded(Wide))
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = batch()
+    with run.step(0):
+        loss = run.forward_backward(tokens, target=targets)
+        run.clip_grad_norm_(math.inf)  # of a scaled loss they are unscaled here
+    found = {fqn: p.grad.to_local().clone() for fqn, p in run.named_parameters() if p.grad is not None}
+    run.close()
+    return float(loss), found
+
+
+def test_float16_is_multiplied_too():
+    wide, narrow = (run_ranks(in_half_precision, 1, dtype)[0] for dtype in ("float32", "float16"))
+    assert narrow[0] == pytest.approx(wide[0], rel=2**-8)
+    for fqn, gradient in wide[1].items():
+        # float8 rounds to 3 bits after the leading one, so what float16 rounds moves single elements by that.
+        assert float((narrow[1][fqn] - gradient).norm()) <= 2**-3 * float(gradient.norm()), fqn
 
 
 def uneven():

@@ -177,6 +177,7 @@ def refusal(text):
     ("text", "message"),
     [
         ('modules = ["norm"]\n', ':2:12: [precision.qat] the pattern "norm" matches modules without linear layers'),
+        ("group_size = 1\n", ":3:1: [precision.qat] precision.qat.group_size must be at least 2, not 1"),
         (
             "group_size = 64\n",
             ":2:12: [precision.qat] no layer is left to convert: of 5 linear layers, 5 are named, and "

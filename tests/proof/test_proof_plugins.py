@@ -61,6 +61,23 @@ def muon(run):
         pytest.param(
             FSDP + '[precision.qlora]\nrank = 2\nquantize = "none"\n', {"microbatch": 3, "steps": 2}, id="adapters"
         ),
+        pytest.param(
+            FSDP + "[precision.qlora]\nrank = 2\n[precision.mixed]\n",
+            {"microbatch": 3, "factory": functools.partial(Even, dim=64)},
+            id="adapters on NF4, mixed",
+        ),
+        pytest.param(
+            FSDP + '[precision.mixed]\nparam_dtype = "float16"\ninitial_scale = 1024.0\n',
+            {"microbatch": 3, "steps": 2},
+            id="a loss scale",
+        ),
+        pytest.param(
+            '[mesh]\ndp_replicate = 2\n[sharding.ddp]\n[precision.mixed]\nnorms = "float32_units"\n'
+            + AC
+            + 'mode = "selective"\n',
+            {"microbatch": 3},
+            id="units inside what is recomputed by operator",
+        ),
     ],
 )
 def test_plugins_that_are_right_are_proven(text, options):

@@ -112,6 +112,19 @@ def test_what_is_known_is_not_looked_for_again():
     assert isinstance(made.refused[0], Refused)
 
 
+def test_rows_that_were_made_before_stay_as_long_as_they_can():
+    made = combine(OPTIONS, check=check, owners=OWNERS)
+    more = {**OPTIONS, "train.clip": ("no", "yes")}
+    before = [{**row, "train.clip": "no"} for row in made.rows]
+    spoilt = [{**before[0], "scheduling.stages.schedule": '"zb"', "scheduling.compile": "on"}, {"mesh.tp": "1"}]
+    again = combine(more, check=check, owners=OWNERS, known=made.refused, begin=[*spoilt, *before])
+    assert all(row in again.rows for row in before) and len(again.rows) > len(before)
+    assert not any(check(row) for row in again.rows)
+    # What the rows that stay do not cover is covered by the others.
+    alone = combine(more, check=check, owners=OWNERS, known=made.refused)
+    assert uncovered(more, again.rows) == uncovered(more, alone.rows)
+
+
 def test_a_reason_that_another_one_hides_blames_nothing_for_it():
     def one_at_a_time(row):
         # Compiled stages are refused before anybody looks at the accumulation.

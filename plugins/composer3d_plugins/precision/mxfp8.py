@@ -85,6 +85,7 @@ class MXFP8:
         return not _has_products(device) if self.emulate is None else self.emulate
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        import torch
         from torch import nn
 
         mx: Any = torch_compat.import_torchao("torchao.prototype.moe_training.mxfp8_linear")
@@ -106,7 +107,9 @@ class MXFP8:
                     f"mxfp8 multiplies blocks of {BLOCK} tokens, and a micro-batch has {tokens}; choose another "
                     'microbatch, or recipe = "mxfp8_wgrad_hp"'
                 )
-            y: Tensor = mx._to_mxfp8_then_scaled_mm(x, weight.to(x.dtype), kernel, rounding, keeps)
+            # torchao reads no float16, whose values float32 has too.
+            dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
+            y: Tensor = mx._to_mxfp8_then_scaled_mm(x.to(dtype), weight.to(dtype), kernel, rounding, keeps).to(x.dtype)
             return y if bias is None else y + bias.to(y.dtype)
 
         class Multiplied(nn.Linear):

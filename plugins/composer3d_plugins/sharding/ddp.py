@@ -100,7 +100,7 @@ class DDP:
         return Transform(
             name="ddp",
             phase=Phase.DATA,
-            select=lambda model, context: context.units(self.units if self.reducer == "unit" else ()),
+            select=self._select,
             apply=self._apply_units if self.reducer == "unit" else self._apply_buckets,
             uses=("dp_replicate",),
             averages=("dp_replicate",),
@@ -110,6 +110,24 @@ class DDP:
     def composer3d_step_actions(self, context: RunContext) -> StepAction:
         """Reduce after the last micro-batch only."""
         return StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)
+
+    def _select(self, model: nn.Module, context: RunContext) -> list[str]:
+        if self.reducer == "unit":
+            return context.units(self.units)
+        # Here, where all plugins have said what they will do.
+        held = next((fqn for fqn in context.fqns if context.offload_policy(fqn) is not None), None)
+        if held is not None:
+            raise PluginError(
+                f'reducer = "bucketed" gathers no parameters for their use, and those of {held or "the model"} are to '
+                "be in host memory",
+                hint='write reducer = "unit"',
+            )
+        if context.claimants("moved_gradients") and context.data_parallel_degree > 1:
+            raise PluginError(
+                'reducer = "bucketed" reduces gradients where they lie, and they are to be in host memory before',
+                hint='write reducer = "unit"',
+            )
+        return context.units(())
 
     def _apply_units(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy

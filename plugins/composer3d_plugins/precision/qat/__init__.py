@@ -31,7 +31,7 @@ class QAT:
 
     Args:
         weights: Their dtype.
-        group_size: Neighbours in a row of a weight that share a scale.
+        group_size: Neighbours in a row of a weight that share a scale, at least 2: a weight alone would be its scale.
         activations: "int8" scales every token by itself; "none" leaves them.
         modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims
             are multiples of group_size.
@@ -39,7 +39,7 @@ class QAT:
     """
 
     weights: Literal["int4", "int8"] = "int4"
-    group_size: int = Field(default=32, ge=1)
+    group_size: int = Field(default=32, ge=2)
     activations: Literal["int8", "none"] = "int8"
     modules: tuple[str, ...] | None = None
     exclude: tuple[str, ...] = ()

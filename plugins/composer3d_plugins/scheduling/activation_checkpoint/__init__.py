@@ -18,6 +18,7 @@ from composer3d import (
     plugin,
     resolve_reference,
     select_fqns,
+    torch_compat,
 )
 from composer3d_plugins.scheduling.activation_checkpoint import segments
 from composer3d_plugins.scheduling.activation_checkpoint.budget import Budget
@@ -193,20 +194,18 @@ class ActivationCheckpoint:
         return found
 
     def _selection(self, context: RunContext) -> Any:
-        from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
         function = self._function(context)
         names = POLICIES[self.policy or "expensive"] if function is None and self.save is None else self.save or ()
         kept = [overload for name in names for overload in _overloads(name)]
         if function is not None:
-            return lambda: create_selective_checkpoint_contexts(
+            return lambda: torch_compat.selective_contexts(
                 _asking(lambda is_recompute, operator, *args, **kwargs: function(operator, *args, **kwargs))
             )
         if self.policy == "every_second_product":
             products = {overload for name in PRODUCTS for overload in _overloads(name)}
             # Counted anew in every forward of a block.
-            return lambda: create_selective_checkpoint_contexts(_asking(_every_second(set(kept), products)))
-        return functools.partial(create_selective_checkpoint_contexts, kept)
+            return lambda: torch_compat.selective_contexts(_asking(_every_second(set(kept), products)))
+        return functools.partial(torch_compat.selective_contexts, kept)
 
 
 def _asking(keeps: Callable[..., Any]) -> Callable[..., Any]:

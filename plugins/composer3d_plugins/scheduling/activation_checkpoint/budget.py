@@ -182,7 +182,7 @@ class Budget:
         }
 
     def _contexts(self, choice: Choice) -> Callable[[], Any]:
-        from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+        from torch.utils.checkpoint import CheckpointPolicy
 
         collectives, kept = self._collectives, choice.kept
 
@@ -195,7 +195,7 @@ class Budget:
                 is_kept = operator in collectives or (operator, counts[operator]) in kept
                 return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-            return create_selective_checkpoint_contexts(policy)
+            return torch_compat.selective_contexts(policy)
 
         return contexts
 

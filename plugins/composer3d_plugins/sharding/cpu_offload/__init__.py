@@ -73,6 +73,8 @@ class CPUOffload:
             context.claim("optimizer", by=self)
         if self.mode in ("gradients", "all"):
             context.claim("gradients", by=self)
+        if self.mode == "gradients":
+            context.claim("moved_gradients", by=self)
         if self._moves_parameters and not any(name in context.owners for name in context.layout.names(Role.BATCH)):
             raise PluginError(
                 f'mode = "{self.mode}" needs a data-parallel plugin, which gathers parameters for their use',
