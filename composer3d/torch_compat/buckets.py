@@ -95,6 +95,11 @@ def _reducing(ddp: Any) -> Callable[[Any, Any], Any]:
         tensor = bucket.buffer()
         tensor.mul_(1.0 / size)  # as the reducer does without a hook, on the way into a bucket
         work = dist.all_reduce(tensor, group=ddp.process_group, async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
+
+        def reduced(future: Any) -> Any:
+            future.value()  # an error is one of the backward
+            return tensor
+
+        return work.get_future().then(reduced)
 
     return reduce

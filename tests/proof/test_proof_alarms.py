@@ -76,3 +76,10 @@ def test_what_cannot_be_traced_is_said():
     assert len(found.notes) == 1 and found.notes[0].startswith(
         "collectives were counted, and not compared: the composition cannot be traced (torch's DistributedDataParallel "
     )
+
+
+def test_buckets_that_are_watched_are_compared():
+    """Where spans are recorded, buckets are reduced through Python, which can be traced."""
+    buckets = '[mesh]\ndp_replicate = 2\n[sharding.ddp]\nreducer = "bucketed"\n'
+    found = proven(buckets + "[profiling.throughput]\n", microbatch=3)
+    assert list(found.notes) == []
