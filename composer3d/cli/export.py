@@ -181,7 +181,8 @@ def export(
     total = 0
     for file, keys in zip(files, shards, strict=True):
         read = partial(read_tensors, path) if merged is None else merged.read
-        tensors, metadata = _tensors(read(keys), dtype, exporter), {}
+        tensors = _tensors(read(keys), dtype, exporter)
+        metadata: dict[str, str] = {}
         if form is not None:
             tensors, metadata = form(tensors)
         written[file] = list(tensors)
