@@ -292,6 +292,8 @@ def _examples(model: nn.Module, context: RunContext, scale: int) -> Iterator[Cal
             [tuple(context.example[0]), dict(context.example[1])],
         )
         yield Call(args=tuple(args), kwargs=kwargs)
+        # Options may have the code look at values, as transformers' `use_cache = False` does at positions.
+        yield Call(args=tuple(args), kwargs={name: x for name, x in kwargs.items() if isinstance(x, Tensor)})
         return
     modules: list[Any] = list(model.modules())
     length, batch = 2 * max(context.degrees["tp"], 2) * scale, 1 + scale
