@@ -107,6 +107,12 @@ FOLLOWED = {
     ),
     "like another": (lambda x: random(B, S, 1).type_as(x).expand_as(x) * x, None, (B, S, 8)),
     "written": (lambda x: written(x), None, (B, S, 8)),
+    "channels convolved": (
+        lambda x: F.conv1d(x.mT, random(8, 1, 3), random(8), padding=1, groups=8).mT,
+        None,
+        (B, S, 8),
+    ),
+    "parts convolved": (lambda x: F.conv1d(x.mT, random(8, 1, 2), groups=8).mT, (4, 4), (B, S, 8)),
     "new": (lambda x: x + x.new_ones(x.shape[0], x.shape[1], 1), None, (B, S, 8)),
 }
 
@@ -132,7 +138,7 @@ class Counting(Memory):
 
 # What changes tensors in place, or takes a share of whole ones, is decided each time.
 DECIDED = {"scaled", "scaled parts", "biased heads", "joined with whole", "grouped keys that are whole", "written"}
-DECIDED |= {"tiled", "glu", "like another"}
+DECIDED |= {"tiled", "glu", "like another", "channels convolved", "parts convolved"}
 
 
 @pytest.mark.parametrize("name", FOLLOWED)

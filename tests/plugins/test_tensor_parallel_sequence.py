@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from composer3d_plugins.sharding.tensor_parallel.chains import Flow
 from support.architectures import batch_of, class_loss
 from support.flows import FLOWS
 from support.models import mine, write_manifest
@@ -60,6 +61,28 @@ def test_collectives(results, name):
             # Embeddings, memories, the gradient of what the head takes, and the core's own.
             ("all_reduce", "tp"): embeddings + memories + 1 + 2,
         }
+
+
+FLOWED = [
+    # (calls, edges, used elsewhere, blocks that can be cut; where it is cut, and put together)
+    ("abc", {(0, 1), (1, 2)}, set(), "abc", "a", "c"),
+    ("abc", {(0, 1), (1, 2)}, {1}, "abc", "ac", "bc"),
+    ("abc", {(0, 1), (1, 2)}, set(), "ac", "ac", "ac"),
+    # A block that is called twice has one way in, and one way out.
+    ("aab", {(0, 1), (1, 2)}, set(), "ab", "ab", "ab"),
+    ("abab", {(0, 1), (1, 2), (2, 3)}, set(), "ab", "a", "b"),
+    # Two blocks take what one gives, or one of them cannot.
+    ("abc", {(0, 1), (0, 2)}, set(), "abc", "a", "bc"),
+    ("abc", {(0, 1), (0, 2)}, set(), "ab", "ab", "ab"),
+]
+
+
+@pytest.mark.parametrize("case", range(len(FLOWED)))
+def test_boundaries(case):
+    calls, edges, used, cut, split, gather = FLOWED[case]
+    flow = Flow()
+    flow.calls, flow.edges, flow.used = list(calls), edges, used
+    assert flow.boundaries(set(cut)) == (set(split), set(gather))
 
 
 def rows_of(names):

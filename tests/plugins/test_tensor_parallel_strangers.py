@@ -15,10 +15,13 @@ from composer3d.testing import run_ranks
 TIGHT = 1e-12
 SP = "sequence_parallel = true"
 UNPLANNED = "no plan can be derived for this model: it has no linear layers; write it"
+VALUES = (
+    "sequence_parallel is not for this model: it does what depends on values, of which a rank has a share; leave it out"
+)
 REFUSED = {
     "plain": {"Convolutions": UNPLANNED},
     "four": {},
-    "sequence": {"Convolutions": UNPLANNED},
+    "sequence": {"Convolutions": UNPLANNED, "Picked": VALUES},
 }
 FOUR = ["MultiQuery", "Falcon", "Latent", "Alibi", "Gated", "Encoder"]
 SETTINGS = {"plain": (2, ""), "four": (4, ""), "sequence": (2, SP)}
@@ -56,6 +59,7 @@ CUT = {
     "LatentFilled": ["o_proj", "q_proj"],
     "Alibi": ["k", "o", "q", "v"],
     "Gated": ["head_gate", "k", "o", "q", "v"],
+    "Depthwise": ["inp", "out", "select"],
 }
 
 
@@ -82,3 +86,17 @@ def test_a_cut_sequence_is_put_together_where_code_needs_all_of_it():
     text = f'[model]\nblocks = "layers.*"\n[mesh]\ntp = 2\n{AUTO}{SP}\n'
     for found in run_ranks(outcomes, 2, ["Mixed", "WholeNorm"], text):
         assert max(found.values()) < TIGHT
+
+
+def head():
+    run = composer3d.compose(built("TiedHead"), write_manifest(f"[mesh]\ntp = 2\n{AUTO}"), loss_fn=class_loss)
+    rules = next(iter(run.context.state.values())).rules
+    model = run.model
+    found = rules["word"].style, rules["head.decoder"].style, model.head.bias is model.head.decoder.bias
+    shape = tuple(model.head.bias.to_local().shape)
+    run.close()
+    return found, shape
+
+
+def test_a_parameter_of_two_names_is_cut_under_both():
+    assert run_ranks(head, 2)[0] == (("vocab", "head", True), (6,))

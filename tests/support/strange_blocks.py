@@ -110,3 +110,51 @@ class Pooled(nn.Module):
     def forward(self, x):
         h = self.norm(x) * self.scale
         return x + h + self.pooled(h.mean(1, keepdim=True))
+
+
+class Depthwise(nn.Module):
+    """Two projections in one, a convolution of each channel, and a weight a channel, as in Mamba."""
+
+    def __init__(self, dim, inner=32):
+        super().__init__()
+        self.inner = inner
+        self.inp, self.out = nn.Linear(dim, 2 * inner), nn.Linear(inner, dim)
+        self.conv = nn.Conv1d(inner, inner, 3, groups=inner, padding=2)
+        self.select, self.scale = nn.Linear(inner, 4), nn.Parameter(torch.rand(inner))
+
+    def forward(self, x):
+        B, S, _ = x.shape
+        h, gate = self.inp(x).chunk(2, dim=-1)
+        h = F.silu(self.conv(h.transpose(1, 2))[..., :S]).transpose(1, 2)
+        state = self.select(h).softmax(-1)
+        h = h * state[..., :1] + h * self.scale[None, None, :]
+        return x + self.out(h * F.silu(gate))
+
+
+class Picked(nn.Module):
+    """Attention, and experts that pick their tokens by value."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.attention = Scaled(dim)
+        self.experts = Experts(dim)
+
+    def forward(self, x):
+        x = self.attention(x)
+        return x + self.experts(x)
+
+
+class Experts(nn.Module):
+    def __init__(self, dim, num=3):
+        super().__init__()
+        self.gate = nn.Linear(dim, num)
+        self.ups, self.downs = (nn.Parameter(torch.randn(num, dim, dim) * 0.2) for _ in range(2))
+
+    def forward(self, x):
+        flat = x.flatten(0, 1)
+        weights, chosen = self.gate(flat).softmax(-1).max(-1)
+        result = torch.zeros_like(flat)
+        for number in chosen.unique().tolist():
+            at = torch.nonzero(chosen == number).squeeze(1)
+            result = result.index_add(0, at, (flat[at] @ self.ups[number]).relu() @ self.downs[number])
+        return (result * weights[:, None]).view_as(x)

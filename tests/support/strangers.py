@@ -19,9 +19,11 @@ from support.strange_attention import (
     MultiQueryExpanded,
 )
 from support.strange_blocks import (
+    Depthwise,
     EinsumWeights,
     Gated,
     Named,
+    Picked,
     Pooled,
     Scaled,
     Sliced,
@@ -152,6 +154,34 @@ class TiedBias(nn.Module):
         return self.decoder(x) + self.bias + 0.01 * pooled.sum(-1)[:, None, None]
 
 
+class Head(nn.Module):
+    """A bias that is a parameter of its own too, by whose name nothing reads it."""
+
+    def __init__(self, dim):
+        super().__init__()
+        self.bias, self.decoder = nn.Parameter(torch.rand(VOCAB)), nn.Linear(dim, VOCAB)
+        self.decoder.bias = self.bias
+
+    def forward(self, x):
+        return self.decoder(x)
+
+
+class TiedHead(nn.Module):
+    """A head as BERT has it: tied to the embedding, with a bias that has two names."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.word, self.head = nn.Embedding(VOCAB, dim), Head(dim)
+        self.layer = nn.ModuleList(Named(dim) for _ in range(2))
+        self.head.decoder.weight = self.word.weight
+
+    def forward(self, tokens):
+        x = self.word(tokens)
+        for layer in self.layer:
+            x = layer(x)
+        return self.head(x)
+
+
 class Mixed(nn.Module):
     """Blocks of two forms: in one of them there is nothing to cut."""
 
@@ -185,6 +215,8 @@ BLOCKS = {
         EinsumWeights,
         Gated,
         Scaled,
+        Depthwise,
+        Picked,
     )
 }
 STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for name, block in BLOCKS.items()} | {
@@ -193,5 +225,6 @@ STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for 
     "T5": T5,
     "Mixed": Mixed,
     "TiedBias": TiedBias,
+    "TiedHead": TiedHead,
     "Convolutions": Convolutions,
 }

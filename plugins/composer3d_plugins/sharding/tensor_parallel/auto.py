@@ -25,7 +25,7 @@ from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.sequence import along_sequence, with_boundaries, without_sequence
 from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
-from composer3d_plugins.sharding.tensor_parallel.trace import Traced, plain, trace
+from composer3d_plugins.sharding.tensor_parallel.trace import Traced, gives_features, plain, trace
 from composer3d_plugins.sharding.tensor_parallel.weights import head_counts, kind_of, parent_of
 
 __all__ = ["Derived", "derive"]
@@ -86,6 +86,9 @@ class Derivation:
 
     def _consider(self, name: str, module: nn.Module) -> None:
         size = features(module)[1]
+        if not gives_features(module):
+            self.reasons[name] = "it gives something else than features"
+            return
         if size % self.degree:
             self.reasons[name] = f"its {size} output features do not divide by tp = {self.degree}"
             return
@@ -242,7 +245,9 @@ def _rules_of(derivation: Derivation) -> Rules:
         packed = len(parts) > 1
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
     for name in rehearsal.local:
-        if next(derivation.block.get_submodule(name).parameters(), None) is not None:
+        module = derivation.block.get_submodule(name)
+        # A convolution needs its share of the weight, which it gets where it is followed.
+        if next(module.parameters(), None) is not None and not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
             rules[name] = Rule(style="local")
     for name in derivation.reasons:
         rules.setdefault(name, Rule(style="replicate"))

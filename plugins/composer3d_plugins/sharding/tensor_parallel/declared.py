@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PatternError, PluginError, RunContext, select_fqns
-from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style, resolve
+from composer3d_plugins.sharding.tensor_parallel.plan import EXPANDING, Rule, Rules, Style, resolve
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 
 def declared(model: nn.Module, context: RunContext) -> Rules | None:
     """Return the rules that the model declares; None if it declares none, or Hugging Face's in other styles than here.
+
+    Declarations of transformers that cut nothing but experts are none.
 
     Experts stay whole: their weights are stacked in parameters that are no projections. A pattern of Hugging Face's
     declarations that matches nothing (a family's plan names parts that a model lacks) is left out; the embedding of
@@ -86,6 +88,9 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
             rules[fqn] = Rule(style="vocab", is_cut=False)
     inside = tuple(f"{fqn}." for fqn in whole)
     rules = {fqn: rule for fqn, rule in rules.items() if not fqn.startswith(inside)} | whole
+    if base and not any(rule.style in EXPANDING for rule in rules.values()):
+        # It is about experts alone; the code tells what else can be cut.
+        return None
     return _with_ties(model, rules, context) or None
 
 

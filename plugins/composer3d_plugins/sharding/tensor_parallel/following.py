@@ -164,9 +164,9 @@ class Following(TorchFunctionMode):
             cut = cut_of(value)
             if cut is None or not cut.is_sequence:
                 return value
-            if len(cut.placed.parts) > 1:
+            if len(set(cut.placed.parts)) > 1:
                 raise Unfollowed(f'"{self._where}": {name} on a sequence cut in parts', sources=cut.sources)
-            return self._meeting.gathered(value, cut.placed.dim, is_summed=is_summed)
+            return self._meeting.gathered(value, cut.placed, is_summed=is_summed)
 
         with torch_compat.without_torch_functions():
             return torch_compat.tree_map(gather, list(args)), torch_compat.tree_map(gather, options)

@@ -77,15 +77,18 @@ class Meeting:
 
         return torch_compat.tree_map(fit, list(args)), torch_compat.tree_map(fit, dict(options))
 
-    def gathered(self, share: Tensor, dim: int, *, is_summed: bool) -> Tensor:
+    def gathered(self, share: Tensor, placed: Placed, *, is_summed: bool) -> Tensor:
         """Put the shares of all ranks together.
 
         Args:
             share: This rank's.
-            dim: The one that is cut.
+            placed: What is cut; if it has parts, as samples one after the other are, they are of equal size.
             is_summed: Whether each rank does other work with the result, so that their gradients are added up.
         """
         self.num_acts += 1
+        dim, num = placed.dim, len(placed.parts)
+        if num > 1:
+            share, dim = share.unflatten(dim, (num, -1)), dim + 1
         if self._mesh is None:
             whole = torch.cat([share] * self._degree, dim)
         else:
@@ -95,6 +98,8 @@ class Meeting:
             placements = [Partial() if is_summed else Replicate()]
             wrapped = wrapped.redistribute(placements=[Replicate()])
             whole = torch_compat.unviewed(wrapped.to_local(grad_placements=placements))
+        if num > 1:
+            whole = whole.flatten(dim - 1, dim)
         if is_summed:
             self._summed.append((whole, whole))
         return whole

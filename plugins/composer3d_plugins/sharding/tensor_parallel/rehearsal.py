@@ -17,7 +17,7 @@ from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.trace import Recorder, in_mode, on_meta, patched
+from composer3d_plugins.sharding.tensor_parallel.trace import Recorder, in_mode, on_meta, patched, unseen
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 __all__ = ["Rehearsal", "sized"]
@@ -141,7 +141,7 @@ class Rehearsal:
             elif fqn and not list(module.children()):
                 answer = self._leaf(fqn, module)
             else:
-                answer = module.forward
+                answer = unseen(module.forward) if fqn else module.forward
             if fqn in code.apart:
                 answer = self._apart(answer)
             if fqn in code.gathered:
@@ -169,7 +169,7 @@ class Rehearsal:
         return answer
 
     def _leaf(self, fqn: str, module: nn.Module) -> Callable[..., Any]:
-        forward = module.forward
+        forward = unseen(module.forward)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             self._note(fqn, [list(args), kwargs])

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from composer3d import PluginError, RunContext, torch_compat
+from composer3d import PluginError, RunContext, TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
 from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
 __all__ = [
     "Recorder",
     "Traced",
+    "gives_features",
     "in_mode",
     "on_meta",
     "outside",
     "patched",
     "plain",
     "trace",
+    "unseen",
 ]
 
 # Image sizes that are tried where nothing tells one.
@@ -143,6 +146,49 @@ def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]]
         return torch.func.functional_call(module, tensors, call.args, dict(call.kwargs))
 
 
+def gives_features(module: Any) -> bool:
+    """Tell whether a linear layer gives one tensor of its features; a router that is one may give something else."""
+    rows, columns = module.weight.shape
+    inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
+    x = torch.empty(2, inputs, dtype=module.weight.dtype, device="meta")
+    try:
+        result = on_meta(module, Call(args=(x,), kwargs={}))
+    except Exception:  # a layer of the model's own may raise anything
+        return False
+    return isinstance(result, Tensor) and result.shape == (2, outputs)
+
+
+def unseen(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward for a run on meta of a module that may look at values, as experts do that pick their tokens.
+
+    There are none on meta. What it gives is then taken to be of the form of the activation that it was given: if it is
+    not, the module around it fails in the same way, and is answered for by this as well.
+    """
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            given = [leaf for leaf in [*args, *kwargs.values()] if isinstance(leaf, Tensor)]
+            first = next((leaf for leaf in given if leaf.is_floating_point() and leaf.ndim > 1), None)
+            if isinstance(error, TransformError) or first is None or not _is_about_values(error):
+                raise
+            with torch_compat.without_torch_functions():
+                cut = next((cut for leaf in given if (cut := cut_of(leaf)) is not None), None)
+                if cut is not None:
+                    message = "it does what depends on values, of which a rank has a share"
+                    raise Unfollowed(message, sources=cut.sources) from error
+                return torch.empty_like(first, requires_grad=True).clone()
+
+    return answer
+
+
+def _is_about_values(error: RuntimeError) -> bool:
+    # The last is said of grouped matrix products on meta alone.
+    words = ("meta tensor", "Expected inputs of BF16")
+    return isinstance(error, NotImplementedError) or any(word in str(error) for word in words)
+
+
 def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale: int = 1) -> Traced:
     """Run the model on an example: the one that `compose` was given, else the first that works.
 
@@ -226,6 +272,8 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
 
         forwards |= {model.get_submodule(fqn): functools.partial(called, fqn=fqn) for fqn in group}
     for fqn, module in model.named_modules():
+        if fqn and module not in forwards:
+            forwards[module] = unseen(module.forward)
         if kind_of(module) != "other" and not fqn.startswith(inside):
 
             def keep(*args: Any, forward: Any = module.forward, fqn: str = fqn, **kwargs: Any) -> Any:
@@ -244,6 +292,8 @@ def _examples(model: nn.Module, context: RunContext, scale: int) -> Iterator[Cal
             [tuple(context.example[0]), dict(context.example[1])],
         )
         yield Call(args=tuple(args), kwargs=kwargs)
+        # Options may have the code look at values, as transformers' `use_cache = False` does at positions.
+        yield Call(args=tuple(args), kwargs={name: x for name, x in kwargs.items() if isinstance(x, Tensor)})
         return
     modules: list[Any] = list(model.modules())
     length, batch = 2 * max(context.degrees["tp"], 2) * scale, 1 + scale
