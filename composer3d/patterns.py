@@ -5,7 +5,7 @@ A `*` stands for characters inside one component, as in a shell; `**` stands for
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -53,15 +53,25 @@ def select(pattern: str, fqns: Iterable[str]) -> list[str]:
 
 
 def find_blocks(model: nn.Module) -> str | None:
-    """Return the pattern of the repeated blocks, if the model has exactly one outermost list of equal blocks."""
-    candidates: list[str] = []
+    """Return the pattern of the repeated blocks, if the model has exactly one outermost list of equal blocks.
+
+    Where there is no list, an `nn.ModuleDict` may hold them; beside one, such a dict is taken for heads or the like.
+    """
+    from torch import nn
+
+    lists = _outermost(model, lambda module: all(name.isdigit() for name, _ in module.named_children()))
+    found = lists or _outermost(model, lambda module: isinstance(module, nn.ModuleDict))
+    return found[0] if len(found) == 1 else None
+
+
+def _outermost(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
+    found: list[str] = []
     for fqn, module in model.named_modules():
         children = list(module.children())
-        named = [name for name, _ in module.named_children()]
-        inside = any(fqn.startswith(other.removesuffix("*")) for other in candidates)
-        if not inside and len(children) > 1 and all(name.isdigit() for name in named) and _equal(children):
-            candidates.append(f"{fqn}.*" if fqn else "*")
-    return candidates[0] if len(candidates) == 1 else None
+        inside = any(fqn.startswith(other.removesuffix("*")) for other in found)
+        if not inside and len(children) > 1 and holds(module) and _equal(children):
+            found.append(f"{fqn}.*" if fqn else "*")
+    return found
 
 
 def _equal(blocks: list[nn.Module]) -> bool:

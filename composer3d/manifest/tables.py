@@ -76,7 +76,7 @@ class ModelTable:
 
     Args:
         blocks: FQN pattern of the repeated blocks, for every plugin that works per block; found by itself if the model
-            has one list of equal blocks.
+            has one list, or `nn.ModuleDict`, of equal blocks.
     """
 
     blocks: str | None = None

@@ -107,6 +107,14 @@ def inside(**children):
         pytest.param(
             inside(layers=nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Linear(2, 2)})), "layers.*", id="ModuleDict"
         ),
+        pytest.param(
+            inside(layers=nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})), "layers.*", id="named blocks"
+        ),
+        pytest.param(
+            inside(h=nn.ModuleList(blocks(2)), heads=nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})),
+            "h.*",
+            id="a ModuleDict beside a list",
+        ),
     ],
 )
 def test_find_blocks(model, expected):
