@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from plan_measured import measured_rows
 from published import DATA, GIB, Run, published_runs
 
 from composer3d.planning.costs.timing import Estimate, estimate
@@ -132,7 +133,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, default=DATA, help="folder with published_runs.json")
     parser.add_argument("--verbose", action="store_true", help="every run")
+    parser.add_argument("--measured", action="store_true", help="compare with runs on this machine's cores instead")
     arguments = parser.parse_args()
+    if arguments.measured:
+        sys.stdout.write("\n".join(measured_rows()) + "\n")
+        return
     sys.stdout.write("\n".join(report(arguments.data, verbose=arguments.verbose)) + "\n")
 
 

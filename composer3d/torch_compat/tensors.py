@@ -121,11 +121,14 @@ def foreach_norm(tensors: Any, norm_type: float) -> Any:
 def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     """Return the floating-point operations of an operator by torch's own formulas; 0 for those without one.
 
-    The formulas are found by the operator's packet, which has no public name (torch 2.11-2.15).
+    The formulas are found by the operator's packet, which has no public name (torch 2.11-2.15). A product of integers
+    counts as one of floating-point numbers; torch has no formula for it.
     """
+    import torch
     from torch.utils.flop_counter import flop_registry
 
-    formula = flop_registry.get(operator._overloadpacket)
+    packet = operator._overloadpacket
+    formula = flop_registry.get(torch.ops.aten.mm if packet is torch.ops.aten._int_mm else packet)
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
 
 

@@ -142,3 +142,25 @@ def test_what_has_no_plain_form_is_left_to_torch():
             assert (lazy.imag * 1).is_neg() is False
             with pytest.raises(Exception, match="nonzero"):
                 number.nonzero()
+
+
+def test_buckets_are_reduced_without_the_other_ranks():
+    import torch.distributed as dist
+
+    counted = []
+
+    def handle(operator, types, args, kwargs):
+        counted.append(operator.name())
+        return operator(*args, **kwargs)
+
+    with fake_world(2), torch_compat.fake_tensors(), torch_compat.lone_buckets() as ran:
+        model = nn.Linear(4, 4)
+        torch_compat.replicate_buckets(model, process_group=dist.group.WORLD)
+        for _ in range(3):
+            counted.clear()
+            with torch_compat.dispatch_mode(handle, compiles=False):
+                model(torch.zeros(2, 4)).sum().backward()
+        assert len(ran) == 1 and counted.count("c10d::allreduce_") == 1
+        assert tuple(model.weight.grad.shape) == (4, 4)
+    begin = nn.parallel.DistributedDataParallel._pre_forward
+    assert begin.__module__ == "torch.nn.parallel.distributed"

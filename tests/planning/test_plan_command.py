@@ -51,6 +51,11 @@ def test_json_has_every_figure_and_how_it_is_known(manifest, capsys):
         assert sum(memory[name] for name in parts) == memory["peak"] > 0
         assert set(rank["provenance"]) >= {*memory, "collectives", "flops", "moment", "module", "verdict"}
         assert set(rank["provenance"].values()) <= {"exact", "traced", "modelled", "calibrated", "assumed"}
+        assert set(rank["memory_bands"]) == set(memory)
+        for name, (low, high) in rank["memory_bands"].items():
+            assert low == high == memory[name] if rank["provenance"][name] == "exact" else low <= memory[name] <= high
+        low, high = rank["memory_bands"]["total"]
+        assert low < memory["total"] < high
     rows = {(row["op"], row["axis"], row["plugin"]): row for row in plan["ranks"][0]["collectives"]}
     assert rows["send", "pp", "pipeline"]["count"] == 8
     assert rows["send", "pp", "pipeline"]["bytes"] == 8 * 16 * 32 * 4
@@ -63,6 +68,7 @@ def test_what_does_not_fit_ends_with_1(manifest, capsys):
     code, out = planned(capsys, manifest, "--memory", "512MiB")
     assert code == 1
     assert "does not fit [modelled]: rank 0 needs" in out
+    assert re.search(r"rank 0 needs [0-9.]+ .iB of 512 MiB \([0-9.]+ .iB to [0-9.]+ .iB\)", out)
 
 
 def test_one_screen_says_how_each_figure_is_known(manifest, capsys):

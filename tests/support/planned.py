@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d import Composition, StepAction, StepPoint, compose, gradients, hookimpl, plugin
+from composer3d.huggingface.forward import expect_no_packing, run_on_meta
 from composer3d.initialisation import record
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
@@ -25,29 +26,48 @@ VOCAB, SEQ, MICROBATCH = 64, 16, 2
 _STEPS = 3  # that are compared, of each real run
 
 
-def factory(num_layers):
+def factory(num_layers, source="composer3d"):
+    if source == "huggingface":
+        return lambda: huggingface(num_layers)
     return lambda: llama(dim=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, vocab_size=VOCAB)
 
 
+def huggingface(num_layers):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=num_layers, use_cache=False, **sizes)
+    model = LlamaForCausalLM(config)
+    expect_no_packing(model)
+    run_on_meta(model)
+    return model
+
+
 def loss_fn(output, target):
-    logits = output.flatten(0, -2).float()
+    logits = getattr(output, "logits", output).flatten(0, -2).float()
     return torch.nn.functional.cross_entropy(logits, target.flatten(), reduction="sum"), target.numel()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A manifest's tables beside a tiny Llama, micro-batches of a rank, and figures that are not compared."""
+    """A manifest's tables beside a tiny Llama, micro-batches of a rank, and figures that are not compared.
+
+    The first `num_firsts` steps are unlike the others.
+    """
 
     text: str
     world_size: int = 2
     num_microbatches: int = 2
     num_layers: int = 4
     fused: bool = True
+    source: str = "composer3d"
+    num_firsts: int = 1
     uncompared: tuple[str, ...] = ()
 
     def manifest(self, folder):
         path = folder / f"{os.getpid()}.toml"
-        path.write_text(f'composer3d = 1\nmodel.blocks = "layers.*"\ntrain.microbatch = {MICROBATCH}\n{self.text}\n')
+        blocks = "layers.*" if self.source == "composer3d" else "model.layers.*"
+        path.write_text(f'composer3d = 1\nmodel.blocks = "{blocks}"\ntrain.microbatch = {MICROBATCH}\n{self.text}\n')
         return load_manifest(path)
 
     def optimizer(self, run: Composition):
@@ -58,7 +78,7 @@ def job_of(case, folder):
     manifest = case.manifest(folder)
     return Job(
         manifest=manifest,
-        model=record(factory(case.num_layers))[0],
+        model=record(factory(case.num_layers, case.source))[0],
         loss_fn=loss_fn,
         make_optimizer=case.optimizer,
         example=((torch.empty(MICROBATCH, SEQ, dtype=torch.int64, device="meta"),), {}),
@@ -75,13 +95,15 @@ def tracer_of(case, folder, **options):
 
 
 def measured(case, folder):
-    """Run steps on this rank and return the trace of what each of them does, the first one left out.
+    """Run steps on this rank and return the trace of what each of them does, the first ones left out.
 
     A thread of gloo's lets go of a collective's tensors after the collective is waited for, on a busy machine late: so
     a moment of a step may show more bytes than the step holds, never fewer. Of several steps the one counts in which
     nothing was late.
     """
-    run = compose(factory(case.num_layers), case.manifest(folder), loss_fn=loss_fn, device="cpu", purpose="verify")
+    run = compose(
+        factory(case.num_layers, case.source), case.manifest(folder), loss_fn=loss_fn, device="cpu", purpose="verify"
+    )
     generator = torch.Generator().manual_seed(run.context.layout.index(dist.get_rank(), Role.BATCH))
     size = MICROBATCH * case.num_microbatches
     tokens, target = (torch.randint(VOCAB, (size, SEQ), generator=generator) for _ in range(2))
@@ -92,12 +114,15 @@ def measured(case, folder):
         with run:
             optimizer = case.optimizer(run)
             with record_step(run, optimizer, (tokens, target)) as observer:
-                for number in range(1 + _STEPS):
+                for number in range(case.num_firsts + _STEPS):
                     observer.restart()
                     run_step(run, optimizer, (tokens,), target, inputs={}, grad_clip=1.0, number=number)
                     observer.finish()
                     sketches.append(sketch_of(observer.result, lambda module: [(module, "", 0)]))
-            found = [_figures(replace(each, optimizer=observer.result.optimizer), run) for each in sketches[1:]]
+            found = [
+                _figures(replace(each, optimizer=observer.result.optimizer), run)
+                for each in sketches[case.num_firsts :]
+            ]
     finally:
         gc.enable()
     for each in found[1:]:

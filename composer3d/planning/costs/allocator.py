@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from composer3d.planning.costs.figure import Figure
 from composer3d.planning.hardware.cluster import Device
 from composer3d.planning.tracing.traced import RankTrace, Transfer
 
-__all__ = ["Allocation", "Verdict", "allocate", "judge"]
+__all__ = ["Allocation", "Verdict", "allocate", "judge", "memory_figures"]
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -23,6 +24,11 @@ _FRAGMENTS = 0.08
 _COMMUNICATOR = 64 << 20
 # Above this share of the device the assumptions decide.
 _TIGHT = 0.92
+# How far off figures may be. Traced ones are those of CPU kernels to the byte; what a GPU's keep besides is assumed. Of
+# reserved memory nine of ten published runs are nearer (benchmarks/plan_accuracy.py). Contexts are 0.5 to 1 GiB.
+_TRACED_BAND, _RESERVED_BAND, _ASSUMED_BAND = 0.03, 0.08, 0.5
+_COUNTED = ("parameters", "gradients", "optimizer", "buffers")
+_MOMENTS = ("activations", "peak", "transient", "activations_at_peak", "gradients_at_peak")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,3 +86,27 @@ def judge(allocation: Allocation, memory_bytes: int) -> Verdict:
     if allocation.total > memory_bytes:
         return "does not fit"
     return "tight" if allocation.total > _TIGHT * memory_bytes else "fits"
+
+
+def memory_figures(trace: RankTrace, allocation: Allocation) -> dict[str, Figure]:
+    """Return a rank's bytes with how each figure is known, and between which bounds it lies.
+
+    Args:
+        trace: Of the rank.
+        allocation: From `allocate`.
+    """
+    memory = trace.memory
+    found = {name: Figure.exact(getattr(memory, name)) for name in _COUNTED}
+    found |= {name: Figure.within(getattr(memory, name), _TRACED_BAND, "traced") for name in _MOMENTS}
+    found["allocated"] = Figure.within(allocation.allocated, _TRACED_BAND, "modelled")
+    found["reserved"] = Figure.within(allocation.reserved, _RESERVED_BAND, "modelled")
+    found["context"] = Figure.within(allocation.context, _ASSUMED_BAND, "assumed")
+    found["communicators"] = Figure.within(allocation.communicators, _ASSUMED_BAND, "assumed")
+    parts = [found[name] for name in ("reserved", "context", "communicators")]
+    found["total"] = Figure(
+        value=allocation.total,
+        known="modelled",
+        low=sum(part.low for part in parts),
+        high=sum(part.high for part in parts),
+    )
+    return found

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from composer3d.planning.costs.allocator import memory_figures
+from composer3d.planning.costs.figure import Figure
 from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.tracing.traced import RankTrace, Segment
 
@@ -57,46 +60,30 @@ def plan_to_json(plan: Plan) -> dict[str, Any]:
 
 def _rank(rank: RankPlan) -> dict[str, Any]:
     trace = rank.trace
-    memory = {
-        "parameters": trace.memory.parameters,
-        "gradients": trace.memory.gradients,
-        "optimizer": trace.memory.optimizer,
-        "activations": trace.memory.activations,
-        "peak": trace.memory.peak,
-        "transient": trace.memory.transient,
-        "buffers": trace.memory.buffers,
-        "activations_at_peak": trace.memory.activations_at_peak,
-        "gradients_at_peak": trace.memory.gradients_at_peak,
-        "allocated": rank.allocation.allocated,
-        "reserved": rank.allocation.reserved,
-        "context": rank.allocation.context,
-        "communicators": rank.allocation.communicators,
-        "total": rank.allocation.total,
-    }
+    memory = memory_figures(trace, rank.allocation)
     return {
         "rank": trace.rank,
         "coordinates": dict(trace.coordinates),
         "stands_for": trace.stands_for,
-        "memory": memory,
+        "memory": {name: int(figure.value) for name, figure in memory.items()},
+        "memory_bands": {name: [int(figure.low), math.ceil(figure.high)] for name, figure in memory.items()},
         "moment": trace.memory.moment,
         "module": trace.memory.module,
         "verdict": rank.verdict,
         "flops": flops_of(trace.segments),
         "collectives": collective_rows(trace),
         "is_extrapolated": trace.is_extrapolated,
-        "provenance": _provenance(trace),
+        "provenance": _provenance(memory),
     }
 
 
-def _provenance(trace: RankTrace) -> dict[str, str]:
-    """Say of every figure of a rank how it is known; what belongs to a moment may be off by a few numbers."""
-    moments = ("activations", "peak", "transient", "activations_at_peak", "gradients_at_peak", "moment", "module")
-    counted = ("parameters", "gradients", "optimizer", "buffers", "collectives", "flops")
+def _provenance(memory: Mapping[str, Figure]) -> dict[str, str]:
+    """Say of every figure of a rank how it is known."""
     return {
-        **dict.fromkeys(counted, "exact"),
-        **dict.fromkeys(moments, "traced"),
-        **dict.fromkeys(("allocated", "reserved", "verdict", "total"), "modelled"),
-        **dict.fromkeys(("context", "communicators"), "assumed"),
+        **{name: figure.known for name, figure in memory.items()},
+        **dict.fromkeys(("collectives", "flops"), "exact"),
+        **dict.fromkeys(("moment", "module"), "traced"),
+        "verdict": "modelled",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.reports.report import collective_rows, flops_of
 
@@ -73,7 +74,9 @@ def _parts(plan: Plan) -> list[Any]:
     lines = [head]
     if plan.verdict is not None and plan.memory_bytes is not None:
         fullest = max(plan.ranks, key=lambda rank: rank.allocation.total)
-        needs = f"rank {fullest.trace.rank} needs {size(fullest.allocation.total)} of {size(plan.memory_bytes)}"
+        whole = memory_figures(fullest.trace, fullest.allocation)["total"]
+        needs = f"rank {fullest.trace.rank} needs {size(whole.value)} of {size(plan.memory_bytes)}"
+        needs += f" ({size(whole.low)} to {size(whole.high)})"
         lines.append(f"{plan.verdict} [modelled]: {needs}")
     parts: list[Any] = [Text("\n".join(lines)), _memory_table(plan), *_moments(plan), _collective_table(plan.ranks[0])]
     if plan.pipeline is not None:

@@ -85,10 +85,11 @@ class Recording:
 class _Observer:
     """Sees every operator and every span of a step."""
 
-    def __init__(self, run: Composition) -> None:
+    def __init__(self, run: Composition, optimizer: Any) -> None:
         from composer3d.testing.collectives import Collectives
 
         self.run, self.result, self.place = run, Recording(), Place()
+        self._optimizer = optimizer
         self.storages = StorageCounter(self._note_peak)
         with torch_compat.with_values():
             self.collectives = Collectives.over(run.mesh)
@@ -164,6 +165,8 @@ class _Observer:
         self.result.stretches.clear()
         self.result.activations = 0
         self._messages.clear()
+        # Tables made of Python's numbers come from no operator: an optimizer's state has some.
+        self.storages.track(_state_tensors(self._optimizer))
         self.storages.settle()
         self.storages.restart()
         self._between = self._stretch("gradients", 0, None)
@@ -297,7 +300,7 @@ def record_step(run: Composition, optimizer: Any, batch: Any) -> Iterator[_Obser
         optimizer: Its optimizer, its state made.
         batch: This rank's tensors of the step.
     """
-    observer = _Observer(run)
+    observer = _Observer(run, optimizer)
     result, storages = observer.result, observer.storages
     modules = [part.module for part in run.parts]
     parameters = [p for module in modules for p in module.parameters()]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 from collections.abc import Callable, Mapping
@@ -18,12 +19,14 @@ from composer3d.planning.tracing.recording import record_step
 from composer3d.planning.tracing.roles import Contents, contents_of, first_ranks
 from composer3d.planning.tracing.summary import summarise
 from composer3d.planning.tracing.traced import RankTrace
+from composer3d.transform import Phase
 
 __all__ = ["Tracer"]
 
 # Blocks of the shorter one of two short stages; the other one has one more. Three have a first, a last, and the one
 # before it, which FSDP2 gathers while the last one runs: where blocks are recomputed, that is where the peak may be.
 _SHORT = 3
+_UNCOMPILED = "blocks that are compiled were traced as they are written: compiled, they keep less and run faster"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,7 +137,18 @@ class Tracer:
             rank=rank,
             stands_for=stands_for,
             is_extrapolated=is_extrapolated or more > 0,
+            notes=[_UNCOMPILED] if self._compiles else [],
         )
+
+    @property
+    def _compiles(self) -> bool:
+        return any(transform.phase is Phase.COMPILE for transform, _ in self._preparation.selected)
+
+    def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
+        """Let what is compiled run as it is written: a compiler's kernels have no form without values."""
+        import torch
+
+        return torch.compiler.set_stance("force_eager") if self._compiles else contextlib.nullcontext()
 
     def _num_traced(self, rank: int) -> int:
         """Return how many micro-batches of a rank are traced."""
@@ -163,7 +177,7 @@ class Tracer:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with composed(job, self._preparation, rank, cut=cut, memory=self._memory) as run:
+            with self._uncompiled(), composed(job, self._preparation, rank, cut=cut, memory=self._memory) as run:
                 if if_longer and not (cut.are_alike and {len(names) >= (keep or 0) for names in cut.names} == {True}):
                     return _Traced(sketch=None, names=cut.names, are_alike=cut.are_alike, num_traced=number)
                 optimizer = job.make_optimizer(run)
@@ -173,10 +187,15 @@ class Tracer:
                 with (
                     record_step(run, optimizer, (args, target, dict(inputs))) as observer,
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted),
+                    torch_compat.lone_buckets() as buckets,
                 ):
                     make_lasting(run, args, target, inputs)
-                    observer.restart()
-                    run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip)
+                    # Buckets are made in the first step.
+                    for step in (1, 2):
+                        observer.restart()
+                        run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip, number=step)
+                        if not buckets:
+                            break
                 sketch = sketch_of(observer.result, cut.places_of)
                 return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number)
         finally:

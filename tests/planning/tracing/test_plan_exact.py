@@ -56,6 +56,14 @@ CASES = {
         world_size=4,
         num_microbatches=4,
     ),
+    "ddp_bucketed": Case('mesh.dp_replicate = 2\n[sharding.ddp]\nreducer = "bucketed"\n', num_firsts=2),
+    "float8": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.float8]\nexclude = ["output"]\n'),
+    "mxfp8": Case('mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.mxfp8]\nexclude = ["output"]\n'),
+    "int8": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.int8]\n"),
+    "low_bit": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.low_bit_optimizer]\nmin_numel = 256\n"),
+    "activation_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_offload]\n"),
+    "huggingface": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="huggingface"),
+    "huggingface_tp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n', source="huggingface"),
     "stranger": Case(
         'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned:Stranger"\n'
     ),
