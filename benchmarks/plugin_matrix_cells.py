@@ -128,8 +128,11 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(row="two answers to one query", message=r"both answer composer3d_\w+"),
     Permitted(
         row="`cpu_offload`: `parameters` or `all` where no data-parallel plugin",
-        message=r'mode = "\w+" needs a data-parallel plugin|gathers no parameters for their use'
-        r"|reduces gradients where they lie",
+        message=r'mode = "\w+" needs a data-parallel plugin',
+    ),
+    Permitted(
+        row='`ddp`: `reducer = "bucketed"` with parameters or gradients in host memory',
+        message=r"gathers no parameters for their use|reduces gradients where they lie",
     ),
 )
 # What is different from one device because it was asked to be; said in README.
@@ -179,7 +182,7 @@ def manifest_of(row: Mapping[str, str]) -> str:
             f"model.args = {{ dim = {dim}, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, "
             f"ffn_dim = {2 * dim}, tie_embeddings = {row.get('model.tie_embeddings', 'false')}, "
             f"dropout = {row.get('model.dropout', '0.0')} }}",
-            f'data = {{ use = "synthetic", seq_len = {SEQ_LEN}, vocab_size = 32 }}',
+            f'data = {{ use = "synthetic", seq_len = {SEQ_LEN}, vocab_size = {dim} }}',
             f"train = {{ steps = 2, microbatch = 1, global_batch = {accumulation * ranks}"
             + (f", grad_clip = {clip}" if clip != "default" else "")
             + " }",

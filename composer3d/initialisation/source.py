@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
+from composer3d.torch_compat import without_torch_functions
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -91,7 +93,9 @@ class Slab:
         several = next((dim for dim, runs in enumerate(self._runs) if len(runs) > 1), None)
         if several is None:
             ranges = [(runs[0][0], sum(runs[0])) if runs else (0, 0) for runs in self._runs]
-            return self._source.read(self._fqn, ranges)
+            # A proof widens the dtypes that code names, and those of a file are what they are.
+            with without_torch_functions():
+                return self._source.read(self._fqn, ranges)
         parts = ([(run,) if d == several else kept for d, kept in enumerate(self._runs)] for run in self._runs[several])
         return torch.cat([Slab(self._source, self._fqn, part).read() for part in parts], several)
 

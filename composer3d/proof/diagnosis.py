@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
@@ -265,6 +266,14 @@ def _zero_bubble(evidence: Evidence) -> Iterator[str]:
             )
 
 
+def _not_finite(evidence: Evidence) -> Iterator[str]:
+    """A reference that is no number."""
+    for which, losses in evidence.told.losses.items():
+        if not all(map(math.isfinite, losses)):
+            label = "float64" if which == "float64" else "the run's dtypes"
+            yield f"one device's own loss is not finite in {label}: there is nothing to compare the composition with"
+
+
 def _forward(evidence: Evidence) -> Iterator[str]:
     """A loss that is wrong before anything was updated."""
     weights = evidence.weights
@@ -326,6 +335,7 @@ def _first(evidence: Evidence) -> dict[str, list[Deviation]]:
 
 
 _RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _not_finite,
     _silent,
     _batches,
     _initial,

@@ -64,6 +64,7 @@ class Reference:
     Args:
         initial: Parameters before the first step, by FQN.
         replaced: A precision plugin trains other parameters than the model's (adapters).
+        reduce_dtype: In which a run's ranks would sum up gradients; None where nothing says it.
         steps: One after the other.
         rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
             numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
@@ -71,6 +72,7 @@ class Reference:
 
     initial: dict[str, Tensor]
     replaced: bool = False
+    reduce_dtype: torch.dtype | None = None
     steps: list[ReferenceStep] = field(default_factory=list)
     rounding: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -116,7 +118,9 @@ def _run(
             _set_weights(run, weights)
         optimizer = subject.make_optimizer(run)
         initial = _copies({fqn: p for fqn, p in run.named_parameters()})
-        reference = Reference(initial=initial, replaced=bool(run.context.left_out))
+        reference = Reference(
+            initial=initial, replaced=bool(run.context.left_out), reduce_dtype=run.context.dtypes("").reduce
+        )
         for number in range(num_steps):
             with run.step(number):
                 reference.steps.append(_step(subject, run, optimizer, number, degree, which, nudge))

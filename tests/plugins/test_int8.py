@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.lowered import (
@@ -13,6 +15,7 @@ from support.lowered import (
     TP,
     TP_FSDP,
     Wide,
+    batch,
     counted,
     inside,
     plan,
@@ -94,6 +97,22 @@ def test_the_plan_says_what_is_converted():
     assert [fqn for fqn, name in classes.items() if name == "Int8Linear"] == [
         f"layers.{index}.{name}" for index in range(2) for name in ("up", "down")
     ]
+
+
+def loss_in(dtype):
+    run = composed(f'[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "{dtype}"\n' + TABLE, seeded(Wide))
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = batch()
+    with run.step(0):
+        loss = run.forward_backward(tokens, target=targets)
+        norm = run.clip_grad_norm_(math.inf)
+    run.close()
+    return float(loss), float(norm)
+
+
+def test_sums_of_products_are_not_bound_by_float16():
+    wide, narrow = (run_ranks(loss_in, 1, dtype)[0] for dtype in ("float32", "float16"))
+    assert narrow == pytest.approx(wide, rel=2**-6)  # what float16 rounds moves single elements by a step of int8
 
 
 def errors_of(more):

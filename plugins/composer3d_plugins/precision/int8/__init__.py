@@ -76,6 +76,7 @@ class Int8:
         return linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=16)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        import torch
         from torch import nn
 
         from composer3d_plugins.precision.int8.products import SharedProducts
@@ -86,12 +87,16 @@ class Int8:
         )
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None, share: Share | None) -> Tensor:
+            # Sums of products of int8 are beyond float16 before they are scaled.
+            wide: list[Any] = [x, weight, bias]
+            if x.dtype is torch.float16:
+                wide = [None if tensor is None else tensor.float() for tensor in wide]
             if share is not None:
-                shared: Tensor = SharedProducts.apply(x, weight, bias, config, share)
-                return shared
+                shared: Tensor = SharedProducts.apply(*wide, config, share)
+                return shared.to(x.dtype)
             # Its backward looks at gradients as matrices, which slices of a sequence are not.
-            y: Tensor = training._Int8MixedPrecisionTrainingLinearFunction.apply(x, weight, bias, config)
-            return y * 1.0 if y.requires_grad else y
+            y: Tensor = training._Int8MixedPrecisionTrainingLinearFunction.apply(*wide, config)
+            return (y * 1.0 if y.requires_grad else y).to(x.dtype)
 
         class Multiplied(nn.Linear):
             """A linear layer in int8; the module stays the object that it is."""
