@@ -109,7 +109,7 @@ class HuggingFaceModel:
         options = {} if self._attention is None else {"attn_implementation": self._attention}
         try:
             model: nn.Module = AutoModelForCausalLM.from_config(
-                self.config, dtype=self.dtype, trust_remote_code=self._trusts, **options
+                self.config, dtype=_widened(self.dtype), trust_remote_code=self._trusts, **options
             )
         except (ValueError, ImportError) as error:
             said = str(error).strip().splitlines()[0]
@@ -192,3 +192,10 @@ def _read_config(folder: Path, trust_remote_code: bool, overrides: dict[str, Any
             hint="load them with transformers, dequantize, and save_pretrained",
         )
     return config
+
+
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    """Return float64 where that is torch's default dtype, as in a proof, which widens every dtype that is named."""
+    import torch
+
+    return torch.float64 if torch.get_default_dtype() is torch.float64 else dtype

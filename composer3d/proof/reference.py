@@ -7,6 +7,7 @@ a few lines, so that a mistake there shows as a difference.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -80,10 +81,11 @@ class Reference:
 def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
     """Run the steps on one device.
 
-    They are run twice, and the distance of the two is what the tolerance is derived from. In the run's own arithmetic
-    the second is in float64 from the same weights: the distance is what is rounded away. In float64 the second has
-    gradients that are off by what a sum in another order leaves. AdamW turns it into more, where a gradient is as small
-    as its `eps`, by up to lr / eps.
+    They are run again, and the distance is what the tolerance is derived from. In the run's own arithmetic the second
+    run is in float64 from the same weights: the distance is what is rounded away. In float64 the second has gradients
+    that are off by what a sum in another order leaves. AdamW turns it into more, where a gradient is as small as its
+    `eps`, by up to lr / eps. What is rounded away has the same effect, wherever a gradient is no larger: a third run,
+    in float64, has gradients that are off by as much.
 
     Args:
         subject: What to run.
@@ -93,10 +95,14 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
     """
     reference = _run(subject, which, degree=degree, num_steps=num_steps)
     if which == "own":
-        exact = _run(
-            subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial, keep=reference.replaced
+        exactly = functools.partial(
+            _run, subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial
         )
-        reference.rounding = _rounding(reference, exact, in_parts=True)
+        exact = exactly(keep=reference.replaced)
+        nudged = exactly(keep=reference.replaced, nudge=_noise(reference, exact))
+        reference.rounding = _larger(
+            _rounding(reference, exact, in_parts=True), _rounding(nudged, exact, in_parts=False)
+        )
     else:
         nudged = _run(subject, which, degree=degree, num_steps=num_steps, nudge=_NUDGE)
         reference.rounding = _rounding(nudged, reference, in_parts=False)
@@ -110,7 +116,7 @@ def _run(
     degree: int,
     num_steps: int,
     weights: Mapping[str, Tensor] | None = None,
-    nudge: float = 0.0,
+    nudge: float | Mapping[str, float] = 0.0,
     keep: bool = False,
 ) -> Reference:
     with _alone(subject, which, keep=keep) as run:
@@ -147,7 +153,7 @@ def _step(
     number: int,
     degree: int,
     which: Arithmetic,
-    nudge: float,
+    nudge: float | Mapping[str, float],
 ) -> ReferenceStep:
     shares: list[float] = []
     pieces = _microbatches(subject, number, degree, which)
@@ -178,15 +184,35 @@ def _step(
     )
 
 
-def _nudge(parameters: Mapping[str, Any], size: float) -> None:
-    """Move every other element of a gradient up, the rest down, by a fraction of the largest."""
+def _nudge(parameters: Mapping[str, Any], size: float | Mapping[str, float]) -> None:
+    """Move every other element of a gradient up, the rest down: by a fraction of the largest, or by what is given."""
     import torch
 
-    for parameter in parameters.values():
-        grad = parameter.grad
+    for fqn, parameter in parameters.items():
+        grad = local(parameter.grad)
         signs = 1.0 - 2.0 * (torch.arange(grad.numel(), device=grad.device) % 2).to(grad.dtype)
+        amount = size * grad.abs().max() if isinstance(size, float) else size.get(fqn, 0.0)
         # What is exactly zero in one order is so in another: rows of tokens that did not occur.
-        grad.add_(signs.view_as(grad) * (grad != 0) * (size * grad.abs().max()))
+        grad.add_(signs.view_as(grad) * (grad != 0) * amount)
+
+
+def _noise(rounded: Reference, exact: Reference) -> dict[str, float]:
+    """Return the largest difference of any element of a gradient, by FQN."""
+    found: dict[str, float] = {}
+    for one, other in zip(rounded.steps, exact.steps, strict=True):
+        for fqn in one.clipped.keys() & other.clipped.keys():
+            distance = (one.clipped[fqn].double() - other.clipped[fqn].double()).abs()
+            found[fqn] = max(found.get(fqn, 0.0), float(distance.max()) if distance.numel() else 0.0)
+    return found
+
+
+def _larger(
+    one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    return {
+        name: {fqn: max(one[name].get(fqn, 0.0), other[name].get(fqn, 0.0)) for fqn in {**one[name], **other[name]}}
+        for name in one
+    }
 
 
 def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, Tensor]]:
