@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 # OpenMP reads it when torch is loaded; ranks are forked from this process, which must not start threads.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,3 +28,18 @@ def _prewarmed() -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False on this machine")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep a file on one worker if its tests share a fixture: two workers would start what it starts twice."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        """Files with fixtures of their own first, as a whole; after them test by test, so that no worker waits."""
+
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return file if 'scope="module"' in (Path(config.rootpath) / file).read_text() else nodeid
+
+    return Scheduling(config, log)

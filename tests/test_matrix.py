@@ -74,7 +74,7 @@ def laid_out(cell, rank):
         }
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
 def test_hybrid_tensor_and_pipeline_parallelism_hold_every_element_once_a_copy(schedule):
     # The tests above compare any two of the three with one device; all three take 16 ranks, laid out one by one here.
     cell = Cell(data="hsdp", tensor="tp2-sp", schedule=schedule, microbatches="4P")

@@ -51,6 +51,7 @@ def drawn(cases):
 DRAWING = [("gpt2", ""), ("gpt2", SP), ("llama", SP)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", ["", AC], ids=["saved", "recomputed"])
 def test_compiled_blocks_draw_what_others_do(more):
     cases = [(family, text(settings, end + more)) for family, settings in DRAWING for end in ("", COMPILE)]

@@ -38,7 +38,9 @@ def outcomes(names, text):
     return found
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    "setting", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("four", "sequence"))]
+)
 def test_gradients_equal_one_device_or_it_says_why_not(setting):
     degree, settings = SETTINGS[setting]
     text = f"[mesh]\ntp = {degree}\n{AUTO}{settings}\n"
