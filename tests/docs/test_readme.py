@@ -278,6 +278,10 @@ def test_figures_are_those_measured():
             f"median step time over torch's own calls, {row['name']}": compared("ratio", "control", row)
             for row in dimensions
         },
+        **{
+            f"process CPU time a step of it, {row['name']}": compared("cpu_ratio", "cpu_control", row)
+            for row in dimensions
+        },
         **{f"largest difference of losses, {row['name']}": f"{row['loss_abs']:.1e}" for row in dimensions},
         "what hooks of 5 plugins add to a step": f"{hooks['us']:.0f} microseconds",
         "the rest of a step's bookkeeping": f"{engine['us']:.0f} microseconds",
