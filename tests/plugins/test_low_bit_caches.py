@@ -52,6 +52,7 @@ def stepped(kind, dtype, dim, more):
 def one_after_the_other(cases):
     from torch._dynamo.utils import counters
 
+    counters.clear()  # of what this process was forked from
     return [stepped(*case) for case in cases], {name: dict(counts) for name, counts in counters.items() if counts}
 
 
