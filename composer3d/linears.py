@@ -90,9 +90,12 @@ class Share(NamedTuple):
     mesh: DeviceMesh
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the largest of all ranks, element by element; they have as many.
+        """Return the largest of all ranks, element by element.
 
-        Collectives: one all-reduce.
+        Args:
+            values: Of any shape, the same on all ranks of the mesh; the result has it too.
+
+        Collectives: one all-reduce of them.
         """
         from torch.distributed.tensor import DTensor, Partial
 
@@ -105,6 +108,14 @@ def share_of(x: Any, weight: Any) -> Share | None:
 
     Scales that are one number for many neighbours are those of one device only if ranks agree on them where what they
     are neighbours along is cut.
+
+    Args:
+        x: The layer's input as its forward is given it, features last; a plain tensor or a DTensor.
+        weight: Its weight, outputs by inputs, a plain tensor or a DTensor of one dim: within a forward data parallelism
+            has gathered it.
+
+    Raises:
+        ValueError: The weight is cut along more than one dim.
     """
     from torch.distributed.tensor import DTensor
 

@@ -15,6 +15,7 @@ from support.lowered import (
     TP,
     TP_FSDP,
     Wide,
+    assert_bits_of_one_device,
     batch,
     counted,
     inside,
@@ -41,12 +42,7 @@ def converted(model):
 
 @pytest.mark.parametrize(("world_size", "layouts"), DATA_PARALLEL)
 def test_data_parallel_equals_one_device_bit_for_bit(world_size, layouts):
-    cases = ((layout + TABLE, converted, world_size) for layout in layouts)
-    for ranks in in_one_world(trained, world_size, *cases):
-        for losses, losses_1, gradients, weights in ranks:
-            assert (gradients, weights) == (0.0, 0.0)
-            assert losses == pytest.approx(losses_1, rel=1e-6)
-            assert losses[-1] < losses[0]
+    assert_bits_of_one_device(world_size, layouts, TABLE, converted)
 
 
 def test_pipeline_parallel_equals_one_device():

@@ -7,7 +7,20 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.lowered import DATA_PARALLEL, PP, TP, TP_FSDP, Wide, batch, counted, inside, plan, saved, trained
+from support.lowered import (
+    DATA_PARALLEL,
+    PP,
+    TP,
+    TP_FSDP,
+    Wide,
+    assert_bits_of_one_device,
+    batch,
+    counted,
+    inside,
+    plan,
+    saved,
+    trained,
+)
 from support.models import composed, seeded
 from support.worlds import in_one_world
 from torch import nn
@@ -42,12 +55,7 @@ def converted(model):
 
 @pytest.mark.parametrize(("world_size", "layouts"), DATA_PARALLEL)
 def test_data_parallel_equals_one_device_bit_for_bit(world_size, layouts):
-    cases = ((layout + TABLE, converted, world_size) for layout in layouts)
-    for ranks in in_one_world(trained, world_size, *cases):
-        for losses, losses_1, gradients, weights in ranks:
-            assert (gradients, weights) == (0.0, 0.0)
-            assert losses == pytest.approx(losses_1, rel=1e-6)
-            assert losses[-1] < losses[0]
+    assert_bits_of_one_device(world_size, layouts, TABLE, converted)
 
 
 @pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (2, PP, 2)])

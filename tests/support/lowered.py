@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
 from composer3d.testing import count_collectives, full
 from support.models import VOCAB, composed, mine, seeded, sum_loss
+from support.worlds import in_one_world
 
 SIZE, NUM_LAYERS, SEQ_LEN = 32, 2, 8
 DATA_PARALLEL = [(1, [""]), (2, ["[sharding.fsdp2]\n", "[sharding.fsdp2]\nzero = 1\n", "[sharding.ddp]\n"])]
@@ -137,3 +139,13 @@ def plan(text):
     found = run.describe().splitlines()[1:]
     run.close()
     return found, classes
+
+
+def assert_bits_of_one_device(world_size, layouts, table, converted):
+    """Train in layouts that cut nothing within a layer: nothing may differ from one device that cuts the data alike."""
+    cases = ((layout + table, converted, world_size) for layout in layouts)
+    for ranks in in_one_world(trained, world_size, *cases):
+        for losses, losses_1, gradients, weights in ranks:
+            assert (gradients, weights) == (0.0, 0.0)
+            assert losses == pytest.approx(losses_1, rel=1e-6)
+            assert losses[-1] < losses[0]
