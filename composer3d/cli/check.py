@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import Inspection, device_of, inspect, open_manifest
+from composer3d.cli.inspection import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import compress, print_problems, say, say_json
 from composer3d.errors import ManifestError
@@ -38,6 +38,7 @@ def add(subparsers: Subparsers) -> None:
     parser.set_defaults(execute=execute)
 
 
+@collected_rarely()
 def execute(arguments: argparse.Namespace) -> int:
     """Check, and print; 2 if something is wrong."""
     try:

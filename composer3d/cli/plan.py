@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.cli.inspection import Inspection, inspect, open_manifest
+from composer3d.cli.inspection import Inspection, collected_rarely, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, natural, positive, size
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError
@@ -66,6 +66,7 @@ def _amount(text: str) -> float:
     return value
 
 
+@collected_rarely()
 def execute(arguments: argparse.Namespace) -> int:
     """Plan, and print; 1 if it does not fit, 2 if the manifest is wrong."""
     plan = _plan(arguments, arguments.manifest)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import device_of, inspect, open_manifest
+from composer3d.cli.inspection import collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, positive
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError
@@ -50,6 +50,7 @@ def add(subparsers: Subparsers) -> None:
     parser.set_defaults(execute=execute)
 
 
+@collected_rarely()
 def execute(arguments: argparse.Namespace) -> int:
     """Simulate and draw; 2 if the manifest is wrong or has no pipeline."""
     inspected = open_manifest(arguments.manifest, arguments.overrides)

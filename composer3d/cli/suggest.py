@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import Inspection, device_of, inspect, open_manifest
+from composer3d.cli.inspection import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, positive, size
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError
@@ -52,6 +52,7 @@ def add(subparsers: Subparsers) -> None:
     parser.set_defaults(execute=execute)
 
 
+@collected_rarely()
 def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
     from composer3d.planning.hardware.cluster import load_hardware

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
 
+from composer3d.cli.inspection import collected_rarely
 from composer3d.manifest import shipped
 
 PLAN = """\
@@ -27,6 +29,14 @@ def test_the_view_of_a_rank(folder, command):
     code, out, _ = command("check", "run.toml", "--rank", "1")
     assert (code, out.splitlines()[1]) == (0, "rank 1: pp=0, dp_replicate=0, dp_shard=1, cp=0, tp=0, ep=0")
     assert command("check", "run.toml", "--rank", "2") == (2, "", "rank 2 is not in a world of 2 ranks\n1 problem\n")
+
+
+def test_cycles_are_looked_for_seldom_and_as_before_afterwards():
+    before = gc.get_threshold()
+    with pytest.raises(KeyError), collected_rarely():
+        assert gc.get_threshold()[0] > 100 * before[0]
+        raise KeyError
+    assert gc.get_threshold() == before
 
 
 LARGE = ("--world-size", "512", "--rank", "300", *(f"--set={t}" for t in ("mesh.pp=4", "mesh.tp=8")))

@@ -7,15 +7,16 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from composer3d.errors import ForkError
 from composer3d.forking import fork, refuse_unsafe_fork
 
-__all__ = ["Beside"]
+__all__ = ["Beside", "halve"]
 
+Key = TypeVar("Key", bound=Hashable)
 logger = logging.getLogger(__name__)
 
 
@@ -83,3 +84,24 @@ def _answer(function: Callable[[], Any], writer: int) -> None:
             pipe.write(text)
     finally:
         os._exit(0)
+
+
+def halve(costs: Mapping[Key, int], *, begin: tuple[Key, Key]) -> tuple[list[Key], list[Key]]:
+    """Divide what there is to do between two processes, so that both take about as long.
+
+    The costliest goes first to whoever has less to do (Graham, Bounds on multiprocessing timing anomalies, 1969).
+
+    Args:
+        costs: Of everything that is to be done.
+        begin: What either begins with.
+
+    Returns:
+        What this process does and what the one beside it does, behind their beginnings in the order of `costs`.
+    """
+    shares: tuple[list[Key], list[Key]] = [begin[0]], [begin[1]]
+    for key in sorted((key for key in costs if key not in begin), key=lambda key: -costs[key]):
+        min(shares, key=lambda share: sum(costs[each] for each in share)).append(key)
+    order = list(costs)
+    for share in shares:
+        share[1:] = sorted(share[1:], key=order.index)
+    return shares

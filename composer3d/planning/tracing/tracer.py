@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.planning.tracing.beside import Beside
+from composer3d.planning.tracing.beside import Beside, halve
 from composer3d.planning.tracing.blocks import BlockCut
 from composer3d.planning.tracing.composing import Job, composed, make_lasting, prepared, prime_optimizer, run_step
 from composer3d.planning.tracing.extending import Sketch, extend, repeat, sketch_of
@@ -26,6 +26,8 @@ __all__ = ["Tracer"]
 # Blocks of the shorter one of two short stages; the other one has one more. Three have a first, a last, and the one
 # before it, which FSDP2 gathers while the last one runs: where blocks are recomputed, that is where the peak may be.
 _SHORT = 3
+# A trace of a rank with that many blocks of each stage.
+_Short = tuple[int, int]
 _UNCOMPILED = "blocks that are compiled were traced as they are written: compiled, they keep less and run faster"
 
 
@@ -65,7 +67,7 @@ class Tracer:
         return contents_of(self._preparation)
 
     def trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
-        """Trace several ranks: stages of three blocks here, those of four in a process beside it.
+        """Trace several ranks, as stages of three blocks and of four, half of the work in a process beside this one.
 
         Args:
             chosen: For every rank, how many ranks of the world do the same; earlier stages first.
@@ -81,13 +83,26 @@ class Tracer:
     def _trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
         if not self._extrapolate:
             return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
-        with Beside(lambda: {rank: self._longer(rank) for rank in chosen}) as beside:
-            shorts = {rank: self._run(rank, _SHORT) for rank in chosen}
-            # Where it could not be had there, it is made here.
-            longer = beside.result() or {}
+        lengths = _SHORT, _SHORT + 1
+        costs = {(rank, length): length * self._num_traced(rank) for rank in chosen for length in lengths}
+        # Both begin with the first rank, whose stage tells the others what they receive.
+        here, there = halve(costs, begin=((min(chosen), _SHORT), (min(chosen), _SHORT + 1)))
+        with Beside(lambda: self._run_all(there)) as beside:
+            traced = self._run_all(here)
+            # What could not be had there is made below.
+            traced |= beside.result() or {}
         return [
-            self._joined(rank, shorts[rank], longer.get(rank), stands_for=number) for rank, number in chosen.items()
+            self._joined(
+                rank,
+                traced.get((rank, _SHORT)) or self._run(rank, _SHORT),
+                traced.get((rank, _SHORT + 1)),
+                stands_for=number,
+            )
+            for rank, number in chosen.items()
         ]
+
+    def _run_all(self, traces: Sequence[_Short]) -> dict[_Short, _Traced]:
+        return {(rank, length): self._run(rank, length, if_longer=length > _SHORT) for rank, length in traces}
 
     def trace(self, rank: int, *, stands_for: int = 1) -> RankTrace:
         """Trace one rank.

@@ -15,6 +15,7 @@ from composer3d.mesh import AXES, resolve
 from composer3d.planning.costs.allocator import allocate, judge
 from composer3d.planning.plan import enough_microbatches
 from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.tracing.beside import halve
 from composer3d.planning.tracing.roles import chosen_ranks
 from composer3d.planning.tracing.storages import StorageCounter
 from composer3d.protocol import Action
@@ -208,6 +209,21 @@ def test_what_is_extrapolated_is_what_is_there(extrapolated, tmp_path):
     assert abs(short.memory.peak - whole.memory.peak) <= 64 * case.num_microbatches
     same = ("parameters", "gradients", "optimizer", "buffers")
     assert [getattr(short.memory, name) for name in same] == [getattr(whole.memory, name) for name in same]
+
+
+def test_work_is_halved_between_two_processes():
+    costs = {"a3": 18, "a4": 24, "b3": 12, "b4": 16, "c3": 9, "c4": 12}
+    assert halve(costs, begin=("a3", "a4")) == (["a3", "b4", "c4"], ["a4", "b3", "c3"])
+    assert halve({"a3": 3, "a4": 4}, begin=("a3", "a4")) == (["a3"], ["a4"])
+
+
+def test_one_process_finds_what_two_do(monkeypatch, tmp_path):
+    case, chosen = EXTRAPOLATED["recomputed_pipeline"], {0: 2, 2: 2}
+    two = tracer_of(case, tmp_path).trace_all(chosen)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    one = tracer_of(case, tmp_path).trace_all(chosen)
+    assert [figures(trace) for trace in one] == [figures(trace) for trace in two]
+    assert [(trace.rank, trace.stands_for) for trace in two] == [(0, 2), (2, 2)]
 
 
 def test_blocks_that_are_not_alike_are_all_traced(tmp_path):

@@ -70,8 +70,7 @@ class Straight(Division[Observation]):
 
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
-        firsts, needs = self.seen.firsts, self.seen.needs
-        users = {user for name, first in firsts.items() if first == fqn for user in needs[name]}
+        users = self.seen.users[fqn]
         return tuple(
             stage for stage, start in enumerate(self.starts) if any(start <= user < self._end(stage) for user in users)
         )

@@ -8,7 +8,9 @@ whether something jumps over a block.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
@@ -68,6 +70,11 @@ class Observation:
     activations_bytes: tuple[float, ...]
     parameters_bytes: tuple[float, ...]
     skeleton: nn.Module
+
+    @functools.cached_property
+    def users(self) -> Mapping[str, frozenset[int]]:
+        """For every parameter, under its first FQN, the indices of the blocks whose stages need it under any name."""
+        return _users_of(self.needs, self.firsts)
 
     def needed(self, start: int, end: int) -> frozenset[str]:
         """Return the names of what the stage of the blocks from `start` to before `end` needs."""
@@ -257,14 +264,22 @@ class _Watch(Follower):
     def _parameters_bytes(self) -> tuple[float, ...]:
         """Add up parameters where they are needed, those needed by several blocks at the first and the last."""
         total = [0.0] * len(self._blocks)
+        all_users = _users_of(self._needs, self._firsts)
         for fqn, parameter in self.skeleton.named_parameters():
-            users = {user for name, first in self._firsts.items() if first == fqn for user in self._needs[name]}
+            users = all_users[fqn]
             for index in {min(users), max(users)} if users else ():
                 total[index] += parameter.numel() * parameter.element_size()
         return tuple(total)
 
     def _num_parameters(self, fqn: str) -> int:
         return sum(parameter.numel() for parameter in self.skeleton.get_submodule(fqn).parameters())
+
+
+def _users_of(needs: Mapping[str, Set[int]], firsts: Mapping[str, str]) -> dict[str, frozenset[int]]:
+    users: dict[str, set[int]] = defaultdict(set)
+    for name, first in firsts.items():
+        users[first] |= needs[name]
+    return {first: frozenset(blocks) for first, blocks in users.items()}
 
 
 def _no_tensor(value: Any) -> Any:
