@@ -74,7 +74,10 @@ def trained(text):
     return losses, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("table", TABLES)
+@pytest.mark.parametrize(
+    "table",
+    [name if name in ("int8", "qat", "qlora") else pytest.param(name, marks=pytest.mark.slow) for name in TABLES],
+)
 def test_compiled_layers_compute_what_others_do(table):
     texts = [layout + TABLES[table] + end for layout in (FSDP, TP) for end in ("", COMPILE)]
     plain, compiled, plain_cut, compiled_cut = in_one_world(trained, 2, *((text,) for text in texts))

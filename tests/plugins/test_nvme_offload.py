@@ -31,7 +31,7 @@ LAYOUTS = [
     pytest.param(2, FSDP, id="fsdp2"),
     pytest.param(2, DDP, id="ddp"),
     pytest.param(2, PP, id="pp"),
-    pytest.param(2, TP, id="tp"),
+    pytest.param(2, TP, id="tp", marks=pytest.mark.slow),  # below with fsdp2
     pytest.param(4, TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, id="tp and fsdp2"),
 ]
 OPTIMIZERS = [
@@ -218,11 +218,11 @@ def test_a_file_system_without_direct_requests_is_told_and_used(tmp_path):
 def test_a_file_system_without_nameless_files(tmp_path, monkeypatch):
     opened, begun = os.open, []
 
-    def without(path, flags, *args):
+    def without(path, flags, *args, **options):
         if flags & os.O_TMPFILE == os.O_TMPFILE:  # what NFS and others say
             raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
         begun.append(flags & os.O_DIRECT)
-        return opened(path, flags, *args)
+        return opened(path, flags, *args, **options)
 
     monkeypatch.setattr(os, "open", without)
     found = run_ranks(trained, 1, TABLE.format(str(tmp_path)))[0]

@@ -245,7 +245,10 @@ def saved(path, text, load, num_steps, seed=0):
     return weights, sorted(key for key in contents(path) if key.startswith("model/")) if path.exists() else []
 
 
-@pytest.mark.parametrize("text", [TABLE + "dropout = 0.1\n", LORA], ids=["nf4", "lora"])
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(TABLE + "dropout = 0.1\n", id="nf4"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, text):
     path, fsdp = tmp_path / "step-2", "[sharding.fsdp2]\n" + text
     cases = ((path, fsdp, False, 4), (path, fsdp, True, 2), (path, fsdp, True, 0), (path, TP + text, True, 0))
