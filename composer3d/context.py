@@ -61,6 +61,7 @@ class RunContext:
         flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
         left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
         export_form: What `composer3d export --quantise` makes of a model's tensors, and what it writes beside them.
+        export_config: Makes what `config.json` of a Hugging Face folder says of that; None where it can say nothing.
         own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
     """
 
@@ -97,6 +98,7 @@ class RunContext:
         self.cuts: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.left_out: dict[str, Merge] = {}
         self.export_form: ExportForm | None = None
+        self.export_config: Callable[[], Mapping[str, Any]] | None = None
         self._hooks = hooks
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None
