@@ -56,9 +56,12 @@ class RunContext:
         split: The answer to `composer3d_split`, if a plugin gave one.
         applied_part: The part that a transform is being applied to.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
+        cuts: Of parameters that will be cut over tp, by FQN, the dim and the lengths of the runs along it that a rank
+            has; there once the plugin that cuts has selected, for transforms that come after it.
         flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
         left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
         export_form: What `composer3d export --quantise` makes of a model's tensors, and what it writes beside them.
+        export_config: Makes what `config.json` of a Hugging Face folder says of that; None where it can say nothing.
         own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
     """
 
@@ -92,8 +95,10 @@ class RunContext:
         self._example: Example | Callable[[], Example | None] | None = None
         self.coordinates = layout.coordinates(rank)
         self.orders: dict[str, Order] = {}
+        self.cuts: dict[str, tuple[int, tuple[int, ...]]] = {}
         self.left_out: dict[str, Merge] = {}
         self.export_form: ExportForm | None = None
+        self.export_config: Callable[[], Mapping[str, Any]] | None = None
         self._hooks = hooks
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None

@@ -8,10 +8,10 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.options import Subparsers, size
 from composer3d.cli.output import say
@@ -78,6 +78,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
     path = find_checkpoint(arguments.source)
     dtype, description = getattr(torch, arguments.dtype) if arguments.dtype else None, find_description(path)
+    form, config = find_form(path) if arguments.quantise else (None, None)
     files = export(
         path,
         to=arguments.to,
@@ -86,7 +87,8 @@ def execute(arguments: argparse.Namespace) -> int:
         description=description,
         trust_remote_code=arguments.trust_remote_code,
         merged=MergedWeights.open(path) if arguments.merge else None,
-        form=find_form(path, description) if arguments.quantise else None,
+        form=form,
+        config=config,
     )
     tensors, size_bytes = len([key for file in files.values() for key in file]), sum(f.stat().st_size for f in files)
     say(f"{path} -> {', '.join(str(file) for file in files)}: {tensors} tensors, {size_bytes / 1024**2:.1f} MiB")
@@ -142,6 +144,7 @@ def export(
     trust_remote_code: bool = False,
     merged: MergedWeights | None = None,
     form: ExportForm | None = None,
+    config: Callable[[], Mapping[str, Any]] | None = None,
 ) -> dict[Path, list[str]]:
     """Write the model's tensors of a checkpoint.
 
@@ -157,6 +160,7 @@ def export(
         trust_remote_code: Run Python that lies in the description.
         merged: Reads the checkpoint in place of its own tensors.
         form: What becomes of the tensors of a file, and the metadata that says so.
+        config: What a Hugging Face model's `config.json` says of that.
 
     Returns:
         The files with the keys in each.
@@ -176,6 +180,8 @@ def export(
     if exporter is not None and merged is None:
         _refuse_adapters(path, infos, exporter)
     shards = _cut(infos, dtype, max_shard_bytes, _together(infos, exporter))
+    if form is not None and exporter is not None:
+        _check_form(path, config, len(shards))
     files = _places(to, len(shards), sum(_bytes(info, dtype) for info in infos.values()))
     written: dict[Path, list[str]] = {}
     total = 0
@@ -190,8 +196,18 @@ def export(
         _write(file, tensors, metadata)
     _write_index(written, total)
     if exporter is not None and description is not None:
-        exporter.describe(description, to, dtype)
+        exporter.describe(description, to, dtype, config() if form is not None and config is not None else {})
     return written
+
+
+def _check_form(path: Path, config: Callable[[], Mapping[str, Any]] | None, num_shards: int) -> None:
+    if config is None:
+        raise CheckpointError(f"{path}: from_pretrained knows no such weights; leave --quantise out")
+    if num_shards > 1:
+        raise CheckpointError(
+            f"{path}: from_pretrained reads of one file what its quantised weights are, and there are {num_shards}; "
+            "raise --max-shard"
+        )
 
 
 def _places(to: Path, num_shards: int, total_bytes: int) -> list[Path]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import CheckpointError
 
@@ -13,12 +14,11 @@ if TYPE_CHECKING:
 __all__ = ["find_form"]
 
 
-def find_form(path: Path, description: Path | None) -> ExportForm:
-    """Return what a plugin of the run that a checkpoint belongs to makes of its tensors.
+def find_form(path: Path) -> tuple[ExportForm, Callable[[], Mapping[str, Any]] | None]:
+    """Return what a plugin of the run that a checkpoint belongs to makes of its tensors, and of a `config.json`.
 
     Args:
         path: The checkpoint.
-        description: Of a Hugging Face model, if it is one.
 
     Raises:
         CheckpointError: No plugin of the run says, or the run's manifest is gone.
@@ -26,12 +26,7 @@ def find_form(path: Path, description: Path | None) -> ExportForm:
     """
     from composer3d.cli.merging import prepared
 
-    if description is not None:
-        raise CheckpointError(
-            f"{path}: a Hugging Face model is exported as it was trained, and from_pretrained quantises it with the "
-            "quantization_config that it is given; leave --quantise out"
-        )
-    form = prepared(path).context.export_form
-    if form is None:
+    context = prepared(path).context
+    if context.export_form is None:
         raise CheckpointError(f"{path}: no plugin of its run trained for quantised weights; leave --quantise out")
-    return form
+    return context.export_form, context.export_config

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -80,13 +81,14 @@ class Exporter:
             apart = {}
         return [[name] for name in shapes] if apart == together else [list(shapes)]
 
-    def describe(self, description: Path, to: Path, dtype: torch.dtype | None) -> None:
+    def describe(self, description: Path, to: Path, dtype: torch.dtype | None, more: Mapping[str, Any]) -> None:
         """Copy everything but weights into a folder.
 
         Args:
             description: As given to the class.
             to: Exists.
             dtype: Of the weights there, None where it is the run's.
+            more: What the configuration says besides.
         """
         for file in sorted(description.iterdir()):
             if not (to / file.name).exists():
@@ -94,6 +96,9 @@ class Exporter:
         if dtype is not None:
             self._config.dtype = dtype
             self._config.save_pretrained(to)
+        if more:
+            written = json.loads((to / "config.json").read_text(encoding="utf-8"))
+            (to / "config.json").write_text(json.dumps({**written, **more}, indent=2) + "\n", encoding="utf-8")
 
     def _apart(self, blanks: Mapping[str, Tensor]) -> Iterator[tuple[str, Any]]:
         for name, blank in blanks.items():

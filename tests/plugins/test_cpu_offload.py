@@ -192,11 +192,11 @@ def test_units_are_told_to_the_data_parallel_plugin():
     assert log[:5] == [("fetch", 0), ("fetch", 1), ("wait", 0), ("store", 0), ("fetch", 2)]
 
 
-def test_verify_passes():
+@pytest.mark.parametrize("mode", ["all", *(pytest.param(mode, marks=pytest.mark.slow) for mode in OTHERS[:2])])
+def test_verify_passes(mode):
     tokens, targets = padded()
-    for mode in OTHERS:
-        path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE + f'mode = "{mode}"\n')
-        assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
+    path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE + f'mode = "{mode}"\n')
+    assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
 
 
 # ---- order and memory ------------------------------------------------------------------------------------------------

@@ -200,7 +200,7 @@ def saved(path, text, load, num_steps):
     return weights, plain
 
 
-@pytest.mark.parametrize("more", ["", "all_gather = true\n"])
+@pytest.mark.parametrize("more", [pytest.param("", marks=pytest.mark.slow), "all_gather = true\n"])
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, more):
     text = "[sharding.fsdp2]\n" + table("tensorwise", more)
     cases = ((tmp_path / "step-2", text, *case) for case in ((False, 4), (True, 2), (True, 0)))

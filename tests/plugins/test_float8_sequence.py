@@ -67,7 +67,7 @@ class Even(Wide):
 @pytest.mark.parametrize(
     ("world_size", "layout", "cases"),
     [
-        (2, "", [("tensorwise", ""), ("rowwise", "")]),
+        pytest.param(2, "", [("tensorwise", ""), ("rowwise", "")], marks=pytest.mark.slow),
         (4, "dp_shard = 2\n[sharding.fsdp2]\n", [("rowwise", ""), ("tensorwise", "all_gather = true\n")]),
     ],
 )

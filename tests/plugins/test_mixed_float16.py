@@ -157,7 +157,10 @@ def resumed(path, text, cut):
     return weights, row
 
 
-@pytest.mark.parametrize("layout", ["", "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param("", marks=pytest.mark.slow), "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"],
+)
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, layout):
     settings = "initial_scale = 64.0\ngrowth_interval = 2\n" + OVERFLOWING + "steps = [1]\n"
     sharded = "[sharding.fsdp2]\n" + FLOAT16 + settings

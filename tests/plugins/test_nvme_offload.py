@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
+import mmap
 import os
 import resource
 import signal
@@ -29,7 +31,7 @@ LAYOUTS = [
     pytest.param(2, FSDP, id="fsdp2"),
     pytest.param(2, DDP, id="ddp"),
     pytest.param(2, PP, id="pp"),
-    pytest.param(2, TP, id="tp"),
+    pytest.param(2, TP, id="tp", marks=pytest.mark.slow),  # below with fsdp2
     pytest.param(4, TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, id="tp and fsdp2"),
 ]
 OPTIMIZERS = [
@@ -211,6 +213,31 @@ def test_a_file_system_without_direct_requests_is_told_and_used(tmp_path):
     found, lines = result_of("ramfs", tmp_path)
     assert lines == [f"{tmp_path} has no O_DIRECT: optimizer state goes through the page cache, and takes memory there"]
     assert_same(found, run_ranks(trained, 1, "")[0])
+
+
+def test_a_file_system_without_nameless_files(tmp_path, monkeypatch):
+    opened, begun = os.open, []
+
+    def without(path, flags, *args, **options):
+        if flags & os.O_TMPFILE == os.O_TMPFILE:  # what NFS and others say
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        begun.append(flags & os.O_DIRECT)
+        return opened(path, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", without)
+    found = run_ranks(trained, 1, TABLE.format(str(tmp_path)))[0]
+    assert_same(found, run_ranks(trained, 1, "")[0])
+    # The name is gone at once, and the file is direct where one without a name would be.
+    file = StateFile(tmp_path, chunk_bytes=BLOCK, num_threads=1)
+    assert list(tmp_path.iterdir()) == []
+    assert begun and bool(begun[-1]) == file.is_direct
+    source, target = (torch.frombuffer(mmap.mmap(-1, BLOCK), dtype=torch.uint8) for _ in range(2))
+    source.random_(256)
+    file.reserve(BLOCK)
+    file.wait(file.write([Range(0, 0, BLOCK)], memoryview(source.numpy())))
+    file.wait(file.read([Range(0, 0, BLOCK)], memoryview(target.numpy())))
+    assert torch.equal(source, target)
+    file.close()
 
 
 def test_a_full_disk(tmp_path):

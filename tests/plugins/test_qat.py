@@ -83,7 +83,10 @@ def test_tensor_parallel_rounds_as_one_device(world_size, layout):
 
 
 # Sums in another order may be rounded to other integers, and torchao's rounding knows no float64.
-@pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (4, CUT_GROUPS, 1)])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "chunks"),
+    [pytest.param(2, TP, 1, marks=pytest.mark.slow), (4, TP_FSDP, 2), (4, CUT_GROUPS, 1)],
+)
 def test_tensor_parallel_trains_as_one_device(world_size, layout, chunks):
     for losses, losses_1, *_ in run_ranks(trained, world_size, layout + TABLE, converted, chunks):
         assert losses == pytest.approx(losses_1, rel=1e-3)

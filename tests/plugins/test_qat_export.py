@@ -5,17 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors import safe_open
+from support.huggingface import make
+from support.models import composed
 from support.training import start, write
 
 from composer3d import CheckpointError, torch_compat
 from composer3d.checkpoint import contents, read_tensor
 from composer3d.cli import main
-from composer3d.cli.export import find_checkpoint
+from composer3d.cli.export import export, find_checkpoint, find_description
 from composer3d.cli.quantising import find_form
+from composer3d.huggingface.folder import import_transformers
 from composer3d.models import llama
 
 # Before ranks are forked: each of them would import it anew.
 torch_compat.import_torchao("torchao.quantization.qat.fake_quantizer")
+import_transformers()
 
 SIZES = {"dim": 64, "num_layers": 2, "num_heads": 2}
 TEXT = """
@@ -42,8 +46,6 @@ def read(file):
 
 def trained_for(run, text, options):
     """Return logits of the trained weights as the run computed them, rounded in every product."""
-    from support.models import composed
-
     model = llama(**SIZES, vocab_size=64, max_seq_len=16, tie_embeddings=text == "true")
     path = find_checkpoint(run)
     weights = {key.removeprefix("model/"): read_tensor(path, key) for key in contents(path) if key[:6] == "model/"}
@@ -87,7 +89,52 @@ def test_refuses_a_run_that_did_not_train_for_it(tmp_path):
     start(write(tmp_path, TEXT.format(tied="false")), 1)
     path = find_checkpoint(tmp_path / "out")
     with pytest.raises(CheckpointError) as caught:
-        find_form(path, None)
+        find_form(path)
     assert str(caught.value) == f"{path}: no plugin of its run trained for quantised weights; leave --quantise out"
-    with pytest.raises(CheckpointError, match="from_pretrained quantises it with the quantization_config"):
-        find_form(path, tmp_path)
+
+
+HF = """
+composer3d = 1
+model.hf = "llama"
+data = { use = "text.txt", seq_len = 16, tokenizer = "bytes" }
+train = { steps = 3, global_batch = 4, microbatch = 2 }
+optimizer.lr = 1e-2
+run.device = "cpu"
+[sharding.fsdp2]
+"""
+
+
+@pytest.mark.parametrize(("tied", "left"), [(True, ""), (False, 'exclude = ["lm_head", "model.layers.0.mlp"]\n')])
+def test_a_hugging_face_folder_of_quantised_weights_is_loaded(tmp_path, tied, left):
+    from transformers import AutoModelForCausalLM
+
+    make("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=tied)
+    (tmp_path / "text.txt").write_text("a text of some length " * 200)
+    start(write(tmp_path, HF + QAT + left), 1)
+    for folder, more in (("q", ["--quantise"]), ("plain", [])):
+        assert main(["export", str(tmp_path / "out"), "--to", str(tmp_path / folder), *more]) == 0
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "q", output_loading_info=True)
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    composition = composed(QAT + left, AutoModelForCausalLM.from_pretrained(tmp_path / "plain"))
+    tokens = torch.arange(16)[None]
+    with torch.no_grad():
+        found, wanted = model(tokens).logits, composition.model(tokens).logits
+    composition.close()
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    kinds = {name: type(p.data).__name__ for name, p in model.named_parameters()}
+    assert kinds["model.layers.1.mlp.up_proj.weight"] == "IntxUnpackedToInt8Tensor"
+    assert (
+        (kinds["lm_head.weight"] == "Tensor") == bool(left) == (kinds["model.layers.0.mlp.up_proj.weight"] == "Tensor")
+    )
+    assert kinds["model.embed_tokens.weight"] == "Tensor"
+    with pytest.raises(CheckpointError, match="reads of one file what its quantised weights are"):
+        newest = find_checkpoint(tmp_path / "out")
+        form, config = find_form(newest)
+        export(
+            newest,
+            to=tmp_path / "many",
+            max_shard_bytes=20000,
+            description=find_description(newest),
+            form=form,
+            config=config,
+        )

@@ -10,7 +10,7 @@ from support.worlds import in_one_world
 from torch import nn
 
 from composer3d import ManifestError, torch_compat
-from composer3d.testing import count_collectives, run_ranks
+from composer3d.testing import count_collectives, fake_world, run_ranks
 
 # Before ranks are forked: each of them would import it anew.
 nf4 = torch_compat.import_torchao("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
@@ -31,19 +31,19 @@ PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 6\n"
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, wide):
         super().__init__()
-        self.up, self.down = nn.Linear(DIM, WIDE), nn.Linear(WIDE, DIM)
+        self.up, self.down = nn.Linear(DIM, wide), nn.Linear(wide, DIM)
 
     def forward(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
 class Wide(nn.Module):
-    def __init__(self):
+    def __init__(self, wide=WIDE):
         super().__init__()
         self.tok = nn.Embedding(VOCAB, DIM)
-        self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
+        self.layers = nn.ModuleList(Block(wide) for _ in range(NUM_LAYERS))
         self.norm = nn.LayerNorm(DIM)
         self.out = nn.Linear(DIM, VOCAB)
 
@@ -245,7 +245,10 @@ def saved(path, text, load, num_steps, seed=0):
     return weights, sorted(key for key in contents(path) if key.startswith("model/")) if path.exists() else []
 
 
-@pytest.mark.parametrize("text", [TABLE + "dropout = 0.1\n", LORA], ids=["nf4", "lora"])
+@pytest.mark.parametrize(
+    "text",
+    [pytest.param(TABLE + "dropout = 0.1\n", id="nf4"), pytest.param(LORA, id="lora", marks=pytest.mark.slow)],
+)
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, text):
     path, fsdp = tmp_path / "step-2", "[sharding.fsdp2]\n" + text
     cases = ((path, fsdp, False, 4), (path, fsdp, True, 2), (path, fsdp, True, 0), (path, TP + text, True, 0))
@@ -320,16 +323,44 @@ def test_refusals(text, message):
     assert run_ranks(refusal, 1, text)[0] == message
 
 
-def cut_refusal():
-    with pytest.raises(Exception) as caught:
-        composed(TP + f"[precision.qlora]\nrank = {RANK}\nscale_block = 4\n", seeded(Wide))
-    return str(caught.value)
+# ---- cuts through what shares a factor -------------------------------------------------------------------------------
 
 
-def test_refuses_a_cut_through_a_group():
-    assert run_ranks(cut_refusal, 2)[0] == (
-        '"layers.0.down" is cut into tp = 2 shares of the 256 columns of its weight, and 256 of them share a factor; '
-        "write a smaller scale_block, or keep the layer as it is"
+def cut_through(text, dim=WIDE):
+    """Train in float64; return losses, and bytes of stored weights."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(text, seeded(Wide, wide=dim))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.5)
+    tokens, targets = padded()
+    losses = []
+    for number in range(3):
+        with run.step(number):
+            losses.append(float(run.forward_backward(tokens, target=targets)))
+            optimizer.step()
+            optimizer.zero_grad()
+    stored = {n: (p.to_local() if hasattr(p, "to_local") else p).nbytes for n, p in run.named_parameters()}
+    run.close()
+    return losses, stored["layers.0.down.weight"]
+
+
+# Rows of 256 are a group of four scales, cut in the middle; rows of 192 three of one, of which the second is cut.
+@pytest.mark.parametrize(("dim", "num_bytes"), [(256, 64 + 2 + 8), (192, 3 * (16 + 1 + 8))])
+def test_a_cut_through_a_group_changes_no_value(dim, num_bytes):
+    table = f"[precision.qlora]\nrank = {RANK}\nscale_block = 4\n"
+    ((losses_1, whole),) = run_ranks(cut_through, 1, table, dim)
+    assert whole == DIM * {256: 128 + 4 + 8, 192: 3 * (32 + 1 + 8)}[dim]
+    for losses, stored in run_ranks(cut_through, 2, TP + table, dim):
+        assert losses == pytest.approx(losses_1, rel=1e-12) and losses[-1] < losses[0]
+        assert stored == DIM * num_bytes
+
+
+def test_refuses_a_cut_through_a_byte():
+    text = TP.replace("tp = 2", "tp = 64") + TABLE
+    with fake_world(64), pytest.raises(ManifestError) as caught:
+        composed(text, lambda: Wide(wide=64))
+    assert str(caught.value).partition("run.toml")[2] == (
+        ':8:12: [precision.qlora] tp = 64 cuts the weight of "layers.0.down" into shares of 1 columns, and in NF4 two '
+        "neighbours are one byte; name the layer in keep, or choose another tp"
     )
 
 
@@ -349,9 +380,15 @@ def test_the_format_is_torchaos(group):
     assert torch.equal(values, nf4.to_nf4(weight, 64, group).get_original_weight())
     # A share of rows or groups is complete by itself.
     assert torch.equal(form.dequantised(stored[10:20], levels("cpu")), values[10:20])
-    width = form.group_bytes
+    width = form.piece_bytes
     right = form.dequantised(stored[:, -width:].contiguous(), levels("cpu"))
     assert torch.equal(right, values[:, -64 * group :])
+    for runs in ((128,), (96, 32), (24,)):
+        fitted = form.cut(runs)
+        pieces = fitted.quantised(weight)
+        assert torch.equal(fitted.dequantised(pieces, levels("cpu")), values)
+        right = fitted.dequantised(pieces[:, -fitted.width(runs[-1]) :].contiguous(), levels("cpu"))
+        assert torch.equal(right, values[:, -runs[-1] :])
 
 
 def test_zeros_stay_zeros():

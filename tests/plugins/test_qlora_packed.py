@@ -141,7 +141,7 @@ def test_adapters_are_those_of_one_device(world_size, layouts, kind):
         assert max(ranks) < 1e-12
 
 
-@pytest.mark.parametrize("kind", ["linear", "transposed"])
+@pytest.mark.parametrize("kind", [pytest.param("linear", marks=pytest.mark.slow), "transposed"])
 def test_what_is_kept_in_another_order_is_saved_in_the_models(tmp_path, kind):
     load = functools.partial(trained, kind=kind, quantise="nf4", num_steps=0, path=tmp_path / "step-3", load=True)
     run_ranks(trained, 2, TP, kind, "nf4", 3, tmp_path / "step-3")

@@ -60,6 +60,20 @@ class MXFP8:
             )
 
     @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform | None:
+        """Refuse cuts through blocks before anything runs, once it is known what tp cuts."""
+        if context.degrees["tp"] == 1:
+            return None
+        return Transform(
+            name="mxfp8.blocks",
+            phase=Phase.TENSOR,
+            select=self._check_blocks,
+            apply=lambda model, fqns, context: fqns,
+            after=("tensor_parallel",),
+            rows=lambda context: {},
+        )
+
+    @hookimpl
     def composer3d_convert(self, context: RunContext) -> Transform:
         """Convert the layers."""
         reason = "both replace what the same linear layers compute"
@@ -75,6 +89,19 @@ class MXFP8:
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         chosen = linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=BLOCK)
         context.state[self] = chosen
+        return chosen
+
+    def _check_blocks(self, model: nn.Module, context: RunContext) -> list[str]:
+        """Return the layers, or [""] where their selection failed, which is told once."""
+        chosen: list[str] = context.state.get(self, [""])
+        for fqn in chosen:
+            dim, runs = context.cuts.get(f"{fqn}.weight", (0, (BLOCK,)))
+            if any(size % BLOCK for size in runs):
+                raise PluginError(
+                    f'mxfp8 multiplies blocks of {BLOCK}, and tp = {context.degrees["tp"]} cuts "{fqn}" into shares of '
+                    f"{' and '.join(map(str, runs))} {'inputs' if dim else 'outputs'}",
+                    hint="exclude it, or choose a smaller tp",
+                )
         return chosen
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:

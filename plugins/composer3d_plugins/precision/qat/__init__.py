@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import Phase, RunContext, Transform, hookimpl, linear_layers, plugin
-from composer3d_plugins.precision.qat.conversion import flattened
+from composer3d_plugins.precision.qat.conversion import described, flattened
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -67,6 +67,7 @@ class QAT:
         first = {fqn: group[0] for group in context.ties for fqn in group}
         sources = {name: first.get(name, name) for name in (f"{fqn}.weight" for fqn in chosen)}
         context.export_form = lambda tensors: flattened(tensors, sources=sources, **options)
+        context.export_config = lambda: described(model, sources=sources, **options)
         return chosen
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:

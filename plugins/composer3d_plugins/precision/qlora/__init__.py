@@ -23,7 +23,16 @@ from composer3d import (
     plugin,
     select_fqns,
 )
-from composer3d_plugins.precision.qlora.layer import Adapter, become_adapted, is_linear, is_transposed, update_of
+from composer3d_plugins.precision.qlora.layer import (
+    Adapter,
+    become_adapted,
+    draws_by_share,
+    is_linear,
+    is_transposed,
+    run_eagerly,
+    table_of,
+    update_of,
+)
 from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
 
 if TYPE_CHECKING:
@@ -69,7 +78,8 @@ class QLoRA:
     no multiple of 64 are kept as they are. quantize = "none" is LoRA. Linear layers are torch's, and those of GPT-2 in
     transformers. A starts uniform, B at zero. The gradients of adapters are those of one device; only adapters are
     trained, and saved: `composer3d export --merge` puts them into the weights that they were trained on.
-    Memory: of a quantised weight 33 + 8 / scale_block bytes for 64 elements, divided as the layout divides weights; the
+    Memory: of a quantised weight 33 + 8 / scale_block bytes for 64 elements, divided as the layout divides weights, and
+        9 bytes more (8 between scales) wherever tp cuts a row through what shares a factor; the
         values of the layer at work; adapters of rank * (in + out) elements, whose gradients and optimizer state are the
         only ones. While weights arrive, some copies of one of them.
     Collectives: none of its own under data parallelism: frozen parameters have no gradients to reduce. Under tp one
@@ -85,7 +95,7 @@ class QLoRA:
             the model's blocks.
         quantize: "nf4", or "none".
         keep: Patterns of layers that are not quantised.
-        scale_block: Scales that share a factor; fewer, where their groups do not divide by tp.
+        scale_block: Scales that share a factor; fewer, where it does not divide the scales of a row.
     """
 
     rank: int = Field(default=16, ge=1)
@@ -121,7 +131,7 @@ class QLoRA:
         store = Transform(
             name="qlora.store",
             phase=Phase.TENSOR,
-            select=self._selected,
+            select=self._select_cut,
             apply=self._store,
             after=("tensor_parallel",),
             rows=lambda context: {},
@@ -198,6 +208,22 @@ class QLoRA:
             return [""]  # the selection of layers failed, which is told once
         return list(dict.fromkeys([*chosen.quantised, *chosen.adapted]))
 
+    def _select_cut(self, model: nn.Module, context: RunContext) -> list[str]:
+        """Fit the formats to what tp will cut; the values stay what they are."""
+        chosen: Chosen | None = context.state.get(self)
+        for fqn, form in list(chosen.quantised.items()) if chosen is not None else ():
+            dim, runs = context.cuts.get(f"{fqn}.weight", (0, ()))
+            fitting = form.cut(runs) if dim == 1 else form
+            if fitting is None:
+                raise PluginError(
+                    f'tp = {context.degrees["tp"]} cuts the weight of "{fqn}" into shares of '
+                    f"{' and '.join(map(str, runs))} columns, and in NF4 two neighbours are one byte",
+                    hint="name the layer in keep, or choose another tp",
+                )
+            assert chosen is not None, "it has formats"
+            chosen.quantised[fqn] = fitting
+        return self._selected(model, context)
+
     @property
     def _scale(self) -> float:
         return (2.0 * self.rank if self.alpha is None else self.alpha) / self.rank
@@ -255,11 +281,15 @@ class QLoRA:
                 name, dim = ("lora_b", 0) if (order.dim == 0) != module.adapter.is_transposed else ("lora_a", 1)
                 context.reorder(f"{fqn}.{name}", dim=dim, runs=order.runs)
             _cut_adapters(module)
+            if draws_by_share(module):
+                # With all that it is in: between graphs there would be DTensors, whose gradients the compiler guesses.
+                for name in _enclosing(fqn):
+                    run_eagerly(model.get_submodule(name))
             form = chosen.quantised.get(fqn)
             if form is not None:
                 if order is not None and order.dim == 1:
-                    context.reorder(f"{fqn}.weight", dim=1, runs=_in_bytes(order.runs, form, fqn))
-                module.weight = _stored_like(module.weight, form, fqn)
+                    context.reorder(f"{fqn}.weight", dim=1, runs=_in_bytes(order.runs, form))
+                module.weight = _stored_like(module.weight, form)
                 if fqn in chosen.waiting:
                     full = context.in_stored_order(f"{fqn}.weight", chosen.waiting.pop(fqn))
                     context.place(module.weight, full)
@@ -270,8 +300,10 @@ class QLoRA:
 
         chosen: Chosen = context.state[self]
         for fqn in fqns:
+            module: Any = model.get_submodule(fqn)
+            if fqn in chosen.quantised:
+                table_of(module, context.device)  # now, for compiled code makes none
             if fqn in chosen.adapted:
-                module: Any = model.get_submodule(fqn)
                 generator = torch.Generator().manual_seed(_seed(context.manifest.train.seed, fqn))
                 a, bound = module.lora_a, 1 / math.sqrt(module.lora_a.shape[1])
                 full = torch.rand(a.shape, dtype=a.dtype, generator=generator).mul_(2 * bound).sub_(bound)
@@ -291,6 +323,12 @@ def _inside(patterns: Sequence[str], layers: Mapping[str, Any], context: RunCont
             raise PluginError(f'the pattern "{pattern}" matches modules without linear layers')
         found += inside
     return list(dict.fromkeys(found))
+
+
+def _enclosing(fqn: str) -> list[str]:
+    """Return the FQNs of what a module is in, and its own."""
+    names = fqn.split(".")
+    return [".".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 def _cut_adapters(module: Any) -> None:
@@ -317,7 +355,7 @@ def _cut_adapters(module: Any) -> None:
         setattr(module, name, nn.Parameter(value))
 
 
-def _stored_like(weight: Any, form: Format, fqn: str) -> nn.Parameter:
+def _stored_like(weight: Any, form: Format) -> nn.Parameter:
     """Return an empty stored weight, cut as the weight is; on meta where that is, else where values can be put."""
     import torch
     from torch import nn
@@ -328,27 +366,21 @@ def _stored_like(weight: Any, form: Format, fqn: str) -> nn.Parameter:
     if not isinstance(weight, DTensor):
         return nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=weight.device), requires_grad=False)
     (placement,), mesh = weight.placements, weight.device_mesh
-    groups = columns // (BLOCK * form.group)
-    if placement.is_shard(1) and groups % mesh.size():
-        raise TransformError(
-            f'"{fqn}" is cut into tp = {mesh.size()} shares of the {columns} columns of its weight, and '
-            f"{BLOCK * form.group} of them share a factor; write a smaller scale_block, or keep the layer as it is"
-        )
     local_rows, local_columns = weight.to_local().shape
+    if local_columns % form.piece:
+        raise TransformError(
+            f"a plugin cut a quantised weight into shares of {local_columns} columns, and did not say so in cuts"
+        )
     piece = torch.empty((local_rows, form.width(local_columns)), dtype=torch.uint8, device=weight.device)
     value = DTensor.from_local(piece, mesh, [placement], run_check=False, shape=shape, stride=(shape[1], 1))
     return nn.Parameter(value, requires_grad=False)
 
 
-def _in_bytes(runs: Sequence[tuple[int, int]], form: Format, fqn: str) -> list[tuple[int, int]]:
+def _in_bytes(runs: Sequence[tuple[int, int]], form: Format) -> list[tuple[int, int]]:
     """Return runs of columns as runs of bytes."""
-    size = BLOCK * form.group
-    if any(start % size or length % size for start, length in runs):
-        raise TransformError(
-            f'"{fqn}" is cut per part, and {size} columns of its weight share a factor, in two parts; write a smaller '
-            "scale_block, or keep the layer as it is"
-        )
-    return [(start // size * form.group_bytes, length // size * form.group_bytes) for start, length in runs]
+    size, num_bytes = form.piece, form.piece_bytes
+    assert not any(start % size or length % size for start, length in runs), "pieces are fitted to runs"
+    return [(start // size * num_bytes, length // size * num_bytes) for start, length in runs]
 
 
 def _digest(tensor: Tensor) -> str:

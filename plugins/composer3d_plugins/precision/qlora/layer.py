@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import on_shares
@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Adapter", "become_adapted", "is_linear", "is_transposed", "update_of"]
+__all__ = [
+    "Adapter",
+    "become_adapted",
+    "draws_by_share",
+    "is_linear",
+    "is_transposed",
+    "run_eagerly",
+    "table_of",
+    "update_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +89,36 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
     module.__class__ = _adapted_class(type(module))
 
 
+def draws_by_share(module: Any) -> bool:
+    """Tell whether ranks draw other random numbers in an adapted layer, which is cut as it stays."""
+    from torch.distributed.tensor import DTensor
+
+    adapter: Adapter = module.adapter
+    return bool(adapter.rank and adapter.dropout) and (
+        isinstance(module.weight, DTensor) and _is_cut_along_inputs(module)
+    )
+
+
+def run_eagerly(module: Any) -> None:
+    """Say of a module that no compiler can follow it: it changes the generators' state."""
+    forward = module.forward
+    if getattr(forward, "composer3d_eager", False):
+        return
+
+    @functools.wraps(forward)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    eager.composer3d_eager = True  # type: ignore[attr-defined]
+    module.forward = eager
+
+
+def _is_cut_along_inputs(module: Any) -> bool:
+    """Tell whether ranks have shares of the inputs of a weight that tp cut."""
+    found: bool = module.weight.placements[0].is_shard(0 if module.adapter.is_transposed else 1)
+    return found
+
+
 def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
     base: Any = cls
 
@@ -97,7 +136,7 @@ def _on_shares(module: Any, x: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     weight = module.weight.t() if module.adapter.is_transposed else module.weight
-    is_cut = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
+    is_cut = isinstance(weight, DTensor) and _is_cut_along_inputs(module)
     a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
@@ -118,12 +157,13 @@ def _product(
 ) -> Tensor:
     import torch.nn.functional as F
 
+    from composer3d_plugins.precision.qlora.product import StoredProduct
+
     adapter: Adapter = module.adapter
     if adapter.form is None:
         y = F.linear(x, weight, bias)
     else:
-        values = partial(adapter.form.dequantised, levels=_levels(module, weight.device))
-        y = _stored_product(x, weight, bias, _transposed(values) if adapter.is_transposed else values)
+        y = StoredProduct.apply(x, weight, bias, table_of(module, weight.device), adapter.form, adapter.is_transposed)
     if a is None or b is None:
         return y
     x = x.to(a.dtype)
@@ -134,35 +174,9 @@ def _product(
     return y + (adapter.scale * F.linear(F.linear(x, a), b)).to(y.dtype)
 
 
-def _levels(module: Any, device: torch.device) -> Tensor:
+def table_of(module: Any, device: torch.device) -> Tensor:
     """Return the table of a device; made once, for making it copies from the host."""
     table: Tensor | None = vars(module).get("levels")
     if table is None or table.device != device:
         table = module.levels = levels(device)
     return table
-
-
-def _transposed(values: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Give a stored weight its own rows, and its values those of a linear layer."""
-    return lambda stored: values(stored.t()).t()
-
-
-def _stored_product(x: Tensor, stored: Tensor, bias: Tensor | None, values: Callable[[Tensor], Tensor]) -> Tensor:
-    """Multiply by a stored weight without keeping its values for the backward, which makes them again."""
-    import torch
-    import torch.nn.functional as F
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, stored: Tensor) -> Tensor:
-            ctx.save_for_backward(stored)
-            return F.linear(x, values(stored).to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-            (stored,) = ctx.saved_tensors
-            (gradient,) = gradients
-            return gradient @ values(stored).to(gradient.dtype), None
-
-    y: Tensor = Product.apply(x, stored)
-    return y

@@ -1,14 +1,16 @@
 """Matrices in NF4, laid out so that every share of their rows or columns is complete by itself.
 
 torchao quantises: 64 neighbours of a row share a scale, and the scales, less their mean, are kept in one byte, of which
-some share a factor. A group is what shares such a factor, and is kept as one run of bytes: codes, scales, factor, mean.
-So a stored matrix is a uint8 matrix with as many rows, and whoever cuts it between rows or groups (FSDP2, tensor
-parallelism, a checkpoint) needs to know nothing of its format.
+some share a factor. What is kept as one run of bytes is a piece: codes, scales, factor, mean. A piece is what shares
+such a factor, or where tp cuts through that, the largest part of it that is not cut, with a copy of the factor: values
+are the same in every layout. So a stored matrix is a uint8 matrix with as many rows, and whoever cuts it between rows
+or pieces (FSDP2, tensor parallelism, a checkpoint) needs to know nothing of its format.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING, Any
 
@@ -37,27 +39,41 @@ class Format:
 
     Args:
         group: Scales that share a factor.
+        piece: Weights that are kept as one run of bytes: a part of what shares a factor, or all.
     """
 
     group: int
+    piece: int
 
     @classmethod
     def of(cls, in_features: int, *, group: int) -> Format:
         """Return the format of rows of a length: groups of at most `group` scales that do not cross rows."""
-        return cls(group=gcd(in_features // BLOCK, group))
+        fitting = gcd(in_features // BLOCK, group)
+        return cls(group=fitting, piece=fitting * BLOCK)
+
+    def cut(self, runs: Sequence[int]) -> Format | None:
+        """Return the format of the same values of which a rank has runs of these lengths; None if one is odd."""
+        piece = gcd(BLOCK * self.group, *runs)
+        piece = piece if piece % BLOCK == 0 else gcd(BLOCK, piece)
+        return None if piece % 2 else replace(self, piece=piece)
 
     @property
-    def group_bytes(self) -> int:
-        """Bytes of one group."""
-        return self.group * (_CODES + 1) + _SCALING
+    def num_scales(self) -> int:
+        """Scales of one piece; of less than 64 weights the one that they share with others."""
+        return max(self.piece // BLOCK, 1)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of one piece."""
+        return self.piece // 2 + self.num_scales + _SCALING
 
     def width(self, in_features: int) -> int:
         """Return the bytes of a row of weights."""
-        return in_features // (BLOCK * self.group) * self.group_bytes
+        return in_features // self.piece * self.piece_bytes
 
     def features(self, width: int) -> int:
         """Return the weights in a row of bytes."""
-        return width // self.group_bytes * self.group * BLOCK
+        return width // self.piece_bytes * self.piece
 
     def quantised(self, weight: Tensor) -> Tensor:
         """Return a matrix as it is stored.
@@ -83,12 +99,14 @@ class Format:
         codes[full.view(-1, BLOCK).abs().amax(-1) == 0] = _ZEROS
         factors = made.quantization_factor.view(-1, 1)
         scaling = torch.cat([factors, made.scaler_mean.expand_as(factors)], -1).contiguous().view(torch.uint8)
-        scales = made.quantized_scalers.view(-1, self.group).view(torch.uint8)
-        stored = torch.cat([codes.view(-1, self.group * _CODES), scales, scaling], -1)
+        scaling = scaling.repeat_interleave(BLOCK * self.group // self.piece, 0)
+        scales = made.quantized_scalers.view(-1, self.num_scales).view(torch.uint8)
+        scales = scales.repeat_interleave(max(BLOCK // self.piece, 1), 0)
+        stored = torch.cat([codes.view(-1, self.piece // 2), scales, scaling], -1)
         return stored.view(rows, self.width(columns))
 
     def dequantised(self, stored: Tensor, levels: Tensor) -> Tensor:
-        """Return the float32 matrix of a stored one, or of any whole groups of it.
+        """Return the float32 matrix of a stored one, or of any whole pieces of it.
 
         Args:
             stored: `[out, width]`.
@@ -100,11 +118,11 @@ class Format:
     def _dequantised(self, stored: Tensor, levels: Tensor) -> Tensor:
         import torch
 
-        groups = stored.view(-1, self.group_bytes)
-        end = self.group * _CODES
-        values = levels.index_select(0, groups[:, :end].reshape(-1).int()).view(-1, self.group, BLOCK)
-        scaling = groups[:, end + self.group :].contiguous().view(torch.float32)
-        scales = groups[:, end : end + self.group].view(torch.int8) / scaling[:, :1] + scaling[:, 1:]
+        pieces, end = stored.view(-1, self.piece_bytes), self.piece // 2
+        values = levels.index_select(0, pieces[:, :end].reshape(-1).int())
+        values = values.view(-1, self.num_scales, self.piece // self.num_scales)
+        scaling = pieces[:, end + self.num_scales :].contiguous().view(torch.float32)
+        scales = pieces[:, end : end + self.num_scales].view(torch.int8) / scaling[:, :1] + scaling[:, 1:]
         return (values * scales.unsqueeze(-1)).view(stored.shape[0], self.features(stored.shape[1]))
 
 

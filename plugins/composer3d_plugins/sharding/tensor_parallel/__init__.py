@@ -92,7 +92,7 @@ class TensorParallel:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
-        from composer3d_plugins.sharding.tensor_parallel.making import make
+        from composer3d_plugins.sharding.tensor_parallel.making import cuts_of, make
 
         made = make(
             model,
@@ -103,6 +103,8 @@ class TensorParallel:
         if self.loss_parallel and context.degrees["tp"] > 1 and "head" not in {r.style for r in made.rules.values()}:
             raise PluginError('loss_parallel has no effect: no module of the plan is a "head"')
         context.state[self] = made
+        if context.degrees["tp"] > 1:
+            context.cuts |= cuts_of(model, made.rules, context.degrees["tp"])
         return list(made.rules)
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:

@@ -10,13 +10,22 @@ from composer3d import RunContext
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.codes import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared
-from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, check_covered, check_rules, resolve
+from composer3d_plugins.sharding.tensor_parallel.plan import (
+    CONTRACTING,
+    EXPANDING,
+    Rule,
+    Rules,
+    check_covered,
+    check_rules,
+    resolve,
+)
 from composer3d_plugins.sharding.tensor_parallel.ties import unread_names
+from composer3d_plugins.sharding.tensor_parallel.weights import cut_of_weight, kind_of
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Made", "make"]
+__all__ = ["Made", "cuts_of", "make"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +84,18 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
     if context.degrees["tp"] == 1:
         return Made(rules=rules)
     return _with_code(Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=uncut), unread)
+
+
+def cuts_of(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+    """Return the dim and a rank's runs of every linear layer's weight that rules cut; see `RunContext.cuts`."""
+    outputs, inputs = (*EXPANDING, "head"), CONTRACTING
+    return {
+        f"{fqn}.weight": cut_of_weight(
+            model.get_submodule(fqn), "inputs" if rule.style in inputs else "outputs", rule.parts, degree
+        )
+        for fqn, rule in rules.items()
+        if rule.style in (*outputs, *inputs) and kind_of(model.get_submodule(fqn)) in ("linear", "transposed")
+    }
 
 
 def _with_code(codes: Codes, unread: frozenset[str]) -> Made:

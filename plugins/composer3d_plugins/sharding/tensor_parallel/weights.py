@@ -13,7 +13,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
 
-__all__ = ["AttentionSizes", "Kind", "attention_sizes", "distribute", "head_counts", "kind_of", "parent_of"]
+__all__ = [
+    "AttentionSizes",
+    "Kind",
+    "attention_sizes",
+    "cut_of_weight",
+    "distribute",
+    "head_counts",
+    "kind_of",
+    "parent_of",
+]
 
 Kind = Literal["linear", "transposed", "embedding", "other"]
 
@@ -33,6 +42,14 @@ def kind_of(module: Any) -> Kind:
     if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim"):
         return "embedding"
     return "transposed" if hasattr(module, "nf") and weight.shape[1] == module.nf else "other"
+
+
+def cut_of_weight(
+    module: Any, along: Literal["inputs", "outputs"], parts: Sequence[int] | None, degree: int
+) -> tuple[int, tuple[int, ...]]:
+    """Return the dim along which a linear layer's weight is cut, and the lengths of the runs that every rank has."""
+    dim = int((along == "inputs") == (kind_of(module) == "linear"))
+    return dim, tuple(size // degree for size in parts or (module.weight.shape[dim],))
 
 
 def parent_of(model: nn.Module, fqn: str) -> nn.Module:
