@@ -128,7 +128,14 @@ def backward(evidence: Evidence, *, is_explained: bool) -> Iterator[str]:
         is_explained: There is a cause already; nothing is said that does not narrow it down.
     """
     step, wrong = evidence.first_wrong_step(), first_gradients(evidence)
-    if step is None or evidence.is_loss_wrong(step):
+    if step is None:
+        return
+    if evidence.is_loss_wrong(step):
+        if step:
+            yield (
+                f"the loss of step {step} is another one, with right updates before it: its forward computes from "
+                "other parameters than the step before left, as from a stale gather or a cache"
+            )
         return
     when = f" of step {step}" if step else ""
     total = {fqn for number, _, fqn, _ in evidence.deviations("gradients") if number == step}

@@ -52,16 +52,17 @@ def assert_parity(
     loss_fn: LossFunction | None = None,
     tolerance: float = 1e-12,
     microbatch: int | None = None,
-    steps: int = 1,
+    steps: int = 2,
     grad_clip: float = math.inf,
-    own_dtype: bool = False,
+    own_dtype: bool = True,
     optimizer: Callable[[Any], Any] | None = None,
 ) -> Parity:
     """Assert that a manifest's composition computes what one device computes; what `composer3d verify` asserts.
 
-    Compared are loss, gradient norm, gradients and updated parameters in float64; copies, to the last bit; random
-    numbers with what the axes promise; collectives with a trace. The reference is the factory without plugins, its
-    batch cut into the same micro-batches; both start from the same weights, as composed factories do.
+    Compared are loss, gradient norm, gradients and updated parameters, in float64 and in the default dtype; copies, to
+    the last bit; random numbers with what the axes promise; collectives with a trace. The reference is the factory
+    without plugins, its batch cut into the same micro-batches; both start from the same weights, as composed factories
+    do.
 
     Args:
         model_factory: Makes the model. Random numbers that it draws in its forward are switched off for the comparison.
@@ -69,11 +70,12 @@ def assert_parity(
         batch: The global batch of every step, on the CPU; each data-parallel rank takes its cut of dim 0.
         world_size: Ranks, 1 to 8; default: what the manifest's degrees multiply to.
         loss_fn: As for `compose`.
-        tolerance: Of every measure in float64, inclusive.
+        tolerance: Of every measure in float64, inclusive; more only where an optimizer makes more of a rounding.
         microbatch: Instead of the manifest's.
-        steps: Optimizer steps.
+        steps: Optimizer steps; what goes stale, or is lost between steps, shows in the second.
         grad_clip: Gradients are scaled down to this norm.
-        own_dtype: Compare in the default dtype too, with the precision plugins, by a bound derived from the reference.
+        own_dtype: Compare in the default dtype too, with the precision plugins, by a bound derived from the reference;
+            what only rounds shows there. Off, the call is quicker.
         optimizer: Called with the composition; default: AdamW with a learning rate of 1e-3.
 
     Raises:
