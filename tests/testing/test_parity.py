@@ -170,21 +170,23 @@ def test_the_collectives_of_the_step_are_counted():
 
 def test_a_fault_of_a_plugin_is_found():
     path = write_manifest(FSDP + STALE)
+    options = {"world_size": 2, "loss_fn": sum_loss, "steps": 1, "own_dtype": False}
     with pytest.raises(AssertionError) as caught:
-        assert_parity(Net, path, global_batch(), world_size=2, loss_fn=sum_loss)
+        assert_parity(Net, path, global_batch(), **options)
     first, second, *more = str(caught.value).splitlines()
     assert re.fullmatch(r"the gradient norm differs by \S+ of its value, more than 1e-12 \(in float64\)", first)
     assert second == "4 of 17 gradients differ by more than 1e-12 (in float64)"
     worst = [line for line in more if line.startswith("  ")]
-    assert more[-1] == (
-        "likely: the gradients of layers.1.down.bias, layers.1.down.weight, layers.1.up.bias, layers.1.up.weight are "
-        "1.001 times the right ones"
-    )
+    whose = "layers.1.down.bias, layers.1.down.weight, layers.1.up.bias, layers.1.up.weight"
+    assert more[-2:] == [
+        f"likely: the gradients of {whose} are 1.001 times the right ones",
+        f"likely: the loss is right, and of all gradients those of {whose} alone are wrong",
+    ]
     names = {f"layers.1.{name}" for name in ("down.bias", "down.weight", "up.bias", "up.weight")}
     assert {line.split(":")[0].strip() for line in worst} == names
     assert {line.split(": ")[1] for line in worst} == {"0.001"}
     # A tolerance that is too wide does not see it.
-    assert_parity(Net, path, global_batch(), world_size=2, loss_fn=sum_loss, tolerance=2e-2)
+    assert_parity(Net, path, global_batch(), tolerance=2e-2, **options)
 
 
 def test_a_fault_of_one_rank_is_found():
