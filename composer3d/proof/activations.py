@@ -150,7 +150,10 @@ def first_difference(right: Outputs, ranks: Mapping[int, Outputs]) -> Difference
         for call in range(min([len(expected), *map(len, having.values())])) if having else ():
             wrong = _wrong_ranks(expected[call], {rank: found[call] for rank, found in having.items()})
             if wrong and not _in_another_order(expected, having[wrong[0]]):
-                return Difference(fqn=fqn, ranks=wrong, call=call, due=_due(expected, having[wrong[0]][call], call))
+                # Where there are more calls than on one device, which is which is not known.
+                is_known = len(ranks[wrong[0]][fqn]) == len(expected)
+                due = _due(expected, having[wrong[0]][call], call) if is_known else None
+                return Difference(fqn=fqn, ranks=wrong, call=call, due=due)
     return None
 
 

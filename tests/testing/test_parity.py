@@ -200,7 +200,13 @@ def test_a_fault_of_one_rank_is_found():
         AssertionError, match=r"^the loss differs by \S+ of its value, more than 1e-12 \(in float64\)\nthe gradient"
     ):
         assert_parity(
-            lost_on_one_rank, write_manifest("[sharding.ddp]\n"), global_batch(), world_size=2, loss_fn=sum_loss
+            lost_on_one_rank,
+            write_manifest("[sharding.ddp]\n"),
+            global_batch(),
+            world_size=2,
+            loss_fn=sum_loss,
+            steps=1,
+            own_dtype=False,
         )
 
 
@@ -211,7 +217,15 @@ def test_gradients_that_only_one_side_has_are_named():
         return model
 
     with pytest.raises(AssertionError, match=r"\nlikely: no gradient reaches norm.bias"):
-        assert_parity(frozen_in_company, write_manifest(FSDP), global_batch(), world_size=2, loss_fn=sum_loss)
+        assert_parity(
+            frozen_in_company,
+            write_manifest(FSDP),
+            global_batch(),
+            world_size=2,
+            loss_fn=sum_loss,
+            steps=1,
+            own_dtype=False,
+        )
 
 
 def test_floating_point_inputs_take_the_dtype():
