@@ -228,6 +228,30 @@ def test_gradients_that_only_one_side_has_are_named():
         )
 
 
+def test_a_target_of_several_tensors_is_counted_by_the_caller():
+    class TwoHeads(nn.Linear):
+        def forward(self, *, features):
+            found = super().forward(features)
+            return {"one": found[:, :2] + 0.0, "other": found[:, 2]}
+
+    def loss_fn(outputs, targets):
+        one = torch.nn.functional.cross_entropy(outputs["one"], targets["one"], reduction="sum")
+        return one + (outputs["other"] - targets["other"]).square().sum(), torch.tensor(len(targets["one"]))
+
+    targets = {"one": torch.tensor([0, 1, 1, 0]), "other": torch.arange(4.0)}
+    parity = assert_parity(
+        lambda: TwoHeads(3, 3),
+        write_manifest("[sharding.ddp]\n"),
+        Batch(args=(), kwargs={"features": torch.rand(4, 3)}, target=targets),
+        world_size=2,
+        loss_fn=loss_fn,
+        count_fn=lambda targets: len(targets["one"]),
+        microbatch=1,
+        own_dtype=False,
+    )
+    assert max(parity.gradients.values()) <= 1e-12
+
+
 def test_floating_point_inputs_take_the_dtype():
     features, labels = torch.rand(4, 3), torch.tensor([0, 1, 2, 1])
     parity = assert_parity(
