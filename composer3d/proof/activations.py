@@ -1,68 +1,84 @@
-"""What modules return in the first forward, as two numbers each: enough to find the first one that is wrong."""
+"""What modules and the loss return in the first step, as a few numbers each: enough to find the first wrong one."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.torch_compat import without_torch_functions
+from composer3d.torch_compat import in_backward, without_torch_functions
 
 if TYPE_CHECKING:
     from composer3d import Composition
+    from composer3d.protocol import LossFunction
 
-__all__ = ["Output", "first_difference", "watching"]
+__all__ = ["LOSS", "TARGETS", "Difference", "Output", "Outputs", "first_difference", "watched_loss", "watching"]
 
 _CLOSE = 1e-9
+# What the loss is given and returns stands beside modules under these names.
+TARGETS, LOSS = "(targets)", "(loss)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What a module returned first.
+    """What was returned once.
 
     Args:
         shape: On this rank.
         total: Sum of its elements, in float64, each with a weight of its own.
         size: Sum of their absolute values.
+        powers: Sums of the elements, their squares and their cubes; they say the same of a tensor in pieces.
+        sizes: The same of absolute values.
     """
 
     shape: tuple[int, ...]
     total: float
     size: float
+    powers: tuple[float, ...]
+    sizes: tuple[float, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements this rank has."""
+        return math.prod(self.shape)
+
+
+# Of every call outside a backward, in their order, by FQN in the order of the forward.
+Outputs = Mapping[str, Sequence[Output]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """The first thing that is another one than on one device.
+
+    Args:
+        fqn: The module, or `TARGETS` or `LOSS`.
+        ranks: Where it is another one.
+        call: Which of its calls, the earliest.
+        due: Which call of one device it equals instead; None where it equals none.
+    """
+
+    fqn: str
+    ranks: tuple[int, ...]
+    call: int
+    due: int | None = None
 
 
 @contextlib.contextmanager
-def watching(run: Composition) -> Iterator[dict[str, Output]]:
-    """Note the first tensor that every module returns first, in the order in which they return. Collectives: none."""
+def watching(run: Composition) -> Iterator[dict[str, list[Output]]]:
+    """Note the first tensor that every module returns, at every call of a forward. Collectives: none."""
     import torch
 
-    from composer3d.gradients import local
+    found: dict[str, list[Output]] = {}
 
-    found: dict[str, Output] = {}
-
-    def note(fqn: str) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple | list) and output else output
-            if (
-                fqn in found
-                or not isinstance(tensor, torch.Tensor)
-                or tensor.is_meta
-                or not tensor.dtype.is_floating_point
-            ):
-                return
-            # Modes of plugins follow what models compute; this is none of it.
-            with without_torch_functions():
-                values = local(tensor.detach()).double()
-                # Weighted, since a norm's output adds up to nothing.
-                weights = torch.linspace(1.0, 2.0, values.numel(), dtype=values.dtype, device=values.device)
-                total, size = float(values.flatten() @ weights), float(values.abs().sum())
-            found[fqn] = Output(shape=tuple(values.shape), total=total, size=size)
-
-        return hook
+    def hook(fqn: str) -> Any:
+        return lambda module, args, output: _note(found, fqn, output)
 
     hooks = [
-        module.register_forward_hook(note(fqn))
+        module.register_forward_hook(hook(fqn))
         for part in run.parts
         for fqn, module in part.module.named_modules()
         if fqn
@@ -71,22 +87,101 @@ def watching(run: Composition) -> Iterator[dict[str, Output]]:
         with torch.compiler.set_stance("force_eager"):
             yield found
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in hooks:
+            handle.remove()
 
 
-def first_difference(reference: Mapping[str, Output], ranks: Sequence[Mapping[str, Output]]) -> str | None:
-    """Return the first module whose output is another one on some rank that has it whole.
+def watched_loss(loss_fn: LossFunction | None, found: dict[str, list[Output]]) -> LossFunction | None:
+    """Return a loss function that notes what it is given and returns; None stays None."""
+    if loss_fn is None:
+        return None
+    inner = loss_fn
+
+    @functools.wraps(inner)
+    def watched(output: Any, target: Any) -> Any:
+        _note(found, TARGETS, target)
+        value = inner(output, target)
+        _note(found, LOSS, value.sum if hasattr(value, "count") and hasattr(value, "auxiliary") else value)
+        return value
+
+    return watched
+
+
+def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
+    import torch
+
+    from composer3d.gradients import local
+
+    tensor = output[0] if isinstance(output, tuple | list) and output else output
+    is_data = fqn in (TARGETS, LOSS)
+    # What is computed again in a backward was noted in the forward.
+    if not isinstance(tensor, torch.Tensor) or tensor.is_meta or in_backward():
+        return
+    if not is_data and not tensor.dtype.is_floating_point:
+        return
+    # Modes of plugins follow what models compute; this is none of it.
+    with without_torch_functions():
+        values = local(tensor.detach()).double()
+        flat, sizes = values.flatten(), values.flatten().abs()
+        # Weighted, since a norm's output adds up to nothing.
+        weights = torch.linspace(1.0, 2.0, values.numel(), dtype=values.dtype, device=values.device)
+        noted = Output(
+            shape=tuple(values.shape),
+            total=float(flat @ weights),
+            size=float(sizes.sum()),
+            powers=tuple(float((flat**power).sum()) for power in (1, 2, 3)),
+            sizes=tuple(float((sizes**power).sum()) for power in (1, 2, 3)),
+        )
+    found.setdefault(fqn, []).append(noted)
+
+
+def first_difference(right: Outputs, ranks: Mapping[int, Outputs]) -> Difference | None:
+    """Return the first thing, in the order of the forward, that is another one than on one device.
+
+    A rank may have all of it, a piece of it, or a part of a sum that its neighbours complete. What has fewer elements
+    than on one device, and not a whole multiple of them on all ranks together, cannot be compared.
 
     Args:
-        reference: Of one device, on the batch of the first data-parallel rank.
-        ranks: Of the ranks that were given that batch.
+        right: Of one device, on what these ranks were given.
+        ranks: By rank, of those that were given one batch.
     """
-    for fqn, right in reference.items():
-        for found in ranks:
-            output = found.get(fqn)
-            if output is None or output.shape != right.shape:
-                continue
-            if not abs(output.total - right.total) <= _CLOSE * right.size:
-                return fqn
+    for fqn, expected in right.items():
+        having = {rank: list(found[fqn])[-len(expected) :] for rank, found in ranks.items() if found.get(fqn)}
+        for call in range(min([len(expected), *map(len, having.values())])) if having else ():
+            wrong = _wrong_ranks(expected[call], {rank: found[call] for rank, found in having.items()})
+            if wrong and not _in_another_order(expected, having[wrong[0]]):
+                # Where there are more calls than on one device, which is which is not known.
+                is_known = len(ranks[wrong[0]][fqn]) == len(expected)
+                due = _due(expected, having[wrong[0]][call], call) if is_known else None
+                return Difference(fqn=fqn, ranks=wrong, call=call, due=due)
     return None
+
+
+def _wrong_ranks(right: Output, found: Mapping[int, Output]) -> tuple[int, ...]:
+    whole = {rank: output for rank, output in found.items() if output.shape == right.shape}
+    wrong = tuple(rank for rank, output in whole.items() if not _same(output, right))
+    if wrong and abs(sum(found[rank].total for rank in wrong) - right.total) <= _CLOSE * right.size:
+        wrong = ()  # parts of a sum
+    pieces = {rank: output for rank, output in found.items() if output.shape != right.shape}
+    number = sum(output.num_elements for output in pieces.values())
+    if wrong or not right.num_elements or number % right.num_elements:
+        return wrong
+    times = number // right.num_elements
+    for power, size, index in zip(right.powers, right.sizes, range(len(right.powers)), strict=True):
+        if not abs(sum(output.powers[index] for output in pieces.values()) - times * power) <= _CLOSE * times * size:
+            return tuple(pieces)
+    return ()
+
+
+def _same(one: Output, other: Output) -> bool:
+    return one.shape == other.shape and abs(one.total - other.total) <= _CLOSE * other.size
+
+
+def _in_another_order(right: Sequence[Output], found: Sequence[Output]) -> bool:
+    """Tell whether all that one device returns is there, whenever it was computed."""
+    return len(found) == len(right) and all(any(_same(one, other) for one in found) for other in right)
+
+
+def _due(right: Sequence[Output], found: Output, call: int) -> int | None:
+    equal = [index for index, output in enumerate(right) if _same(found, output)]
+    return equal[0] if len(equal) == 1 and equal[0] != call else None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import to_device
 from composer3d.mesh import Layout
-from composer3d.proof.activations import Output, watching
+from composer3d.proof.activations import Output, Outputs, watched_loss, watching
 from composer3d.proof.reference import of_dtype
 from composer3d.proof.subject import Subject
 
@@ -35,12 +35,12 @@ class Counted:
     Args:
         totals: (count, bytes) by (op, axis).
         of_plugins: How many there are over each axis that are not the step's own agreements.
-        outputs: What modules returned in the first step.
+        outputs: What modules and the loss returned in the first step.
     """
 
     totals: Mapping[tuple[str, str], tuple[int, int]]
     of_plugins: Mapping[str, int]
-    outputs: Mapping[str, Output] = field(default_factory=dict)
+    outputs: Outputs = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,16 +86,19 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
     from composer3d.testing.collectives import count_collectives
 
     messages: list[Any] = []
+    outputs: dict[str, list[Output]] = {}
+    watched = subject if alone else replace(subject, loss_fn=watched_loss(subject.loss_fn, outputs))
     with (
         contextlib.nullcontext() if alone else _received(messages, replay=False),
-        subject.composed("float64", subject.manifest_for("float64")) as run,
+        watched.composed("float64", subject.manifest_for("float64")) as run,
         # Where operators are looked at, compiled graphs do not run; what they communicate is the same.
         torch.compiler.set_stance("force_eager"),
     ):
         optimizer = subject.make_optimizer(run)
-        with _outputs(run, alone=alone) as outputs:
+        with _outputs(run, alone=alone) as returned:
             for number in range(_WARM_UP):
                 _step(subject, run, optimizer, number)
+        outputs = {**returned, **outputs}
         with count_collectives(run.mesh) as collectives:
             _step(subject, run, optimizer, _WARM_UP)
     return replace(_counted(collectives.rows), outputs=outputs), messages
@@ -116,7 +119,7 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
         return count_step(subject, alone=True)[0]
 
 
-def _outputs(run: Composition, *, alone: bool) -> contextlib.AbstractContextManager[dict[str, Output]]:
+def _outputs(run: Composition, *, alone: bool) -> contextlib.AbstractContextManager[dict[str, list[Output]]]:
     """Note what modules return, where values are what they are on the run's ranks."""
     return contextlib.nullcontext({}) if alone else watching(run)
 

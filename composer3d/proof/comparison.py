@@ -110,15 +110,23 @@ class Limits(Mapping[str, float]):
         return self.by_fqn.get(name, {}).get(fqn, self.largest[name])
 
     def stated(self, tolerance: float) -> Limits:
-        """Return limits that are all one number, which somebody has stated."""
-        return replace(self, largest=dict.fromkeys(self.largest, tolerance), by_fqn={})
+        """Return limits that are a number which somebody has stated, or more where an optimizer makes more of it."""
+        return replace(
+            self,
+            largest={name: max(limit, tolerance) for name, limit in self.largest.items()},
+            by_fqn={
+                name: {fqn: max(limit, tolerance) for fqn, limit in limits.items()}
+                for name, limits in self.by_fqn.items()
+            },
+        )
 
 
 def tolerances(rounding: Mapping[str, Mapping[str, float]], dtype: torch.dtype | None) -> Limits:
     """Return what each compared thing may differ by.
 
     In float64 everything is 1e-12, or, for what comes after an optimizer has stepped, four times what it makes of a
-    rounding of the gradients, if that is more.
+    rounding of the gradients, if that is more: of each parameter by itself, since it makes much of gradients that are
+    zero by mathematics, and of no other.
 
     In the run's own dtypes the composition and the reference are two roundings of one exact computation, with as many
     roundings each and in another order: their errors are of one size, and their distance at most the sum of the two.
@@ -135,7 +143,13 @@ def tolerances(rounding: Mapping[str, Mapping[str, float]], dtype: torch.dtype |
 
     most = {name: max(rounding.get(name, {}).values(), default=0.0) for name in COMPARED}
     if dtype is None:
-        return Limits(largest={name: max(EXACT, _SAFETY * most[name]) for name in COMPARED})
+        return Limits(
+            largest={name: max(EXACT, _SAFETY * most[name]) for name in COMPARED},
+            by_fqn={
+                name: {fqn: max(EXACT, _SAFETY * error) for fqn, error in rounding.get(name, {}).items() if fqn}
+                for name in COMPARED
+            },
+        )
     unit = torch.finfo(dtype).eps
     by_fqn = {}
     for name, errors in rounding.items():

@@ -42,6 +42,7 @@ class Deviation:
         mixed: By axis, what is left if each element is taken as it is or added up, whichever is right.
         turned: Axes along which the ranks' pieces are right, and lie in another order.
         narrow: The dtype of fewer digits that holds every element; empty where none does.
+        pieces: The ranks whose pieces alone are wrong; empty where all are, or where none holds a piece.
     """
 
     rel: float
@@ -52,6 +53,7 @@ class Deviation:
     mixed: Mapping[str, float] = field(default_factory=dict)
     turned: tuple[str, ...] = ()
     narrow: str = ""
+    pieces: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,11 +265,44 @@ def _deviations(
     everyone: list[Any] = [None] * run.context.world_size
     dist.all_gather_object(everyone, wrong)
     examined = sorted({fqn for names in everyone for fqn in names} & reference.keys())
+    holders = _holders(run, examined[:_MAX_EXAMINED])
     for fqn in examined[:_MAX_EXAMINED]:
-        result[fqn] = _examine(run, actual.get(fqn), reference[fqn], result[fqn], scale)
+        found = _examine(run, actual.get(fqn), reference[fqn], result[fqn], scale)
+        limit = limits.of(kind, fqn) * max(float(reference[fqn].abs().max()), scale)
+        pieces = _wrong_pieces(actual.get(fqn), reference[fqn], holders.get(fqn), limit)
+        result[fqn] = replace(found, pieces=pieces)
     for fqn in examined[_MAX_EXAMINED:]:
         result[fqn] = _fitted(actual.get(fqn), reference[fqn], result[fqn])
     return result
+
+
+def _holders(run: Composition, fqns: Sequence[str]) -> dict[str, Tensor]:
+    """Return which rank holds each element of parameters that are cut. Collectives: one gather a parameter."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    marked = {}
+    for fqn, parameter in run.named_parameters():
+        if fqn not in fqns or not isinstance(parameter, DTensor) or any(p.is_partial() for p in parameter.placements):
+            continue
+        ranks = torch.full(local(parameter).shape, float(run.context.rank), device=parameter.device)
+        marked[fqn] = DTensor.from_local(
+            ranks,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return _gathered(run, marked)
+
+
+def _wrong_pieces(actual: Tensor | None, reference: Tensor, holders: Tensor | None, limit: float) -> tuple[int, ...]:
+    if actual is None or holders is None or not actual.shape == reference.shape == holders.shape:
+        return ()
+    # Not "> limit": that is false for NaN.
+    wrong = {int(rank) for rank in holders[~((actual.double() - reference.double()).abs() <= limit)].unique()}
+    return tuple(sorted(wrong)) if len(wrong) < len(holders.unique()) else ()
 
 
 def _examine(

@@ -10,13 +10,13 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import cut, map_tensors, to_device
 from composer3d.gradients import local
 from composer3d.loss import as_loss, count_valid, reduction_of
-from composer3d.proof.activations import Output, watching
+from composer3d.proof.activations import Output, Outputs, watched_loss, watching
 from composer3d.proof.comparison import COMPARED, difference, scale_of
 from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Reference", "ReferenceStep", "first_outputs", "loss_with", "make_reference", "of_dtype", "pieces_of"]
 
 
-# Of the largest element: one rounding of float64.
+# Of the largest element of all gradients: one rounding of float64.
 _NUDGE = 2.0**-52
 
 
@@ -185,15 +185,21 @@ def _step(
 
 
 def _nudge(parameters: Mapping[str, Any], size: float | Mapping[str, float]) -> None:
-    """Move every other element of a gradient up, the rest down: by a fraction of the largest, or by what is given."""
+    """Move every other element of a gradient up, the rest down: by a fraction of the largest, or by what is given.
+
+    The largest is that of all gradients: where large terms cancel, as in the bias of keys before a softmax, what is
+    left is rounding noise of their size, and optimizers that divide by it make full steps of it.
+    """
     import torch
 
+    largest = max((local(p.grad).abs().max() for p in parameters.values() if local(p.grad).numel()), default=0.0)
     for fqn, parameter in parameters.items():
         grad = local(parameter.grad)
         signs = 1.0 - 2.0 * (torch.arange(grad.numel(), device=grad.device) % 2).to(grad.dtype)
-        amount = size * grad.abs().max() if isinstance(size, float) else size.get(fqn, 0.0)
-        # What is exactly zero in one order is so in another: rows of tokens that did not occur.
-        grad.add_(signs.view_as(grad) * (grad != 0) * amount)
+        amount = size * largest if isinstance(size, float) else size.get(fqn, 0.0)
+        # What is exactly zero in one order is so in another: rows of tokens that did not occur. Biases cancel.
+        felt = (grad != 0) | (grad.dim() == 1)
+        grad.add_(signs.view_as(grad) * felt * amount)
 
 
 def _noise(rounded: Reference, exact: Reference) -> dict[str, float]:
@@ -215,37 +221,47 @@ def _larger(
     }
 
 
-def pieces_of(subject: Subject, number: int, *, degree: int) -> list[dict[str, Tensor]]:
+def pieces_of(subject: Subject, number: int, *, degree: int, auxiliary_only: bool = False) -> list[dict[str, Tensor]]:
     """Return, for every micro-batch of a step in float64, what it alone adds to the gradients; weights as at the start.
 
     Args:
         subject: What to run.
         number: The step whose batch it is.
         degree: Data-parallel degree.
+        auxiliary_only: Of the auxiliary losses; zeros where they do not reach, nothing where there are none.
     """
     result = []
     with _alone(subject, "float64") as run, run.step(0):
         pieces = _microbatches(subject, number, degree, "float64")
         counts = [_count(subject, piece) for piece in pieces]
         for piece, count in zip(pieces, counts, strict=True):
-            _objective(_loss(subject, run, piece, count, counts), counts, backward=True)
+            loss = _loss(subject, run, piece, count, counts)
+            if auxiliary_only and loss.auxiliary is None:
+                return []
+            _objective(replace(loss, sum=0.0 * loss.sum) if auxiliary_only else loss, counts, backward=True)
             result.append(_copies({fqn: p.grad for fqn, p in run.named_parameters() if p.grad is not None}))
             for _, parameter in run.named_parameters():
                 parameter.grad = None
     return result
 
 
-def first_outputs(subject: Subject, *, degree: int) -> list[dict[str, Output]]:
-    """Return what modules return on every data-parallel rank's first micro-batch."""
+def first_outputs(subject: Subject, *, degree: int) -> list[Outputs]:
+    """Return what modules and the loss return on every data-parallel rank's micro-batches of the first step."""
     import torch
 
-    result = []
+    result: list[Outputs] = []
     with _alone(subject, "float64") as run, run.step(0), torch.no_grad():
         pieces = _microbatches(subject, 0, degree, "float64")
-        for piece in pieces[:: len(pieces) // degree]:
+        number = len(pieces) // degree
+        for rank in range(degree):
+            of_loss: dict[str, list[Output]] = {}
+            loss_fn = watched_loss(subject.loss_fn, of_loss)
             with watching(run) as found:
-                run.model(*piece.args, **piece.kwargs)
-            result.append(found)
+                for piece in pieces[rank * number : (rank + 1) * number]:
+                    output = run.model(*piece.args, **piece.kwargs)
+                    if loss_fn is not None:
+                        loss_fn(output, piece.target)
+            result.append({**found, **of_loss})
     return result
 
 

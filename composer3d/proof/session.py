@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
-from composer3d.proof.activations import Output
+from composer3d.proof.activations import Outputs
 from composer3d.proof.communication import Counted, count_step, trace_step
 from composer3d.proof.comparison import Limits, fit, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
@@ -19,6 +19,8 @@ from composer3d.proof.streams import Draws, recording
 from composer3d.proof.subject import Arithmetic, Subject, without_plugins
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from composer3d import Composition
 
 __all__ = ["Launch", "RankReport", "ReferenceReport", "Session", "Weights"]
@@ -43,7 +45,7 @@ class ReferenceReport:
         tolerances: By arithmetic and what is compared.
         counts: Valid tokens of the first step's micro-batches.
         draws: What one device draws in one step.
-        outputs: What modules return on the first micro-batch of every data-parallel rank.
+        outputs: What modules and the loss return on the micro-batches of every data-parallel rank in the first step.
     """
 
     losses: Mapping[str, list[float]]
@@ -51,7 +53,7 @@ class ReferenceReport:
     tolerances: Mapping[str, Limits]
     counts: list[int]
     draws: Mapping[str, Draws]
-    outputs: Sequence[Mapping[str, Output]]
+    outputs: Sequence[Outputs]
 
 
 @dataclass(kw_only=True)
@@ -86,12 +88,14 @@ class Weights:
         counts: Their valid tokens.
         residual: What no weights explain, relative to the largest gradient.
         is_maximum: It is the elementwise maximum of what data-parallel ranks have, times some number.
+        auxiliary: How much the auxiliary losses weigh where that alone explains it; None elsewhere.
     """
 
     values: list[float]
     counts: list[int]
     residual: float
     is_maximum: bool = False
+    auxiliary: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -305,7 +309,7 @@ def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int
         return None
     columns = torch.stack([torch.cat([piece[fqn].double().flatten() for fqn in names]) for piece in pieces], dim=1)
     target = torch.cat([wrong[fqn].double().flatten() for fqn in names])
-    if columns.shape[0] != target.shape[0]:
+    if columns.shape[0] != target.shape[0] or not bool(target.isfinite().all() and columns.isfinite().all()):
         return None
     values = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     rest = float((columns @ values - target).abs().max()) / max(float(target.abs().max()), 1e-300)
@@ -316,4 +320,15 @@ def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int
         counts=reference.steps[0].counts,
         residual=rest,
         is_maximum=degree > 1 and found is not None and found.residual <= _CLOSE,
+        auxiliary=_auxiliary(subject, degree, names, columns.sum(dim=1), target) if rest > _CLOSE else None,
     )
+
+
+def _auxiliary(subject: Subject, degree: int, names: Sequence[str], right: Tensor, wrong: Tensor) -> float | None:
+    """Return how much the auxiliary losses weigh in a gradient, if nothing else is wrong with it."""
+    import torch
+
+    pieces = pieces_of(subject, 0, degree=degree, auxiliary_only=True)
+    there = [torch.cat([piece[fqn].double().flatten() for fqn in names]) for piece in pieces if piece]
+    found = fit(wrong - right, torch.stack(there).sum(dim=0)) if there else None
+    return 1.0 + found.factor if found is not None and found.residual <= _CLOSE else None

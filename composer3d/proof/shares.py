@@ -27,6 +27,12 @@ def explain_shares(evidence: Evidence) -> Iterator[str]:
         if line:
             yield line
             return
+    if weights is not None and weights.auxiliary is not None:
+        yield (
+            f"the auxiliary loss weighs {weights.auxiliary:.6g} times what it should, and all else is right"
+            f"{_meaning(evidence, weights.auxiliary)}"
+        )
+        return
     if weights is not None and weights.is_maximum:
         axes = [name for name in evidence.layout.names(Role.BATCH) if evidence.layout.degrees[name] > 1]
         yield (
@@ -105,9 +111,8 @@ _MEAN_OF_MEANS = (
 
 def _of_some_ranks(evidence: Evidence, alive: Sequence[int], num_ranks: int) -> str:
     shown = " and ".join(map(str, alive))
-    axes = [name for name in evidence.layout.names(Role.BATCH) if evidence.layout.degrees[name] > 1]
     if any(drift.what == "gradients" for drift in evidence.drifts):
-        over = " and ".join(axes)
+        over = " and ".join(_missing_axes(evidence, set(alive)))
         return (
             f"the gradients on rank 0 hold the samples of data-parallel rank {shown} alone, of {num_ranks}: a "
             f"reduction over {over} is missing"
@@ -116,6 +121,15 @@ def _of_some_ranks(evidence: Evidence, alive: Sequence[int], num_ranks: int) -> 
         f"the gradients hold the samples of data-parallel rank {shown} alone, of {num_ranks}, and are equal on all "
         "ranks: all ranks saw the same batch"
     )
+
+
+def _missing_axes(evidence: Evidence, alive: set[int]) -> list[str]:
+    """Return the batch axes along which samples are missing: those of all ranks along the others are there."""
+    layout = evidence.layout
+    axes = [name for name in layout.names(Role.BATCH) if layout.degrees[name] > 1]
+    ranks = [rank for rank in range(layout.world_size) if layout.index(rank, Role.BATCH) in alive]
+    seen = {name: {layout.coordinates(rank)[name] for rank in ranks} for name in axes}
+    return [name for name in axes if len(seen[name]) < layout.degrees[name]] or axes
 
 
 def _equal(values: Sequence[float]) -> bool:

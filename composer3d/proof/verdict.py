@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from composer3d.mesh import Layout, Role
-from composer3d.proof.activations import first_difference
+from composer3d.proof.activations import Difference, Outputs, first_difference
 from composer3d.proof.communication import Row, compare_collectives, silent_axes
 from composer3d.proof.comparison import relative
 from composer3d.proof.replicas import Drift, compare_replicas
@@ -88,35 +88,36 @@ class Evidence:
         """Return what was computed from other parameters than a rank's last step left."""
         return sorted({name for report in self.ranks for steps in report.steps.values() for name in steps.stale})
 
-    def first_wrong_module(self) -> tuple[str, list[int]] | None:
+    def first_wrong_output(self) -> Difference | None:
         """Return the first module whose output is not that of one device, in the order of the forward.
 
-        With it the ranks where that is so; none where it is so on all that have the module.
+        Its ranks are those where that is so; none where it is so on all that have the module.
         """
-        found: dict[str, list[int]] = {}
+        groups: dict[int, dict[int, Outputs]] = {}
         for rank, report in enumerate(self.ranks):
-            right = self.told.outputs[self.layout.index(rank, Role.BATCH)]
-            fqn = None if report.happened is None else first_difference(right, [report.happened.outputs])
-            if fqn is not None:
-                found.setdefault(fqn, []).append(rank)
-        first = next((fqn for fqn in self.told.outputs[0] if fqn in found), None)
-        if first is None:
+            if report.happened is not None:
+                groups.setdefault(self.layout.index(rank, Role.BATCH), {})[rank] = report.happened.outputs
+        found = [first_difference(self.told.outputs[index], ranks) for index, ranks in groups.items()]
+        order = list(self.told.outputs[0])
+        differences = sorted(filter(None, found), key=lambda one: order.index(one.fqn) if one.fqn in order else 0)
+        if not differences:
             return None
-        having = [report for report in self.ranks if report.happened is not None and first in report.happened.outputs]
-        return first, found[first] if len(found[first]) < len(having) else []
+        first = differences[0]
+        wrong = sorted(rank for one in differences if one.fqn == first.fqn for rank in one.ranks)
+        having = [rank for ranks in groups.values() for rank, outputs in ranks.items() if first.fqn in outputs]
+        return replace(first, ranks=tuple(wrong) if len(wrong) < len(having) else ())
 
     def first_loss(self) -> float:
         """Return the loss of the first step in float64, of the rank where it is furthest off."""
         right = self.told.losses["float64"][0]
         return max((report.steps["float64"].steps[0].loss for report in self.ranks), key=lambda loss: abs(loss - right))
 
-    def is_loss_wrong(self) -> bool:
-        """Tell whether the forward is wrong before anything was updated."""
+    def is_loss_wrong(self, step: int = 0) -> bool:
+        """Tell whether the forward of a step is wrong in float64; in the first, nothing was updated before."""
         if "float64" not in self.told.tolerances:
             return False
-        return (
-            not relative(self.first_loss(), self.told.losses["float64"][0]) <= self.told.tolerances["float64"]["loss"]
-        )
+        right, limit = self.told.losses["float64"][step], self.told.tolerances["float64"]["loss"]
+        return any(not relative(report.steps["float64"].steps[step].loss, right) <= limit for report in self.ranks)
 
     def uncut_biases(self, axis: str) -> list[str]:
         """Return the biases that every rank along a tensor axis holds whole."""
@@ -163,14 +164,18 @@ class Evidence:
                 result.setdefault(fqn, []).append(deviation)
         return result
 
+    def first_wrong(self) -> tuple[int, Kind] | None:
+        """Return the step and kind of what goes wrong first in float64: all that comes after may follow from it."""
+        for number in range(len(self.told.losses.get("float64", ()))):
+            for kind in KINDS[1:] if number else KINDS:
+                if self.wrong(kind, step=number):
+                    return number, kind
+        return None
+
     def first_wrong_step(self) -> int | None:
-        """Return the first step in which a gradient is wrong in float64."""
-        steps = [
-            number
-            for number, _, fqn, deviation in self.deviations("gradients")
-            if not deviation.rel <= self.limit("gradients", "float64", number, fqn)
-        ]
-        return min(steps, default=None)
+        """Return the first step whose gradients are wrong in float64, where nothing is wrong before them."""
+        first = self.first_wrong()
+        return first[0] if first is not None and first[1] == "gradients" else None
 
     def number(self, name: Literal["loss", "grad_norm"], which: str) -> Number:
         """Return a loss or norm where it is furthest off."""

@@ -52,26 +52,27 @@ def assert_parity(
     loss_fn: LossFunction | None = None,
     tolerance: float = 1e-12,
     microbatch: int | None = None,
-    steps: int = 1,
+    steps: int = 2,
     grad_clip: float = math.inf,
-    own_dtype: bool = False,
+    own_dtype: bool = True,
     optimizer: Callable[[Any], Any] | None = None,
+    count_fn: Callable[[Any], int] | None = None,
 ) -> Parity:
     """Assert that a manifest's composition computes what one device computes; what `composer3d verify` asserts.
 
-    Compared are loss, gradient norm, gradients and updated parameters in float64; copies, to the last bit; random
-    numbers with what the axes promise; collectives with a trace. The reference is the factory without plugins, its
-    batch cut into the same micro-batches; both start from the same weights, as composed factories do.
+    Compared are loss, gradient norm, gradients and updated parameters, in float64 and in the default dtype; copies, to
+    the last bit; random numbers with what the axes promise; collectives with a trace. The reference is the factory
+    without plugins, its batch cut into the same micro-batches; both start from the weights of a composed factory.
 
     Args:
         model_factory: Makes the model. Random numbers that it draws in its forward are switched off for the comparison.
         manifest: A path, with the tables that embedding uses.
         batch: The global batch of every step, on the CPU; each data-parallel rank takes its cut of dim 0.
         world_size: Ranks, 1 to 8; default: what the manifest's degrees multiply to.
-        loss_fn: As for `compose`.
-        tolerance: Of every measure in float64, inclusive.
+        loss_fn: As for `compose`, and so `count_fn`.
+        tolerance: Of every measure in float64, inclusive; more only where an optimizer makes more of a rounding.
         microbatch: Instead of the manifest's.
-        steps: Optimizer steps.
+        steps: Optimizer steps; what goes stale, or is lost between steps, shows in the second.
         grad_clip: Gradients are scaled down to this norm.
         own_dtype: Compare in the default dtype too, with the precision plugins, by a bound derived from the reference.
         optimizer: Called with the composition; default: AdamW with a learning rate of 1e-3.
@@ -90,19 +91,22 @@ def assert_parity(
 
     typed = load_manifest(manifest, overrides=[] if microbatch is None else [f"train.microbatch={microbatch}"])
     layout = layout_of(typed, Hooks(typed.plugins), world_size=world_size)
-    degree = layout.degree(Role.BATCH)
-    size = typed.train.microbatch or max(_length(batch) // degree, 1)
     verdict = prove(
-        functools.partial(_subject, model_factory, typed, batch, loss_fn, grad_clip, optimizer),
+        functools.partial(_subject, model_factory, typed, batch, loss_fn, grad_clip, optimizer, count_fn),
         layout=layout,
         launch=_launch,
         num_steps=steps,
-        microbatches=max(_length(batch) // degree // size, 1),
+        microbatches=_microbatches(_length(batch), layout.degree(Role.BATCH), typed.train.microbatch),
         grad_clip=grad_clip,
         passes=("float64", "own") if own_dtype else ("float64",),
         tolerance=tolerance,
     )
     return _parity(verdict, tolerance)
+
+
+def _microbatches(length: int, degree: int, size: int | None) -> int:
+    of_rank = max(length // degree, 1)
+    return max(length // degree // (size or of_rank), 1)
 
 
 def _launch(function: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
@@ -116,6 +120,7 @@ def _subject(
     loss_fn: LossFunction | None,
     grad_clip: float,
     optimizer: Callable[[Any], Any] | None,
+    count_fn: Callable[[Any], int] | None,
 ) -> Subject:
     import torch
 
@@ -130,6 +135,7 @@ def _subject(
         grad_clip=grad_clip,
         average_buffers=None,
         device=torch.device("cpu"),
+        count_fn=count_fn,
     )
 
 

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import functools
-import re
 
 import pytest
 from support.faults import Even, Latent
-from support.proofs import refuted
+from support.proofs import DDP, FSDP, TP, assert_named, planted
 
-
-def plugin(family, name, options=""):
-    title = "".join(word.capitalize() for word in name.split("_"))
-    return f'[{family}.{name}]\nuse = "support.faults:{title}"\n{options}\n'
-
-
-DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
-FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
-TP = "[mesh]\ntp = 2\n"
+plugin = planted("faults")
+CUT = "[mesh]\ntp = 2\n"
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n'
 
 
 def spoilt(fault, factor=1.0):
-    return plugin("communication", "gradients", f'fault = "{fault}"\nfactor = {factor}')
+    return plugin("communication", "gradients", fault, factor=factor)
 
 
 @pytest.mark.parametrize(
@@ -65,25 +57,25 @@ def spoilt(fault, factor=1.0):
             id="same batch",
         ),
         pytest.param(
-            TP + plugin("sharding", "hand_made", 'fault = "nothing"'),
+            CUT + plugin("sharding", "hand_made", "nothing"),
             {},
             r"the owner of tp did nothing",
             id="silent pattern",
         ),
         pytest.param(
-            TP + plugin("sharding", "hand_made", 'fault = "bias"'),
+            CUT + plugin("sharding", "hand_made", "bias"),
             {},
             r"layers.0.down.bias, layers.1.down.bias: added 2 times, once a rank along tp before the reduction",
             id="rowwise bias",
         ),
         pytest.param(
-            TP + plugin("sharding", "hand_made"),
+            TP,
             {"factory": functools.partial(Even, block=Latent)},
             r"a part of the gradients of .*layers.1.kv.weight is partial over tp",
             id="latent attention",
         ),
         pytest.param(
-            TP
+            CUT
             + "[sharding.tensor_parallel]\nsequence_parallel = true\n"
             + 'plan = { "layers.*.up" = "colwise", "layers.*.down" = "rowwise", "layers.*.norm" = "sequence", '
             + '"layers.*" = "split_gather", tok = "replicate", out = "replicate" }\n'
@@ -95,9 +87,7 @@ def spoilt(fault, factor=1.0):
     ],
 )
 def test_a_wrong_gradient_is_explained(text, options, cause):
-    told = refuted(text, **options)
-    likely = [line for line in told.splitlines() if line.startswith("likely: ")]
-    assert any(re.search(cause, line) for line in likely), told
+    assert_named(text, options, cause)
 
 
 @pytest.mark.parametrize(
@@ -125,8 +115,7 @@ def test_a_wrong_gradient_is_explained(text, options, cause):
     ],
 )
 def test_a_wrong_stage_is_explained(text, options, cause):
-    told = refuted(text, **options)
-    assert re.search(f"likely: .*{cause}", told), told
+    assert_named(text, options, cause)
 
 
 @pytest.mark.parametrize(
@@ -138,25 +127,24 @@ def test_a_wrong_stage_is_explained(text, options, cause):
             id="another mask",
         ),
         pytest.param(
-            FSDP + plugin("scheduling", "seeded", 'fault = "ranks"'),
+            FSDP + plugin("scheduling", "seeded", "ranks"),
             r"ranks along dp_shard draw the same random numbers at layers.0.dropout:dropout",
             id="equal on all ranks",
         ),
         pytest.param(
-            FSDP + plugin("scheduling", "seeded", 'fault = "microbatches"'),
+            FSDP + plugin("scheduling", "seeded", "microbatches"),
             r"micro-batches draw the same random numbers at layers.0.dropout:dropout",
             id="equal in all micro-batches",
         ),
         pytest.param(
-            TP + plugin("sharding", "hand_made") + plugin("scheduling", "seeded", 'fault = "microbatches"'),
+            TP + plugin("scheduling", "seeded", "microbatches"),
             r"ranks along tp draw other random numbers at layers.0.dropout:dropout",
             id="different along tp",
         ),
     ],
 )
 def test_wrong_random_numbers_are_found(text, cause):
-    told = refuted(text, factory=functools.partial(Even, dropout=0.3), microbatch=3)
-    assert re.search(f"likely: .*{cause}", told), told
+    told = assert_named(text, {"factory": functools.partial(Even, dropout=0.3), "microbatch": 3}, cause)
     assert "gradients differ" not in told
 
 
@@ -164,7 +152,7 @@ def test_wrong_random_numbers_are_found(text, cause):
     ("text", "options", "cause"),
     [
         pytest.param(
-            FSDP + plugin("communication", "local_clip", "norm = 0.1"),
+            FSDP + plugin("communication", "local_clip", norm=0.1),
             {"grad_clip": 0.1},
             r"every rank clips by its local norm",
             id="local norm",
@@ -176,7 +164,7 @@ def test_wrong_random_numbers_are_found(text, cause):
             id="skipped group",
         ),
         pytest.param(
-            DDP + plugin("communication", "drift", 'axis = "dp_replicate"'),
+            DDP + plugin("communication", "drift", axis='"dp_replicate"'),
             {},
             r"the copies of .* drift apart along dp_replicate: their ranks update them differently",
             id="drift",
@@ -190,6 +178,4 @@ def test_wrong_random_numbers_are_found(text, cause):
     ],
 )
 def test_a_wrong_update_is_explained(text, options, cause):
-    told = refuted(text, **options)
-    assert re.search(f"likely: .*{cause}", told), told
-    assert " gradients differ" not in told
+    assert " gradients differ" not in assert_named(text, options, cause)

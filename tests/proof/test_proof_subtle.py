@@ -2,21 +2,12 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
-from support.proofs import refuted
+from support.proofs import DDP, FSDP, TP, assert_named, planted
 
-DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
-FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
-TP = '[mesh]\ntp = 2\n[sharding.hand_made]\nuse = "support.faults:HandMade"\n'
+fault = planted("subtle_faults")
 SLOW = pytest.mark.slow
 AFTER_THE_MODEL = r"every module .* returns .* what one device returns: what comes after the model is to blame"
-
-
-def fault(family, name, how=""):
-    title = name.capitalize()
-    return f'[{family}.{name}]\nuse = "support.subtle_faults:{title}"\n' + (f'fault = "{how}"\n' if how else "")
 
 
 @pytest.mark.parametrize(
@@ -77,7 +68,7 @@ def fault(family, name, how=""):
         pytest.param(
             TP + fault("scheduling", "scaled"),
             {},
-            r"the first module whose output is another one is layers.1.down",
+            r"the first module whose output is another one is layers.1.up",
             id="a wrong scale inside what tp cuts",
         ),
         pytest.param(
@@ -98,5 +89,4 @@ def fault(family, name, how=""):
     ],
 )
 def test_a_subtle_fault_is_named(text, options, cause):
-    told = refuted(text, **options)
-    assert re.search(f"likely: .*{cause}", told), told
+    assert_named(text, options, cause)

@@ -4,24 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 
 import pytest
 from support.faults import Even
 from support.models import sum_loss
-from support.proofs import batch, refuted
+from support.proofs import DDP, FSDP, TP, assert_named, batch, planted
 
+fault = planted("unlisted_faults")
 LOCKSTEP = '[sharding.lockstep]\nuse = "support.plugins:Lockstep"\n'
-DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
-FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
-TP = '[mesh]\ntp = 2\n[sharding.hand_made]\nuse = "support.faults:HandMade"\n'
-
-
-def fault(family, name, how):
-    title = "".join(word.capitalize() for word in name.split("_"))
-    return f'[{family}.{name}]\nuse = "support.unlisted_faults:{title}"\n' + (f'fault = "{how}"\n' if how else "")
-
-
 CASES = {
     "averaged over another axis": (
         "[mesh]\ndp_replicate = 2\ntp = 2\n" + LOCKSTEP + fault("sharding", "reduced", "axis"),
@@ -56,7 +46,7 @@ CASES = {
         r"the updates of layers.0.norm.weight, layers.1.norm.weight are off by -0.001 times the parameters",
     ),
     "not clipped": (
-        DDP + fault("communication", "unclip", ""),
+        DDP + fault("communication", "unclip"),
         {"grad_clip": 0.01},
         r"gradients are scaled by 1 on rank 0, .* they are not clipped",
     ),
@@ -120,19 +110,17 @@ REPEATED = {
     ],
 )
 def test_a_fault_that_nobody_listed_is_named(text, options, cause):
-    told = refuted(text, **options)
-    assert re.search(f"likely: .*{cause}", told), told
+    assert_named(text, options, cause)
 
 
 def test_scales_that_are_computed_before_parameters_are_averaged_are_stale():
-    told = refuted(
+    told = assert_named(
         "[mesh]\ndp_replicate = 2\ndp_shard = 2\n[sharding.fsdp2]\n"
         + '[precision.float8]\nall_gather = true\nmodules = ["layers.*.up", "layers.*.down"]\n'
-        + fault("communication", "late_average", ""),
-        factory=functools.partial(Even, dim=16),
-        own_dtype=True,
+        + fault("communication", "late_average"),
+        {"factory": functools.partial(Even, dim=16), "own_dtype": True},
+        r"layers.0.down.weight.precomputed_scale, .* is stale: .* averaging",
     )
-    assert re.search(r"likely: layers.0.down.weight.precomputed_scale, .* is stale: .* averaging", told), told
     assert "in float64" not in told
 
 

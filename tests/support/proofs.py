@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -12,6 +13,22 @@ from composer3d.manifest import load_manifest
 from composer3d.testing import assert_parity, run_ranks
 from support.faults import VOCAB, Even
 from support.models import sum_loss, write_manifest
+
+DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
+FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
+TP = '[mesh]\ntp = 2\n[sharding.hand_made]\nuse = "support.faults:HandMade"\n'
+
+
+def planted(module):
+    """Return what writes the table of a plugin of a module of tests: family, name, its fault and other options."""
+
+    def table(family, name, fault="", **options):
+        title = "".join(word.capitalize() for word in name.split("_"))
+        lines = [f'use = "support.{module}:{title}"', *([f'fault = "{fault}"'] if fault else [])]
+        lines += [f"{key} = {value}" for key, value in options.items()]
+        return f"[{family}.{name}]\n" + "\n".join(lines) + "\n"
+
+    return table
 
 
 def batch():
@@ -24,11 +41,19 @@ def batch():
     return Batch(args=(tokens[:, :4].contiguous(),), target=targets)
 
 
-def refuted(text, *, factory=Even, **options):
+def refuted(text, *, factory=Even, loss_fn=sum_loss, steps=1, own_dtype=False, **options):
     """Return what the proof says of a composition that does not hold."""
     with pytest.raises(AssertionError) as caught:
-        assert_parity(factory, write_manifest(text), batch(), loss_fn=sum_loss, **options)
+        options |= {"loss_fn": loss_fn, "steps": steps, "own_dtype": own_dtype}
+        assert_parity(factory, write_manifest(text), batch(), **options)
     return str(caught.value)
+
+
+def assert_named(text, options, cause):
+    """Assert that the proof fails, and says this cause in a line; return all that it says."""
+    told = refuted(text, **options)
+    assert re.search(f"likely: .*{cause}", told), told
+    return told
 
 
 def layout_of(text):

@@ -170,21 +170,23 @@ def test_the_collectives_of_the_step_are_counted():
 
 def test_a_fault_of_a_plugin_is_found():
     path = write_manifest(FSDP + STALE)
+    options = {"world_size": 2, "loss_fn": sum_loss, "steps": 1, "own_dtype": False}
     with pytest.raises(AssertionError) as caught:
-        assert_parity(Net, path, global_batch(), world_size=2, loss_fn=sum_loss)
+        assert_parity(Net, path, global_batch(), **options)
     first, second, *more = str(caught.value).splitlines()
     assert re.fullmatch(r"the gradient norm differs by \S+ of its value, more than 1e-12 \(in float64\)", first)
     assert second == "4 of 17 gradients differ by more than 1e-12 (in float64)"
     worst = [line for line in more if line.startswith("  ")]
-    assert more[-1] == (
-        "likely: the gradients of layers.1.down.bias, layers.1.down.weight, layers.1.up.bias, layers.1.up.weight are "
-        "1.001 times the right ones"
-    )
+    whose = "layers.1.down.bias, layers.1.down.weight, layers.1.up.bias, layers.1.up.weight"
+    assert more[-2:] == [
+        f"likely: the gradients of {whose} are 1.001 times the right ones",
+        f"likely: the loss is right, and of all gradients those of {whose} alone are wrong",
+    ]
     names = {f"layers.1.{name}" for name in ("down.bias", "down.weight", "up.bias", "up.weight")}
     assert {line.split(":")[0].strip() for line in worst} == names
     assert {line.split(": ")[1] for line in worst} == {"0.001"}
     # A tolerance that is too wide does not see it.
-    assert_parity(Net, path, global_batch(), world_size=2, loss_fn=sum_loss, tolerance=2e-2)
+    assert_parity(Net, path, global_batch(), tolerance=2e-2, **options)
 
 
 def test_a_fault_of_one_rank_is_found():
@@ -198,7 +200,13 @@ def test_a_fault_of_one_rank_is_found():
         AssertionError, match=r"^the loss differs by \S+ of its value, more than 1e-12 \(in float64\)\nthe gradient"
     ):
         assert_parity(
-            lost_on_one_rank, write_manifest("[sharding.ddp]\n"), global_batch(), world_size=2, loss_fn=sum_loss
+            lost_on_one_rank,
+            write_manifest("[sharding.ddp]\n"),
+            global_batch(),
+            world_size=2,
+            loss_fn=sum_loss,
+            steps=1,
+            own_dtype=False,
         )
 
 
@@ -209,7 +217,39 @@ def test_gradients_that_only_one_side_has_are_named():
         return model
 
     with pytest.raises(AssertionError, match=r"\nlikely: no gradient reaches norm.bias"):
-        assert_parity(frozen_in_company, write_manifest(FSDP), global_batch(), world_size=2, loss_fn=sum_loss)
+        assert_parity(
+            frozen_in_company,
+            write_manifest(FSDP),
+            global_batch(),
+            world_size=2,
+            loss_fn=sum_loss,
+            steps=1,
+            own_dtype=False,
+        )
+
+
+def test_a_target_of_several_tensors_is_counted_by_the_caller():
+    class TwoHeads(nn.Linear):
+        def forward(self, *, features):
+            found = super().forward(features)
+            return {"one": found[:, :2] + 0.0, "other": found[:, 2]}
+
+    def loss_fn(outputs, targets):
+        one = torch.nn.functional.cross_entropy(outputs["one"], targets["one"], reduction="sum")
+        return one + (outputs["other"] - targets["other"]).square().sum(), torch.tensor(len(targets["one"]))
+
+    targets = {"one": torch.tensor([0, 1, 1, 0]), "other": torch.arange(4.0)}
+    parity = assert_parity(
+        lambda: TwoHeads(3, 3),
+        write_manifest("[sharding.ddp]\n"),
+        Batch(args=(), kwargs={"features": torch.rand(4, 3)}, target=targets),
+        world_size=2,
+        loss_fn=loss_fn,
+        count_fn=lambda targets: len(targets["one"]),
+        microbatch=1,
+        own_dtype=False,
+    )
+    assert max(parity.gradients.values()) <= 1e-12
 
 
 def test_floating_point_inputs_take_the_dtype():
