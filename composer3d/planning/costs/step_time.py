@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from composer3d.planning.costs.collectives import group_of, transfer_s
@@ -68,8 +68,8 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
     """Time one repetition of a segment on one rank.
 
     Messages between stages are left to the simulation of the pipeline; one that its sender waits for also takes the
-    sender's time. Collectives that run beside compute share a
-    link, and lengthen what they run beside; the first of a kind has nothing to run beside.
+    sender's time. Collectives that run beside compute share a link, and lengthen what they run beside; the first of a
+    kind has nothing to run beside. On a CPU none runs beside anything.
 
     Args:
         segment: Of a trace.
@@ -84,16 +84,23 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
     for transfer in beside:
         spans = group_of(transfer.ranks, hardware.devices_per_node).num_nodes > 1
         by_link[spans] = by_link.get(spans, 0.0) + _all_s(transfer, hardware)
-    longest = max(by_link.values(), default=0.0)
-    hidden = min(longest, compute)
-    first = max((_all_s(transfer, hardware) / transfer.count for transfer in beside), default=0.0)
-    exposed = max(longest - compute, min(first, longest)) + (hardware.slowdown - 1) * hidden
     return SegmentTime(
         compute_s=compute,
         communication_s=blocking + sum(by_link.values()),
-        exposed_s=blocking + exposed,
+        exposed_s=blocking + _exposed_s(by_link, beside, compute, hardware),
         flops=math.fsum(float(operators.flops) * operators.count for operators in segment.operators),
     )
+
+
+def _exposed_s(by_link: Mapping[bool, float], beside: Sequence[Transfer], compute: float, hardware: Hardware) -> float:
+    """Return what collectives that run beside compute lengthen it by."""
+    if not hardware.device.is_asynchronous:
+        # One thread computes and waits, and what a backend's threads do beside it takes the cores from compute.
+        return sum(by_link.values())
+    longest = max(by_link.values(), default=0.0)
+    hidden = min(longest, compute)
+    first = max((_all_s(transfer, hardware) / transfer.count for transfer in beside), default=0.0)
+    return max(longest - compute, min(first, longest)) + (hardware.slowdown - 1) * hidden
 
 
 def compute_s(operators: Sequence[Operators], hardware: Hardware) -> float:
