@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from composer3d.planning.costs.collectives import group_of, transfer_s
 from composer3d.planning.costs.roofline import operator_s
-from composer3d.planning.hardware.cluster import Hardware
-from composer3d.planning.tracing.traced import Operators, Segment, Transfer
+from composer3d.planning.costs.timed import fresh_s
+from composer3d.planning.hardware.cluster import Device, Hardware
+from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
 
 __all__ = ["HOST_COPY", "Communication", "SegmentTime", "communication_of", "segment_time"]
 
@@ -107,8 +108,15 @@ def compute_s(operators: Sequence[Operators], hardware: Hardware) -> float:
     """Return the seconds of operators on one device: their own time, or where it is longer that of launching them."""
     device = hardware.device
     work = math.fsum(_operator_s(call, hardware) * call.count for call in operators)
-    launches = device.launch_s * sum(call.count for call in operators)
+    work += fresh_s(operators, device)
+    launches = math.fsum(_host_s(call, device) * call.count for call in operators)
     return max(work, launches) if device.is_asynchronous else work + launches
+
+
+def _host_s(operators: Operators, device: Device) -> float:
+    """Return what a call takes of the host: its launch, and what is known of hooks and dispatch around it."""
+    launch = 0.0 if operators.name == DISPATCH else device.launch_s
+    return launch + device.overheads.get(operators.name.split(".")[0], 0.0)
 
 
 def _operator_s(operators: Operators, hardware: Hardware) -> float:

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from composer3d.planning.hardware.clock import seconds_of
-from composer3d.planning.hardware.kernels import attention_speeds, gemm_shapes, gemm_speed, launch_seconds
+from composer3d.planning.hardware.host_time import launch_seconds, overhead_seconds
+from composer3d.planning.hardware.kernels import attention_speeds, gemm_shapes, gemm_speed
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, SIZE, TIME, show
 from composer3d.planning.hardware.reference import time_references
 from composer3d.planning.hardware.talking import collective_times
@@ -43,6 +44,8 @@ class Measurement:
         num_ranks: That measured together.
         per_node: Of them on one node.
         operators: Name, dtype, bytes and seconds of single operators, on a CPU.
+        overheads: Of `overhead_seconds`: name and seconds.
+        fresh_bandwidth: Bytes a second of memory that the system hands out anew, on a CPU.
     """
 
     device: str
@@ -56,6 +59,8 @@ class Measurement:
     num_ranks: int
     per_node: int
     operators: tuple[tuple[str, str, int, float], ...] = ()
+    overheads: tuple[tuple[str, float], ...] = ()
+    fresh_bandwidth: float = 0.0
 
 
 def measure(device: torch.device, *, seconds: float, per_node: int) -> Measurement:
@@ -91,6 +96,8 @@ def measure(device: torch.device, *, seconds: float, per_node: int) -> Measureme
         num_ranks=dist.get_world_size() if dist.is_initialized() else 1,
         per_node=per_node,
         operators=operators,
+        overheads=tuple(overhead_seconds(device, seconds / 24)),
+        fresh_bandwidth=_fresh(seconds / 24) if on_cpu else 0.0,
     )
 
 
@@ -120,6 +127,14 @@ def _copies(device: torch.device, budget: float) -> tuple[float, float]:
         return inside, inside / 2
     pinned = torch.empty(2**28 // 4, pin_memory=True)
     return inside, 2**28 / seconds_of(device, lambda: target[: 2**26].copy_(pinned, non_blocking=True), budget / 2)
+
+
+def _fresh(budget: float) -> float:
+    """Return how fast memory comes that is above all that malloc keeps, less the time of writing to it."""
+    size = 2**26
+    kept = torch.empty(size // 4)
+    writing = seconds_of(kept.device, kept.zero_, budget / 2)
+    return size / max(seconds_of(kept.device, lambda: torch.empty(size // 4).zero_(), budget / 2) - writing, 1e-6)
 
 
 def _memory(device: torch.device, per_node: int) -> int:
@@ -158,6 +173,8 @@ def mean_of(measured: Sequence[Measurement]) -> Measurement:
         num_ranks=first.num_ranks,
         per_node=first.per_node,
         operators=rows("operators", 3),
+        overheads=rows("overheads", 1),
+        fresh_bandwidth=mean("fresh_bandwidth"),
     )
 
 
@@ -211,6 +228,8 @@ def hardware_tables(found: Measurement, *, machine: str, is_cpu: bool) -> dict[s
             ],
             "peak": {dtype: show(speed, COMPUTE) for dtype, speed in sorted(peaks.items())},
             "gemm_efficiency": {"default": 1.0},
+            **({"fresh_bandwidth": show(found.fresh_bandwidth, BANDWIDTH)} if found.fresh_bandwidth else {}),
+            "overhead": {name: show(seconds, TIME) for name, seconds in found.overheads},
         },
         "intra": {"name": "measured in a node", **link, "collective": [] if spans else _timed(found)},
         "inter": {"name": "measured between nodes" if spans else "not measured: as in a node", **link},

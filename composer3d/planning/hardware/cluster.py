@@ -125,6 +125,10 @@ class Device:
         gemms: Products that were timed; where there are any, they replace `gemm_efficiency`.
         attentions: The same of attention.
         operators: Those that were timed; where there are any, they replace bytes over bandwidth.
+        overheads: What the host does for an operator besides a launch, in seconds, by the first part of its name:
+            `fsdp` for the hooks around gathering and reducing, `dtensor` for what finds an operator's placements.
+        fresh_bandwidth: Bytes a second at which the system hands memory out that was given back; 0 where an allocator
+            keeps it.
     """
 
     name: str
@@ -143,6 +147,8 @@ class Device:
     gemms: tuple[Gemm, ...] = ()
     attentions: tuple[AttentionSpeed, ...] = ()
     operators: tuple[TimedOperator, ...] = ()
+    overheads: Mapping[str, float] = field(default_factory=dict)
+    fresh_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +309,8 @@ def _device(table: Mapping[str, Any]) -> Device:
             )
             for row in table.get("operator", ())
         ),
+        fresh_bandwidth=parse(table["fresh_bandwidth"], BANDWIDTH) if "fresh_bandwidth" in table else 0.0,
+        overheads={name: parse(text, TIME) for name, text in table.get("overhead", {}).items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Matrix products and attention at many sizes, and what the host does between two operators."""
+"""Matrix products and attention at many sizes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from composer3d import torch_compat
 from composer3d.planning.hardware.clock import REPEATS, seconds_of
 
-__all__ = ["attention_flops", "attention_speeds", "gemm_shapes", "gemm_speed", "launch_seconds"]
+__all__ = ["attention_flops", "attention_speeds", "gemm_shapes", "gemm_speed"]
 
 _SUM_OPS = 2  # multiplication and addition
 _BACKWARD = 2.5  # a fused backward computes five products where the forward computes two
@@ -140,34 +139,3 @@ def _attention(device: torch.device, dtype: torch.dtype, shape: tuple[int, ...],
     back = max(seconds_of(device, both, budget / 2) - ahead, ahead / 2)
     flops = attention_flops(shape)
     return flops / ahead, _BACKWARD * flops / back
-
-
-def launch_seconds(device: torch.device, budget: float) -> float:
-    """Return the time from one operator of a training step to the next where kernels have next to nothing to do.
-
-    Measured on a decoder that is too small for its kernels to take any time, forward and backward: Python's modules,
-    dispatch, autograd and views are in it, spread over the operators that the tracer counts.
-
-    Args:
-        device: Where.
-        budget: Seconds for all calls.
-    """
-    from composer3d.models import llama
-
-    model = llama(dim=16, num_layers=2, num_heads=2, vocab_size=16).to(device)
-    tokens = torch.zeros(1, 4, dtype=torch.int64, device=device)
-
-    def step() -> None:
-        F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten(), reduction="sum").backward()
-
-    step()  # from here on gradients are added to
-    number = 0
-
-    def handle(operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nonlocal number
-        number += not torch_compat.is_view(operator)
-        return operator(*args, **kwargs)
-
-    with torch_compat.dispatch_mode(handle, compiles=False):
-        step()
-    return seconds_of(device, step, budget) / number

@@ -19,8 +19,8 @@ __all__ = ["REFERENCES", "Reference", "bytes_of", "calls_of", "time_references"]
 
 WIDTH, CLASSES, HEADS = 256, 2048, 8
 ELEMENTS = (2**14, 2**17, 2**19, 2**21)  # from what stays in the first cache to what none holds
-_APART = 2**24  # bytes after which the same tensors are used again
-_MOST_SETS = 16
+_APART = 2**26  # bytes after which the same tensors are used again: more than caches hold
+_MOST_SETS = 64
 _KEPT = 0.9  # of what a dropout keeps
 
 Make = Callable[[int, torch.dtype], tuple[Any, ...]]
@@ -171,6 +171,12 @@ def bytes_of(values: Any) -> int:
     return sum(map(bytes_of, values)) if isinstance(values, list | tuple) else 0
 
 
+def _copied(values: Any) -> Any:
+    if isinstance(values, torch.Tensor):
+        return values.clone(memory_format=torch.preserve_format)
+    return type(values)(map(_copied, values)) if isinstance(values, list | tuple) else values
+
+
 def calls_of(reference: Reference, elements: int, dtype: torch.dtype) -> tuple[Callable[[], Any], int]:
     """Return a call that takes other tensors every time, and the bytes that one of them moves.
 
@@ -183,7 +189,7 @@ def calls_of(reference: Reference, elements: int, dtype: torch.dtype) -> tuple[C
     result = reference.call(*first)
     moved = bytes_of(first) + bytes_of([first[index] for index in reference.writes] if reference.writes else result)
     number = max(1, min(_MOST_SETS, _APART // moved))
-    sets = cycle([first, *(reference.make(elements, dtype) for _ in range(number - 1))])
+    sets = cycle([first, *(_copied(first) for _ in range(number - 1))])
     return lambda: reference.call(*next(sets)), moved
 
 

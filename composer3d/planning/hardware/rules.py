@@ -19,7 +19,17 @@ _ATTENTION = {"dtype": str, "length": int, "width": int, "forward": COMPUTE, "ba
 _OPERATOR = {"name": str, "dtype": str, "bytes": SIZE, "time": TIME}
 _COLLECTIVE = {"op": str, "ranks": int, "bytes": SIZE, "time": TIME}
 _TIMED: Mapping[str, Mapping[str, Any]] = {"gemm": _GEMM, "attention": _ATTENTION, "operator": _OPERATOR}
-_DEVICE = {*_UNITS, *_PARTS, *_TIMED, "name", "peak", "gemm_efficiency", "num_units", "asynchronous", "reserve_factor"}
+_OTHERS = {
+    "name",
+    "peak",
+    "gemm_efficiency",
+    "num_units",
+    "asynchronous",
+    "reserve_factor",
+    "overhead",
+    "fresh_bandwidth",
+}
+_DEVICE = {*_UNITS, *_PARTS, *_TIMED, *_OTHERS}
 _LINK = {"name", "bandwidth", "direction", "per", "efficiency", "latency", "base", "source", "collective"}
 _DIRECTIONS = {"each": "in each direction", "both": "in both directions together"}
 _OWNERS = {"device": "of one device", "node": "of a whole node, shared by its devices"}
@@ -67,6 +77,10 @@ def _device_problems(table: Mapping[str, Any]) -> Iterator[str]:
         yield from _part(f"device.{key}", table.get(key))
     if not 1 <= table.get("reserve_factor", 0) < 2:
         yield f"device.reserve_factor = {table.get('reserve_factor')!r}; reserved over allocated bytes, 1 to 2"
+    if "fresh_bandwidth" in table:
+        yield from _unit("device.fresh_bandwidth", table["fresh_bandwidth"], BANDWIDTH)
+    for name, text in table.get("overhead", {}).items():
+        yield from _unit(f"device.overhead.{name}", text, TIME)
     for key, columns in _TIMED.items():
         yield from _timed(f"device.{key}", table.get(key, ()), columns)
     peaks, parts = table.get("peak", {}), table.get("gemm_efficiency", {})

@@ -14,14 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
+from composer3d import torch_compat
 from composer3d.planning.hardware.clock import REPEATS, wait_for
 
 __all__ = ["collective_times"]
 
 _SLOW_LINK = 1e8  # bytes a second, for what a budget allows
-_MOST_CALLS, _KEPT = 24, 0.8  # the slowest fifth is another process's doing
-_WORK = 384  # rows of the product between two collectives
+_MOST_CALLS, _KEPT = 24, 0.9  # the slowest tenth is another process's doing
+_ROWS, _WIDTH, _PRODUCTS = 512, 256, 4  # of the work between two collectives
 
 
 def collective_times(device: torch.device, budget: float) -> Iterator[tuple[str, int, float]]:
@@ -38,20 +40,24 @@ def collective_times(device: torch.device, budget: float) -> Iterator[tuple[str,
     sizes = [4096 * 4**power for power in range(7 if device.type == "cpu" else 9)]
     calls_each = 4 * (REPEATS + 1)  # with an all-reduce's two passes
     sizes = [size for size in sizes if size < 2**18 or calls_each * size / _SLOW_LINK < budget / 2]
-    factor = torch.randn(_WORK, _WORK, device=device)
+    factors = torch.randn(_ROWS, _WIDTH, device=device), torch.randn(_WIDTH, _WIDTH, device=device)
     for size in sizes:
         calls = _calls(device, size // 4)
         # The number of calls is one for all ranks: each waits for the others.
-        number = max(REPEATS, min(_MOST_CALLS, int(budget / (len(sizes) * len(calls)) / (2e-3 + 2 * size / 1e9))))
+        number = max(REPEATS, min(_MOST_CALLS, int(budget / (len(sizes) * len(calls)) / (5e-3 + 2 * size / 1e9))))
         for name, call in calls.items():
-            yield name, size, _mean_s(device, call, number, factor)
+            yield name, size, _mean_s(device, call, number, factors)
 
 
-def _mean_s(device: torch.device, call: Callable[[], Any], number: int, factor: torch.Tensor) -> float:
+def _mean_s(
+    device: torch.device, call: Callable[[], Any], number: int, factors: tuple[torch.Tensor, torch.Tensor]
+) -> float:
     times = []
     dist.barrier()
     for _ in range(number + 1):
-        factor @ factor
+        values = factors[0]
+        for _ in range(_PRODUCTS):
+            values = F.silu(values @ factors[1]) + values
         wait_for(device)
         begin = time.perf_counter()
         call()
@@ -62,17 +68,23 @@ def _mean_s(device: torch.device, call: Callable[[], Any], number: int, factor: 
 
 def _calls(device: torch.device, elements: int) -> dict[str, Callable[[], Any]]:
     """Return the collectives of a buffer; messages go between neighbours, both ways one after the other."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
+    ranks, rank, world = dist.get_world_size(), dist.get_rank(), dist.group.WORLD
     whole = torch.zeros(elements // ranks * ranks, device=device)
     part = whole[: elements // ranks].clone()
     calls: dict[str, Callable[[], Any]] = {
-        "all_reduce": partial(dist.all_reduce, whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(torch.empty_like(whole), part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty_like(part), whole),
+        "all_reduce": lambda: dist.all_reduce(whole.clone()),
+        "all_gather": lambda: torch_compat.all_gather_single(torch.empty_like(whole), part.clone(), group=world),
+        "reduce_scatter": lambda: torch_compat.reduce_scatter_single(
+            torch.empty_like(part), whole.clone(), group=world
+        ),
     }
     peer = rank ^ 1
     calls["send"] = partial(_exchange, whole, peer) if peer < ranks else _nothing
     return calls
+
+
+def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor) -> None:
+    torch_compat.reduce_scatter_single(torch.empty_like(part), whole.clone(), group=dist.group.WORLD)
 
 
 def _exchange(buffer: torch.Tensor, peer: int) -> None:

@@ -8,10 +8,10 @@ import pytest
 
 from composer3d.planning.costs.collectives import Group, collective_s, message_s
 from composer3d.planning.costs.roofline import operator_s
-from composer3d.planning.costs.step_time import segment_time
-from composer3d.planning.costs.timed import interpolated_s
+from composer3d.planning.costs.step_time import compute_s, segment_time
+from composer3d.planning.costs.timed import fresh_s, interpolated_s
 from composer3d.planning.hardware.cluster import AttentionSpeed, Gemm, TimedCollective, TimedOperator, load_hardware
-from composer3d.planning.tracing.traced import Operators, Segment, Transfer
+from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
 
 H100 = load_hardware("h100")
 CPU = replace(
@@ -81,7 +81,7 @@ def test_times_lie_on_lines_in_logarithms_and_are_proportional_outside(size, sec
         ("aten.add", "bfloat16", 2e-3),
         ("aten.add", "", 1e-3),
         ("fsdp.split_with_sizes_copy", "float32", 3e-3),
-        ("aten.cat", "bfloat16", 3e-3),
+        ("fsdp.chunk_cat", "bfloat16", 3e-3),
     ],
 )
 def test_what_was_not_timed_is_like_a_copy_or_a_multiplication(name, dtype, seconds):
@@ -119,6 +119,26 @@ def test_a_collective_that_was_timed_replaces_the_link_for_as_many_ranks():
     four = Group(num_ranks=4, num_nodes=1)
     assert collective_s("all_gather", 1e6, four, GLOO) == collective_s("all_gather", 1e6, four, H100)
     assert collective_s("all_reduce", 1e6, TWO, GLOO) == collective_s("all_reduce", 1e6, TWO, H100)
+
+
+def test_the_largest_results_of_a_stretch_are_memory_handed_out_anew():
+    logits = call("aten.mm", shapes=((512, 64), (64, 1024)), moved=4 * (512 * 64 + 64 * 1024 + 512 * 1024))
+    values = replace(call("aten._log_softmax", shapes=((512, 1024),), moved=8 * 512 * 1024), count=3)
+    small = call("aten.mul", shapes=((512, 512), (512, 512)), moved=12 * 512 * 512)
+    in_place = call("aten.mul_", shapes=((1024, 1024), (1024, 1024)), moved=12 * 1024 * 1024)
+    fresh = replace(CPU, fresh_bandwidth=1e9)
+    assert fresh_s([logits, values, small, in_place], fresh) == pytest.approx(4 * (4 * 512 * 1024) / 1e9)
+    assert fresh_s([logits, values], CPU) == 0
+    assert fresh_s([call("aten.mul", shapes=((8, 8), (8, 8)), moved=12 * 64)], fresh) == 0
+
+
+def test_hooks_and_dispatch_add_to_what_the_host_does():
+    known = replace(GLOO, device=replace(CPU, launch_s=1e-5, overheads={"fsdp": 2e-4, "dtensor": 5e-5}))
+    dispatch = replace(call(DISPATCH, moved=0, dtype=""), count=4)
+    assert compute_s([dispatch], known) == pytest.approx(4 * 5e-5)  # the operators that it becomes have launches
+    copies = call("fsdp.chunk_cat")
+    assert compute_s([copies], known) == pytest.approx(3e-3 + 1e-5 + 2e-4)
+    assert compute_s([dispatch], H100) == 0
 
 
 @pytest.mark.parametrize("is_overlapped", [True, False])

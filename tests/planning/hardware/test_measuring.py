@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,10 +34,16 @@ def test_a_reference_is_traced_by_its_name_with_its_bytes(reference, dtype):
 
 
 def test_every_call_takes_other_tensors():
+    taken = []
     (reference,) = [each for each in REFERENCES if each.name == "aten.mul"]
-    call, moved = calls_of(reference, 4096, torch.float32)
+    watched = replace(reference, call=lambda a, b: taken.append((a.data_ptr(), b.data_ptr())) or a * b)
+    call, moved = calls_of(watched, 4096, torch.float32)
     assert moved == 3 * 4096 * 4
-    assert not torch.equal(call(), call())
+    taken.clear()
+    results = [call() for _ in range(65)]
+    assert len(set(taken)) == 64
+    assert taken[64] == taken[0]
+    assert all(torch.equal(results[0], result) for result in results)
     assert bytes_of([torch.zeros(2, 3), (torch.zeros(4, dtype=torch.bfloat16), 5)]) == 24 + 8
 
 
