@@ -133,7 +133,9 @@ def _result_bytes(call: Operators) -> int:
     return max(0, call.bytes_moved - taken)
 
 
-_LEAST_GIVEN_BACK = 2**20  # well above malloc's 128 KiB: what a process frees in starting raises its threshold
+# Well above malloc's first threshold of 128 KiB: the largest block that a process frees in starting raises it, and that
+# is some MB where Python imports torch.
+_LEAST_GIVEN_BACK = 2**21
 _NEARLY = 0.9
 _WIDTHS = {"float64": 8, "bfloat16": 2, "float16": 2}
 _LIKE: Mapping[str, str] = {"broadcast": "all_gather", "all_to_all": "all_gather"}

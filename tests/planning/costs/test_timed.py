@@ -122,14 +122,14 @@ def test_a_collective_that_was_timed_replaces_the_link_for_as_many_ranks():
 
 
 def test_the_largest_results_of_a_stretch_are_memory_handed_out_anew():
-    logits = call("aten.mm", shapes=((512, 64), (64, 1024)), moved=4 * (512 * 64 + 64 * 1024 + 512 * 1024))
-    values = replace(call("aten._log_softmax", shapes=((512, 1024),), moved=8 * 512 * 1024), count=3)
+    logits = call("aten.mm", shapes=((512, 64), (64, 2048)), moved=4 * (512 * 64 + 64 * 2048 + 512 * 2048))
+    values = replace(call("aten._log_softmax", shapes=((512, 2048),), moved=8 * 512 * 2048), count=3)
     small = call("aten.mul", shapes=((512, 512), (512, 512)), moved=12 * 512 * 512)
-    in_place = call("aten.mul_", shapes=((1024, 1024), (1024, 1024)), moved=12 * 1024 * 1024)
+    in_place = call("aten.mul_", shapes=((2048, 1024), (2048, 1024)), moved=12 * 2048 * 1024)
     fresh = replace(CPU, fresh_bandwidth=1e9)
-    assert fresh_s([logits, values, small, in_place], fresh) == pytest.approx(4 * (4 * 512 * 1024) / 1e9)
+    assert fresh_s([logits, values, small, in_place], fresh) == pytest.approx(4 * (4 * 512 * 2048) / 1e9)
     assert fresh_s([logits, values], CPU) == 0
-    assert fresh_s([call("aten.mul", shapes=((8, 8), (8, 8)), moved=12 * 64)], fresh) == 0
+    assert fresh_s([small], fresh) == 0
 
 
 def test_hooks_and_dispatch_add_to_what_the_host_does():
