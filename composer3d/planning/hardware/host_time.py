@@ -21,7 +21,8 @@ from composer3d.planning.hardware.clock import REPEATS, seconds_of
 
 __all__ = ["launch_seconds", "overhead_seconds"]
 
-_WIDTH, _UNITS = 8, 4
+# Of what the hooks do, most is for each parameter: units have as many as the blocks of decoders.
+_WIDTH, _UNITS, _PARAMETERS = 8, 3, 8
 _LEAST, _MOST_CALLS = 1e-6, 30
 
 
@@ -50,9 +51,9 @@ def launch_seconds(device: torch.device, budget: float) -> float:
 def overhead_seconds(device: torch.device, budget: float) -> Iterator[tuple[str, float]]:
     """Yield what the host does besides launches: of `fsdp`, around an operator of its own; of `dtensor`, for one on it.
 
-    It is the processor time that a few linear layers take longer, in forward and backward, when they are sharded or
-    cut, over the number of such operators. Waiting for other ranks is not in it. On a GPU nothing is yielded: what a
-    host does there runs beside the kernels.
+    It is the processor time that a few blocks of linear layers take longer, in forward and backward, when they are
+    sharded or cut, over the number of such operators. Waiting for other ranks is not in it. On a GPU nothing is yielded:
+    what a host does there runs beside the kernels.
 
     Args:
         device: Where the layers are.
@@ -68,9 +69,9 @@ def overhead_seconds(device: torch.device, budget: float) -> Iterator[tuple[str,
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     number = max(REPEATS, min(_MOST_CALLS, int(budget / 3 / 0.05)))
-    plain = _processor_s(_step_of(_layers()), number)
+    plain = _processor_s(_step_of(_blocks()), number)
 
-    units = _layers()
+    units = _blocks()
     for unit in units:
         fully_shard(unit, mesh=mesh)
     fully_shard(units, mesh=mesh)
@@ -78,22 +79,28 @@ def overhead_seconds(device: torch.device, budget: float) -> Iterator[tuple[str,
     step()
     yield "fsdp", max((_processor_s(step, number) - plain) / _counted(step)["fsdp"], _LEAST)
 
-    cut = _layers()
-    styles = (ColwiseParallel, RowwiseParallel)
-    parallelize_module(cut, mesh, {str(index): styles[index % 2]() for index in range(_UNITS)})
+    cut = _blocks()
+    for block in cut:
+        assert isinstance(block, nn.Sequential)
+        for index, layer in enumerate(block):
+            parallelize_module(layer, mesh, RowwiseParallel() if index % 2 else ColwiseParallel())
     step = _step_of(cut)
     step()
     yield "dtensor", max((_processor_s(step, number) - plain) / _counted(step)["dtensor"], _LEAST)
 
 
-def _layers() -> nn.Sequential:
+def _blocks() -> nn.Sequential:
     width = _WIDTH * dist.get_world_size()
-    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_UNITS)))
+
+    def block() -> nn.Sequential:
+        return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(_PARAMETERS)))
+
+    return nn.Sequential(*(block() for _ in range(_UNITS)))
 
 
-def _step_of(layers: nn.Sequential) -> Callable[[], Any]:
+def _step_of(blocks: nn.Sequential) -> Callable[[], Any]:
     values = torch.randn(1, _WIDTH * dist.get_world_size(), requires_grad=True)
-    return lambda: layers(values).sum().backward()
+    return lambda: blocks(values).sum().backward()
 
 
 def _processor_s(step: Callable[[], Any], number: int) -> float:
