@@ -52,8 +52,8 @@ def overhead_seconds(device: torch.device, budget: float) -> Iterator[tuple[str,
     """Yield what the host does besides launches: of `fsdp`, around an operator of its own; of `dtensor`, for one on it.
 
     It is the processor time that a few blocks of linear layers take longer, in forward and backward, when they are
-    sharded or cut, over the number of such operators. Waiting for other ranks is not in it. On a GPU nothing is yielded:
-    what a host does there runs beside the kernels.
+    sharded or cut, over the number of such operators. Waiting for other ranks is not in it. On a GPU nothing is
+    yielded: what a host does there runs beside the kernels.
 
     Args:
         device: Where the layers are.

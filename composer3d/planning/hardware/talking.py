@@ -22,8 +22,8 @@ from composer3d.planning.hardware.clock import REPEATS, wait_for
 __all__ = ["collective_times"]
 
 _SLOW_LINK = 1e8  # bytes a second, for what a budget allows
-_MOST_CALLS, _KEPT = 60, 0.9  # the slowest tenth is another process's doing
-_ROWS, _WIDTH, _PRODUCTS = 512, 256, 4  # of the work between two collectives
+_MOST_CALLS, _KEPT = 40, 0.9  # the slowest tenth is another process's doing
+_ROWS, _WIDTH, _PRODUCTS = 512, 256, 12  # of the work between two collectives: some ms, as much as a small block is
 
 
 def collective_times(device: torch.device, budget: float) -> Iterator[tuple[str, int, float]]:
@@ -44,7 +44,7 @@ def collective_times(device: torch.device, budget: float) -> Iterator[tuple[str,
     for size in sizes:
         calls = _calls(device, size // 4)
         # The number of calls is one for all ranks: each waits for the others.
-        number = max(REPEATS, min(_MOST_CALLS, int(budget / (len(sizes) * len(calls)) / (5e-3 + 2 * size / 1e9))))
+        number = max(REPEATS, min(_MOST_CALLS, int(budget / (len(sizes) * len(calls)) / (1.5e-2 + 2 * size / 1e9))))
         for name, call in calls.items():
             yield name, size, _mean_s(device, call, number, factors)
 
