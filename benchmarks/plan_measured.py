@@ -12,33 +12,90 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 TARGET = 0.15  # the median of the errors
 _SKIPPED = 3  # of a run's first steps
 _STEPS = 10
-_MODEL = "args = { dim = 256, num_layers = 4, num_heads = 8, vocab_size = 2048 }"
 _HEAD = f"""composer3d = 1
 [model]
 use = "composer3d.models:llama"
-{_MODEL}
+args = {{ @MODEL@ }}
 [data]
 use = "synthetic"
-seq_len = 256
+seq_len = @SEQ_LEN@
 [train]
 steps = {_STEPS}
 global_batch = @BATCH@
-microbatch = 2
+microbatch = @MICROBATCH@
 [mesh]
 @AXIS@ = @CORES@
 """
-# Name, axis, and its plugins' tables.
-MANIFESTS = (
-    ("zero 3", "dp_shard", "[sharding.fsdp2]\n"),
-    ("zero 3, recomputed", "dp_shard", "[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n"),
-    ("copies", "dp_replicate", "[sharding.ddp]\n"),
-    ("tensors", "tp", '[sharding.tensor_parallel]\nplan = "auto"\n'),
-    ("pipeline", "pp", "[scheduling.pipeline]\n"),
+_MODEL = "dim = 256, num_layers = 4, num_heads = 8, vocab_size = 2048"
+_ZERO = "[sharding.fsdp2]\n"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A run that is planned.
+
+    Args:
+        name: In the table.
+        axis: Of the mesh, over all cores.
+        tables: Of its plugins.
+        model: Arguments of the model.
+        seq_len: Of a sample.
+        microbatch: Samples of a micro-batch.
+    """
+
+    name: str
+    axis: str
+    tables: str
+    model: str = _MODEL
+    seq_len: int = 256
+    microbatch: int = 2
+
+    def manifest(self, cores: int) -> str:
+        """Return the manifest: eight samples a core."""
+        texts = {"AXIS": self.axis, "CORES": cores, "BATCH": 8 * cores, "MODEL": self.model}
+        texts |= {"SEQ_LEN": self.seq_len, "MICROBATCH": self.microbatch}
+        head = _HEAD
+        for key, text in texts.items():
+            head = head.replace(f"@{key}@", str(text))
+        return head + self.tables
+
+
+CASES = (
+    Case(name="zero 3", axis="dp_shard", tables=_ZERO),
+    Case(name="zero 3, recomputed", axis="dp_shard", tables=_ZERO + "[scheduling.activation_checkpoint]\n"),
+    Case(name="copies", axis="dp_replicate", tables="[sharding.ddp]\n"),
+    Case(name="tensors", axis="tp", tables='[sharding.tensor_parallel]\nplan = "auto"\n'),
+    Case(name="pipeline", axis="pp", tables="[scheduling.pipeline]\n"),
+    # Another width, vocabulary, length, dtype and micro-batch each.
+    Case(
+        name="narrow, bfloat16",
+        axis="dp_shard",
+        tables=_ZERO + "[precision.mixed]\n",
+        model="dim = 128, num_layers = 6, num_heads = 4, vocab_size = 512",
+        seq_len=128,
+        microbatch=4,
+    ),
+    Case(
+        name="wide, one sample",
+        axis="dp_replicate",
+        tables="[sharding.ddp]\n",
+        model="dim = 512, num_layers = 2, num_heads = 8, vocab_size = 1024",
+        microbatch=1,
+    ),
+    Case(
+        name="long, tied, dropout",
+        axis="dp_shard",
+        tables=_ZERO,
+        model="dim = 192, num_layers = 3, num_heads = 3, vocab_size = 4096, tie_embeddings = true, dropout = 0.1",
+        seq_len=512,
+        microbatch=1,
+    ),
 )
 
 
@@ -53,14 +110,15 @@ def measured_rows(cores: int | None = None) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         hardware = Path(folder) / "here.toml"
         _command("calibrate", "-o", str(hardware), "--nproc-per-node", str(cores))
-        for name, axis, tables in MANIFESTS:
-            manifest = Path(folder) / f"{name.replace(' ', '_').replace(',', '')}.toml"
-            text = _HEAD.replace("@AXIS@", axis).replace("@CORES@", str(cores)).replace("@BATCH@", str(8 * cores))
-            manifest.write_text(text + tables)
+        for case in CASES:
+            manifest = Path(folder) / f"{case.name.replace(' ', '_').replace(',', '')}.toml"
+            manifest.write_text(case.manifest(cores))
             plan = json.loads(_command("plan", str(manifest), "--hardware", str(hardware), "--json"))
             planned_s, run_s = plan["time"]["step_s"]["value"], _step_s(manifest, Path(folder) / manifest.stem)
             errors.append(planned_s / run_s - 1)
-            rows.append(f"measured {name:<20} planned {planned_s:.3f} s  run {run_s:.3f} s  {100 * errors[-1]:+.1f} %")
+            rows.append(
+                f"measured {case.name:<20} planned {planned_s:.3f} s  run {run_s:.3f} s  {100 * errors[-1]:+.1f} %"
+            )
     median = statistics.median(abs(error) for error in errors)
     return [*rows, f"measured median error {100 * median:.1f} %, target {100 * TARGET:.0f} %"]
 

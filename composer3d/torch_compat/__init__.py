@@ -48,6 +48,7 @@ from composer3d.torch_compat.processes import (
     lazy_modules,
     local_agent,
     process_group,
+    reduce_scatter_single,
     set_group_timeout,
 )
 from composer3d.torch_compat.shapes import ResultMemory
@@ -93,6 +94,7 @@ __all__ = [
     "watch_storages",
     "with_values",
     "record_memory_history",
+    "reduce_scatter_single",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
     "ResultMemory",

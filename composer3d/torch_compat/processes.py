@@ -20,6 +20,7 @@ __all__ = [
     "lazy_modules",
     "local_agent",
     "process_group",
+    "reduce_scatter_single",
     "set_group_timeout",
 ]
 
@@ -202,3 +203,11 @@ def all_gather_single(output: Any, piece: Any, *, group: Any, async_op: bool = F
 
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(output, piece, group=group, async_op=async_op)
+
+
+def reduce_scatter_single(output: Any, tensor: Any, *, group: Any) -> None:
+    """Sum a tensor over all ranks, and keep this rank's part; torch 2.13 deprecates the name that torch 2.11 has."""
+    import torch.distributed as dist
+
+    scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(output, tensor, group=group)

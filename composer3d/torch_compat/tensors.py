@@ -118,16 +118,27 @@ def foreach_norm(tensors: Any, norm_type: float) -> Any:
     return torch._foreach_norm(tensors, norm_type)
 
 
+# Products of the fused attention of a CPU and of its backward, which computes the scores again.
+_CPU_ATTENTION = {
+    "_scaled_dot_product_flash_attention_for_cpu": 2,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": 5,
+}
+
+
 def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     """Return the floating-point operations of an operator by torch's own formulas; 0 for those without one.
 
     The formulas are found by the operator's packet, which has no public name (torch 2.11-2.15). A product of integers
-    counts as one of floating-point numbers; torch has no formula for it.
+    counts as one of floating-point numbers, and the CPU's fused attention as the GPU's; torch has no formula for them.
     """
     import torch
     from torch.utils.flop_counter import flop_registry
 
     packet = operator._overloadpacket
+    products = _CPU_ATTENTION.get(packet.__name__)
+    if products is not None:
+        query, value = args[products > 2], args[2 + (products > 2)]
+        return float(products * 2 * query.numel() * value.shape[-2])
     formula = flop_registry.get(torch.ops.aten.mm if packet is torch.ops.aten._int_mm else packet)
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
 

@@ -219,6 +219,25 @@ def test_num_flops_counts_products():
     assert counted["aten::add.Tensor"] == 0
 
 
+def test_num_flops_counts_the_cpus_fused_attention_as_the_gpus():
+    from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
+
+    counted = {}
+
+    def handle(operator, types, args, kwargs):
+        result = operator(*args, **kwargs)
+        counted[operator._overloadpacket.__name__] = torch_compat.num_flops(operator, args, kwargs, result)
+        return result
+
+    shape = (2, 3, 8, 4)
+    queries, keys, values = (torch.randn(shape, requires_grad=True) for _ in range(3))
+    with torch_compat.dispatch_mode(handle, compiles=False):
+        torch.nn.functional.scaled_dot_product_attention(queries, keys, values, is_causal=True).sum().backward()
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert counted[name] == sdpa_flop_count(shape, shape, shape)
+    assert counted[f"{name}_backward"] == sdpa_backward_flop_count(shape, shape, shape, shape)
+
+
 def test_modes_do_not_see_what_runs_without_torch_functions():
     from torch.overrides import TorchFunctionMode
 

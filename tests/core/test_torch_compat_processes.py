@@ -145,6 +145,15 @@ def test_tensors_are_gathered_under_either_name():
     assert run_ranks(gathered, 2) == [[0.0, 0.0, 1.0, 1.0]] * 2
 
 
+def test_tensors_are_summed_and_scattered_under_either_name():
+    def scattered():
+        output = torch.empty(2)
+        torch_compat.reduce_scatter_single(output, torch.arange(4.0) + dist.get_rank(), group=dist.group.WORLD)
+        return output.tolist()
+
+    assert run_ranks(scattered, 2) == [[1.0, 3.0], [5.0, 7.0]]
+
+
 def timeouts_of_axes():
     torch_compat.set_group_timeout(None, timedelta(seconds=70))
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))

@@ -77,12 +77,18 @@ def test_one_screen_says_how_each_figure_is_known(manifest, capsys):
     assert "fits [modelled]" in out and "exact" in out and "assumed" not in out.split("note:")[0]
     assert "pipeline 1F1B: bubble" in out and "note: no time: no hardware was named" in out
     assert len(out.splitlines()) < 50
+    found = json.loads(planned(capsys, manifest, "--memory", "80GiB", "--json")[1])["ranks"]
+    assert len(re.findall(r"  peak (.+) to (.+) \[traced\], device (.+) to (.+) \[modelled\]", out)) == len(found)
 
 
 def test_the_page_holds_everything_itself(manifest, tmp_path, capsys):
     page = tmp_path / "plan.html"
     assert planned(capsys, manifest, "--html", page, "--json")[0] == 0
     text = page.read_text()
+    # Of every rank a table: what is counted has no bounds, everything else has.
+    cells = re.findall(r"<tr><td>([a-z ]+)</td><td>[^<]+</td><td>([^<]*)</td><td>([a-z]+)</td></tr>", text)
+    assert {name for name, _, _ in cells} >= {"parameters", "activations", "peak", "reserved", "context", "total"}
+    assert all(bool(within) == (known != "exact") for name, within, known in cells if name != "communicators")
     assert re.findall(r'(?:src|href)="', text) == []
     assert text.count("<rect") > 20 and "node 1" in text and "reduce_scatter" in text and "1F1B" in text
 

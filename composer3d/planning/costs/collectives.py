@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from composer3d.planning.costs.timed import timed_collective_s
 from composer3d.planning.hardware.cluster import Hardware, Link
 from composer3d.planning.tracing.traced import Transfer
 
@@ -62,6 +63,9 @@ def message_s(size: float, group: Group, hardware: Hardware) -> float:
         hardware: Where.
     """
     link = hardware.inter if group.num_nodes > 1 else hardware.intra
+    timed = timed_collective_s("send", size, group.num_ranks, link.timed)
+    if timed is not None:
+        return timed
     return link.base_s + link.latency_s + size / link.reached
 
 
@@ -76,6 +80,10 @@ def collective_s(op: str, size: float, group: Group, hardware: Hardware) -> floa
     """
     if group.num_ranks < 2 or size <= 0:
         return 0.0
+    if group.num_nodes == 1:
+        timed = timed_collective_s(op, size, group.num_ranks, hardware.intra.timed)
+        if timed is not None:
+            return timed
     moved = _PASSES[op] * size * (group.num_ranks - 1) / group.num_ranks
     links = _bytes_per_link(op, size, moved, group, hardware)
     base = hardware.inter.base_s if group.num_nodes > 1 else hardware.intra.base_s

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from composer3d.planning.costs.timed import attention_speed, timed_operator_s
 from composer3d.planning.hardware.cluster import Device, Gemm
 from composer3d.planning.tracing.traced import Operators
 
@@ -22,23 +23,32 @@ _TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.93), (64, 128, 0.8), (6
 _SUM_LENGTH = 64  # where a sum is this long, loads and the epilogue take as long as the products
 # The part of the speed by the largest power of two that divides the dims, in elements of two bytes.
 _ALIGNMENT = {64: 1.0, 32: 0.92, 16: 0.85, 8: 0.78, 4: 0.55, 2: 0.4, 1: 0.3}
+_TOUCHING_NOTHING = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _CAUSAL = 0.5  # what a causal kernel executes of the operations that are counted
 
 
 def operator_s(operators: Operators, device: Device) -> float:
     """Return the seconds of one call on an otherwise idle device, without its launch."""
     name = operators.name.removeprefix("aten.").removeprefix("_").split(".")[0]
+    if name in _TOUCHING_NOTHING:
+        return 0.0
     traffic = operators.bytes_moved / (device.memory_bandwidth * device.memory_efficiency)
     if not operators.flops:
-        return traffic
+        timed = timed_operator_s(operators, device)
+        return traffic if timed is None else timed
     if "scaled_dot_product" in name or "attention" in name:
         backward = "backward" in name
+        speed = attention_speed(operators, device, backward=backward)
+        if speed is not None:
+            return operators.flops * _CAUSAL / speed
         part = device.attention_backward_efficiency if backward else device.attention_efficiency
         return max(operators.flops * _CAUSAL / (peak_of(operators.dtype, device) * part), traffic)
     dims = gemm_dims(name, operators.shapes)
     if dims is None:
         return max(operators.flops / peak_of(operators.dtype, device), traffic)
-    return max(operators.flops / gemm_speed(dims, operators.dtype, device), traffic)
+    arithmetic = operators.flops / gemm_speed(dims, operators.dtype, device)
+    # A product that was timed has fetched its factors and written its result.
+    return arithmetic if _timed_gemms(operators.dtype, device) else max(arithmetic, traffic)
 
 
 def peak_of(dtype: str, device: Device) -> float:
@@ -69,12 +79,16 @@ def gemm_dims(name: str, shapes: Sequence[tuple[int, ...]]) -> tuple[int, int, i
 
 def gemm_speed(dims: tuple[int, int, int], dtype: str, device: Device) -> float:
     """Return the operations a second of a matrix product."""
-    timed = [gemm for gemm in device.gemms if gemm.dtype == dtype]
+    timed = _timed_gemms(dtype, device)
     if timed:
         return _interpolated(dims, timed)
     parts = device.gemm_efficiency
     known = "float8" if dtype.startswith("float8") else dtype
     return peak_of(dtype, device) * parts.get(known, parts.get("default", 0.5)) * gemm_efficiency(dims, device)
+
+
+def _timed_gemms(dtype: str, device: Device) -> list[Gemm]:
+    return [gemm for gemm in device.gemms if gemm.dtype == dtype]
 
 
 def gemm_efficiency(dims: tuple[int, int, int], device: Device) -> float:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from composer3d.planning.costs.collectives import group_of, transfer_s
 from composer3d.planning.costs.roofline import operator_s
-from composer3d.planning.hardware.cluster import Hardware
-from composer3d.planning.tracing.traced import Operators, Segment, Transfer
+from composer3d.planning.costs.timed import fresh_s
+from composer3d.planning.hardware.cluster import Device, Hardware
+from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
 
 __all__ = ["HOST_COPY", "Communication", "SegmentTime", "communication_of", "segment_time"]
 
@@ -68,8 +69,8 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
     """Time one repetition of a segment on one rank.
 
     Messages between stages are left to the simulation of the pipeline; one that its sender waits for also takes the
-    sender's time. Collectives that run beside compute share a
-    link, and lengthen what they run beside; the first of a kind has nothing to run beside.
+    sender's time. Collectives that run beside compute share a link, and lengthen what they run beside; the first of a
+    kind has nothing to run beside. On a CPU none runs beside anything.
 
     Args:
         segment: Of a trace.
@@ -84,24 +85,38 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
     for transfer in beside:
         spans = group_of(transfer.ranks, hardware.devices_per_node).num_nodes > 1
         by_link[spans] = by_link.get(spans, 0.0) + _all_s(transfer, hardware)
-    longest = max(by_link.values(), default=0.0)
-    hidden = min(longest, compute)
-    first = max((_all_s(transfer, hardware) / transfer.count for transfer in beside), default=0.0)
-    exposed = max(longest - compute, min(first, longest)) + (hardware.slowdown - 1) * hidden
     return SegmentTime(
         compute_s=compute,
         communication_s=blocking + sum(by_link.values()),
-        exposed_s=blocking + exposed,
+        exposed_s=blocking + _exposed_s(by_link, beside, compute, hardware),
         flops=math.fsum(float(operators.flops) * operators.count for operators in segment.operators),
     )
+
+
+def _exposed_s(by_link: Mapping[bool, float], beside: Sequence[Transfer], compute: float, hardware: Hardware) -> float:
+    """Return what collectives that run beside compute lengthen it by."""
+    if not hardware.device.is_asynchronous:
+        # One thread computes and waits, and what a backend's threads do beside it takes the cores from compute.
+        return sum(by_link.values())
+    longest = max(by_link.values(), default=0.0)
+    hidden = min(longest, compute)
+    first = max((_all_s(transfer, hardware) / transfer.count for transfer in beside), default=0.0)
+    return max(longest - compute, min(first, longest)) + (hardware.slowdown - 1) * hidden
 
 
 def compute_s(operators: Sequence[Operators], hardware: Hardware) -> float:
     """Return the seconds of operators on one device: their own time, or where it is longer that of launching them."""
     device = hardware.device
     work = math.fsum(_operator_s(call, hardware) * call.count for call in operators)
-    launches = device.launch_s * sum(call.count for call in operators)
+    work += fresh_s(operators, device)
+    launches = math.fsum(_host_s(call, device) * call.count for call in operators)
     return max(work, launches) if device.is_asynchronous else work + launches
+
+
+def _host_s(operators: Operators, device: Device) -> float:
+    """Return what a call takes of the host: its launch, and what is known of hooks and dispatch around it."""
+    launch = 0.0 if operators.name == DISPATCH else device.launch_s
+    return launch + device.overheads.get(operators.name.split(".")[0], 0.0)
 
 
 def _operator_s(operators: Operators, hardware: Hardware) -> float:

@@ -6,26 +6,25 @@ Ranks measure together, as they train together: on a CPU they share memory and c
 from __future__ import annotations
 
 import math
+import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
+from composer3d.planning.hardware.clock import seconds_of
+from composer3d.planning.hardware.host_time import launch_seconds, overhead_seconds
+from composer3d.planning.hardware.kernels import attention_speeds, gemm_shapes, gemm_speed
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, SIZE, TIME, show
+from composer3d.planning.hardware.reference import time_references
+from composer3d.planning.hardware.talking import collective_times
 
 __all__ = ["Measurement", "hardware_tables", "measure", "mean_of"]
 
-_SUM_OPS = 2  # multiplication and addition
 _CPU_CONTEXT, _GPU_CONTEXT = 0, int(1.5 * 2**30)
-_REPEATS = 3
-_SLOW_CPU, _SLOW_GPU = 2e10, 2e13  # operations a second, for what a budget allows
-_SLOW_LINK = 1e8  # bytes a second, likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +35,32 @@ class Measurement:
         device: Its name.
         memory_bytes: That it may use.
         gemms: Dtype, rows, columns, sum length and operations a second.
-        attention: Operations a second of a causal kernel's forward, of those that it executes.
-        attention_backward: The same of its backward.
+        attention: Dtype, length, width of a head, and operations a second of a causal kernel's forward and backward,
+            of those that it executes.
         bandwidth: Bytes a second of a long copy, read and written.
         host_bandwidth: Bytes a second from the host's memory to the device's.
-        launch_s: From one small operator to the next, with autograd.
+        launch_s: From one operator of a step to the next, where kernels have nothing to do.
         collectives: Operation, bytes of the whole buffer and seconds.
         num_ranks: That measured together.
         per_node: Of them on one node.
+        operators: Name, dtype, bytes and seconds of single operators, on a CPU.
+        overheads: Of `overhead_seconds`: name and seconds.
+        fresh_bandwidth: Bytes a second of memory that the system hands out anew, on a CPU.
     """
 
     device: str
     memory_bytes: int
     gemms: tuple[tuple[str, int, int, int, float], ...]
-    attention: float
-    attention_backward: float
+    attention: tuple[tuple[str, int, int, float, float], ...]
     bandwidth: float
     host_bandwidth: float
     launch_s: float
     collectives: tuple[tuple[str, int, float], ...]
     num_ranks: int
     per_node: int
+    operators: tuple[tuple[str, str, int, float], ...] = ()
+    overheads: tuple[tuple[str, float], ...] = ()
+    fresh_bandwidth: float = 0.0
 
 
 def measure(device: torch.device, *, seconds: float, per_node: int) -> Measurement:
@@ -67,192 +71,110 @@ def measure(device: torch.device, *, seconds: float, per_node: int) -> Measureme
         seconds: For all of it, about.
         per_node: Ranks that share a node.
 
-    Memory: some hundred MiB. Collectives: all-reduces, all-gathers and reduce-scatters of 4 KiB to 16 MiB on CPU, to
-    256 MiB on a GPU, where there are several ranks.
+    Memory: some hundred MiB. Collectives: all-reduces, all-gathers, reduce-scatters and messages of 4 KiB to 16 MiB on
+    CPU, to 256 MiB on a GPU, where there are several ranks; and barriers, so that ranks measure the same together.
     """
     on_cpu = device.type == "cpu"
     dtypes = (torch.float32, torch.bfloat16)
-    shapes = _affordable(on_cpu, seconds / (2 * len(dtypes)))
-    each = seconds / (2 * len(shapes) * len(dtypes))
-    gemms = tuple(
-        (str(dtype).removeprefix("torch."), m, n, k, _gemm(device, dtype, (m, n, k), each))
-        for dtype in dtypes
-        for m, n, k in shapes
-    )
-    forward, backward = _attention(device, seconds / 12)
-    bandwidth, host = _copies(device, seconds / 12)
+    gemms = _gemms(device, dtypes, seconds / 3)
+    _line_up()
+    attention = tuple(attention_speeds(device, dtypes if on_cpu else (torch.bfloat16,), seconds / 12))
+    _line_up()
+    operators = tuple(time_references(dtypes, seconds / 4)) if on_cpu else ()
+    _line_up()
+    bandwidth, host = _copies(device, seconds / 24)
+    _line_up()
     return Measurement(
         device="CPU core" if on_cpu else torch.cuda.get_device_name(device),
         memory_bytes=_memory(device, per_node),
         gemms=gemms,
-        attention=forward,
-        attention_backward=backward,
+        attention=attention,
         bandwidth=bandwidth,
         host_bandwidth=host,
-        launch_s=_launch(device, seconds / 12),
-        collectives=tuple(_collectives(device, seconds / 4)),
+        launch_s=launch_seconds(device, seconds / 24),
+        collectives=tuple(collective_times(device, seconds / 4)),
         num_ranks=dist.get_world_size() if dist.is_initialized() else 1,
         per_node=per_node,
+        operators=operators,
+        overheads=tuple(overhead_seconds(device, seconds / 24)),
+        fresh_bandwidth=_fresh(seconds / 24) if on_cpu else 0.0,
     )
 
 
-def _shapes(on_cpu: bool) -> Iterator[tuple[int, int, int]]:
-    """Yield rows, columns and sum lengths: what small models have on a CPU, and large ones on a GPU."""
-    rows = (64, 512, 2048) if on_cpu else (512, 2048, 8192)
-    widths = (64, 256, 1024) if on_cpu else (1024, 4096, 8192)
-    for m in rows:
-        for width in widths:
-            yield m, width, width
-            yield m, 4 * width, width
-            yield m, width, 4 * width
+def _line_up() -> None:
+    if dist.is_initialized():
+        dist.barrier()
 
 
-def _affordable(on_cpu: bool, budget: float) -> list[tuple[int, int, int]]:
-    """Return the smaller shapes, as many as the budget allows at a low speed; all ranks take the same."""
-    left = budget * (_SLOW_CPU if on_cpu else _SLOW_GPU)
-    chosen: list[tuple[int, int, int]] = []
-    for shape in sorted(_shapes(on_cpu), key=math.prod):
-        left -= (_REPEATS + 2) * _SUM_OPS * math.prod(shape)
-        if left < 0 and len(chosen) >= _REPEATS:
-            break
-        chosen.append(shape)
-    return chosen
-
-
-def _seconds(device: torch.device, function: Callable[[], Any], budget: float) -> float:
-    """Return the median time of calls: at least three, and no more than the budget allows."""
-
-    def once() -> float:
-        _wait(device)
-        begin = time.perf_counter()
-        function()
-        _wait(device)
-        return time.perf_counter() - begin
-
-    once()
-    first = once()
-    number = max(_REPEATS, min(50, int(budget / max(first, 1e-7))))
-    return statistics.median(once() for _ in range(number))
-
-
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def _gemm(device: torch.device, dtype: torch.dtype, dims: tuple[int, int, int], budget: float) -> float:
-    m, n, k = dims
-    left, right = (torch.randn(shape, device=device).to(dtype) for shape in ((m, k), (k, n)))
-    return _SUM_OPS * m * n * k / _seconds(device, lambda: left @ right, budget)
-
-
-def _attention(device: torch.device, budget: float) -> tuple[float, float]:
-    """Return operations a second of forward and backward, half of the square as a causal kernel executes it."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    batch, heads, length, dim = (2, 4, 256, 32) if device.type == "cpu" else (4, 16, 4096, 128)
-    q, k, v = (torch.randn(batch, heads, length, dim, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
-    flops = 4 * batch * heads * length**2 * dim / 2
-
-    def forward() -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-    def both() -> None:
-        forward().sum().backward()
-
-    ahead = _seconds(device, forward, budget / 2)
-    back = max(_seconds(device, both, budget / 2) - ahead, ahead)
-    return flops / ahead, 2.5 * flops / back
+def _gemms(
+    device: torch.device, dtypes: Sequence[torch.dtype], budget: float
+) -> tuple[tuple[str, int, int, int, float], ...]:
+    shapes = gemm_shapes(device.type == "cpu", budget / len(dtypes))
+    each = budget / (len(shapes) * len(dtypes))
+    return tuple(
+        (str(dtype).removeprefix("torch."), *dims, gemm_speed(device, dtype, dims, each))
+        for dtype in dtypes
+        for dims in shapes
+    )
 
 
 def _copies(device: torch.device, budget: float) -> tuple[float, float]:
     size = 2**26 if device.type == "cpu" else 2**30
     source = torch.empty(size // 4, device=device)
     target = torch.empty_like(source)
-    inside = 2 * size / _seconds(device, lambda: target.copy_(source), budget / 2)
+    inside = 2 * size / seconds_of(device, lambda: target.copy_(source), budget / 2)
     if device.type == "cpu":
         return inside, inside / 2
     pinned = torch.empty(2**28 // 4, pin_memory=True)
-    return inside, 2**28 / _seconds(device, lambda: target[: 2**26].copy_(pinned, non_blocking=True), budget / 2)
+    return inside, 2**28 / seconds_of(device, lambda: target[: 2**26].copy_(pinned, non_blocking=True), budget / 2)
 
 
-def _launch(device: torch.device, budget: float) -> float:
-    """Return the time of a small operator in a chain, forward and backward."""
-    number = 100
-    start = torch.ones(8, device=device, requires_grad=True)
-
-    def chain() -> None:
-        value = start
-        for _ in range(number):
-            value = value * 1.0
-        value.sum().backward()
-
-    return _seconds(device, chain, budget) / (2 * number)
+def _fresh(budget: float) -> float:
+    """Return how fast memory comes that is above all that malloc keeps, less the time of writing to it."""
+    size = 2**26
+    kept = torch.empty(size // 4)
+    writing = seconds_of(kept.device, kept.zero_, budget / 2)
+    return size / max(seconds_of(kept.device, lambda: torch.empty(size // 4).zero_(), budget / 2) - writing, 1e-6)
 
 
 def _memory(device: torch.device, per_node: int) -> int:
     if device.type != "cpu":
         return int(torch.cuda.get_device_properties(device).total_memory)
-    import os
-
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // per_node
 
 
-def _collectives(device: torch.device, budget: float) -> Iterator[tuple[str, int, float]]:
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return
-    ranks = dist.get_world_size()
-    sizes = [4096 * 4**power for power in range(7 if device.type == "cpu" else 9)]
-    calls_each = 4 * (_REPEATS + 1)  # with an all-reduce's two passes
-    sizes = [size for size in sizes if size < 2**18 or calls_each * size / _SLOW_LINK < budget / 2]
-    each = budget / (3 * len(sizes))
-    for size in sizes:
-        whole = torch.zeros(size // 4 // ranks * ranks, device=device)
-        part = torch.zeros(whole.numel() // ranks, device=device)
-        calls: dict[str, Callable[[], Any]] = {
-            "all_reduce": partial(dist.all_reduce, whole),
-            "all_gather": partial(dist.all_gather, list(whole.chunk(ranks)), part),
-            "reduce_scatter": partial(dist.reduce_scatter, part, list(whole.chunk(ranks))),
-        }
-        for name, call in calls.items():
-            # The number of calls is one for all ranks: each waits for the others.
-            number = max(_REPEATS, min(50, int(each / (1e-4 + size / 1e9))))
-            times = []
-            for _ in range(number + 1):
-                dist.barrier()
-                _wait(device)
-                begin = time.perf_counter()
-                call()
-                _wait(device)
-                times.append(time.perf_counter() - begin)
-            yield name, whole.numel() * 4, statistics.median(times[1:])
-
-
 def mean_of(measured: Sequence[Measurement]) -> Measurement:
-    """Return the mean of what ranks measured; of collectives the slowest rank's time."""
+    """Return the mean of what ranks measured; of collectives the middle rank's time.
+
+    A rank that comes first waits for the others, which is not the collective's time alone; the last does not wait.
+    """
     first = measured[0]
 
     def mean(name: str) -> float:
         return statistics.fmean(getattr(one, name) for one in measured)
 
-    gemms = tuple(
-        (*row[:4], statistics.fmean(one.gemms[index][4] for one in measured)) for index, row in enumerate(first.gemms)
-    )
-    collectives = tuple(
-        (row[0], row[1], max(one.collectives[index][2] for one in measured))
-        for index, row in enumerate(first.collectives)
-    )
+    def rows(name: str, num_keys: int, middle: Callable[..., float] = statistics.fmean) -> Any:
+        """Return rows whose first columns are alike in all ranks."""
+        columns = zip(*(getattr(one, name) for one in measured), strict=True)
+        return tuple(
+            (*same[0][:num_keys], *(middle(values) for values in zip(*(row[num_keys:] for row in same), strict=True)))
+            for same in columns
+        )
+
     return Measurement(
         device=first.device,
         memory_bytes=first.memory_bytes,
-        gemms=gemms,
-        attention=mean("attention"),
-        attention_backward=mean("attention_backward"),
+        gemms=rows("gemms", 4),
+        attention=rows("attention", 3),
         bandwidth=mean("bandwidth"),
         host_bandwidth=mean("host_bandwidth"),
         launch_s=mean("launch_s"),
-        collectives=collectives,
+        collectives=rows("collectives", 2, statistics.median),
         num_ranks=first.num_ranks,
         per_node=first.per_node,
+        operators=rows("operators", 3),
+        overheads=rows("overheads", 1),
+        fresh_bandwidth=mean("fresh_bandwidth"),
     )
 
 
@@ -265,9 +187,12 @@ def hardware_tables(found: Measurement, *, machine: str, is_cpu: bool) -> dict[s
         is_cpu: Whether operators run one after the other in their rank's own thread.
     """
     peaks = {dtype: max(row[4] for row in found.gemms if row[0] == dtype) for dtype in {row[0] for row in found.gemms}}
-    compute = peaks["float32" if is_cpu else "bfloat16"]
+    main = "float32" if is_cpu else "bfloat16"
+    ahead = statistics.fmean(row[3] for row in found.attention if row[0] == main)
+    back = statistics.fmean(row[4] for row in found.attention if row[0] == main)
     link = _link(found)
     measured = ["products", "attention", "memory bandwidth", "launches"]
+    measured += ["operators"] if found.operators else []
     measured += ["collectives of a node"] if found.num_ranks > 1 else []
     spans = found.num_ranks > found.per_node
     return {
@@ -282,8 +207,8 @@ def hardware_tables(found: Measurement, *, machine: str, is_cpu: bool) -> dict[s
             "memory": show(found.memory_bytes, SIZE),
             "memory_bandwidth": show(found.bandwidth, BANDWIDTH),
             "memory_efficiency": 1.0,
-            "attention_efficiency": min(1.0, round(found.attention / compute, 4)),
-            "attention_backward_efficiency": min(1.0, round(found.attention_backward / compute, 4)),
+            "attention_efficiency": min(1.0, round(ahead / peaks[main], 4)),
+            "attention_backward_efficiency": min(1.0, round(back / peaks[main], 4)),
             "launch": show(found.launch_s, TIME),
             "asynchronous": not is_cpu,
             "context": show(_CPU_CONTEXT if is_cpu else _GPU_CONTEXT, SIZE),
@@ -292,10 +217,21 @@ def hardware_tables(found: Measurement, *, machine: str, is_cpu: bool) -> dict[s
                 {"dtype": dtype, "m": m, "n": n, "k": k, "speed": show(speed, COMPUTE)}
                 for dtype, m, n, k, speed in found.gemms
             ],
+            "attention": [
+                {"dtype": dtype, "length": length, "width": width}
+                | {"forward": show(forward, COMPUTE), "backward": show(backward, COMPUTE)}
+                for dtype, length, width, forward, backward in found.attention
+            ],
+            "operator": [
+                {"name": name, "dtype": dtype, "bytes": show(moved, SIZE), "time": show(seconds, TIME)}
+                for name, dtype, moved, seconds in found.operators
+            ],
             "peak": {dtype: show(speed, COMPUTE) for dtype, speed in sorted(peaks.items())},
             "gemm_efficiency": {"default": 1.0},
+            **({"fresh_bandwidth": show(found.fresh_bandwidth, BANDWIDTH)} if found.fresh_bandwidth else {}),
+            "overhead": {name: show(seconds, TIME) for name, seconds in found.overheads},
         },
-        "intra": {"name": "measured in a node", **link},
+        "intra": {"name": "measured in a node", **link, "collective": [] if spans else _timed(found)},
         "inter": {"name": "measured between nodes" if spans else "not measured: as in a node", **link},
         "host": {
             "name": "measured to the host",
@@ -319,6 +255,14 @@ def _link(found: Measurement) -> Mapping[str, Any]:
     latency = min(times[name, least] / passes[name] for name in passes)
     steps = max(1, found.num_ranks - 1)
     return _table(math.exp(statistics.fmean(map(math.log, speeds))), latency / 2 / steps, latency / 2)
+
+
+def _timed(found: Measurement) -> list[dict[str, Any]]:
+    return [
+        {"op": op, "ranks": 2 if op == "send" else found.num_ranks, "bytes": show(size, SIZE)}
+        | {"time": show(seconds, TIME)}
+        for op, size, seconds in found.collectives
+    ]
 
 
 def _table(bandwidth: float, latency: float, base: float) -> dict[str, Any]:

@@ -16,7 +16,17 @@ import tomli
 from composer3d.errors import ComposerError, did_you_mean
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, SIZE, TIME, parse
 
-__all__ = ["Device", "Gemm", "Hardware", "Link", "hardware_names", "load_hardware"]
+__all__ = [
+    "AttentionSpeed",
+    "Device",
+    "Gemm",
+    "Hardware",
+    "Link",
+    "TimedCollective",
+    "TimedOperator",
+    "hardware_names",
+    "load_hardware",
+]
 
 Known = Literal["assumed", "calibrated"]
 _FOLDER = Path(__file__).parent
@@ -42,6 +52,59 @@ class Gemm:
 
 
 @dataclass(frozen=True, kw_only=True)
+class AttentionSpeed:
+    """A causal attention that was timed, in operations a second of those that the kernel executes.
+
+    Args:
+        dtype: Of its inputs, without `torch.`.
+        length: Of the sequence.
+        width: Of a head.
+        forward: Half of what is counted, over the time.
+        backward: The same of the backward.
+    """
+
+    dtype: str
+    length: int
+    width: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedOperator:
+    """An operator without products that was timed.
+
+    Args:
+        name: As it is traced, such as `aten.silu`.
+        dtype: Of its inputs, without `torch.`.
+        bytes: Of all its inputs and results.
+        seconds: Without what comes with every operator, its launch.
+    """
+
+    name: str
+    dtype: str
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimedCollective:
+    """A collective that was timed as steps call it, between two stretches of compute.
+
+    Args:
+        op: As in `Transfer`; `send` for messages.
+        ranks: That took part.
+        bytes: Of the whole buffer.
+        seconds: Until the rank could go on.
+    """
+
+    op: str
+    ranks: int
+    bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Device:
     """One accelerator, or one CPU core that runs a rank.
 
@@ -60,6 +123,12 @@ class Device:
         context_bytes: Driver context and communicators, outside of the allocator.
         reserve_factor: Reserved over allocated bytes: rounding and fragmentation.
         gemms: Products that were timed; where there are any, they replace `gemm_efficiency`.
+        attentions: The same of attention.
+        operators: Those that were timed; where there are any, they replace bytes over bandwidth.
+        overheads: What the host does for an operator besides a launch, in seconds, by the first part of its name:
+            `fsdp` for the hooks around gathering and reducing, `dtensor` for what finds an operator's placements.
+        fresh_bandwidth: Bytes a second at which the system hands memory out that was given back; 0 where an allocator
+            keeps it.
     """
 
     name: str
@@ -76,6 +145,10 @@ class Device:
     context_bytes: int
     reserve_factor: float
     gemms: tuple[Gemm, ...] = ()
+    attentions: tuple[AttentionSpeed, ...] = ()
+    operators: tuple[TimedOperator, ...] = ()
+    overheads: Mapping[str, float] = field(default_factory=dict)
+    fresh_bandwidth: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +161,7 @@ class Link:
         efficiency: The part of it that large collectives reach.
         latency_s: Of one step of a collective over it.
         base_s: What a collective takes besides: launch and synchronisation.
+        timed: Collectives that were timed over it; they replace latency and bandwidth for groups of as many ranks.
     """
 
     name: str
@@ -95,6 +169,7 @@ class Link:
     efficiency: float
     latency_s: float
     base_s: float
+    timed: tuple[TimedCollective, ...] = ()
 
     @property
     def reached(self) -> float:
@@ -227,6 +302,25 @@ def _device(table: Mapping[str, Any]) -> Device:
             Gemm(dtype=row["dtype"], m=row["m"], n=row["n"], k=row["k"], flops_per_s=parse(row["speed"], COMPUTE))
             for row in table.get("gemm", ())
         ),
+        attentions=tuple(_attention(row) for row in table.get("attention", ())),
+        operators=tuple(
+            TimedOperator(
+                name=row["name"], dtype=row["dtype"], bytes=parse(row["bytes"], SIZE), seconds=parse(row["time"], TIME)
+            )
+            for row in table.get("operator", ())
+        ),
+        fresh_bandwidth=parse(table["fresh_bandwidth"], BANDWIDTH) if "fresh_bandwidth" in table else 0.0,
+        overheads={name: parse(text, TIME) for name, text in table.get("overhead", {}).items()},
+    )
+
+
+def _attention(row: Mapping[str, Any]) -> AttentionSpeed:
+    return AttentionSpeed(
+        dtype=row["dtype"],
+        length=row["length"],
+        width=row["width"],
+        forward=parse(row["forward"], COMPUTE),
+        backward=parse(row["backward"], COMPUTE),
     )
 
 
@@ -242,4 +336,10 @@ def _link(table: Mapping[str, Any], devices_per_node: int) -> Link:
         efficiency=float(table["efficiency"]),
         latency_s=parse(table["latency"], TIME),
         base_s=parse(table["base"], TIME),
+        timed=tuple(
+            TimedCollective(
+                op=row["op"], ranks=row["ranks"], bytes=parse(row["bytes"], SIZE), seconds=parse(row["time"], TIME)
+            )
+            for row in table.get("collective", ())
+        ),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from composer3d.errors import did_you_mean
@@ -13,8 +13,24 @@ __all__ = ["problems_of"]
 _TOP = {"devices_per_node", "slowdown", "known", "sources", "device", "intra", "inter", "host", "measured"}
 _UNITS = {"memory": SIZE, "memory_bandwidth": BANDWIDTH, "launch": TIME, "context": SIZE}
 _PARTS = ("memory_efficiency", "attention_efficiency", "attention_backward_efficiency")
-_DEVICE = {*_UNITS, *_PARTS, "name", "peak", "gemm_efficiency", "num_units", "asynchronous", "reserve_factor", "gemm"}
-_LINK = {"name", "bandwidth", "direction", "per", "efficiency", "latency", "base", "source"}
+# Tables of what was timed: of each key its units, or the type of what has none.
+_GEMM = {"dtype": str, "m": int, "n": int, "k": int, "speed": COMPUTE}
+_ATTENTION = {"dtype": str, "length": int, "width": int, "forward": COMPUTE, "backward": COMPUTE}
+_OPERATOR = {"name": str, "dtype": str, "bytes": SIZE, "time": TIME}
+_COLLECTIVE = {"op": str, "ranks": int, "bytes": SIZE, "time": TIME}
+_TIMED: Mapping[str, Mapping[str, Any]] = {"gemm": _GEMM, "attention": _ATTENTION, "operator": _OPERATOR}
+_OTHERS = {
+    "name",
+    "peak",
+    "gemm_efficiency",
+    "num_units",
+    "asynchronous",
+    "reserve_factor",
+    "overhead",
+    "fresh_bandwidth",
+}
+_DEVICE = {*_UNITS, *_PARTS, *_TIMED, *_OTHERS}
+_LINK = {"name", "bandwidth", "direction", "per", "efficiency", "latency", "base", "source", "collective"}
 _DIRECTIONS = {"each": "in each direction", "both": "in both directions together"}
 _OWNERS = {"device": "of one device", "node": "of a whole node, shared by its devices"}
 
@@ -61,6 +77,12 @@ def _device_problems(table: Mapping[str, Any]) -> Iterator[str]:
         yield from _part(f"device.{key}", table.get(key))
     if not 1 <= table.get("reserve_factor", 0) < 2:
         yield f"device.reserve_factor = {table.get('reserve_factor')!r}; reserved over allocated bytes, 1 to 2"
+    if "fresh_bandwidth" in table:
+        yield from _unit("device.fresh_bandwidth", table["fresh_bandwidth"], BANDWIDTH)
+    for name, text in table.get("overhead", {}).items():
+        yield from _unit(f"device.overhead.{name}", text, TIME)
+    for key, columns in _TIMED.items():
+        yield from _timed(f"device.{key}", table.get(key, ()), columns)
     peaks, parts = table.get("peak", {}), table.get("gemm_efficiency", {})
     for dtype, text in peaks.items():
         yield from _unit(f"device.peak.{dtype}", text, COMPUTE)
@@ -83,8 +105,21 @@ def _link_problems(name: str, table: Mapping[str, Any]) -> Iterator[str]:
     yield from _part(f"{name}.efficiency", table.get("efficiency"))
     for key in ("latency", "base"):
         yield from _unit(f"{name}.{key}", table.get(key), TIME)
+    yield from _timed(f"{name}.collective", table.get("collective", ()), _COLLECTIVE)
     if "name" not in table:
         yield f"{name}.name is missing"
+
+
+def _timed(key: str, rows: Sequence[Mapping[str, Any]], columns: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is wrong with rows of what was timed."""
+    for number, row in enumerate(rows):
+        yield from _unknown(f"{key}[{number}].", row, set(columns))
+        for column, expected in columns.items():
+            if isinstance(expected, Mapping):
+                yield from _unit(f"{key}[{number}].{column}", row.get(column), expected)
+            elif not isinstance(row.get(column), expected):
+                kind = "a text" if expected is str else "a whole number"
+                yield f"{key}[{number}].{column} = {row.get(column)!r}; it is {kind}"
 
 
 def _unknown(prefix: str, table: Mapping[str, Any], known: set[str]) -> Iterator[str]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from html import escape
 
-from composer3d.planning.plan import Plan
+from composer3d.planning.costs.allocator import memory_figures
+from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.reports.report import collective_rows
-from composer3d.planning.reports.text import MEMORY_PARTS, memory_parts, size, time_lines
+from composer3d.planning.reports.text import MEMORY_PARTS, band, memory_parts, size, time_lines
 from composer3d.planning.schedules.drawing import draw_svg
 
 __all__ = ["plan_to_html"]
@@ -40,6 +41,7 @@ def plan_to_html(plan: Plan, *, title: str) -> str:
             f"<p>{escape(str(plan.layout))} = {plan.layout.world_size} ranks</p>",
             "<h2>Memory at the peak of each kind of rank</h2>",
             _memory(plan),
+            *map(_figures, plan.ranks),
             "<h2>Ranks on nodes</h2>",
             _nodes(plan),
             schedule,
@@ -80,6 +82,16 @@ def _memory(plan: Plan) -> str:
         parts.append(f'<rect x="{x}" y="{bottom + 8}" width="12" height="12" fill="{color}"/>')
         parts.append(f'<text x="{x + 16}" y="{bottom + 19}">{name}</text>')
     return _svg(_WIDTH, bottom + 30, parts)
+
+
+def _figures(rank: RankPlan) -> str:
+    """Return a table of a rank's bytes: how each is known, and between which bounds it lies."""
+    rows = []
+    for name, figure in memory_figures(rank.trace, rank.allocation).items():
+        cells = (name.replace("_", " "), size(figure.value), band(rank, name), figure.known)
+        rows.append("<tr>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>")
+    head = f"<th>memory of rank {rank.trace.rank}</th><th>bytes</th><th>within</th><th>known</th>"
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
 def _nodes(plan: Plan) -> str:

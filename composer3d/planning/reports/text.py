@@ -9,7 +9,7 @@ from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.reports.report import collective_rows, flops_of
 
-__all__ = ["MEMORY_PARTS", "memory_parts", "show_plan", "size", "time_lines"]
+__all__ = ["MEMORY_PARTS", "band", "memory_parts", "show_plan", "size", "time_lines"]
 
 _MOST_ROWS = 12
 _BAR = 60
@@ -37,6 +37,17 @@ def size(number: float) -> str:
             )
         number /= 1024
     raise AssertionError("the last unit takes everything")
+
+
+def band(rank: RankPlan, name: str) -> str:
+    """Return between which bounds a figure of a rank's memory lies, such as `70.1 GiB to 78.0 GiB`; empty if exact.
+
+    Args:
+        rank: Of the plan.
+        name: As in `--json`.
+    """
+    figure = memory_figures(rank.trace, rank.allocation)[name]
+    return "" if figure.low == figure.high else f"{size(figure.low)} to {size(figure.high)}"
 
 
 def memory_parts(rank: RankPlan) -> dict[str, int]:
@@ -132,6 +143,7 @@ def _moments(plan: Plan) -> list[Any]:
         module = f" at {memory.module}" if memory.module else ""
         flops = flops_of(rank.trace.segments)
         lines.append(Text(f"{name}: peak in {memory.moment}{module} [traced]; {flops:.3g} FLOPs a step [exact]"))
+        lines.append(Text(f"  peak {band(rank, 'peak')} [traced], device {band(rank, 'total')} [modelled]"))
     return lines
 
 

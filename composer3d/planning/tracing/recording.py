@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.planning.tracing.modules import Place, watch_modules
 from composer3d.planning.tracing.storages import LASTING, MADE_FORWARD, MADE_LATER, StorageCounter
-from composer3d.planning.tracing.traced import SegmentKind
+from composer3d.planning.tracing.traced import DISPATCH, SegmentKind
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -31,6 +31,8 @@ _MESSAGES = frozenset({"send", "recv"})
 
 # Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
 Calls = tuple[str, str, tuple[tuple[int, ...], ...], int, int]
+# What the host does for an operator on DTensors, besides the operators that it becomes.
+_DISPATCH: Calls = (DISPATCH, "", (), 0, 0)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -209,6 +211,8 @@ class _Observer:
         name, is_collective, is_silent, makes_nothing = known
         for cls in types:
             if torch_compat.is_wrapper_subclass(cls):
+                if not self._is_quiet:
+                    self.stretch.operators[_DISPATCH] += 1
                 return NotImplemented
         result = operator(*args, **kwargs)
         # Views and operators in place make nothing; what is new then is a backend's own: gloo copies in a wait.

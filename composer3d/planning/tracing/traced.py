@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Memory", "Operators", "RankTrace", "Segment", "SegmentKind", "Transfer"]
+__all__ = ["DISPATCH", "Memory", "Operators", "RankTrace", "Segment", "SegmentKind", "Transfer"]
 
+DISPATCH = "dtensor.dispatch"  # the name of what the host does for an operator on DTensors
 SegmentKind = Literal["forward", "backward", "input_backward", "weight_backward", "gradients", "optimizer"]
 
 
