@@ -26,6 +26,7 @@ from composer3d.torch_compat.messages import (
     watching_messages,
 )
 from composer3d.torch_compat.modes import (
+    compile_module,
     dispatch_mode,
     import_torchao,
     in_backward,
@@ -99,6 +100,7 @@ __all__ = [
     "all_gather_single",
     "allocate",
     "clear_sharding_caches",
+    "compile_module",
     "custom_pipeline_schedule",
     "default_store",
     "device_question",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, select_fqns
+from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, select_fqns, torch_compat
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +72,9 @@ class Compile:
             unit = model.get_submodule(fqn)
             held = [_run_eagerly(module) for module in unit.modules()]
             fullgraph = self.fullgraph and not any(held)
-            unit.compile(backend=self.backend, mode=self.mode, fullgraph=fullgraph, dynamic=self.dynamic)
+            torch_compat.compile_module(
+                unit, backend=self.backend, mode=self.mode, fullgraph=fullgraph, dynamic=self.dynamic
+            )
         return list(fqns)
 
 
