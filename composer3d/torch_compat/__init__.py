@@ -6,6 +6,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 from composer3d.torch_compat.buckets import watch_buckets
+from composer3d.torch_compat.compiling import compile_module
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -26,7 +27,6 @@ from composer3d.torch_compat.messages import (
     watching_messages,
 )
 from composer3d.torch_compat.modes import (
-    compile_module,
     dispatch_mode,
     import_torchao,
     in_backward,

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 __all__ = [
-    "compile_module",
     "dispatch_mode",
     "import_torchao",
     "in_backward",
@@ -105,21 +104,6 @@ def _without_ranges(kind: Any) -> Any:
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     return WithoutRanges
-
-
-def compile_module(module: Any, **options: Any) -> None:
-    """Compile a module in place, as its `compile` does; what is recomputed inside may write to Python objects.
-
-    Code that keeps a tensor or swaps one in its forward stops dynamo inside a checkpoint, unless a setting that is
-    torch's alone (torch 2.11-2.15) says that the recomputation need not write again: once a forward, as without a
-    checkpoint. It is read while the module is traced, so it holds during calls of this module and nowhere else.
-    """
-    import torch
-
-    module.compile(**options)
-    setting: Any = torch._dynamo.config
-    allowing = setting.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
-    module._compiled_call_impl = allowing(module._compiled_call_impl)
 
 
 def traceable(func: Any) -> Any:

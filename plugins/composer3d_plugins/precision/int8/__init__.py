@@ -86,6 +86,12 @@ class Int8:
             output=self.output, grad_input=self.grad_input, grad_weight=self.grad_weight, module_swap=True
         )
 
+        # The compiler takes in functions of tensors only; in one that it need not look into, the rest is bound.
+        @torch.compiler.allow_in_graph
+        def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+            y: Tensor = training._Int8MixedPrecisionTrainingLinearFunction.apply(x, weight, bias, config)
+            return y
+
         def product(x: Tensor, weight: Tensor, bias: Tensor | None, share: Share | None) -> Tensor:
             # Sums of products of int8 are beyond float16 before they are scaled.
             wide: list[Any] = [x, weight, bias]
@@ -95,7 +101,7 @@ class Int8:
                 shared: Tensor = SharedProducts.apply(*wide, config, share)
                 return shared.to(x.dtype)
             # Its backward looks at gradients as matrices, which slices of a sequence are not.
-            y: Tensor = training._Int8MixedPrecisionTrainingLinearFunction.apply(*wide, config)
+            y = multiplied(*wide)
             return (y * 1.0 if y.requires_grad else y).to(x.dtype)
 
         class Multiplied(nn.Linear):

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import on_shares
@@ -70,6 +70,8 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
     from torch import nn
 
     module.adapter = adapter
+    if adapter.form is not None:
+        module.stored_product = _stored_product(adapter.form, adapter.is_transposed)
     weight = module.weight
     # Small updates would be lost in a narrower dtype.
     dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
@@ -122,8 +124,7 @@ def _product(
     if adapter.form is None:
         y = F.linear(x, weight, bias)
     else:
-        values = partial(adapter.form.dequantised, levels=_levels(module, weight.device))
-        y = _stored_product(x, weight, bias, _transposed(values) if adapter.is_transposed else values)
+        y = module.stored_product(x, weight, bias, _levels(module, weight.device))
     if a is None or b is None:
         return y
     x = x.to(a.dtype)
@@ -142,27 +143,35 @@ def _levels(module: Any, device: torch.device) -> Tensor:
     return table
 
 
-def _transposed(values: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Give a stored weight its own rows, and its values those of a linear layer."""
-    return lambda stored: values(stored.t()).t()
+@functools.cache
+def _stored_product(form: Format, is_transposed: bool) -> Callable[..., Tensor]:
+    """Return what multiplies by a stored weight without keeping its values for the backward, which makes them again.
 
-
-def _stored_product(x: Tensor, stored: Tensor, bias: Tensor | None, values: Callable[[Tensor], Tensor]) -> Tensor:
-    """Multiply by a stored weight without keeping its values for the backward, which makes them again."""
+    One function for all layers of a format, made before the compiler looks: it defines no class, and compiles equal
+    blocks once only if they call the same.
+    """
     import torch
     import torch.nn.functional as F
 
+    def values(stored: Tensor, levels: Tensor) -> Tensor:
+        # A transposed layer's stored weight has its own rows, and its values are those of a linear layer.
+        return form.dequantised(stored.t(), levels).t() if is_transposed else form.dequantised(stored, levels)
+
     class Product(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Tensor, stored: Tensor) -> Tensor:
-            ctx.save_for_backward(stored)
-            return F.linear(x, values(stored).to(x.dtype), None if bias is None else bias.to(x.dtype))
+        def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, levels: Tensor) -> Tensor:
+            ctx.save_for_backward(stored, levels)
+            return F.linear(x, values(stored, levels).to(x.dtype), None if bias is None else bias.to(x.dtype))
 
         @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-            (stored,) = ctx.saved_tensors
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+            stored, levels = ctx.saved_tensors
             (gradient,) = gradients
-            return gradient @ values(stored).to(gradient.dtype), None
+            return gradient @ values(stored, levels).to(gradient.dtype), None, None, None
 
-    y: Tensor = Product.apply(x, stored)
-    return y
+    @torch.compiler.allow_in_graph
+    def product(x: Tensor, stored: Tensor, bias: Tensor | None, levels: Tensor) -> Tensor:
+        y: Tensor = Product.apply(x, stored, bias, levels)
+        return y
+
+    return product
