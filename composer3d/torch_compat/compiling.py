@@ -32,9 +32,10 @@ def _order_saved_states() -> None:
     streams, which recomputation asks for and which are tensors, are put behind the meshes, and are then taken for them
     (torch 2.13). The function that adds them is replaced by one that puts meshes last; where they are, it does nothing.
     """
-    import torch._functorch.partitioners as partitioners
+    import torch._functorch.partitioners
 
-    adding: Any = partitioners.functionalize_rng_ops
+    partitioners: Any = torch._functorch.partitioners
+    adding = partitioners.functionalize_rng_ops
     if hasattr(adding, "__wrapped__"):
         return
 
