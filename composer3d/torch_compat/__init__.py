@@ -28,6 +28,7 @@ from composer3d.torch_compat.messages import (
 )
 from composer3d.torch_compat.modes import (
     dispatch_mode,
+    hide_compiler_warnings,
     import_torchao,
     in_backward,
     run_backward,
@@ -117,6 +118,7 @@ __all__ = [
     "group_timeout",
     "has_argument",
     "held_tensor",
+    "hide_compiler_warnings",
     "import_torchao",
     "in_backward",
     "inherit_timeouts",

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 __all__ = [
     "dispatch_mode",
+    "hide_compiler_warnings",
     "import_torchao",
     "in_backward",
     "run_backward",
@@ -122,6 +123,17 @@ def traceable(func: Any) -> Any:
 def _unflattened(tensor: Any, dim: int, sizes: Any) -> Any:
     at = dim % tensor.dim()
     return tensor.view((*tensor.shape[:at], *sizes, *tensor.shape[at + 1 :]))
+
+
+def hide_compiler_warnings() -> None:
+    """Hide what dynamo is warned of by torch when it traces: it hides it itself, but not where warnings are errors.
+
+    It asks inputs that are no leaves for their gradients, and makes an autograd.Function (torch 2.11-2.15).
+    """
+    import warnings
+
+    for message in ("The .grad attribute of a Tensor that is not a leaf", ".* should not be instantiated"):
+        warnings.filterwarnings("ignore", message=message, module=r"torch\._")
 
 
 def import_torchao(name: str) -> Any:

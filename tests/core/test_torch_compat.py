@@ -6,6 +6,7 @@ import functools
 import logging
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,20 @@ def test_torchao_is_imported_without_noise():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "convert_to_float8_training\n", "")
     assert torch_compat.import_torchao("torchao.float8").__name__ == "torchao.float8"
+
+
+def test_warnings_that_the_compiler_hides_are_no_errors():
+    from torch._dynamo.variables.builder import safe_has_grad
+
+    x = torch.ones(2, requires_grad=True) * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning):
+            safe_has_grad(x)
+        torch_compat.hide_compiler_warnings()
+        assert safe_has_grad(x)
+        with pytest.raises(UserWarning):  # of others they are
+            x.grad  # noqa: B018
 
 
 def test_a_layout_is_given_to_other_memory():

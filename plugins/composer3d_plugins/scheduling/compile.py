@@ -68,6 +68,7 @@ class Compile:
         return [fqn for pattern in patterns for fqn in select_fqns(pattern, context.fqns)]
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        torch_compat.hide_compiler_warnings()
         for fqn in fqns:
             unit = model.get_submodule(fqn)
             held = [_run_eagerly(module) for module in unit.modules()]

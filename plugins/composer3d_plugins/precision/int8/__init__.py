@@ -79,30 +79,23 @@ class Int8:
         import torch
         from torch import nn
 
-        from composer3d_plugins.precision.int8.products import SharedProducts
+        from composer3d_plugins.precision.int8.products import Form, Products
 
         training: Any = torch_compat.import_torchao("torchao.prototype.quantized_training.int8_mixed_precision")
-        config = training.Int8MixedPrecisionTrainingConfig(
-            output=self.output, grad_input=self.grad_input, grad_weight=self.grad_weight, module_swap=True
+        form = Form(
+            output=self.output,
+            grad_input=self.grad_input,
+            grad_weight=self.grad_weight,
+            multiply=training.scaled_int8_mm,
         )
-
-        # The compiler takes in functions of tensors only; in one that it need not look into, the rest is bound.
-        @torch.compiler.allow_in_graph
-        def multiplied(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            y: Tensor = training._Int8MixedPrecisionTrainingLinearFunction.apply(x, weight, bias, config)
-            return y
 
         def product(x: Tensor, weight: Tensor, bias: Tensor | None, share: Share | None) -> Tensor:
             # Sums of products of int8 are beyond float16 before they are scaled.
             wide: list[Any] = [x, weight, bias]
             if x.dtype is torch.float16:
                 wide = [None if tensor is None else tensor.float() for tensor in wide]
-            if share is not None:
-                shared: Tensor = SharedProducts.apply(*wide, config, share)
-                return shared.to(x.dtype)
-            # Its backward looks at gradients as matrices, which slices of a sequence are not.
-            y = multiplied(*wide)
-            return (y * 1.0 if y.requires_grad else y).to(x.dtype)
+            y: Tensor = Products.apply(*wide, form, share)
+            return y.to(x.dtype)
 
         class Multiplied(nn.Linear):
             """A linear layer in int8; the module stays the object that it is."""
@@ -110,7 +103,7 @@ class Int8:
             def forward(self, input: Tensor) -> Tensor:
                 """Multiply."""
                 share = share_of(input, self.weight)
-                y: Tensor = on_shares(partial(product, share=share), input.contiguous(), self.weight, self.bias)
+                y: Tensor = on_shares(partial(product, share=share), input, self.weight, self.bias)
                 return y
 
         Multiplied.__name__ = Multiplied.__qualname__ = "Int8Linear"

@@ -23,7 +23,16 @@ from composer3d import (
     plugin,
     select_fqns,
 )
-from composer3d_plugins.precision.qlora.layer import Adapter, become_adapted, is_linear, is_transposed, update_of
+from composer3d_plugins.precision.qlora.layer import (
+    Adapter,
+    become_adapted,
+    draws_by_share,
+    is_linear,
+    is_transposed,
+    run_eagerly,
+    table_of,
+    update_of,
+)
 from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
 
 if TYPE_CHECKING:
@@ -255,6 +264,10 @@ class QLoRA:
                 name, dim = ("lora_b", 0) if (order.dim == 0) != module.adapter.is_transposed else ("lora_a", 1)
                 context.reorder(f"{fqn}.{name}", dim=dim, runs=order.runs)
             _cut_adapters(module)
+            if draws_by_share(module):
+                # With all that it is in: between graphs there would be DTensors, whose gradients the compiler guesses.
+                for name in _enclosing(fqn):
+                    run_eagerly(model.get_submodule(name))
             form = chosen.quantised.get(fqn)
             if form is not None:
                 if order is not None and order.dim == 1:
@@ -270,8 +283,10 @@ class QLoRA:
 
         chosen: Chosen = context.state[self]
         for fqn in fqns:
+            module: Any = model.get_submodule(fqn)
+            if fqn in chosen.quantised:
+                table_of(module, context.device)  # now, for compiled code makes none
             if fqn in chosen.adapted:
-                module: Any = model.get_submodule(fqn)
                 generator = torch.Generator().manual_seed(_seed(context.manifest.train.seed, fqn))
                 a, bound = module.lora_a, 1 / math.sqrt(module.lora_a.shape[1])
                 full = torch.rand(a.shape, dtype=a.dtype, generator=generator).mul_(2 * bound).sub_(bound)
@@ -291,6 +306,12 @@ def _inside(patterns: Sequence[str], layers: Mapping[str, Any], context: RunCont
             raise PluginError(f'the pattern "{pattern}" matches modules without linear layers')
         found += inside
     return list(dict.fromkeys(found))
+
+
+def _enclosing(fqn: str) -> list[str]:
+    """Return the FQNs of what a module is in, and its own."""
+    names = fqn.split(".")
+    return [".".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 def _cut_adapters(module: Any) -> None:

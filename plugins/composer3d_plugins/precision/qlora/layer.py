@@ -16,7 +16,16 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["Adapter", "become_adapted", "is_linear", "is_transposed", "update_of"]
+__all__ = [
+    "Adapter",
+    "become_adapted",
+    "draws_by_share",
+    "is_linear",
+    "is_transposed",
+    "run_eagerly",
+    "table_of",
+    "update_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +79,6 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
     from torch import nn
 
     module.adapter = adapter
-    if adapter.form is not None:
-        module.stored_product = _stored_product(adapter.form, adapter.is_transposed)
     weight = module.weight
     # Small updates would be lost in a narrower dtype.
     dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
@@ -80,6 +87,36 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
         for name, shape in (("lora_a", (adapter.rank, in_features)), ("lora_b", (out_features, adapter.rank))):
             module.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=dtype, device=weight.device)))
     module.__class__ = _adapted_class(type(module))
+
+
+def draws_by_share(module: Any) -> bool:
+    """Tell whether ranks draw other random numbers in an adapted layer, which is cut as it stays."""
+    from torch.distributed.tensor import DTensor
+
+    adapter: Adapter = module.adapter
+    return bool(adapter.rank and adapter.dropout) and (
+        isinstance(module.weight, DTensor) and _is_cut_along_inputs(module)
+    )
+
+
+def run_eagerly(module: Any) -> None:
+    """Say of a module that no compiler can follow it: it changes the generators' state."""
+    forward = module.forward
+    if getattr(forward, "composer3d_eager", False):
+        return
+
+    @functools.wraps(forward)
+    def eager(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    eager.composer3d_eager = True  # type: ignore[attr-defined]
+    module.forward = eager
+
+
+def _is_cut_along_inputs(module: Any) -> bool:
+    """Tell whether ranks have shares of the inputs of a weight that tp cut."""
+    found: bool = module.weight.placements[0].is_shard(0 if module.adapter.is_transposed else 1)
+    return found
 
 
 def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
@@ -99,7 +136,7 @@ def _on_shares(module: Any, x: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
     weight = module.weight.t() if module.adapter.is_transposed else module.weight
-    is_cut = isinstance(weight, DTensor) and weight.placements[0].is_shard(1)
+    is_cut = isinstance(weight, DTensor) and _is_cut_along_inputs(module)
     a, b = getattr(module, "lora_a", None), getattr(module, "lora_b", None)
 
     def product(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor | None, b: Tensor | None) -> Tensor:
@@ -120,11 +157,13 @@ def _product(
 ) -> Tensor:
     import torch.nn.functional as F
 
+    from composer3d_plugins.precision.qlora.product import StoredProduct
+
     adapter: Adapter = module.adapter
     if adapter.form is None:
         y = F.linear(x, weight, bias)
     else:
-        y = module.stored_product(x, weight, bias, _levels(module, weight.device))
+        y = StoredProduct.apply(x, weight, bias, table_of(module, weight.device), adapter.form, adapter.is_transposed)
     if a is None or b is None:
         return y
     x = x.to(a.dtype)
@@ -135,43 +174,9 @@ def _product(
     return y + (adapter.scale * F.linear(F.linear(x, a), b)).to(y.dtype)
 
 
-def _levels(module: Any, device: torch.device) -> Tensor:
+def table_of(module: Any, device: torch.device) -> Tensor:
     """Return the table of a device; made once, for making it copies from the host."""
     table: Tensor | None = vars(module).get("levels")
     if table is None or table.device != device:
         table = module.levels = levels(device)
     return table
-
-
-@functools.cache
-def _stored_product(form: Format, is_transposed: bool) -> Callable[..., Tensor]:
-    """Return what multiplies by a stored weight without keeping its values for the backward, which makes them again.
-
-    One function for all layers of a format, made before the compiler looks: it defines no class, and compiles equal
-    blocks once only if they call the same.
-    """
-    import torch
-    import torch.nn.functional as F
-
-    def values(stored: Tensor, levels: Tensor) -> Tensor:
-        # A transposed layer's stored weight has its own rows, and its values are those of a linear layer.
-        return form.dequantised(stored.t(), levels).t() if is_transposed else form.dequantised(stored, levels)
-
-    class Product(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, levels: Tensor) -> Tensor:
-            ctx.save_for_backward(stored, levels)
-            return F.linear(x, values(stored, levels).to(x.dtype), None if bias is None else bias.to(x.dtype))
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-            stored, levels = ctx.saved_tensors
-            (gradient,) = gradients
-            return gradient @ values(stored, levels).to(gradient.dtype), None, None, None
-
-    @torch.compiler.allow_in_graph
-    def product(x: Tensor, stored: Tensor, bias: Tensor | None, levels: Tensor) -> Tensor:
-        y: Tensor = Product.apply(x, stored, bias, levels)
-        return y
-
-    return product
