@@ -25,7 +25,7 @@ def text(settings="", more=""):
 
 # Attention of gpt2 is followed, that of llama is not, and that of Alibi lies in the block itself.
 CASES = [("gpt2", text("", COMPILE)), ("gpt2", text(SP, COMPILE)), ("llama", text(SP, COMPILE))]
-CASES += [("Alibi", text("", COMPILE)), ("Alibi", text("", COMPILE + AC))]
+CASES += [("Alibi", text("", COMPILE)), ("Alibi", text("", COMPILE + AC)), ("llama", text("", COMPILE + AC))]
 
 
 def test_gradients_equal_one_device():
