@@ -5,6 +5,7 @@ import torch
 from support.models import Net, composed, gradient_error, mine, padded, reference_gradients, seeded
 
 from composer3d import ManifestError
+from composer3d.models import llama
 from composer3d.testing import assert_gradients_equal, gather_full, run_ranks
 
 # Dynamo looks at the .grad of everything that it traces.
@@ -38,6 +39,12 @@ def test_gradients_equal_one_device(world_size, text):
         assert gradients < TIGHT
 
 
+def test_norms_that_are_units_of_their_own_lie_in_compiled_blocks():
+    units = '[precision.mixed]\nparam_dtype = "float32"\nnorms = "float32_units"\n'
+    plain, compiled = (run_ranks(trained_norms, 1, FSDP + units + AC + end)[0] for end in ("", EAGER))
+    assert_gradients_equal(compiled, plain, tolerance=TIGHT)
+
+
 @pytest.mark.slow
 def test_inductor():
     text = "[scheduling.compile]\n" + FSDP
@@ -69,6 +76,17 @@ def test_collectives_stay_as_they_are():
     plain = run_ranks(step, 2, FSDP)[0][2]
     assert sum(plain.values()) > 3
     assert run_ranks(step, 2, FSDP + EAGER)[0][2] == plain
+
+
+def trained_norms(text):
+    model = llama(dim=8, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=16, vocab_size=11)
+    tokens, targets = padded()
+    run = composed(text, model)
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    gradients = gather_full({fqn: parameter.grad for fqn, parameter in run.parts[0].module.named_parameters()})
+    run.close()
+    return gradients
 
 
 class Remembering(torch.nn.Linear):
