@@ -172,12 +172,11 @@ def manifest_of(row: Mapping[str, str]) -> str:
     # Two stages a rank at most.
     layers = 2 * degrees.get("pp", 1)
     accumulation = int(row.get("train.accumulation", "1"))
-    # mxfp8 multiplies blocks of 32, which a cut by tp has to leave whole.
-    dim = 32 * degrees.get("tp", 1) if row.get("precision.mxfp8") == "on" else 32
+    dim, more = _whole_blocks(row, degrees.get("tp", 1))
     return "\n".join(
         [
             "composer3d = 1",
-            tables_of(row),
+            tables_of({**row, **more}),
             'model.use = "composer3d.models:llama"',
             f"model.args = {{ dim = {dim}, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, "
             f"ffn_dim = {2 * dim}, tie_embeddings = {row.get('model.tie_embeddings', 'false')}, "
@@ -190,6 +189,19 @@ def manifest_of(row: Mapping[str, str]) -> str:
             "",
         ]
     )
+
+
+def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]:
+    """Return a width of the model whose shares are whole blocks, and options that leave out what has larger ones."""
+    if row.get("precision.mxfp8") == "on":
+        return 32 * tp, {}
+    is_stored = row.get("precision.qlora") == "on" and row.get("precision.qlora.quantize") != '"none"'
+    if tp == 1 or not is_stored:
+        return 32, {}
+    if row.get("precision.qlora.scale_block") == "1":
+        return 64 * tp, {}
+    # Of the blocks of 64, as many share a factor as a row of a small model has: rows that are cut stay as they are.
+    return 64, {"precision.qlora.keep": '["layers.*.attention.wo", "layers.*.feed_forward.w2"]'}
 
 
 def say_row(row: Mapping[str, str]) -> str:

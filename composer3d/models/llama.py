@@ -179,7 +179,10 @@ class ScaledDotProductAttention(nn.Module):
 
     def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
         """Attend; several query heads share a key/value head where there are fewer of those."""
-        is_grouped = bool(q_BHSE.shape[1] != k_BKSE.shape[1])  # a bool under torch.compile with dynamic shapes too
+        is_grouped = False
+        # A branch, and no `bool`: torch.compile decides it where the numbers of heads are symbols, and keeps the other.
+        if q_BHSE.shape[1] != k_BKSE.shape[1]:
+            is_grouped = True
         if is_grouped and self.kernel == "efficient":
             # Of the kernels, only this one cannot read a key/value head for several heads.
             repeats = q_BHSE.shape[1] // k_BKSE.shape[1]

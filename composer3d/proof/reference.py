@@ -17,7 +17,7 @@ from composer3d.batch import cut, map_tensors, to_device
 from composer3d.gradients import local
 from composer3d.loss import as_loss, count_valid, reduction_of
 from composer3d.proof.activations import Output, Outputs, watched_loss, watching
-from composer3d.proof.comparison import COMPARED, difference, scale_of
+from composer3d.proof.rounding import larger, noise, rounding, signs
 from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
 from composer3d.testing.parity import full
@@ -33,6 +33,9 @@ __all__ = ["Reference", "ReferenceStep", "first_outputs", "loss_with", "make_ref
 
 # Of the largest element of all gradients: one rounding of float64.
 _NUDGE = 2.0**-52
+# Relative: half a rounding of bfloat16, so that weights are rounded otherwise in all dtypes that compute.
+_APART = 2.0**-8
+_NUM_SAMPLES = 6
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,6 +70,7 @@ class Reference:
         replaced: A precision plugin trains other parameters than the model's (adapters).
         reduce_dtype: In which a run's ranks would sum up gradients; None where nothing says it.
         steps: One after the other.
+        samples: Losses of the first micro-batch at weights that are a little apart from the initial ones.
         rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
             numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
     """
@@ -75,6 +79,7 @@ class Reference:
     replaced: bool = False
     reduce_dtype: torch.dtype | None = None
     steps: list[ReferenceStep] = field(default_factory=list)
+    samples: list[float] = field(default_factory=list)
     rounding: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
@@ -93,19 +98,17 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
         degree: Data-parallel degree of the run, which decides how the global batch is cut.
         num_steps: Optimizer steps.
     """
-    reference = _run(subject, which, degree=degree, num_steps=num_steps)
+    reference = _run(subject, which, degree=degree, num_steps=num_steps, sample=which == "own")
     if which == "own":
         exactly = functools.partial(
             _run, subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial
         )
-        exact = exactly(keep=reference.replaced)
-        nudged = exactly(keep=reference.replaced, nudge=_noise(reference, exact))
-        reference.rounding = _larger(
-            _rounding(reference, exact, in_parts=True), _rounding(nudged, exact, in_parts=False)
-        )
+        exact = exactly(keep=reference.replaced, sample=True)
+        nudged = exactly(keep=reference.replaced, nudge=noise(reference, exact))
+        reference.rounding = larger(rounding(reference, exact, in_parts=True), rounding(nudged, exact, in_parts=False))
     else:
         nudged = _run(subject, which, degree=degree, num_steps=num_steps, nudge=_NUDGE)
-        reference.rounding = _rounding(nudged, reference, in_parts=False)
+        reference.rounding = rounding(nudged, reference, in_parts=False)
     return reference
 
 
@@ -118,6 +121,7 @@ def _run(
     weights: Mapping[str, Tensor] | None = None,
     nudge: float | Mapping[str, float] = 0.0,
     keep: bool = False,
+    sample: bool = False,
 ) -> Reference:
     with _alone(subject, which, keep=keep) as run:
         if weights is not None:
@@ -127,10 +131,35 @@ def _run(
         reference = Reference(
             initial=initial, replaced=bool(run.context.left_out), reduce_dtype=run.context.dtypes("").reduce
         )
+        if sample:
+            reference.samples = _samples(subject, run, degree, which, weights or initial)
         for number in range(num_steps):
             with run.step(number):
                 reference.steps.append(_step(subject, run, optimizer, number, degree, which, nudge))
     return reference
+
+
+def _samples(
+    subject: Subject, run: Composition, degree: int, which: Arithmetic, weights: Mapping[str, Tensor]
+) -> list[float]:
+    """Return the first micro-batch's loss at weights a little apart."""
+    import torch
+
+    pieces = _microbatches(subject, 0, degree, which)
+    counts = [_count(subject, piece) for piece in pieces]
+    # Of matrices only: the weights of a norm are alike, and would all be rounded alike.
+    matrices = {fqn: weight for fqn, weight in weights.items() if weight.dim() > 1 and weight.is_floating_point()}
+    found = []
+    for number in range(_NUM_SAMPLES):
+        # In their own dtype, so that every arithmetic has the same.
+        moved = {fqn: weight * (1.0 + _APART * signs(weight, number)) for fqn, weight in matrices.items()}
+        _set_weights(run, {**weights, **moved})
+        run.parameters_changed()
+        with run.step(0), torch.no_grad():
+            found.append(float(_objective(_loss(subject, run, pieces[0], counts[0], counts), counts, backward=False)))
+    _set_weights(run, weights)
+    run.parameters_changed()
+    return found
 
 
 @contextlib.contextmanager
@@ -190,35 +219,13 @@ def _nudge(parameters: Mapping[str, Any], size: float | Mapping[str, float]) -> 
     The largest is that of all gradients: where large terms cancel, as in the bias of keys before a softmax, what is
     left is rounding noise of their size, and optimizers that divide by it make full steps of it.
     """
-    import torch
-
     largest = max((local(p.grad).abs().max() for p in parameters.values() if local(p.grad).numel()), default=0.0)
     for fqn, parameter in parameters.items():
         grad = local(parameter.grad)
-        signs = 1.0 - 2.0 * (torch.arange(grad.numel(), device=grad.device) % 2).to(grad.dtype)
         amount = size * largest if isinstance(size, float) else size.get(fqn, 0.0)
         # What is exactly zero in one order is so in another: rows of tokens that did not occur. Biases cancel.
         felt = (grad != 0) | (grad.dim() == 1)
-        grad.add_(signs.view_as(grad) * felt * amount)
-
-
-def _noise(rounded: Reference, exact: Reference) -> dict[str, float]:
-    """Return the largest difference of any element of a gradient, by FQN."""
-    found: dict[str, float] = {}
-    for one, other in zip(rounded.steps, exact.steps, strict=True):
-        for fqn in one.clipped.keys() & other.clipped.keys():
-            distance = (one.clipped[fqn].double() - other.clipped[fqn].double()).abs()
-            found[fqn] = max(found.get(fqn, 0.0), float(distance.max()) if distance.numel() else 0.0)
-    return found
-
-
-def _larger(
-    one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
-) -> dict[str, dict[str, float]]:
-    return {
-        name: {fqn: max(one[name].get(fqn, 0.0), other[name].get(fqn, 0.0)) for fqn in {**one[name], **other[name]}}
-        for name in one
-    }
+        grad.add_(signs(grad) * felt * amount)
 
 
 def pieces_of(subject: Subject, number: int, *, degree: int, auxiliary_only: bool = False) -> list[dict[str, Tensor]]:
@@ -351,37 +358,3 @@ def _set_weights(run: Composition, weights: Mapping[str, Tensor]) -> None:
         for fqn, parameter in run.named_parameters():
             # A plugin may compute in units on one device too, whose parameters are DTensors with one shard.
             local(parameter).copy_(weights[fqn])
-
-
-def _rounding(rounded: Reference, exact: Reference, *, in_parts: bool) -> dict[str, dict[str, float]]:
-    """Return the largest distance over steps, of each thing that is compared and each parameter.
-
-    A single number may be close by luck. With `in_parts` the loss is taken for as far off as that of the micro-batch
-    which is furthest off, and the norm for as far as the gradient.
-    """
-    result: dict[str, dict[str, float]] = {name: {} for name in COMPARED}
-
-    def note(name: str, fqn: str, distance: float) -> None:
-        result[name][fqn] = max(result[name].get(fqn, 0.0), distance)
-
-    for number, (one, other) in enumerate(zip(rounded.steps, exact.steps, strict=True)):
-        for name in ("loss", "grad_norm"):
-            value, true = getattr(one, name), getattr(other, name)
-            note(name, "", abs(value - true) / abs(true) if true else 0.0)
-        if in_parts:
-            pairs = zip(one.shares, other.shares, strict=True)
-            note("loss", "", max(abs(share - true) / abs(true) if true else 0.0 for share, true in pairs))
-            note("grad_norm", "", _apart(one.gradients, other.gradients) / (other.grad_norm or 1.0))
-        for name in ("gradients", "clipped", "parameters"):
-            mine, true_ones = getattr(one, name), getattr(other, name)
-            scale = scale_of(true_ones.values())
-            for fqn, tensor in true_ones.items():
-                distance = difference(mine[fqn], tensor, scale=scale) if fqn in mine else math.inf
-                note("later" if number and name != "parameters" else name, fqn, distance)
-    return result
-
-
-def _apart(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
-    """Return the norm of the difference of two gradients of the model."""
-    there = gradients.keys() & exact.keys()
-    return math.sqrt(sum(float((gradients[f].double() - exact[f].double()).square().sum()) for f in there))

@@ -6,6 +6,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 from composer3d.torch_compat.buckets import watch_buckets
+from composer3d.torch_compat.compiling import compile_module
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -102,6 +103,7 @@ __all__ = [
     "all_gather_single",
     "allocate",
     "clear_sharding_caches",
+    "compile_module",
     "custom_pipeline_schedule",
     "default_store",
     "device_question",

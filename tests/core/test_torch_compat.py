@@ -396,19 +396,6 @@ def test_the_allocators_history_is_written(tmp_path):
     assert (tmp_path / "history.pickle").stat().st_size > 0
 
 
-def test_the_compiler_traces_unflatten_through_a_mode():
-    from torch.overrides import TorchFunctionMode
-
-    class Mode(TorchFunctionMode):
-        def __torch_function__(self, func, types, args=(), kwargs=None):
-            return torch_compat.traceable(func)(*args, **(kwargs or {}))
-
-    x = torch.arange(12.0).view(2, 6)
-    compiled = torch.compile(lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), backend="eager", fullgraph=True)
-    with Mode():
-        assert all(map(torch.equal, compiled(x), x.unflatten(-1, (-1, 2)).unbind(-1)))
-
-
 def test_what_a_dtensor_holds_keeps_its_attributes():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import distribute_tensor

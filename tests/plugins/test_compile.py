@@ -5,7 +5,8 @@ import torch
 from support.models import Net, composed, gradient_error, mine, padded, reference_gradients, seeded
 
 from composer3d import ManifestError
-from composer3d.testing import run_ranks
+from composer3d.models import llama
+from composer3d.testing import assert_gradients_equal, gather_full, run_ranks
 
 # Dynamo looks at the .grad of everything that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -13,6 +14,7 @@ TIGHT = 1e-12
 EAGER = '[scheduling.compile]\nbackend = "aot_eager"\n'
 FSDP = "[sharding.fsdp2]\n"
 AC = "[scheduling.activation_checkpoint]\n"
+BUCKETS = '[sharding.ddp]\nreducer = "bucketed"\n[precision.mixed]\nparam_dtype = "float32"\n'
 
 
 def step(text):
@@ -35,6 +37,12 @@ def test_gradients_equal_one_device(world_size, text):
     for loss, gradients, _ in run_ranks(step, world_size, text):
         assert loss < TIGHT
         assert gradients < TIGHT
+
+
+def test_norms_that_are_units_of_their_own_lie_in_compiled_blocks():
+    units = '[precision.mixed]\nparam_dtype = "float32"\nnorms = "float32_units"\n'
+    plain, compiled = (run_ranks(trained_norms, 1, FSDP + units + AC + end)[0] for end in ("", EAGER))
+    assert_gradients_equal(compiled, plain, tolerance=TIGHT)
 
 
 @pytest.mark.slow
@@ -68,6 +76,49 @@ def test_collectives_stay_as_they_are():
     plain = run_ranks(step, 2, FSDP)[0][2]
     assert sum(plain.values()) > 3
     assert run_ranks(step, 2, FSDP + EAGER)[0][2] == plain
+
+
+def trained_norms(text):
+    model = llama(dim=8, num_layers=2, num_heads=2, num_kv_heads=2, ffn_dim=16, vocab_size=11)
+    tokens, targets = padded()
+    run = composed(text, model)
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    gradients = gather_full({fqn: parameter.grad for fqn, parameter in run.parts[0].module.named_parameters()})
+    run.close()
+    return gradients
+
+
+class Remembering(torch.nn.Linear):
+    """Keeps what it was given, and counts."""
+
+    calls = 0
+
+    def forward(self, input):
+        self.calls += 1
+        self.seen = input * 2.0
+        return super().forward(input)
+
+
+def written_inside(text):
+    torch.set_default_dtype(torch.float64)
+    net = seeded()
+    for block in net.layers:
+        block.up.__class__ = Remembering
+    tokens, targets = padded()
+    run = composed(text + "[train]\nmicrobatch = 3\n", net)
+    with run.step(0):
+        run.forward_backward(mine(run, tokens), target=mine(run, targets))
+    gradients = gather_full({fqn: parameter.grad for fqn, parameter in run.parts[0].module.named_parameters()})
+    run.close()
+    return gradients, [(block.up.calls, tuple(block.up.seen.shape)) for block in net.layers]
+
+
+@pytest.mark.parametrize("layout", ["", BUCKETS])
+def test_what_is_recomputed_may_write_to_objects(layout):
+    gradients, written = run_ranks(written_inside, 1, layout + AC + EAGER)[0]
+    assert_gradients_equal(gradients, run_ranks(written_inside, 1, layout)[0][0], tolerance=TIGHT)
+    assert written == [(4, (3, 5, 7))] * 3  # once for each of four micro-batches
 
 
 def refusal(text):

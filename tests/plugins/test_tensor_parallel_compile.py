@@ -9,7 +9,8 @@ from support.models import largest, mine, write_manifest
 from support.tensor_parallel import AUTO, built, steps_of
 
 import composer3d
-from composer3d.testing import full, run_ranks
+from composer3d.models import llama
+from composer3d.testing import fake_world, full, run_ranks
 
 # Dynamo looks at the .grad of everything that it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -25,7 +26,7 @@ def text(settings="", more=""):
 
 # Attention of gpt2 is followed, that of llama is not, and that of Alibi lies in the block itself.
 CASES = [("gpt2", text("", COMPILE)), ("gpt2", text(SP, COMPILE)), ("llama", text(SP, COMPILE))]
-CASES += [("Alibi", text("", COMPILE)), ("Alibi", text("", COMPILE + AC))]
+CASES += [("Alibi", text("", COMPILE)), ("Alibi", text("", COMPILE + AC)), ("llama", text("", COMPILE + AC))]
 
 
 def test_gradients_equal_one_device():
@@ -60,3 +61,15 @@ def test_compiled_blocks_draw_what_others_do(more):
             assert plain.keys() == compiled.keys()
             scale = max(float(g.abs().max()) for g in plain.values())
             assert largest(float((plain[name] - compiled[name]).abs().max()) / scale for name in plain) < TIGHT
+
+
+def test_a_batch_of_one_has_any_stride():
+    """A compiled block hands on the stride of a dim of one element as it likes; blocks then differ in it alone."""
+    with fake_world(2):
+        model = llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=64, vocab_size=32)
+        manifest = write_manifest("[mesh]\ntp = 2\n[sharding.tensor_parallel]\n" + SP + COMPILE)
+        block = composer3d.compose(model, manifest, loss_fn=class_loss).parts[0].module.layers[0]
+        x = torch.randn(1, 16, 32)
+        for stride in (512, 7, 3):
+            # A rank is given the whole sequence here, and hands its half on.
+            assert block(x.as_strided(x.shape, (stride, 32, 1))).shape == (1, 8, 32)

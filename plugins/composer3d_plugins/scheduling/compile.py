@@ -33,7 +33,8 @@ class Compile:
         backend: A torch.compile backend.
         mode: A torch.compile mode.
         fullgraph: Fail where the compiler would fall back to Python inside a block. Where a plugin does something there
-            that no compiler can follow, such as dropout that differs between ranks along tp, that is run as it is.
+            that no compiler can follow, such as dropout that differs between ranks along tp, or units of norms that
+            are gathered by themselves, that is run as it is.
         dynamic: Compile for changing shapes; default: when torch sees them change.
     """
 
@@ -72,8 +73,12 @@ class Compile:
         for fqn in fqns:
             unit = model.get_submodule(fqn)
             held = [_run_eagerly(module) for module in unit.modules()]
+            # Units of data parallelism inside gather and reduce in hooks, which torch keeps the compiler out of.
+            held.append(any(own.startswith(f"{fqn}.") for own in context.own_units))
             fullgraph = self.fullgraph and not any(held)
-            unit.compile(backend=self.backend, mode=self.mode, fullgraph=fullgraph, dynamic=self.dynamic)
+            torch_compat.compile_module(
+                unit, backend=self.backend, mode=self.mode, fullgraph=fullgraph, dynamic=self.dynamic
+            )
         return list(fqns)
 
 

@@ -152,9 +152,14 @@ class Applier:
         return self.sequence_dim if rule.is_cut else None
 
     def _wrap(self, x: Tensor, dim: int | None) -> Tensor:
+        import torch
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
         placement = Replicate() if dim is None else Shard(dim)
+        if torch.compiler.is_compiling() and x.is_contiguous():
+            # The stride of a batch of one is whatever made it, so the compiler takes it for a symbol, and torch looks
+            # DTensors up by their strides (2.13). Seen anew, it follows from the shape.
+            x = x.flatten().view(x.shape)
         return DTensor.from_local(x, self.mesh, [placement], run_check=False)
 
     def _unwrap(self, x: Any, dim: int | None) -> Any:

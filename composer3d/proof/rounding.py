@@ -1,0 +1,80 @@
+"""How far two runs on one device are apart, which tolerances are derived from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from composer3d.proof.comparison import COMPARED, difference, scale_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from composer3d.proof.reference import Reference
+
+__all__ = ["larger", "noise", "rounding", "signs"]
+
+
+def noise(rounded: Reference, exact: Reference) -> dict[str, float]:
+    """Return the largest difference of any element of a gradient, by FQN."""
+    found: dict[str, float] = {}
+    for one, other in zip(rounded.steps, exact.steps, strict=True):
+        for fqn in one.clipped.keys() & other.clipped.keys():
+            distance = (one.clipped[fqn].double() - other.clipped[fqn].double()).abs()
+            found[fqn] = max(found.get(fqn, 0.0), float(distance.max()) if distance.numel() else 0.0)
+    return found
+
+
+def larger(
+    one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
+) -> dict[str, dict[str, float]]:
+    """Return the larger of two distances, of each thing that is compared and each parameter."""
+    return {
+        name: {fqn: max(one[name].get(fqn, 0.0), other[name].get(fqn, 0.0)) for fqn in {**one[name], **other[name]}}
+        for name in one
+    }
+
+
+def rounding(rounded: Reference, exact: Reference, *, in_parts: bool) -> dict[str, dict[str, float]]:
+    """Return the largest distance over steps, of each thing that is compared and each parameter.
+
+    A single number may be close by luck. With `in_parts` the loss is taken for as far off as that of the micro-batch
+    or sample which is furthest off, and the norm for as far as the gradient.
+    """
+    result: dict[str, dict[str, float]] = {name: {} for name in COMPARED}
+
+    def note(name: str, fqn: str, distance: float) -> None:
+        result[name][fqn] = max(result[name].get(fqn, 0.0), distance)
+
+    for sample, true in zip(rounded.samples, exact.samples, strict=False):
+        note("loss", "", abs(sample - true) / abs(true) if true else 0.0)
+    for number, (one, other) in enumerate(zip(rounded.steps, exact.steps, strict=True)):
+        for name in ("loss", "grad_norm"):
+            value, true = getattr(one, name), getattr(other, name)
+            note(name, "", abs(value - true) / abs(true) if true else 0.0)
+        if in_parts:
+            pairs = zip(one.shares, other.shares, strict=True)
+            note("loss", "", max(abs(share - true) / abs(true) if true else 0.0 for share, true in pairs))
+            note("grad_norm", "", _apart(one.gradients, other.gradients) / (other.grad_norm or 1.0))
+        for name in ("gradients", "clipped", "parameters"):
+            mine, true_ones = getattr(one, name), getattr(other, name)
+            scale = scale_of(true_ones.values())
+            for fqn, tensor in true_ones.items():
+                distance = difference(mine[fqn], tensor, scale=scale) if fqn in mine else math.inf
+                note("later" if number and name != "parameters" else name, fqn, distance)
+    return result
+
+
+def _apart(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
+    """Return the norm of the difference of two gradients of the model."""
+    there = gradients.keys() & exact.keys()
+    return math.sqrt(sum(float((gradients[f].double() - exact[f].double()).square().sum()) for f in there))
+
+
+def signs(tensor: Tensor, level: int = 0) -> Tensor:
+    """Return 1 and -1 by turns, each 2^level times."""
+    import torch
+
+    turns = (torch.arange(tensor.numel(), device=tensor.device) >> level) % 2
+    return (1.0 - 2.0 * turns.to(tensor.dtype)).view_as(tensor)

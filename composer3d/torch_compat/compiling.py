@@ -1,0 +1,77 @@
+"""What torch.compile needs to compile a module as composer3d's plugins have made it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+__all__ = ["compile_module"]
+
+
+def compile_module(module: Any, **options: Any) -> None:
+    """Compile a module in place, as its `compile` does; what is recomputed inside may write to Python objects.
+
+    Code that keeps a tensor or swaps one in its forward stops dynamo inside a checkpoint, unless a setting that is
+    torch's alone (torch 2.11-2.15) says that the recomputation need not write again: once a forward, as without a
+    checkpoint. It is read while the module is traced, so it holds during calls of this module and nowhere else.
+    """
+    import torch
+    import torch._dynamo
+
+    _order_saved_states()
+    module.compile(**options)
+    setting: Any = torch._dynamo.config
+    allowing = setting.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
+    module._compiled_call_impl = allowing(module._compiled_call_impl)
+
+
+def _order_saved_states() -> None:
+    """Let a compiled checkpoint draw, or attend, beside DTensors.
+
+    What a compiled forward leaves for its backward are tensors, then meshes of DTensors, then numbers. States of random
+    streams, which recomputation asks for and which are tensors, are put behind the meshes, and are then taken for them
+    (torch 2.13). The function that adds them is replaced by one that puts meshes last; where they are, it does nothing.
+    """
+    import torch._functorch.partitioners
+
+    partitioners: Any = torch._functorch.partitioners
+    adding = partitioners.functionalize_rng_ops
+    if hasattr(adding, "__wrapped__"):
+        return
+
+    @functools.wraps(adding)
+    def ordered(joint: Any, forward: Any, backward: Any, num_numbers: int, *args: Any, **kwargs: Any) -> Any:
+        before = {node.name for node in _placeholders(backward)}
+        forward, backward = adding(joint, forward, backward, num_numbers, *args, **kwargs)
+        inputs = _placeholders(backward)
+        states = [node for node in inputs if node.name not in before]
+        meshes = [node for node in inputs if _is_mesh(node) and not node.name.startswith("tangents")]
+        if states and meshes and inputs.index(meshes[-1]) < inputs.index(states[0]):
+            for node in reversed(meshes):
+                states[-1].append(node)
+            backward.recompile()
+            _meshes_last(forward, len(meshes), len(states), num_numbers)
+        return forward, backward
+
+    partitioners.functionalize_rng_ops = ordered
+
+
+def _meshes_last(forward: Any, num_meshes: int, num_states: int, num_numbers: int) -> None:
+    """Exchange the meshes among a forward's outputs with the states that follow them."""
+    (output,) = forward.graph.find_nodes(op="output")
+    outputs = list(output.args[0])
+    end = len(outputs) - num_numbers
+    start = end - num_states
+    meshes, states = outputs[start - num_meshes : start], outputs[start:end]
+    output.args = ((*outputs[: start - num_meshes], *states, *meshes, *outputs[end:]),)
+    forward.recompile()
+
+
+def _placeholders(graph_module: Any) -> list[Any]:
+    return list(graph_module.graph.find_nodes(op="placeholder"))
+
+
+def _is_mesh(node: Any) -> bool:
+    from torch._library.fake_class_registry import FakeScriptObject
+
+    return isinstance(node.meta.get("val"), FakeScriptObject)

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from composer3d import torch_compat
+from composer3d.testing import fake_world
+
+
+class Keeping(torch.nn.Module):
+    def inside(self, x):
+        self.kept = x * 2.0
+        return self.kept.sin()
+
+    def forward(self, x):
+        return checkpoint(self.inside, x, use_reentrant=False)
+
+
+def test_the_compiler_traces_unflatten_through_a_mode():
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return torch_compat.traceable(func)(*args, **(kwargs or {}))
+
+    x = torch.arange(12.0).view(2, 6)
+    compiled = torch.compile(lambda x: x.unflatten(-1, (-1, 2)).unbind(-1), backend="eager", fullgraph=True)
+    with Mode():
+        assert all(map(torch.equal, compiled(x), x.unflatten(-1, (-1, 2)).unbind(-1)))
+
+
+def test_a_compiled_checkpoint_may_write_to_objects_of_its_own_module_only():
+    x = torch.ones(3, requires_grad=True)
+    alone, allowed = Keeping(), Keeping()
+    alone.compile(backend="aot_eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="side effect"):
+        alone(x)
+    torch_compat.compile_module(allowed, backend="aot_eager", fullgraph=True)
+    allowed(x).sum().backward()
+    assert torch.equal(allowed.kept, x * 2.0) and torch.allclose(x.grad, 2.0 * (2.0 * x).cos())
+    assert not torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint
+
+
+class Attending(torch.nn.Module):
+    """Attention counts as drawing; the weight is a DTensor, whose mesh the backward needs."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = torch.nn.Parameter(weight)
+
+    def attended(self, x):
+        projected = (x @ self.weight).to_local()
+        return torch.nn.functional.scaled_dot_product_attention(projected, projected, projected)
+
+    def forward(self, x):
+        return checkpoint(self.attended, x, use_reentrant=False)
+
+
+def test_compiled_checkpoints_attend_beside_dtensors():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import distribute_tensor
+
+    torch.manual_seed(0)
+    values, weight = torch.randn(1, 2, 4, 8), torch.randn(8, 8)
+    gradients = []
+    with fake_world(2):
+        mesh = init_device_mesh("cpu", (2,))
+        for compiles in (False, True):
+            module = Attending(distribute_tensor(weight, mesh, src_data_rank=None))
+            if compiles:
+                torch_compat.compile_module(module, backend="aot_eager", fullgraph=True)
+            module(distribute_tensor(values, mesh, src_data_rank=None)).sum().backward()
+            gradients.append(module.weight.grad.to_local())
+    assert torch.equal(*gradients)
