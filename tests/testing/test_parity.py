@@ -232,7 +232,7 @@ def test_a_target_of_several_tensors_is_counted_by_the_caller():
     class TwoHeads(nn.Linear):
         def forward(self, *, features):
             found = super().forward(features)
-            return {"one": found[:, :2] + 0.0, "other": found[:, 2]}
+            return {"one": found[:, :2] + 0.0, "other": found[:, 2] + 0.0}
 
     def loss_fn(outputs, targets):
         one = torch.nn.functional.cross_entropy(outputs["one"], targets["one"], reduction="sum")
