@@ -56,7 +56,7 @@ class RunContext:
         split: The answer to `composer3d_split`, if a plugin gave one.
         applied_part: The part that a transform is being applied to.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
-        cuts: Of parameters that tp cuts, by FQN, the dim and the lengths of a rank's runs along it, once it has selected.
+        cuts: Of parameters that tp cuts, by FQN, dim and lengths of a rank's runs along it, once that is chosen.
         flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
         left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
         export_form: What `composer3d export --quantise` makes of tensors, and metadata; export_config: config.json's.

@@ -381,8 +381,7 @@ def test_the_format_is_torchaos(group):
     # A share of rows or groups is complete by itself.
     assert torch.equal(form.dequantised(stored[10:20], levels("cpu")), values[10:20])
     width = form.piece_bytes
-    right = form.dequantised(stored[:, -width:].contiguous(), levels("cpu"))
-    assert torch.equal(right, values[:, -64 * group :])
+    assert torch.equal(form.dequantised(stored[:, -width:].contiguous(), levels("cpu")), values[:, -64 * group :])
     for runs in ((128,), (96, 32), (24,)):
         fitted = form.cut(runs)
         pieces = fitted.quantised(weight)
