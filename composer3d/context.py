@@ -56,12 +56,10 @@ class RunContext:
         split: The answer to `composer3d_split`, if a plugin gave one.
         applied_part: The part that a transform is being applied to.
         orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
-        cuts: Of parameters that will be cut over tp, by FQN, the dim and the lengths of the runs along it that a rank
-            has; there once the plugin that cuts has selected, for transforms that come after it.
+        cuts: Of parameters that tp cuts, by FQN, dim and lengths of a rank's runs along it, once that is chosen.
         flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
         left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
-        export_form: What `composer3d export --quantise` makes of a model's tensors, and what it writes beside them.
-        export_config: Makes what `config.json` of a Hugging Face folder says of that; None where it can say nothing.
+        export_form: What `composer3d export --quantise` makes of tensors, and metadata; export_config: config.json's.
         own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
     """
 
@@ -117,10 +115,7 @@ class RunContext:
 
     @property
     def example(self) -> Example | None:
-        """`(args, kwargs)` of a forward, if `compose` was given one or can have one, for plugins that need shapes.
-
-        Where it has to be made (a run looks at its data), it is made when the first plugin asks.
-        """
+        """`(args, kwargs)` of a forward, if there is one, for plugins that need shapes; made when the first asks."""
         if callable(self._example):
             self._example = self._example()
         return self._example

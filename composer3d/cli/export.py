@@ -159,8 +159,7 @@ def export(
             them, and the folder the rest of what is there.
         trust_remote_code: Run Python that lies in the description.
         merged: Reads the checkpoint in place of its own tensors.
-        form: What becomes of the tensors of a file, and the metadata that says so.
-        config: What a Hugging Face model's `config.json` says of that.
+        form: What becomes of the tensors of a file, and the metadata that says so; config: what `config.json` says.
 
     Returns:
         The files with the keys in each.
@@ -180,24 +179,25 @@ def export(
     if exporter is not None and merged is None:
         _refuse_adapters(path, infos, exporter)
     shards = _cut(infos, dtype, max_shard_bytes, _together(infos, exporter))
-    if form is not None and exporter is not None:
+    if form and exporter:
         _check_form(path, config, len(shards))
     files = _places(to, len(shards), sum(_bytes(info, dtype) for info in infos.values()))
     written: dict[Path, list[str]] = {}
     total = 0
     for file, keys in zip(files, shards, strict=True):
         read = partial(read_tensors, path) if merged is None else merged.read
-        tensors = _tensors(read(keys), dtype, exporter)
-        metadata: dict[str, str] = {}
-        if form is not None:
-            tensors, metadata = form(tensors)
+        tensors, metadata = _formed(_tensors(read(keys), dtype, exporter), form)
         written[file] = list(tensors)
         total += sum(tensor.nbytes for tensor in tensors.values())
         _write(file, tensors, metadata)
     _write_index(written, total)
     if exporter is not None and description is not None:
-        exporter.describe(description, to, dtype, config() if form is not None and config is not None else {})
+        exporter.describe(description, to, dtype, config() if form and config else {})
     return written
+
+
+def _formed(tensors: dict[str, Tensor], form: ExportForm | None) -> tuple[dict[str, Tensor], dict[str, str]]:
+    return (tensors, {}) if form is None else form(tensors)
 
 
 def _check_form(path: Path, config: Callable[[], Mapping[str, Any]] | None, num_shards: int) -> None:

@@ -108,7 +108,7 @@ run.device = "cpu"
 def test_a_hugging_face_folder_of_quantised_weights_is_loaded(tmp_path, tied, left):
     from transformers import AutoModelForCausalLM
 
-    make("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128, tie_word_embeddings=tied)
+    make("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128, vocab_size=256, tie_word_embeddings=tied)
     (tmp_path / "text.txt").write_text("a text of some length " * 200)
     start(write(tmp_path, HF + QAT + left), 1)
     for folder, more in (("q", ["--quantise"]), ("plain", [])):
