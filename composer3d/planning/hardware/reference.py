@@ -43,6 +43,9 @@ class Reference:
     writes: tuple[int, ...] = ()
 
 
+_ATEN = torch.ops.aten
+
+
 def _rows(number: int, width: int = WIDTH) -> Make:
     """Return what makes tensors of rows that together have the elements asked for."""
 
@@ -91,7 +94,7 @@ def _states(elements: int, dtype: torch.dtype) -> tuple[Any, ...]:
 
 
 def _adamw(parameters: Any, gradients: Any, means: Any, squares: Any, steps: Any) -> None:
-    torch._fused_adamw_(  # the optimizer's own kernel has no public name
+    _ATEN._fused_adamw_(
         parameters, gradients, means, squares, [], steps,
         lr=1e-3, beta1=0.9, beta2=0.95, weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
     )  # fmt: skip
@@ -101,7 +104,6 @@ def _other(values: torch.Tensor) -> torch.Tensor:
     return values.to(torch.bfloat16 if values.dtype == torch.float32 else torch.float32)
 
 
-_ATEN = torch.ops.aten
 REFERENCES: Sequence[Reference] = (
     Reference(name="aten.mul", make=_rows(2), call=torch.mul),
     Reference(name="aten.copy_", make=_rows(2), call=torch.Tensor.copy_, writes=(0,)),
