@@ -21,6 +21,7 @@ from composer3d.proof.rounding import larger, noise, rounding, signs
 from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
 from composer3d.testing.parity import full
+from composer3d.torch_compat import is_wrapper_subclass
 
 if TYPE_CHECKING:
     import torch
@@ -147,17 +148,20 @@ def _samples(
 
     pieces = _microbatches(subject, 0, degree, which)
     counts = [_count(subject, piece) for piece in pieces]
-    # Of matrices only: the weights of a norm are alike, and would all be rounded alike.
-    matrices = {fqn: weight for fqn, weight in weights.items() if weight.dim() > 1 and weight.is_floating_point()}
+    # Of matrices only: the weights of a norm are alike, and would all be rounded alike. What wraps a tensor casts it.
+    matrices = {
+        fqn: weight
+        for fqn, weight in weights.items()
+        if weight.dim() > 1 and weight.is_floating_point() and not is_wrapper_subclass(type(weight))
+    }
     found = []
     for number in range(_NUM_SAMPLES):
         # In their own dtype, so that every arithmetic has the same.
-        moved = {fqn: weight * (1.0 + _APART * signs(weight, number)) for fqn, weight in matrices.items()}
-        _set_weights(run, {**weights, **moved})
+        _set_weights(run, {fqn: w * (1.0 + _APART * signs(w, number)) for fqn, w in matrices.items()})
         run.parameters_changed()
         with run.step(0), torch.no_grad():
             found.append(float(_objective(_loss(subject, run, pieces[0], counts[0], counts), counts, backward=False)))
-    _set_weights(run, weights)
+    _set_weights(run, matrices)
     run.parameters_changed()
     return found
 
@@ -357,4 +361,5 @@ def _set_weights(run: Composition, weights: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for fqn, parameter in run.named_parameters():
             # A plugin may compute in units on one device too, whose parameters are DTensors with one shard.
-            local(parameter).copy_(weights[fqn])
+            if fqn in weights:
+                local(parameter).copy_(weights[fqn])
