@@ -11,7 +11,7 @@ from composer3d import gradients, spans
 from composer3d.assembly import Assembled
 from composer3d.batch import to_device
 from composer3d.errors import StepError
-from composer3d.evaluation import Evaluation, evaluating
+from composer3d.evaluation import Evaluation, evaluating, let_go
 from composer3d.in_backward import BackwardStepper
 from composer3d.measurement import measure
 from composer3d.optimizer import compose_step, group_parameters
@@ -337,16 +337,18 @@ class Composition:
         with self.explaining("load"):
             with self._engine.bypassed():
                 self._persistence.load(Path(path), self._optimizer)
-            self._engine.parameters_loaded()
+            self.parameters_changed()
 
     def parameters_changed(self) -> None:
         """Let plugins compute anew what rests on final parameters, after a loop has changed parameters between steps.
 
-        `load` does so by itself. Collectives: those of the plugins' actions.
+        Parameters that a forward without a backward has gathered are let go, too. `load` does so by itself.
+        Collectives: those of the plugins' actions.
 
         Raises:
             StepError: Inside a step.
         """
+        let_go(self.parts)
         self._engine.parameters_loaded()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from composer3d.protocol import Part
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Evaluation", "evaluating"]
+__all__ = ["Evaluation", "evaluating", "let_go"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +46,13 @@ def evaluating(parts: Sequence[Part]) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+        let_go(parts)
+
+
+def let_go(parts: Sequence[Part]) -> None:
+    """Free parameters that were gathered and are kept for a backward; their shards stay. Collectives: none."""
+    for part in parts:
+        for module in part.module.modules():
             reshard = getattr(module, "reshard", None)  # of FSDP2's modules
             if callable(reshard):
                 reshard()

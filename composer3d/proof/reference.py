@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import cut, map_tensors, to_device
+from composer3d.evaluation import let_go
 from composer3d.gradients import local
 from composer3d.loss import as_loss, count_valid, reduction_of
 from composer3d.proof.activations import Output, Outputs, watched_loss, watching
@@ -144,8 +145,6 @@ def _samples(
     subject: Subject, run: Composition, degree: int, which: Arithmetic, weights: Mapping[str, Tensor]
 ) -> list[float]:
     """Return the first micro-batch's loss at weights a little apart."""
-    import torch
-
     pieces = _microbatches(subject, 0, degree, which)
     counts = [_count(subject, piece) for piece in pieces]
     # Of matrices only: the weights of a norm are alike, and would all be rounded alike. What wraps a tensor casts it.
@@ -159,8 +158,10 @@ def _samples(
         # In their own dtype, so that every arithmetic has the same.
         _set_weights(run, {fqn: w * (1.0 + _APART * signs(w, number)) for fqn, w in matrices.items()})
         run.parameters_changed()
-        with run.step(0), torch.no_grad():
+        # With a graph, by whose last operation a plain loss is known for a sum or a mean.
+        with run.step(0):
             found.append(float(_objective(_loss(subject, run, pieces[0], counts[0], counts), counts, backward=False)))
+        let_go(run.parts)  # the next weights are for the shards of what a plugin computes in units
     _set_weights(run, matrices)
     run.parameters_changed()
     return found

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from support.models import (
+    VOCAB,
     composed,
     gradient_error,
     mean_loss,
@@ -136,3 +139,25 @@ def test_parameters_are_sharded_again_afterwards():
         assert losses[1] == pytest.approx(losses[2], rel=1e-6)
         assert losses[3] == pytest.approx(losses[4], rel=1e-6)
         assert losses[4] < losses[2] < losses[0]
+
+
+def changed_behind_a_forward():
+    """Change the shards after a forward that no backward follows; return the loss before and after, and what is due."""
+    tokens, targets = padded()
+    run = composed(FSDP + "[train]\nmicrobatch = 2\n", loss_fn=sum_loss)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.0)
+    batch, target = mine(run, tokens), mine(run, targets)
+    shards = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    before = run.evaluate(batch, target=target).loss
+    with torch.no_grad():
+        run.model(batch)  # gathers the root, which waits for a backward
+        for shard in shards:
+            shard.zero_()
+    run.parameters_changed()
+    return float(before), float(run.evaluate(batch, target=target).loss)
+
+
+def test_what_a_forward_gathered_is_not_used_once_parameters_have_changed():
+    for before, after in run_ranks(changed_behind_a_forward, 2):
+        # All logits are zero: every token is as likely as any other.
+        assert after == pytest.approx(math.log(VOCAB), rel=1e-6) != pytest.approx(before, rel=1e-3)
