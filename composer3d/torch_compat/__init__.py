@@ -18,6 +18,7 @@ from composer3d.torch_compat.layouts import (
     replicate_units,
     shard_of,
     silence_redistribution,
+    unify_gradients,
     with_local,
 )
 from composer3d.torch_compat.messages import (
@@ -145,6 +146,7 @@ __all__ = [
     "traceable",
     "tree_leaves",
     "tree_map",
+    "unify_gradients",
     "unviewed",
     "wait_for_message",
     "watch_buckets",

@@ -18,6 +18,7 @@ __all__ = [
     "replicate_units",
     "shard_of",
     "silence_redistribution",
+    "unify_gradients",
     "with_local",
 ]
 
@@ -85,6 +86,23 @@ def fsdp_groups(module: Any) -> Iterator[tuple[Any, Any, Any]]:
     for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
         if group is not None:
             yield group, group._all_gather_comm, group._reduce_scatter_comm
+
+
+def unify_gradients(module: Any) -> None:
+    """Bring the gradients of FSDP2's groups to one dtype before they are reduced outside a backward.
+
+    FSDP2 keeps what it accumulates in `reduce_dtype`, and what comes after its own hook, as the weights' half of a
+    divided backward does, in the parameters' dtype; a group that has both it refuses to reduce. Private (torch
+    2.11-2.15).
+    """
+    for submodule in module.modules():
+        for group, _, _ in fsdp_groups(submodule):
+            parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+            if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
+                for parameter in parameters:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    if parameter.unsharded_accumulated_grad is None:
+                        parameter.to_accumulated_grad_if_needed()
 
 
 def fsdp_buffers(module: Any) -> Iterator[Any]:

@@ -70,6 +70,28 @@ def test_plain_tensors_of_wrappers_and_the_buffers_of_sharded_units():
         assert {tensor.untyped_storage().nbytes() for tensor in torch_compat.fsdp_buffers(module)} == {16, 64}
 
 
+def test_gradients_of_a_group_are_brought_to_one_dtype():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    with fake_world(2):
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        module = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+        module.set_requires_gradient_sync(False)
+        module(torch.ones(1, 4)).sum().backward()
+        ((group, _, _),) = torch_compat.fsdp_groups(module)
+        weight, bias = group.fsdp_params
+        late = torch.ones_like(bias.unsharded_param)
+        bias.unsharded_accumulated_grad, bias.unsharded_param.grad = None, late
+        weight.unsharded_param.grad = torch.ones_like(weight.unsharded_param)
+        before = weight.unsharded_accumulated_grad.clone()
+        torch_compat.unify_gradients(module)
+        assert [p.unsharded_param.grad for p in (weight, bias)] == [None, None]
+        assert torch.equal(weight.unsharded_accumulated_grad, before + 1.0)
+        assert torch.equal(bias.unsharded_accumulated_grad, late.float())
+        assert bias.unsharded_accumulated_grad.dtype is torch.float32
+
+
 def test_a_lone_pipeline_replaces_methods_that_torch_has():
     from torch.distributed.pipelining import PipelineStage, schedules
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from support.float8 import CONVERTED, NUM_LAYERS, Wide, table
-from support.models import composed, full, mine, padded, seeded, sum_loss
+from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
 from support.worlds import in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import ManifestError, torch_compat
-from composer3d.testing import count_collectives, run_ranks
+from composer3d import Batch, ManifestError, torch_compat
+from composer3d.models import llama
+from composer3d.testing import assert_parity, count_collectives, run_ranks
 
 # Before ranks are forked: each of them would import it anew.
 float8 = torch_compat.import_torchao("torchao.float8")
@@ -113,6 +115,16 @@ def test_tensor_and_pipeline_parallel_equal_one_device(layout, chunks):
         for _, _, gradients, weights in ranks:
             assert gradients < 2e-6
             assert weights < 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
+def test_gradients_of_both_halves_of_a_backward_are_reduced_together():
+    # With one micro-batch, what FSDP2 took over after the inputs' half and what the weights' half left differ in dtype.
+    text = """[mesh]\npp = 2\ndp_shard = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n[sharding.fsdp2]
+[precision.mixed]\nparam_dtype = "bfloat16"\nreduce_dtype = "float32"\n"""
+    batch = Batch(args=(padded()[0],), target=padded()[1])
+    model = partial(llama, dim=32, num_layers=4, num_heads=4, vocab_size=16)
+    assert_parity(model, write_manifest(text + table("tensorwise")), batch, loss_fn=sum_loss, microbatch=6)
 
 
 def test_auto_decides_as_torchao():

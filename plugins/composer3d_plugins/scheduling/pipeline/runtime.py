@@ -185,6 +185,13 @@ class PipelineRuntime:
             context.end_microbatch()
             return result
 
+        reduce = stage.perform_reduce_grad
+
+        def run_reduction(*args: Any, **kwargs: Any) -> None:
+            torch_compat.unify_gradients(stage.submod)
+            reduce(*args, **kwargs)
+
+        stage.perform_reduce_grad = run_reduction
         stage.forward_one_chunk = run_forward
         stage.backward_one_chunk = run_backward
         stage.backward_weight_one_chunk = run_weights
