@@ -1,0 +1,84 @@
+"""Seconds of `composer3d plan` for large models: Llama-3-70B on 512 ranks, and Llama-3-405B on 16384.
+
+The whole process counts, imports included. Times are those that pass, so nothing else should run meanwhile; CPU time of
+the process and of the one beside it is shown too. The median of the rounds is what is limited.
+
+Usage: python benchmarks/plan_time.py [--rounds 3] [--json]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from harness import conditions, note, say
+from layout_time import MANIFEST, child, children_cpu_s
+
+_OF_405B = {
+    "pp = 4": "pp = 16",
+    "dp_shard = 16": "dp_shard = 128",
+    "dim = 8192": "dim = 16384",
+    "num_layers = 80": "num_layers = 126",
+    "num_heads = 64": "num_heads = 128",
+    "global_batch = 512": "global_batch = 2048",
+}
+CASES = (
+    ("Llama-3-70B on 512 ranks", 512, {}, 10.0),
+    ("Llama-3-405B on 16384 ranks", 16384, _OF_405B, 30.0),
+)
+
+
+def measure(num_rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each model."""
+    rows = []
+    for name, world_size, changes, limit in CASES:
+        text = MANIFEST
+        for before, after in changes.items():
+            assert text.count(f"\n{before}\n") == 1, before
+            text = text.replace(f"\n{before}\n", f"\n{after}\n")
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "model.toml"
+            path.write_text(text)
+            times = [_planned(path, world_size) for _ in range(num_rounds)]
+        seconds, cpu_s = (round(statistics.median(column), 2) for column in zip(*times, strict=True))
+        slowest = round(max(passed for passed, _ in times), 2)
+        rows.append({"name": name, "seconds": seconds, "slowest_s": slowest, "cpu_s": cpu_s, "budget_s": limit})
+        note(f"{name}: {seconds} s")
+    return rows
+
+
+def _planned(path: Path, world_size: int) -> tuple[float, float]:
+    """Return the seconds that pass and the CPU time of a plan."""
+    started, cpu_started = time.monotonic(), children_cpu_s()
+    options = ("--world-size", str(world_size), "--hardware", "h100", "--json")
+    told = json.loads(child(sys.executable, "-m", "composer3d", "plan", str(path), *options))
+    assert told["world_size"] == world_size, "another world was planned"
+    return time.monotonic() - started, children_cpu_s() - cpu_started
+
+
+def main() -> int:
+    """Read the command line, measure, print; 1 if a median is above its limit."""
+    parser = argparse.ArgumentParser(description="Time the plan of large models.")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of each model (3)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments = parser.parse_args()
+    stated = conditions()
+    rows = measure(arguments.rounds)
+    if arguments.json:
+        stated["load_1min_after"] = round(os.getloadavg()[0], 2)
+        say(json.dumps({"rows": rows, "conditions": stated}, indent=1))
+    else:
+        for row in rows:
+            say("  ".join(f"{value}" if key == "name" else f"{key} {value}" for key, value in row.items()))
+    return 0 if all(row["seconds"] <= row["budget_s"] for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
