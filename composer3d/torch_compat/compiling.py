@@ -8,8 +8,11 @@ from typing import Any
 __all__ = ["compile_module"]
 
 
-def compile_module(module: Any, **options: Any) -> None:
+def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool = False, **options: Any) -> None:
     """Compile a module in place, as its `compile` does; what is recomputed inside may write to Python objects.
+
+    With `keep_roundings`, inductor rounds between the operators that it fuses as these do one after the other. Its
+    settings and its modes cannot be given together, so a mode is given as its settings, whose list is torch's alone.
 
     Code that keeps a tensor or swaps one in its forward stops dynamo inside a checkpoint, unless a setting that is
     torch's alone (torch 2.11-2.15) says that the recomputation need not write again: once a forward, as without a
@@ -19,6 +22,13 @@ def compile_module(module: Any, **options: Any) -> None:
     import torch._dynamo
 
     _order_saved_states()
+    if keep_roundings:
+        from torch._inductor import list_mode_options
+
+        settings = {} if mode is None else list_mode_options(mode)
+        options["options"] = {**settings, "emulate_precision_casts": True}
+    else:
+        options["mode"] = mode
     module.compile(**options)
     setting: Any = torch._dynamo.config
     allowing = setting.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)

@@ -73,3 +73,16 @@ def test_compiled_checkpoints_attend_beside_dtensors():
             module(distribute_tensor(values, mesh, src_data_rank=None)).sum().backward()
             gradients.append(module.weight.grad.to_local())
     assert torch.equal(*gradients)
+
+
+def test_roundings_are_kept_beside_the_settings_of_a_mode():
+    given = {}
+
+    def backend(graph, inputs, **options):
+        given.update(options)
+        return graph
+
+    module = Keeping()
+    torch_compat.compile_module(module, backend=backend, mode="reduce-overhead", keep_roundings=True)
+    module(torch.ones(1, 2))
+    assert given["options"] == {"triton.cudagraphs": True, "emulate_precision_casts": True}
