@@ -123,7 +123,9 @@ def run(
     for number, short in enumerate(todo, 1):
         started = time.monotonic()
         verdict = judge(whole(short))
-        found = {"outcome": verdict.outcome, "detail": verdict.detail, "wall_s": round(time.monotonic() - started, 1)}
+        # The first line is the reason; what follows, such as a traceback, names folders of this machine: it is told.
+        reason, _, _ = verdict.detail.partition("\n")
+        found = {"outcome": verdict.outcome, "detail": reason, "wall_s": round(time.monotonic() - started, 1)}
         _written(rows, stated, {"row": short, **found})
         note(f"{number} of {len(todo)}: {verdict.outcome} in {found['wall_s']} s: {say_row(short)}")
         if verdict.detail and verdict.outcome == "failed":
