@@ -110,14 +110,19 @@ class Limits(Mapping[str, float]):
         return self.by_fqn.get(name, {}).get(fqn, self.largest[name])
 
     def stated(self, tolerance: float) -> Limits:
-        """Return limits that are a number which somebody has stated, or more where an optimizer makes more of it."""
+        """Return limits of float64 that are a number which somebody has stated, or more where an optimizer asks for it.
+
+        Args:
+            tolerance: Relative; also below 1e-12, which is what there is without one.
+        """
+
+        def asked(limit: float) -> float:
+            return tolerance if limit <= EXACT else max(limit, tolerance)
+
         return replace(
             self,
-            largest={name: max(limit, tolerance) for name, limit in self.largest.items()},
-            by_fqn={
-                name: {fqn: max(limit, tolerance) for fqn, limit in limits.items()}
-                for name, limits in self.by_fqn.items()
-            },
+            largest={name: asked(limit) for name, limit in self.largest.items()},
+            by_fqn={name: {fqn: asked(limit) for fqn, limit in limits.items()} for name, limits in self.by_fqn.items()},
         )
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from composer3d.proof.comparison import Limits
 from composer3d.proof.reference import Reference
 from composer3d.proof.rounding import rounding, signs
 
@@ -15,3 +16,10 @@ def test_a_loss_is_as_far_off_as_its_furthest_sample():
 def test_signs_take_turns():
     assert signs(torch.zeros(2, 3)).tolist() == [[1.0, -1.0, 1.0], [-1.0, 1.0, -1.0]]
     assert signs(torch.zeros(5), 1).tolist() == [1.0, 1.0, -1.0, -1.0, 1.0]
+
+
+def test_a_stated_tolerance_counts_unless_an_optimizer_asks_for_more():
+    limits = Limits(largest={"gradients": 1e-12, "parameters": 1e-9}, by_fqn={"parameters": {"a": 1e-9, "b": 1e-12}})
+    tight, loose = limits.stated(0.0), limits.stated(1e-6)
+    assert [tight["gradients"], tight.of("parameters", "a"), tight.of("parameters", "b")] == [0.0, 1e-9, 0.0]
+    assert [loose["gradients"], loose.of("parameters", "a"), loose.of("parameters", "b")] == [1e-6, 1e-6, 1e-6]
