@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 __all__ = ["compile_module"]
@@ -22,6 +23,7 @@ def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool
     import torch._dynamo
 
     _order_saved_states()
+    _multiply_any_number_of_sizes()
     if keep_roundings:
         from torch._inductor import list_mode_options
 
@@ -64,6 +66,24 @@ def _order_saved_states() -> None:
         return forward, backward
 
     partitioners.functionalize_rng_ops = ordered
+
+
+def _multiply_any_number_of_sizes() -> None:
+    """Let a symbolic size be a product of more than two.
+
+    Products of sizes that a graph hands on, those of DTensors, are put together from what sympy says of them. It
+    writes a product of any number of factors as one, which torch gives to `operator.mul`, which takes two (torch
+    2.11-2.13; sums have a function that takes any number since 2.12).
+    """
+    import torch.fx.experimental.proxy_tensor
+
+    tracing: Any = torch.fx.experimental.proxy_tensor
+    handlers = tracing._sympy_handlers()
+    handlers.update({kind: _product for kind, operation in handlers.items() if operation is operator.mul})
+
+
+def _product(*factors: Any) -> Any:
+    return functools.reduce(operator.mul, factors)
 
 
 def _meshes_last(forward: Any, num_meshes: int, num_states: int, num_numbers: int) -> None:
