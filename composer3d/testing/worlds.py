@@ -40,6 +40,8 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already; "
             "call torch.distributed.destroy_process_group() before fake_world"
         )
+    # Of an earlier world of this process too: torch remembers results by meshes that are equal, with their groups.
+    clear_sharding_caches()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
     try:
         yield
