@@ -34,10 +34,16 @@ from composer3d.torch_compat.modes import (
     in_backward,
     run_backward,
     selective_contexts,
+    start_autograd,
     traceable,
     without_torch_functions,
 )
-from composer3d.torch_compat.pipelines import custom_pipeline_schedule, pipeline_orders, pipeline_schedule
+from composer3d.torch_compat.pipelines import (
+    custom_pipeline_schedule,
+    pipeline_orders,
+    pipeline_schedule,
+    without_own_messages,
+)
 from composer3d.torch_compat.processes import (
     CHECKPOINT_METADATA_GLOBALS,
     all_gather_single,
@@ -142,6 +148,7 @@ __all__ = [
     "set_group_timeout",
     "shard_of",
     "silence_redistribution",
+    "start_autograd",
     "storage_key",
     "traceable",
     "tree_leaves",
@@ -153,6 +160,7 @@ __all__ = [
     "watch_operator_collectives",
     "watching_messages",
     "with_local",
+    "without_own_messages",
     "without_torch_functions",
     "written_tensors",
 ]

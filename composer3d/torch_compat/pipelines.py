@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["custom_pipeline_schedule", "pipeline_orders", "pipeline_schedule"]
+__all__ = ["custom_pipeline_schedule", "pipeline_orders", "pipeline_schedule", "without_own_messages"]
 
 
 def pipeline_schedule(name: str) -> Any:
@@ -56,3 +56,15 @@ def pipeline_orders(
         ]
         for order in orders
     ]
+
+
+def without_own_messages(stage: Any) -> Any:
+    """Return a stage that greets its neighbours before the first step, but not those on its own rank.
+
+    Stages exchange a number with their neighbours to open connections. Where a schedule gives a rank two stages that
+    follow each other, torch 2.11 sends that number from the rank to itself, which gloo cannot; torch 2.13 votes instead,
+    and sends what this function leaves out where it still greets. The method is private (torch 2.11-2.15).
+    """
+    greet = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [each for each in greet() if each.group_peer != stage.group_rank]
+    return stage

@@ -151,6 +151,7 @@ class PipelineRuntime:
 
     def _watched(self, stage: Any, num_microbatches: int) -> Any:
         """Wrap what a stage does with a micro-batch: random streams, step actions, spans."""
+        torch_compat.without_own_messages(stage)
         context, number = self._context, stage.stage_index
         forward, backward, weights = (
             stage.forward_one_chunk,
