@@ -38,7 +38,8 @@ def linear_layers(
 
     Raises:
         PatternError: A pattern matches nothing.
-        PluginError: A layer that was named has other sizes, or none is left.
+        PluginError: A layer that was named has other sizes, or none is left, or, where nothing is named, none of those
+            in blocks: GPT-2's of transformers are no linear layers of torch.
     """
     from torch import nn
 
@@ -74,6 +75,14 @@ def linear_layers(
             f"no layer is left to convert: of {len(layers)} linear layers, {len(named)} are named, and exclude or "
             f"sizes that are no multiples of {multiple} leave out the rest"
         )
+    if modules is None and not exclude and context.has_blocks:
+        blocks = tuple(f"{fqn}." for fqn in select(context.blocks, context.fqns))
+        if not any(fqn.startswith(blocks) for fqn in result):
+            raise PluginError(
+                f'nothing in the blocks "{context.blocks}" would be converted: they have no linear layer of torch with '
+                f"sizes that are multiples of {multiple}",
+                hint=f'if the rest is meant, write modules = ["{result[0]}"]',
+            )
     return result
 
 

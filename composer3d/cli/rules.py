@@ -239,7 +239,7 @@ def optimizer_problems(manifest: Manifest) -> list[Problem]:
 
 
 def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
-    """Ask plugins for the optimizer, on meta, where several may answer: else only the run's ranks would find it out.
+    """Ask plugins for the optimizer, on meta: else only the run's ranks would find out what they refuse.
 
     Args:
         manifest: With the runner's tables.
@@ -248,7 +248,8 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
     from composer3d.runner.optimizer import optimizer_class
 
     hook = "composer3d_optimizer"
-    if "optimizer" not in manifest.tables or len(preparation.hooks.freeze(hook)) < 2:
+    asked = [registered for registered, _ in preparation.hooks.freeze(hook)]
+    if "optimizer" not in manifest.tables or not asked:
         return []
     document = manifest.document
     try:
@@ -259,7 +260,12 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
     try:
         preparation.hooks.query(hook, context=preparation.context, cls=cls, groups=[group])
     except ComposerError as error:
-        return [document.problem(("optimizer",), str(error))]
+        # What is wrong with the optimizer that is the default is the plugin's table.
+        is_stated = document.get(("optimizer", "use")) is not None
+        own = ("optimizer",) if len(asked) > 1 else (asked[0].info.family, asked[0].name)
+        return [document.problem(("optimizer", "use") if is_stated else own, str(error))]
+    except Exception:  # it was made of all parameters and on meta: what else a class asks for, the run has
+        return []
     return []
 
 

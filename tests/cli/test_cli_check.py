@@ -312,6 +312,40 @@ def test_what_an_optimizer_in_the_backward_excludes_is_found(folder, command):
     )
 
 
+@pytest.mark.parametrize(
+    ("sets", "place", "message"),
+    [
+        (("optimizer.use=sgd",), "optimizer", "low_bit_optimizer keeps the moments of Adam and AdamW, and the optimizer"),
+        (
+            ("precision.low_bit_optimizer.min_numel=10000000",),
+            "precision",
+            "low_bit_optimizer would do nothing: no parameter has at least 10000000 elements, a multiple of 256; the ",
+        ),
+        (
+            ("precision.low_bit_optimizer.block_size=1022",),
+            "precision",
+            "low_bit_optimizer would do nothing: no parameter has at least 4096 elements, a multiple of 1022; the ",
+        ),
+    ],
+)
+def test_an_optimizer_that_a_plugin_does_not_replace_is_found(folder, command, sets, place, message):
+    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", "") + "[precision.low_bit_optimizer]\n")
+    code, told = report(command, "run.toml", *(f"--set={each}" for each in sets))
+    assert code == 2
+    (problem,) = told["problems"]
+    assert problem["message"].startswith(message)
+    assert problem["table"].startswith(place)
+
+
+def test_tokens_that_are_no_blocks_are_found(folder, command):
+    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", "") + "[precision.mxfp8]\n")
+    code, told = report(command, "run.toml", "--set", "train.microbatch=3")
+    assert code == 2
+    (problem,) = told["problems"]
+    assert problem["message"].startswith("mxfp8 multiplies blocks of 32 tokens, and a micro-batch has 48; choose")
+    assert command("check", "run.toml", "--set", "train.microbatch=2")[0] == 0
+
+
 @pytest.mark.parametrize("other", ["precision.low_bit_optimizer={}", "sharding.nvme_offload={}"])
 def test_two_plugins_that_make_the_optimizer_are_found(folder, command, other):
     (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", ""))

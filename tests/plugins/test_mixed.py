@@ -256,6 +256,11 @@ def refusal(text):
             'write norms = "float32" or "float32_units"',
         ),
         (
+            'param_dtype = "float32"\nnorms = "float32"',
+            ':2:12: [precision.mixed] norms = "float32" has no effect with param_dtype = "float32": all is computed in '
+            "it; leave norms out",
+        ),
+        (
             'buffer_dtype = "bfloat16"',
             ":2:12: [precision.mixed] buffer_dtype has no effect: the model has no floating-point buffer",
         ),

@@ -304,6 +304,10 @@ def refusal(text):
             ':2:12: [precision.qlora] keep = [...] with quantize = "none", which keeps all weights; remove keep',
         ),
         (
+            '[precision.qlora]\nquantize = "none"\nscale_block = 16\n',
+            ':2:12: [precision.qlora] scale_block has no effect with quantize = "none": there are no scales; remove it',
+        ),
+        (
             '[precision.qlora]\nmodules = ["norm"]\n',
             ':2:12: [precision.qlora] the pattern "norm" matches modules without linear layers',
         ),

@@ -89,7 +89,16 @@ class MXFP8:
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         chosen = linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=BLOCK)
         context.state[self] = chosen
+        self._refuse_tokens(context)
         return chosen
+
+    def _refuse_tokens(self, context: RunContext) -> None:
+        """Say what the layers would say of the first batch, where its form is known."""
+        tokens = next(iter(context.example[0]), None) if context.example is not None else None
+        if self.recipe != "mxfp8" or getattr(tokens, "ndim", 0) != 2 or tokens.is_floating_point():
+            return
+        if tokens.numel() % BLOCK:
+            raise PluginError(_odd_tokens(tokens.numel()))
 
     def _check_blocks(self, model: nn.Module, context: RunContext) -> list[str]:
         """Return the layers, or [""] where their selection failed, which is told once."""
@@ -130,13 +139,12 @@ class MXFP8:
                 )
             tokens = x.numel() // x.shape[-1]
             if not keeps and tokens % BLOCK:
-                raise BatchError(
-                    f"mxfp8 multiplies blocks of {BLOCK} tokens, and a micro-batch has {tokens}; choose another "
-                    'microbatch, or recipe = "mxfp8_wgrad_hp"'
-                )
+                raise BatchError(_odd_tokens(tokens))
             # torchao reads no float16, whose values float32 has too.
             dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-            y: Tensor = mx._to_mxfp8_then_scaled_mm(x.to(dtype), weight.to(dtype), kernel, rounding, keeps).to(x.dtype)
+            y: Any = mx._to_mxfp8_then_scaled_mm(x.to(dtype), weight.to(dtype), kernel, rounding, keeps).to(x.dtype)
+            # torchao hands out a view, and FSDP2 warns about a head that does.
+            y = torch_compat.unviewed(y)
             return y if bias is None else y + bias.to(y.dtype)
 
         class Multiplied(nn.Linear):
@@ -151,6 +159,13 @@ class MXFP8:
         for fqn in fqns:
             model.get_submodule(fqn).__class__ = Multiplied
         return fqns
+
+
+def _odd_tokens(num_tokens: int) -> str:
+    return (
+        f"mxfp8 multiplies blocks of {BLOCK} tokens, and a micro-batch has {num_tokens}; choose another microbatch, or "
+        'recipe = "mxfp8_wgrad_hp"'
+    )
 
 
 def _has_products(device: torch.device) -> bool:

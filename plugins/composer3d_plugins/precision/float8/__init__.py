@@ -17,11 +17,12 @@ from composer3d import (
     StepState,
     Transform,
     hookimpl,
+    linear_layers,
     plugin,
     torch_compat,
 )
 from composer3d_plugins.precision.float8.gather import gather_as_bytes, needs_bytes, precompute_scales
-from composer3d_plugins.precision.float8.layers import choose, convert
+from composer3d_plugins.precision.float8.layers import MULTIPLE, choose, convert, layer_class
 
 if TYPE_CHECKING:
     import torch
@@ -130,6 +131,8 @@ class Float8:
             min_dim=self.min_dim or 1,
             auto=self.auto,
         )
+        if self.modules is None and not (self.exclude or self.auto or self.min_dim):
+            linear_layers(model, context, modules=None, multiple=MULTIPLE)  # refuses to leave all blocks as they are
         context.state[self] = chosen
         return chosen
 
@@ -150,10 +153,10 @@ class Float8:
         recipe = float8.Float8LinearConfig.from_recipe_name(self.recipe)
         config = replace(recipe, emulate=self._emulates(context.device))
         gathered = replace(config, enable_fsdp_float8_all_gather=True) if self.all_gather else config
-        tied = {fqn for group in context.ties for fqn in group}
+        tied, cls = {fqn for group in context.ties for fqn in group}, layer_class()
         for fqn in fqns:
             # A tied weight is also what an embedding looks up, in full precision.
-            convert(model.get_submodule(fqn), config if f"{fqn}.weight" in tied else gathered)
+            convert(model.get_submodule(fqn), config if f"{fqn}.weight" in tied else gathered, cls)
         return list(fqns)
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from composer3d import PluginError, select_fqns, torch_compat
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-__all__ = ["choose", "convert", "is_worthwhile"]
+__all__ = ["MULTIPLE", "choose", "convert", "is_worthwhile", "layer_class"]
 
 MULTIPLE = 16
 
@@ -88,10 +88,33 @@ def is_worthwhile(in_features: int, out_features: int, *, recipe: str) -> bool:
     return out_features > 2048 and in_features > 1024 and not (out_features <= 4096 and in_features <= 2048)
 
 
-def convert(module: Any, config: Any) -> None:
+def layer_class() -> type[nn.Module]:
+    """Return torchao's layer, whose outputs are no views: FSDP2 warns about a head that hands one out."""
+    from torch.distributed.tensor import DTensor
+
+    float8: Any = torch_compat.import_torchao("torchao.float8.float8_linear")
+
+    class Multiplied(float8.Float8Linear):  # type: ignore[misc, name-defined]
+        """A linear layer in float8."""
+
+        def forward(self, input: Tensor) -> Tensor:
+            """Multiply."""
+            y: Tensor = super().forward(input)
+            return y if isinstance(y, DTensor) else torch_compat.unviewed(y)
+
+    Multiplied.__name__ = Multiplied.__qualname__ = "Float8Linear"
+    return Multiplied
+
+
+def convert(module: Any, config: Any, cls: type[nn.Module]) -> None:
     """Let a linear layer compute as torchao's does.
 
     The module stays the object that it is, so that hooks on it and other names of it stay too.
+
+    Args:
+        module: The layer.
+        config: torchao's.
+        cls: From `layer_class`, one for all layers: the compiler tells them apart by it.
     """
     from torch import nn
 
@@ -104,7 +127,7 @@ def convert(module: Any, config: Any) -> None:
         if name not in vars(module):
             setattr(module, name, value)
     module.weight = made.weight
-    module.__class__ = type(made)
+    module.__class__ = cls
 
 
 def _is_linear(module: nn.Module) -> bool:

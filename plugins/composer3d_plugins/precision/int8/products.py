@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from composer3d import Share
+from composer3d import Share, torch_compat
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -87,7 +87,8 @@ def _product(a: Tensor, b: Tensor, share: Share | None, form: Form) -> Tensor:
     y = form.multiply(
         _rounded(rows, of_rows), _rounded(columns, of_columns).T, of_rows.contiguous(), of_columns.contiguous()
     )
-    return y.view(*a.shape[:-1], y.shape[-1])
+    whole: Tensor = torch_compat.unviewed(y.view(*a.shape[:-1], y.shape[-1]))
+    return whole
 
 
 def _rounded(rows: Tensor, scales: Tensor) -> Tensor:

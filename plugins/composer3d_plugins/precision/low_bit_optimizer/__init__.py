@@ -64,6 +64,18 @@ class LowBitOptimizer:
                 raise PluginError(f"low_bit_optimizer does not do what {name} = true asks of {cls.__name__}")
         default = FORMATS[self.format]
         form = Format(kind=self.format, block_size=self.block_size or default.block_size, min_numel=self.min_numel)
+        if context.purpose == "check":
+            self._refuse_to_do_nothing(form, groups)
         # One kernel for all parameters is what these two choose, and here every parameter is stepped by itself.
         kept = [{key: value for key, value in group.items() if key not in ("fused", "foreach")} for group in groups]
         return low_bit(cls, form)(kept)
+
+    def _refuse_to_do_nothing(self, form: Format, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Look at all parameters, which only a check has whole: a stage may hold small ones alone."""
+        sizes = [parameter.numel() for group in groups for parameter in group["params"]]
+        if not any(size >= form.min_numel and size % form.block_size == 0 for size in sizes):
+            raise PluginError(
+                f"low_bit_optimizer would do nothing: no parameter has at least {form.min_numel} elements, a multiple "
+                f"of {form.block_size}; the largest has {max(sizes, default=0)}",
+                hint="choose another min_numel or block_size, or leave [precision.low_bit_optimizer] out",
+            )

@@ -38,6 +38,8 @@ from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+SCALE_BLOCK = 32
+
 
 @dataclass(kw_only=True, eq=False)
 class Chosen:
@@ -104,13 +106,15 @@ class QLoRA:
     modules: tuple[str, ...] | None = None
     quantize: Literal["nf4", "none"] = "nf4"
     keep: tuple[str, ...] = ()
-    scale_block: int = Field(default=32, ge=1)
+    scale_block: int = Field(default=SCALE_BLOCK, ge=1)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse options that would do nothing."""
         if self.keep and self.quantize == "none":
             raise PluginError('keep = [...] with quantize = "none", which keeps all weights', hint="remove keep")
+        if self.scale_block != SCALE_BLOCK and self.quantize == "none":
+            raise PluginError('scale_block has no effect with quantize = "none": there are no scales', hint="remove it")
 
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> Transform:

@@ -49,8 +49,12 @@ class NVMeOffload:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Say that the optimizer is made here, where two plugins cannot make it."""
+        """Say that the optimizer is made here, where two plugins cannot make it, and refuse a folder that is none."""
         context.claim("optimizer", by=self)
+        if self.folder is not None:
+            folder = context.manifest.document.folder / self.folder
+            if folder.exists() and not folder.is_dir():
+                raise PluginError(f'folder = "{self.folder}" is no folder')
 
     @hookimpl
     def composer3d_optimizer(

@@ -1,0 +1,40 @@
+"""Which linear layers precision plugins take where the manifest names none."""
+
+from __future__ import annotations
+
+import pytest
+from support.models import composed
+from torch import nn
+
+from composer3d import ManifestError
+from composer3d.testing import run_ranks
+
+
+class Strange(nn.Module):
+    """Blocks without a linear layer that fits, as those of GPT-2 in transformers, and a head that does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(24, 24) for _ in range(2))
+        self.head = nn.Linear(32, 32)
+
+
+def found(text):
+    try:
+        composition = composed(text, Strange())
+    except ManifestError as error:
+        return str(error).partition("run.toml")[2]
+    chosen = [fqn for row in composition.plan if row.phase == "CONVERT" for fqn in row.fqns]
+    composition.close()
+    return chosen
+
+
+@pytest.mark.parametrize(("plugin", "multiple"), [("float8", 16), ("int8", 16), ("mxfp8", 32), ("qat", 32)])
+def test_blocks_that_are_left_as_they_are_unless_the_rest_is_named(plugin, multiple):
+    table = f"[precision.{plugin}]\n"
+    assert run_ranks(found, 1, table)[0] == (
+        f':2:12: [precision.{plugin}] nothing in the blocks "layers.*" would be converted: they have no linear layer of '
+        f'torch with sizes that are multiples of {multiple}; if the rest is meant, write modules = ["head"]'
+    )
+    assert run_ranks(found, 1, table + 'modules = ["head"]\n')[0] == ["head"]
+    assert run_ranks(found, 1, table + 'exclude = ["layers"]\n')[0] == ["head"]
