@@ -63,7 +63,7 @@ def prove(
         evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
         failures = tuple(failures_of(evidence))
         if failures:
-            evidence.weights = session.weigh()
+            evidence.weights = session.weigh(_wrong_gradients(evidence))
             evidence.biases = _biases(session, evidence)
     return Verdict(
         evidence=evidence,
@@ -73,6 +73,10 @@ def prove(
         notes=(*notes, *_untraceable(ranks)),
         num_steps=num_steps,
     )
+
+
+def _wrong_gradients(evidence: Evidence) -> list[str]:
+    return sorted(evidence.wrong("gradients", step=0)) if "float64" in evidence.told.tolerances else []
 
 
 def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:

@@ -90,6 +90,7 @@ from composer3d.torch_compat.tracing import (
     watch_storages,
     with_values,
 )
+from composer3d.torch_compat.whole import average_whole, scalar_parameters
 
 __all__ = [
     "bounded_messages",
@@ -109,6 +110,7 @@ __all__ = [
     "ShardOf",
     "all_gather_single",
     "allocate",
+    "average_whole",
     "clear_sharding_caches",
     "compile_module",
     "custom_pipeline_schedule",
@@ -144,6 +146,7 @@ __all__ = [
     "replicate_buckets",
     "replicate_units",
     "run_backward",
+    "scalar_parameters",
     "selective_contexts",
     "set_group_timeout",
     "shard_of",
