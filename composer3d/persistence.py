@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Persistence"]
 
 FORMAT = 1
+_OTHER_STATES = "; the run that saved it had other plugins, or other options of theirs"
 
 
 class Persistence:
@@ -163,9 +164,11 @@ class Persistence:
     def _refuse_other_states(self, path: Path, have: set[str], saved: set[str]) -> None:
         lacking, extra = sorted(have - saved), sorted(saved - have)
         if lacking:
-            raise CheckpointError(f'{path}: holds no state "{lacking[0]}", which this run has')
+            raise CheckpointError(f'{path}: holds no state "{lacking[0]}", which this run has{_OTHER_STATES}')
         if extra:
-            raise CheckpointError(f'{path}: holds the state "{extra[0]}", which nothing in this run takes')
+            raise CheckpointError(
+                f'{path}: holds the state "{extra[0]}", which nothing in this run takes{_OTHER_STATES}'
+            )
 
 
 def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]:
