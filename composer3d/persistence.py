@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d import checkpoint, initialisation
+from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
 from composer3d.ordering import Order
 from composer3d.protocol import Stateful
@@ -186,7 +186,10 @@ def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]
 def _full(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    torch_compat.silence_redistribution()  # nobody can mend that what is cut twice is gathered twice
+    return tensor.full_tensor()
 
 
 def _rewritten(tensor: Tensor, rewrite: Callable[[Tensor], Tensor]) -> Tensor:
