@@ -20,6 +20,7 @@ from composer3d import (
     hookimpl,
     plugin,
     select_fqns,
+    torch_compat,
 )
 from composer3d_plugins.precision.mixed.norms import compute_in_float32, find_norms
 from composer3d_plugins.precision.mixed.scaler import DynamicScaler
@@ -186,6 +187,7 @@ class Mixed:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        torch_compat.shard_integers()
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
             dtypes = context.dtypes(fqn)
             fully_shard(
