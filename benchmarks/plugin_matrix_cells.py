@@ -194,6 +194,7 @@ def manifest_of(row: Mapping[str, str]) -> str:
 def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]:
     """Return a width of the model whose shares are whole blocks, and options that leave out what has larger ones."""
     if row.get("precision.mxfp8") == "on":
+        # A block of 32 is what mxfp8 converts at all; narrower shares it refuses, which a row of README says.
         return 32 * tp, {}
     is_stored = row.get("precision.qlora") == "on" and row.get("precision.qlora.quantize") != '"none"'
     if tp == 1 or not is_stored:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d import checkpoint, initialisation
+from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
 from composer3d.ordering import Order
 from composer3d.protocol import Stateful
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Persistence"]
 
 FORMAT = 1
+_OTHER_STATES = "; the run that saved it had other plugins, or other options of theirs"
 
 
 class Persistence:
@@ -163,9 +164,11 @@ class Persistence:
     def _refuse_other_states(self, path: Path, have: set[str], saved: set[str]) -> None:
         lacking, extra = sorted(have - saved), sorted(saved - have)
         if lacking:
-            raise CheckpointError(f'{path}: holds no state "{lacking[0]}", which this run has')
+            raise CheckpointError(f'{path}: holds no state "{lacking[0]}", which this run has{_OTHER_STATES}')
         if extra:
-            raise CheckpointError(f'{path}: holds the state "{extra[0]}", which nothing in this run takes')
+            raise CheckpointError(
+                f'{path}: holds the state "{extra[0]}", which nothing in this run takes{_OTHER_STATES}'
+            )
 
 
 def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]:
@@ -183,7 +186,10 @@ def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]
 def _full(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    torch_compat.silence_redistribution()  # nobody can mend that what is cut twice is gathered twice
+    return tensor.full_tensor()
 
 
 def _rewritten(tensor: Tensor, rewrite: Callable[[Tensor], Tensor]) -> Tensor:

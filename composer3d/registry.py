@@ -10,7 +10,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 import pluggy
-from pydantic import TypeAdapter
+from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
 from composer3d.errors import PluginError, QueryError, did_you_mean
@@ -74,7 +74,8 @@ def plugin(
     )
 
     def decorate(cls: C) -> C:
-        result: Any = pydantic_dataclass(frozen=True, kw_only=True, eq=False, config=TABLE_CONFIG)(cls)
+        config = ConfigDict(**TABLE_CONFIG, allow_inf_nan=False)
+        result: Any = pydantic_dataclass(frozen=True, kw_only=True, eq=False, config=config)(cls)
         result.__composer3d_plugin__ = info
         return typing.cast(C, result)
 

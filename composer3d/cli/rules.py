@@ -276,7 +276,22 @@ def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]
     if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
         return []
     has_schedule = bool(preparation.hooks.freeze("composer3d_schedule"))
-    return in_backward_problems(manifest, preparation.context, has_schedule=has_schedule)
+    found = in_backward_problems(manifest, preparation.context, has_schedule=has_schedule)
+    return [*found, *_matrix_problems(manifest, preparation)]
+
+
+def _matrix_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
+    """Check that Muon has a matrix to step, which a stage of a pipeline need not have."""
+    expression = manifest.tables["optimizer"].matrices
+    if manifest.tables["optimizer"].use != "muon" or expression is None:
+        return []
+    path = ("optimizer", "matrices")
+    matched = [p for fqn, p in preparation.model.named_parameters() if re.search(expression, fqn)]
+    if any(parameter.ndim == 2 for parameter in matched):
+        return []
+    found = f"finds {len(matched)} parameters, and none of them is a matrix" if matched else "finds no parameter"
+    hint = f"it is a regular expression; the model has {', '.join(preparation.context.parameter_fqns[:8])}"
+    return [manifest.document.problem(path, f'matrices = "{expression}" {found}', hint=hint)]
 
 
 def name_problems(manifest: Manifest, factory: ModelFactory, context: RunContext) -> list[Problem]:

@@ -6,7 +6,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 from composer3d.torch_compat.buckets import watch_buckets
-from composer3d.torch_compat.compiling import compile_module
+from composer3d.torch_compat.compiling import compile_module, trace_quantisers
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -16,6 +16,7 @@ from composer3d.torch_compat.layouts import (
     held_tensor,
     replicate_buckets,
     replicate_units,
+    shard_integers,
     shard_of,
     silence_redistribution,
     unify_gradients,
@@ -40,6 +41,7 @@ from composer3d.torch_compat.modes import (
 )
 from composer3d.torch_compat.pipelines import (
     custom_pipeline_schedule,
+    held_graph,
     pipeline_orders,
     pipeline_schedule,
     without_own_messages,
@@ -128,6 +130,7 @@ __all__ = [
     "group_name",
     "group_timeout",
     "has_argument",
+    "held_graph",
     "held_tensor",
     "hide_compiler_warnings",
     "import_torchao",
@@ -149,10 +152,12 @@ __all__ = [
     "scalar_parameters",
     "selective_contexts",
     "set_group_timeout",
+    "shard_integers",
     "shard_of",
     "silence_redistribution",
     "start_autograd",
     "storage_key",
+    "trace_quantisers",
     "traceable",
     "tree_leaves",
     "tree_map",

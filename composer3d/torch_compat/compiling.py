@@ -6,7 +6,7 @@ import functools
 import operator
 from typing import Any
 
-__all__ = ["compile_module"]
+__all__ = ["compile_module", "trace_quantisers"]
 
 
 def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool = False, **options: Any) -> None:
@@ -35,6 +35,23 @@ def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool
     setting: Any = torch._dynamo.config
     allowing = setting.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     module._compiled_call_impl = allowing(module._compiled_call_impl)
+
+
+def trace_quantisers() -> None:
+    """Let the compiler follow torchao's quantisers of tokens.
+
+    They ask a function of torch for the shape of scales, and dynamo follows nothing of that module in torch 2.11.
+    """
+    import torch
+
+    if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+        import torch._dynamo
+        from torch.ao.quantization.fx import _decomposed
+
+        module: Any = _decomposed
+        name = "_per_token_quant_qparam_dim_check"
+        if not hasattr(getattr(module, name), "__wrapped__"):
+            setattr(module, name, torch._dynamo.dont_skip_tracing(getattr(module, name)))
 
 
 def _order_saved_states() -> None:

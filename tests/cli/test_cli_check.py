@@ -113,7 +113,7 @@ def test_the_report_for_programs(folder, command):
 
 
 def test_two_plugins_that_would_make_the_optimizer_are_found(edited, command):
-    table = "[sharding.fsdp2]\n[precision.low_bit_optimizer]\n[sharding.cpu_offload]\n"
+    table = "[sharding.fsdp2]\n[precision.low_bit_optimizer]\nmin_numel = 64\nblock_size = 64\n[sharding.cpu_offload]\n"
     edited("[sharding.fsdp2]", table + 'mode = "all"')  # which leaves the optimizer alone
     assert report(command, "run.toml")[1]["ok"]
     edited("[sharding.fsdp2]", table)
@@ -315,7 +315,11 @@ def test_what_an_optimizer_in_the_backward_excludes_is_found(folder, command):
 @pytest.mark.parametrize(
     ("sets", "place", "message"),
     [
-        (("optimizer.use=sgd",), "optimizer", "low_bit_optimizer keeps the moments of Adam and AdamW, and the optimizer"),
+        (
+            ("optimizer.use=sgd",),
+            "optimizer",
+            "low_bit_optimizer keeps the moments of Adam and AdamW, and the optimizer",
+        ),
         (
             ("precision.low_bit_optimizer.min_numel=10000000",),
             "precision",
@@ -335,6 +339,22 @@ def test_an_optimizer_that_a_plugin_does_not_replace_is_found(folder, command, s
     (problem,) = told["problems"]
     assert problem["message"].startswith(message)
     assert problem["table"].startswith(place)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "message"),
+    [
+        ("layerz", 'matrices = "layerz" finds no parameter; it is a regular expression; the model has tok_embeddings'),
+        ("_norm", 'matrices = "_norm" finds 4 parameters, and none of them is a matrix; it is a regular expression'),
+    ],
+)
+def test_matrices_that_are_none_are_found(folder, command, matrices, message):
+    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true", f'use = "muon"\nmatrices = "{matrices}"'))
+    code, told = report(command, "run.toml")
+    assert code == 2
+    (problem,) = told["problems"]
+    assert problem["message"].startswith(message.partition("; it")[0])
+    assert (problem["table"], problem["key"]) == ("optimizer", "matrices")
 
 
 def test_tokens_that_are_no_blocks_are_found(folder, command):

@@ -33,8 +33,8 @@ def found(text):
 def test_blocks_that_are_left_as_they_are_unless_the_rest_is_named(plugin, multiple):
     table = f"[precision.{plugin}]\n"
     assert run_ranks(found, 1, table)[0] == (
-        f':2:12: [precision.{plugin}] nothing in the blocks "layers.*" would be converted: they have no linear layer of '
-        f'torch with sizes that are multiples of {multiple}; if the rest is meant, write modules = ["head"]'
+        f':2:12: [precision.{plugin}] nothing in the blocks "layers.*" would be converted: they have no linear layer '
+        f'of torch with sizes that are multiples of {multiple}; if the rest is meant, write modules = ["head"]'
     )
     assert run_ranks(found, 1, table + 'modules = ["head"]\n')[0] == ["head"]
     assert run_ranks(found, 1, table + 'exclude = ["layers"]\n')[0] == ["head"]

@@ -151,6 +151,7 @@ def wide_head(model):
 
 
 SGD = torch.optim.SGD
+OTHER = "; the run that saved it had other plugins, or other options of theirs"
 
 REFUSED = {
     "no such checkpoint": (None, {}, "{path}: there is no checkpoint here"),
@@ -182,16 +183,16 @@ REFUSED = {
         {"optimizer": SGD},
         "optimizer state: the checkpoint's optimizer is AdamW, this run's is SGD",
     ),
-    "no state": ({}, {"attach": ["clock"]}, '{path}: holds no state "attached/clock", which this run has'),
+    "no state": ({}, {"attach": ["clock"]}, '{path}: holds no state "attached/clock", which this run has' + OTHER),
     "a state too many": (
         {"attach": ["clock", "loader"]},
         {"attach": ["loader"]},
-        '{path}: holds the state "attached/clock", which nothing in this run takes',
+        '{path}: holds the state "attached/clock", which nothing in this run takes' + OTHER,
     ),
     "no plugin": (
         {"text": COUNTING},
         {},
-        '{path}: holds the state "plugin/counting/tally", which nothing in this run takes',
+        '{path}: holds the state "plugin/counting/tally", which nothing in this run takes' + OTHER,
     ),
 }
 

@@ -251,14 +251,13 @@ def refusal(text):
             'loss scale; write param_dtype = "float16"',
         ),
         (
+            'param_dtype = "float16"\ninitial_scale = inf',
+            ":4:1: [precision.mixed] precision.mixed.initial_scale must be a finite number, not inf",
+        ),
+        (
             'norm_modules = ["norm"]',
             ':2:12: [precision.mixed] norm_modules has no effect with norms = "as_others"; '
             'write norms = "float32" or "float32_units"',
-        ),
-        (
-            'param_dtype = "float32"\nnorms = "float32"',
-            ':2:12: [precision.mixed] norms = "float32" has no effect with param_dtype = "float32": all is computed in '
-            "it; leave norms out",
         ),
         (
             'buffer_dtype = "bfloat16"',

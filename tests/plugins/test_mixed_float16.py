@@ -8,7 +8,7 @@ from support.models import composed, mine, padded
 from support.narrow import FLOAT16, LAYOUTS, narrow_reference
 from torch.distributed.tensor import DTensor
 
-from composer3d import StepAction, StepPoint, hookimpl, plugin
+from composer3d import StepAction, StepError, StepPoint, hookimpl, plugin
 from composer3d.testing import count_collectives, full, run_ranks
 
 # ---- float16 ---------------------------------------------------------------------------------------------------------
@@ -174,3 +174,17 @@ def test_a_resumed_run_is_the_same_and_reshards(tmp_path, layout):
         assert row == {"loss_scale": 128.0, "overflow_steps": 1.0}
         for name, weight in weights.items():
             assert torch.allclose(weight, whole[0][0][name], atol=2e-2)
+
+
+def test_a_scale_that_finds_no_end_stops_the_run():
+    from composer3d_plugins.precision.mixed.scaler import DynamicScaler
+
+    scaler = DynamicScaler(scale=2.0**-22, growth=2.0, backoff=0.5, interval=9)
+    scaler.update(True)
+    scaler.update(True)
+    with pytest.raises(StepError) as caught:
+        scaler.update(True)
+    assert str(caught.value) == (
+        "float16 overflows at any loss scale: after 3 skipped steps it would be 2.98023e-08; what overflows lies in "
+        'the model\'s own values; write param_dtype = "bfloat16", or lower optimizer.lr'
+    )

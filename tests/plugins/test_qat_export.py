@@ -104,11 +104,20 @@ run.device = "cpu"
 """
 
 
-@pytest.mark.parametrize(("tied", "left"), [(True, ""), (False, 'exclude = ["lm_head", "model.layers.0.mlp"]\n')])
-def test_a_hugging_face_folder_of_quantised_weights_is_loaded(tmp_path, tied, left):
+@pytest.mark.parametrize(
+    ("family", "tied", "left"),
+    [
+        ("llama", True, ""),
+        ("llama", False, 'exclude = ["lm_head", "model.layers.0.mlp"]\n'),
+        pytest.param("llama", True, 'exclude = ["lm_head", "model.layers.0.mlp"]\n', marks=pytest.mark.slow),
+        pytest.param("qwen2", True, "", marks=pytest.mark.slow),
+        pytest.param("mistral", False, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_hugging_face_folder_of_quantised_weights_is_loaded(tmp_path, family, tied, left):
     from transformers import AutoModelForCausalLM
 
-    make("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128, vocab_size=256, tie_word_embeddings=tied)
+    make(family, tmp_path / "llama", hidden_size=64, intermediate_size=128, vocab_size=256, tie_word_embeddings=tied)
     (tmp_path / "text.txt").write_text("a text of some length " * 200)
     start(write(tmp_path, HF + QAT + left), 1)
     for folder, more in (("q", ["--quantise"]), ("plain", [])):
@@ -127,6 +136,12 @@ def test_a_hugging_face_folder_of_quantised_weights_is_loaded(tmp_path, tied, le
         (kinds["lm_head.weight"] == "Tensor") == bool(left) == (kinds["model.layers.0.mlp.up_proj.weight"] == "Tensor")
     )
     assert kinds["model.embed_tokens.weight"] == "Tensor"
+    # What is tied is there once as it is looked up, and once as it is multiplied, if that is another.
+    with safe_open(tmp_path / "q" / "model.safetensors", "pt") as opened:
+        heads = sorted(key for key in opened.keys() if "embed_tokens" in key or "lm_head" in key)  # noqa: SIM118
+    quantised = ["lm_head._weight_qdata", "lm_head._weight_scale", "lm_head._weight_zero_point"]
+    whole = [] if tied else ["lm_head.weight"]
+    assert heads == [*(whole if left else quantised), "model.embed_tokens.weight"]
     with pytest.raises(CheckpointError, match="reads of one file what its quantised weights are"):
         newest = find_checkpoint(tmp_path / "out")
         form, config = find_form(newest)

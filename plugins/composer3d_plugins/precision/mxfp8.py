@@ -94,7 +94,7 @@ class MXFP8:
 
     def _refuse_tokens(self, context: RunContext) -> None:
         """Say what the layers would say of the first batch, where its form is known."""
-        tokens = next(iter(context.example[0]), None) if context.example is not None else None
+        tokens: Any = next(iter(context.example[0]), None) if context.example is not None else None
         if self.recipe != "mxfp8" or getattr(tokens, "ndim", 0) != 2 or tokens.is_floating_point():
             return
         if tokens.numel() % BLOCK:

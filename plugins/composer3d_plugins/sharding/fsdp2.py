@@ -127,6 +127,7 @@ class FSDP2:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
+        torch_compat.shard_integers()
         mesh = context.mesh["dp_shard"] if context.degrees["dp_replicate"] == 1 else context.mesh[AXES]
         ignored = self._ignored_parameters(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.

@@ -94,7 +94,7 @@ def layer_class() -> type[nn.Module]:
 
     float8: Any = torch_compat.import_torchao("torchao.float8.float8_linear")
 
-    class Multiplied(float8.Float8Linear):  # type: ignore[misc, name-defined]
+    class Multiplied(float8.Float8Linear):
         """A linear layer in float8."""
 
         def forward(self, input: Tensor) -> Tensor:

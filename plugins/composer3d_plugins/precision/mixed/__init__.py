@@ -85,11 +85,6 @@ class Mixed:
                 f'{stated[0]} has no effect with param_dtype = "{self.param_dtype}": its exponents need no loss scale',
                 hint='write param_dtype = "float16"',
             )
-        if self.norms != "as_others" and self.param_dtype == "float32":
-            raise PluginError(
-                f'norms = "{self.norms}" has no effect with param_dtype = "float32": all is computed in it',
-                hint="leave norms out",
-            )
         if self.norm_modules is not None and self.norms == "as_others":
             raise PluginError(
                 'norm_modules has no effect with norms = "as_others"', hint='write norms = "float32" or "float32_units"'
@@ -193,6 +188,7 @@ class Mixed:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        torch_compat.shard_integers()
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
             dtypes = context.dtypes(fqn)
             fully_shard(

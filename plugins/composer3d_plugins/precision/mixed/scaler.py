@@ -6,13 +6,15 @@ from collections import defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import StepError, torch_compat
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
 __all__ = ["DynamicScaler"]
+
+SMALLEST = 2.0**-24  # of float16's numbers: scaled by less, no loss of ordinary size has a gradient
 
 
 class DynamicScaler:
@@ -59,11 +61,21 @@ class DynamicScaler:
         return not finite
 
     def update(self, skipped: bool) -> None:
-        """Adapt after a step that was, or was not, skipped on all ranks, for whatever reason."""
+        """Adapt after a step that was, or was not, skipped on all ranks, for whatever reason.
+
+        Raises:
+            StepError: The scale is as small as it can be, and steps still overflow; on all ranks alike.
+        """
         self.num_good = 0 if skipped else self.num_good + 1
         if skipped:
             self.num_overflows += 1
             self.factor *= self._backoff
+            if self.factor < SMALLEST:
+                raise StepError(
+                    f"float16 overflows at any loss scale: after {self.num_overflows} skipped steps it would be "
+                    f"{self.factor:g}; what overflows lies in the model's own values; write param_dtype = "
+                    '"bfloat16", or lower optimizer.lr'
+                )
         elif self.num_good == self._interval:
             self.factor *= self._growth
             self.num_good = 0

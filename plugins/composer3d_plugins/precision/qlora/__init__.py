@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
-    CheckpointError,
     Phase,
     PluginError,
     RunContext,
@@ -23,6 +21,7 @@ from composer3d import (
     plugin,
     select_fqns,
 )
+from composer3d_plugins.precision.qlora.base import Chosen, digest
 from composer3d_plugins.precision.qlora.layer import (
     Adapter,
     become_adapted,
@@ -37,37 +36,6 @@ from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-SCALE_BLOCK = 32
-
-
-@dataclass(kw_only=True, eq=False)
-class Chosen:
-    """What a run remembers.
-
-    Attributes:
-        quantised: The format of every stored weight, by the layer's FQN.
-        adapted: FQNs of the layers with adapters.
-        waiting: Stored weights of a model that came with values, until they are placed.
-        digests: Of frozen parameters, as they arrived.
-    """
-
-    quantised: dict[str, Format]
-    adapted: tuple[str, ...]
-    waiting: dict[str, Tensor] = field(default_factory=dict)
-    digests: dict[str, str] = field(default_factory=dict)
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Return what a checkpoint of adapters must find again."""
-        return {"digests": dict(self.digests)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare."""
-        for fqn, digest in state["digests"].items():
-            if self.digests.get(fqn, digest) != digest:
-                raise CheckpointError(
-                    f'the checkpoint\'s adapters were trained on another "{fqn}" than this run starts from'
-                )
 
 
 @plugin(family="precision")
@@ -106,15 +74,13 @@ class QLoRA:
     modules: tuple[str, ...] | None = None
     quantize: Literal["nf4", "none"] = "nf4"
     keep: tuple[str, ...] = ()
-    scale_block: int = Field(default=SCALE_BLOCK, ge=1)
+    scale_block: int = Field(default=32, ge=1)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse options that would do nothing."""
         if self.keep and self.quantize == "none":
             raise PluginError('keep = [...] with quantize = "none", which keeps all weights', hint="remove keep")
-        if self.scale_block != SCALE_BLOCK and self.quantize == "none":
-            raise PluginError('scale_block has no effect with quantize = "none": there are no scales', hint="remove it")
 
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> Transform:
@@ -154,7 +120,7 @@ class QLoRA:
         """Quantise a weight that arrives."""
         chosen: Chosen = context.state[self]
         if fqn in context.parameter_fqns:
-            chosen.digests[fqn] = _digest(tensor)
+            chosen.digests[fqn] = digest(tensor)
         layer, _, name = fqn.rpartition(".")
         if name != "weight" or layer not in chosen.quantised:
             return None
@@ -189,7 +155,9 @@ class QLoRA:
                 "that is neither tied nor kept has rows of a multiple of that",
                 hint='write quantize = "none"',
             )
-        context.state[self] = Chosen(quantised=quantised, adapted=tuple(adapted))
+        context.state[self] = Chosen(
+            quantised=quantised, adapted=tuple(adapted), scale=self._scale, quantize=self.quantize
+        )
         for fqn in context.parameter_fqns:
             layer, _, name = fqn.rpartition(".")
             if name == "weight" and layer in layers:
@@ -257,7 +225,7 @@ class QLoRA:
         for fqn, parameter in model.named_parameters():
             parameter.requires_grad_(False)
             if not parameter.is_meta:
-                chosen.digests[fqn] = _digest(parameter.detach())
+                chosen.digests[fqn] = digest(parameter.detach())
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
             form = chosen.quantised.get(fqn)
@@ -385,16 +353,6 @@ def _in_bytes(runs: Sequence[tuple[int, int]], form: Format) -> list[tuple[int, 
     size, num_bytes = form.piece, form.piece_bytes
     assert not any(start % size or length % size for start, length in runs), "pieces are fitted to runs"
     return [(start // size * num_bytes, length // size * num_bytes) for start, length in runs]
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return by what a parameter is known again: at most some thousands of its elements count."""
-    import torch
-
-    flat = tensor.reshape(-1)
-    sample = flat[:: max(1, flat.numel() // 4096)].detach().to(device="cpu", dtype=torch.float32).contiguous()
-    described = f"{tuple(tensor.shape)}".encode()
-    return hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes() + described, digest_size=8).hexdigest()
 
 
 def _seed(seed: int, fqn: str) -> int:

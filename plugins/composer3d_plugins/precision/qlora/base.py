@@ -1,0 +1,73 @@
+"""What adapters belong to: which layers, and weights by which a checkpoint's are known again."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d import CheckpointError
+from composer3d_plugins.precision.qlora.nf4 import Format
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Chosen", "digest"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class Chosen:
+    """What a run remembers.
+
+    Attributes:
+        quantised: The format of every stored weight, by the layer's FQN.
+        adapted: FQNs of the layers with adapters.
+        scale: What their product counts.
+        quantize: The option.
+        waiting: Stored weights of a model that came with values, until they are placed.
+        digests: Of frozen parameters, as they arrived.
+    """
+
+    quantised: dict[str, Format]
+    adapted: tuple[str, ...]
+    scale: float
+    quantize: str
+    waiting: dict[str, Tensor] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return what a checkpoint of adapters must find again."""
+        return {"digests": dict(self.digests), "scale": self.scale, "quantize": self.quantize}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare; weights that are stored otherwise are nearly the same model, which is said."""
+        for fqn, known in state["digests"].items():
+            if self.digests.get(fqn, known) != known:
+                raise CheckpointError(
+                    f'the checkpoint\'s adapters were trained on another "{fqn}" than this run starts from'
+                )
+        if state["scale"] != self.scale:
+            raise CheckpointError(
+                f"the checkpoint's adapters count alpha / rank = {state['scale']:g}, and here they would count "
+                f"{self.scale:g}; write alpha = {state['scale']:g} * rank in [precision.qlora]"
+            )
+        if state["quantize"] != self.quantize:
+            logger.warning(
+                'adapters that were trained beside weights with quantize = "%s" go on beside quantize = "%s"',
+                state["quantize"],
+                self.quantize,
+            )
+
+
+def digest(tensor: Tensor) -> str:
+    """Return by what a parameter is known again: at most some thousands of its elements count."""
+    import torch
+
+    flat = tensor.reshape(-1)
+    sample = flat[:: max(1, flat.numel() // 4096)].detach().to(device="cpu", dtype=torch.float32).contiguous()
+    described = f"{tuple(tensor.shape)}".encode()
+    return hashlib.blake2b(sample.view(torch.uint8).numpy().tobytes() + described, digest_size=8).hexdigest()
