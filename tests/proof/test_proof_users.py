@@ -10,7 +10,17 @@ import torch
 from support.faults import Even
 from support.models import sum_loss, write_manifest
 from support.proofs import DDP, FSDP, assert_named, batch, launch, layout_of, planted, subject
-from support.user_faults import Branching, Detaching, Frozen, LayerDrop, Lazy, Masked, Remembering, vocabulary_loss
+from support.user_faults import (
+    Branching,
+    Detaching,
+    Frozen,
+    LayerDrop,
+    Lazy,
+    Masked,
+    Remembering,
+    StochasticDepth,
+    vocabulary_loss,
+)
 
 from composer3d import Batch
 from composer3d.runner.ema import EMA
@@ -54,12 +64,20 @@ def of_blocks(block, **options):
             {"factory": of_blocks(Lazy)},
             r"layers.0.extra, layers.1.extra is made in the first forward",
             id="lazy",
+            marks=SLOW,
         ),
         pytest.param(
             FSDP,
             {"factory": of_blocks(Detaching)},
             r"the gradients of 7 parameters, .* hold the samples of data-parallel rank 0 alone, of 2",
             id="detached on one rank",
+        ),
+        pytest.param(
+            FSDP + "[scheduling.activation_checkpoint]\n",
+            {"factory": of_blocks(StochasticDepth), "microbatch": 2},
+            r"gets a gradient on rank \d \(dp_shard \d\) and none on rank \d",
+            id="layers that every rank leaves out by its own chance",
+            marks=SLOW,
         ),
         pytest.param(
             DDP,
@@ -108,12 +126,14 @@ def test_a_fault_of_a_model_is_named(text, options, cause):
             r"the gradients of layers.0.up.bias, layers.0.up.weight on rank 0 hold the samples of data-parallel rank 0 "
             r"alone, of 2: a reduction over dp_replicate is missing",
             id="one layer is not reduced",
+            marks=SLOW,
         ),
         pytest.param(
             OWN + own("sharding", "own", "clipped"),
             {"microbatch": 2},
             r"the micro-batches weigh .* each is scaled by itself before all are accumulated, as by clipping",
             id="clipped before all is accumulated",
+            marks=SLOW,
         ),
         pytest.param(
             FSDP + own("communication", "elements", "absolute"),
@@ -133,12 +153,14 @@ def test_a_fault_of_a_model_is_named(text, options, cause):
             {},
             r"the gradients of layers.0.up.weight are those of layers.1.up.weight",
             id="of another layer",
+            marks=SLOW,
         ),
         pytest.param(
             DDP + own("communication", "elements", "late"),
             {"steps": 2},
             r"the gradients of .* in step 1 are those of step 0: used a step late",
             id="a step late",
+            marks=SLOW,
         ),
         pytest.param(
             DDP + own("communication", "elements", "cut_late"),
@@ -152,6 +174,7 @@ def test_a_fault_of_a_model_is_named(text, options, cause):
             {"factory": functools.partial(Even, tied=True), "microbatch": 4},
             r"tok.weight are 2 times the right ones; that is pp = 2: the copies of a parameter that several stages",
             id="a tied gradient twice",
+            marks=SLOW,
         ),
         pytest.param(
             DDP + own("scheduling", "trained", "thawed"),
@@ -165,6 +188,7 @@ def test_a_fault_of_a_model_is_named(text, options, cause):
             {"own_dtype": True, "microbatch": 2},
             r"the gradients of .* are rounded more than on one device, about as much as bfloat16 rounds",
             id="reduced in bfloat16",
+            marks=SLOW,
         ),
         pytest.param(
             PP + own("scheduling", "trained", "scaled"),
@@ -183,7 +207,9 @@ def test_a_fault_of_a_plugin_is_named(text, options, cause):
     ("fault", "cause"),
     [
         ("doubled", r"the ranks together train on 74 valid tokens, 2 times the batch has: .*composer3d_place_batch"),
-        ("permuted", r"the model is given another argument 0 than the batch has: another order"),
+        pytest.param(
+            "permuted", r"the model is given another argument 0 than the batch has: another order", marks=SLOW
+        ),
     ],
 )
 def test_samples_that_are_placed_wrongly_are_named(fault, cause):
@@ -196,7 +222,7 @@ def masked():
     return Batch(args=whole.args, kwargs={"mask": mask}, target=whole.target)
 
 
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("dim", [0, pytest.param(1, marks=SLOW)])
 def test_a_mask_that_is_cut_along_another_dim_is_named(dim):
     path = write_manifest(CP + users("sharding", "sequence", mask_dim=dim))
     options = {"loss_fn": sum_loss, "steps": 1, "own_dtype": False}
@@ -229,17 +255,23 @@ def half(step, rank, degree):
 @pytest.mark.parametrize(
     ("make_averages", "cause"),
     [
-        pytest.param(lambda run: EMA(run, decay=0.75), "", id="right"),
+        pytest.param(lambda run: EMA(run, decay=0.75), "", id="right", marks=SLOW),
         pytest.param(
             lambda run: EMA(run, decay=0.5),
             "are wrong in step 0, of right weights: they take in 0.5 of the weights in step 0, another decay",
             id="another decay",
         ),
         pytest.param(
-            lambda run: EMA(run, decay=0.75, every=3), "of right weights: they are not updated", id="not updated"
+            lambda run: EMA(run, decay=0.75, every=3),
+            "of right weights: they are not updated",
+            id="not updated",
+            marks=SLOW,
         ),
         pytest.param(
-            lambda run: Forgetful(run, decay=0.75), "only in the pieces of rank 1 (dp_shard 1)", id="on one rank"
+            lambda run: Forgetful(run, decay=0.75),
+            "only in the pieces of rank 1 (dp_shard 1)",
+            id="on one rank",
+            marks=SLOW,
         ),
     ],
 )

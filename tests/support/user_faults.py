@@ -23,6 +23,13 @@ class LayerDrop(Mlp):
         return super().forward(x) if random.random() < 0.7 else 1.0 * x
 
 
+class StochasticDepth(Mlp):
+    """Left out by chance, of torch's numbers, which are others on every data-parallel rank."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.rand(()) < 0.5 else 1.0 * x
+
+
 class Branching(Mlp):
     """Another branch on the second rank of several, which leaves parameters out."""
 
