@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from composer3d.gradients import local
 from composer3d.proof.comparison import Limits, difference, fit
 from composer3d.proof.derived import stale_values
 from composer3d.proof.deviations import Deviation, deviations_of, gathered, multiple
+from composer3d.proof.reached import noting_reached
 from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors
 from composer3d.proof.subject import Arithmetic, Subject
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d import Composition
+    from composer3d import Batch, Composition
     from composer3d.proof.subject import Averages
 
 __all__ = ["RankStep", "RankSteps", "run_composed"]
@@ -90,7 +91,13 @@ class RankSteps:
 
 
 def run_composed(
-    subject: Subject, which: Arithmetic, reference: Reference, *, tolerances: Limits, keep: Path | None
+    subject: Subject,
+    which: Arithmetic,
+    reference: Reference,
+    *,
+    tolerances: Limits,
+    folder: Path,
+    keep: Path | None,
 ) -> RankSteps:
     """Run the reference's steps on this rank of the composition.
 
@@ -99,12 +106,13 @@ def run_composed(
         which: The arithmetic.
         reference: Of one device, in the same arithmetic.
         tolerances: By what is compared; only what is beyond is examined further.
+        folder: Where it is left which parameters the forwards reach.
         keep: Where the first step's gradients are left if they are wrong; None leaves nothing.
 
     Memory: all gradients and parameters in full, and the reference. Collectives: the run's, and those of `gather_full`.
     """
     result = RankSteps()
-    with subject.composed(which, subject.manifest_for(which)) as run:
+    with subject.composed(which, subject.manifest_for(which)) as run, noting_reached(run, folder):
         optimizer = subject.make_optimizer(run)
         result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
         result.initial = deviations_of(run, _parameters(run), reference.initial, tolerances, "parameters")
@@ -145,6 +153,79 @@ class _Beginning:
         return self.start if self.previous is None else self.previous.averages
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ran:
+    """What a step leaves.
+
+    Args:
+        loss: As it was returned.
+        grad_norm: As it was returned.
+        count: Valid tokens of the global batch.
+        gradients: Full, by FQN, as the backward leaves them.
+        deviations: Theirs.
+        clipped: Full, by FQN, as the optimizer sees them.
+        clip_factor: As in `RankStep`.
+        before: Parameters before the optimizer's step.
+        held: What this rank holds of gradients.
+    """
+
+    loss: float
+    grad_norm: float
+    count: int
+    gradients: dict[str, Tensor]
+    deviations: dict[str, Deviation]
+    clipped: dict[str, Tensor]
+    clip_factor: float | None
+    before: dict[str, Tensor]
+    held: dict[str, Holding]
+
+
+def _run(
+    subject: Subject,
+    run: Composition,
+    optimizer: torch.optim.Optimizer,
+    averages: Averages | None,
+    number: int,
+    batch: Batch,
+    compare: Callable[[dict[str, Tensor]], dict[str, Deviation]],
+) -> _Ran:
+    seen: list[dict[str, Tensor]] = []
+    own: list[dict[str, Tensor]] = []
+
+    def look(*_: Any) -> None:
+        seen.append(_gradients(run))
+        own.append(_local_gradients(run))
+
+    hook = optimizer.register_step_pre_hook(look)
+    try:
+        with run.step(number) as state:
+            loss = run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
+            norm = run.clip_grad_norm_(math.inf)
+            gradients = _gradients(run)
+            own.append(_local_gradients(run))
+            held = held_tensors(run, _named_gradients(run))
+            deviations = compare(gradients)
+            run.clip_grad_norm_(subject.grad_clip)
+            before = _parameters(run)
+            optimizer.step()
+            if averages is not None:
+                averages.update(number)
+            optimizer.zero_grad()
+    finally:
+        hook.remove()
+    return _Ran(
+        loss=float(loss),
+        grad_norm=float(norm),
+        count=state.count,
+        gradients=gradients,
+        deviations=deviations,
+        clipped=seen[-1] if seen else {},
+        clip_factor=_common_factor(own[-1], own[0]),
+        before=before,
+        held=held,
+    )
+
+
 def _step(
     subject: Subject,
     run: Composition,
@@ -161,61 +242,53 @@ def _step(
 
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
-    seen: list[dict[str, Tensor]] = []
-    own: list[dict[str, Tensor]] = []
 
-    def look(*_: Any) -> None:
-        seen.append(_gradients(run))
-        own.append(_local_gradients(run))
+    def compare(gradients: dict[str, Tensor]) -> dict[str, Deviation]:
+        found = deviations_of(run, gradients, expected.gradients, tolerances, "gradients")
+        if keep is not None and number == 0 and context.rank == 0 and any(_wrong(found, tolerances)):
+            _keep(gradients, keep)
+        return found
 
-    hook = optimizer.register_step_pre_hook(look)
-    try:
-        with run.step(number) as state:
-            loss = run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
-            norm = run.clip_grad_norm_(math.inf)
-            gradients = _gradients(run)
-            own.append(_local_gradients(run))
-            held = {"gradients": held_tensors(run, _named_gradients(run))}
-            deviations = deviations_of(run, gradients, expected.gradients, tolerances, "gradients")
-            if keep is not None and number == 0 and context.rank == 0 and any(_wrong(deviations, tolerances)):
-                _keep(gradients, keep)
-            run.clip_grad_norm_(subject.grad_clip)
-            before = _parameters(run)
-            optimizer.step()
-            if averages is not None:
-                averages.update(number)
-            optimizer.zero_grad()
-    finally:
-        hook.remove()
+    ran = _run(subject, run, optimizer, averages, number, batch, compare)
     after = _parameters(run)
-    held["parameters"] = held_tensors(run, run.named_parameters())
-    clipped = seen[-1] if seen else {}
+    averaged = {} if averages is None else averages.state_dict()["averages"]
+    held = {"gradients": ran.held, "parameters": held_tensors(run, run.named_parameters())}
+    held["averages"] = held_tensors(run, averaged.items())
+    averaged = gathered(run, averaged) if averaged else {}
     parameters = deviations_of(run, after, expected.parameters, tolerances, "parameters")
-    off = [f for f, found in parameters.items() if not found.rel <= tolerances.of("parameters", f) and f in before]
-    start, previous = beginning.parameters, beginning.previous
-    off = [fqn for fqn in off if fqn in after and fqn in start and fqn in expected.parameters]
-    averaged = {} if averages is None else gathered(run, averages.state_dict()["averages"])
-    if averages is not None:
-        held["averages"] = held_tensors(run, averages.state_dict()["averages"].items())
-    wrong = _wrong(deviations, tolerances)
+    off = [fqn for fqn, found in parameters.items() if not found.rel <= tolerances.of("parameters", fqn)]
+    wrong = _wrong(ran.deviations, tolerances)
     return RankStep(
-        loss=float(loss),
-        grad_norm=float(norm),
-        gradients=deviations,
-        clipped=deviations_of(run, clipped, expected.clipped, tolerances, "clipped"),
+        loss=ran.loss,
+        grad_norm=ran.grad_norm,
+        gradients=ran.deviations,
+        clipped=deviations_of(run, ran.clipped, expected.clipped, tolerances, "clipped"),
         parameters=parameters,
-        clip_factor=_common_factor(own[-1], own[0]),
-        unmoved=tuple(f for f, tensor in after.items() if f in before and bool((tensor == before[f]).all())),
+        clip_factor=ran.clip_factor,
+        unmoved=tuple(f for f, tensor in after.items() if f in ran.before and bool((tensor == ran.before[f]).all())),
         held=held,
         batch=Digest()((batch.args, batch.kwargs, batch.target)),
-        leftovers=_leftovers(gradients, expected, previous, wrong),
-        updates={f: multiple(after[f] - before[f], expected.parameters[f] - start[f]) for f in off},
-        decays={f: multiple(after[f] - expected.parameters[f], before[f]) for f in off},
-        late=_late(gradients, previous, wrong),
-        count=None if batch.target is None else state.count,
+        leftovers=_leftovers(ran.gradients, expected, beginning.previous, wrong),
+        **_updates(ran.before, after, expected.parameters, beginning.parameters, off),
+        late=_late(ran.gradients, beginning.previous, wrong),
+        count=None if batch.target is None else ran.count,
         averages=deviations_of(run, averaged, expected.averages, tolerances, "averages"),
         averaged_with=_averaged_with(averaged, after, beginning.averages),
     )
+
+
+def _updates(
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    wrong: Sequence[str],
+) -> dict[str, dict[str, float | None]]:
+    off = [fqn for fqn in wrong if fqn in before and fqn in after and fqn in start and fqn in expected]
+    return {
+        "updates": {fqn: multiple(after[fqn] - before[fqn], expected[fqn] - start[fqn]) for fqn in off},
+        "decays": {fqn: multiple(after[fqn] - expected[fqn], before[fqn]) for fqn in off},
+    }
 
 
 def _late(gradients: Mapping[str, Tensor], previous: ReferenceStep | None, wrong: Sequence[str]) -> tuple[str, ...]:

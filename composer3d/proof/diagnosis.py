@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
 from composer3d.proof.activations import INPUTS, LOSS, TARGETS, Difference
+from composer3d.proof.deviations import Deviation
 from composer3d.proof.gradient_causes import GRADIENT_RULES, backward
 from composer3d.proof.shares import explain_shares
 from composer3d.proof.update_causes import UPDATE_RULES, initial, stale
@@ -114,9 +116,21 @@ def _roundings(evidence: Evidence) -> list[str]:
         if wrong:
             return [
                 f"in float64 everything is right, and in the run's dtypes {what} {some(sorted(wrong))} are rounded "
-                "more than on one device: a cast, or a plugin of precision, where one device has none"
+                f"more than on one device{_as_much_as(wrong)}: a cast, a dtype of reduction, or a plugin of precision, "
+                "where one device has none"
             ]
     return []
+
+
+def _as_much_as(wrong: Mapping[str, Sequence[Deviation]]) -> str:
+    """Return which dtype rounds about as much as these are off, as a clause; empty where none does."""
+    off = statistics.median(max(deviation.rel for deviation in found) for found in wrong.values())
+    if not 0.0 < off < math.inf:
+        return ""
+    # What is rounded once is off by at most half a unit.
+    units = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8": 2.0**-4}
+    nearest = min(units, key=lambda name: abs(math.log2(off / units[name])))
+    return f", about as much as {nearest} rounds" if abs(math.log2(off / units[nearest])) <= 2.0 else ""
 
 
 def _batches(evidence: Evidence) -> Iterator[str]:

@@ -58,8 +58,9 @@ def _elements(evidence: Evidence) -> Iterator[str]:
     """Gradients whose right elements were changed each by itself, or that are those of another parameter."""
     groups: dict[str, list[str]] = {}
     for fqn, found in first_gradients(evidence).items():
-        if len(what := {f"those of {d.other}" if d.other else d.elements for d in found}) == 1:
-            groups.setdefault(what.pop(), []).append(fqn)
+        kinds = {f"those of {d.other}" if d.other else d.elements for d in found}
+        if len(kinds) == 1:
+            groups.setdefault(kinds.pop(), []).append(fqn)
     groups.pop("", None)
     for what, fqns in groups.items():
         yield f"the gradients of {some(sorted(fqns))} are {what}"

@@ -14,6 +14,7 @@ from composer3d.proof.activations import Outputs
 from composer3d.proof.communication import Counted, count_step, trace_step
 from composer3d.proof.comparison import Limits, fit, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
+from composer3d.proof.reached import Uneven, noting_reached, uneven
 from composer3d.proof.reference import Reference, first_outputs, loss_with, make_reference, of_dtype, pieces_of
 from composer3d.proof.streams import Draws, recording
 from composer3d.proof.subject import Arithmetic, Subject, without_plugins
@@ -134,9 +135,19 @@ class Session:
         return report
 
     def composed(self, told: ReferenceReport) -> list[RankReport]:
-        """Run all ranks."""
+        """Run all ranks.
+
+        Raises:
+            Uneven: They failed, and some parameters were not reached on all of them.
+        """
         args = (self.make_subject, self.folder, self.passes, told.tolerances)
-        return self.launch(composed_rank, args, self.layout.world_size)
+        try:
+            return self.launch(composed_rank, args, self.layout.world_size)
+        except Exception as error:
+            found = uneven(self.folder, self.layout)
+            if found:
+                raise Uneven(found) from error
+            raise
 
     def explain_loss(self, loss: float, candidates: Sequence[str], factor: int) -> tuple[str, ...]:
         """Return the biases that, added so many times, give the loss of the run's first step; () where none do."""
@@ -225,8 +236,10 @@ def composed_rank(
     for which in passes:
         reference = torch.load(folder / f"reference-{which}.pt", weights_only=False, map_location="cpu")
         keep = folder / "wrong.pt" if which == "float64" else None
-        report.steps[which] = run_composed(subject, which, reference, tolerances=limits[which], keep=keep)
-    report.draws, report.keep_unsharded = _draw(subject)
+        report.steps[which] = run_composed(
+            subject, which, reference, tolerances=limits[which], folder=folder, keep=keep
+        )
+    report.draws, report.keep_unsharded = _draw(subject, folder)
     report.happened, messages = count_step(subject)
     _leave()
     try:
@@ -248,9 +261,13 @@ def _known_reason(error: BaseException) -> str:
     return ""
 
 
-def _draw(subject: Subject) -> tuple[dict[str, Draws], bool]:
-    """Record what this rank draws in its second step; the first may run more micro-batches than there are."""
-    with subject.composed("float64", subject.manifest_for("float64"), draws=True) as run:
+def _draw(subject: Subject, folder: Path) -> tuple[dict[str, Draws], bool]:
+    """Record what this rank draws in its second step; the first may run more micro-batches than there are.
+
+    Here layers may be left out by chance, and on other ranks others.
+    """
+    manifest = subject.manifest_for("float64")
+    with subject.composed("float64", manifest, draws=True) as run, noting_reached(run, folder):
         optimizer = subject.make_optimizer(run)
         _draw_step(subject, run, optimizer, 0)
         with recording(run) as found:

@@ -89,9 +89,9 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
     ]
     if twice and all(math.isclose(v, 1.0, rel_tol=_CLOSE) or math.isclose(v, 2.0, rel_tol=_CLOSE) for v in values):
         return f"the micro-batches {', '.join(map(str, twice))} of every rank are counted twice in {_whose(weights)}"
-    inside = all(map(_equal, ranks))
-    who = "; each rank's are scaled by a number of its own before they are reduced" if inside and per_rank > 1 else ""
-    if not inside and all(value > 0 for value in values):
+    alike = all(map(_equal, ranks))
+    who = "; each rank's are scaled by a number of its own before they are reduced" if alike and per_rank > 1 else ""
+    if not alike and all(value > 0 for value in values):
         who = "; each is scaled by itself before all are accumulated, as by clipping, or a scale, in between"
     return f"the micro-batches weigh {shown} in {_whose(weights)}, where each should weigh 1{who}"
 

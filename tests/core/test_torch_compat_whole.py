@@ -66,7 +66,7 @@ def test_scalar_parameters_are_those_without_dims():
 @pytest.mark.parametrize(
     "text",
     [
-        pytest.param(FSDP + OFFLOAD, id="fsdp2, offloaded"),
+        pytest.param(FSDP + OFFLOAD, id="fsdp2, offloaded", marks=pytest.mark.slow),
         pytest.param(HYBRID + MIXED, id="hybrid, mixed", marks=pytest.mark.slow),
         pytest.param("[mesh]\ndp_replicate = 2\n[sharding.ddp]\n" + MIXED, id="ddp, mixed"),
         pytest.param(MIXED, id="mixed", marks=pytest.mark.slow),
