@@ -58,6 +58,7 @@ from composer3d.torch_compat.processes import (
     lazy_modules,
     local_agent,
     process_group,
+    ranks_of_group,
     reduce_scatter_single,
     set_group_timeout,
 )
@@ -146,6 +147,7 @@ __all__ = [
     "pipeline_orders",
     "pipeline_schedule",
     "process_group",
+    "ranks_of_group",
     "replicate_buckets",
     "replicate_units",
     "run_backward",
