@@ -315,8 +315,10 @@ class Applier:
             self._place(fqn, module, name, None)
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if has_parameters:
-            # Any dim but the normed one does: which of the others is cut makes no difference to the module.
-            share = Shard(0) if rule.style == "local" else self._sequence
+            # Any dim but the normed one does: which of the others is cut makes no difference to the module. Projections
+            # join all but the last, which torch 2.11 does where the first of them is cut.
+            joins = rule.style == "local" or kind_of(module) in ("linear", "transposed")
+            share = Shard(0) if joins else self._sequence
             forward = module.forward
             # In followed code a tensor says itself whether it is cut; elsewhere it is.
             is_known = rule.style == "sequence" and self._is_followed(fqn)
