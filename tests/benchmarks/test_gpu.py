@@ -28,6 +28,7 @@ def test_every_cell_is_told_as_skipped_without_a_gpu():
     assert {row["skipped"] for row in rows} == {"there is no CUDA device"}
 
 
+@pytest.mark.slow
 def test_both_loops_train_in_float8():
     arguments = ("--shapes", "1b", "--cells", "rowwise_compile", "--steps", "4", "--tiny")
     first, last = (json.loads(run("--worker", author, *arguments)) for author in ("hand", "composer3d"))

@@ -113,7 +113,7 @@ def test_the_report_for_programs(folder, command):
 
 
 def test_two_plugins_that_would_make_the_optimizer_are_found(edited, command):
-    table = "[sharding.fsdp2]\n[precision.low_bit_optimizer]\nmin_numel = 64\nblock_size = 64\n[sharding.cpu_offload]\n"
+    table = "[sharding.fsdp2]\n[precision.low_bit_optimizer]\n[sharding.cpu_offload]\n"
     edited("[sharding.fsdp2]", table + 'mode = "all"')  # which leaves the optimizer alone
     assert report(command, "run.toml")[1]["ok"]
     edited("[sharding.fsdp2]", table)
@@ -323,12 +323,7 @@ def test_what_an_optimizer_in_the_backward_excludes_is_found(folder, command):
         (
             ("precision.low_bit_optimizer.min_numel=10000000",),
             "precision",
-            "low_bit_optimizer would do nothing: no parameter has at least 10000000 elements, a multiple of 256; the ",
-        ),
-        (
-            ("precision.low_bit_optimizer.block_size=1022",),
-            "precision",
-            "low_bit_optimizer would do nothing: no parameter has at least 4096 elements, a multiple of 1022; the ",
+            "min_numel = 10000000 leaves all moments in float32: the largest parameter has ",
         ),
     ],
 )

@@ -187,7 +187,8 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout, modes):
             assert_same(found, wanted)
 
 
-@pytest.mark.parametrize("mode", [pytest.param(SQRT, marks=pytest.mark.slow), BUDGET.format(0.7)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [SQRT, BUDGET.format(0.7)])
 def test_verify_passes(mode):
     tokens, targets = padded()
     path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + AC + mode)

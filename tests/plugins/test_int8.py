@@ -52,7 +52,9 @@ def test_pipeline_parallel_equals_one_device():
 
 
 # In float64 sums in another order are not rounded to other integers.
-@pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "chunks"), [pytest.param(2, TP, 1, marks=pytest.mark.slow), (4, TP_FSDP, 2)]
+)
 def test_tensor_parallel_equals_one_device(world_size, layout, chunks):
     text = layout + TABLE
     for losses, losses_1, *errors in run_ranks(trained, world_size, text, converted, chunks, 3, torch.float64):

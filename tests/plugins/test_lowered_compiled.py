@@ -76,7 +76,7 @@ def trained(text):
 
 @pytest.mark.parametrize(
     "table",
-    [name if name in ("int8", "qat", "qlora") else pytest.param(name, marks=pytest.mark.slow) for name in TABLES],
+    [name if name in ("int8", "qlora") else pytest.param(name, marks=pytest.mark.slow) for name in TABLES],
 )
 def test_compiled_layers_compute_what_others_do(table):
     texts = [layout + TABLES[table] + end for layout in (FSDP, TP) for end in ("", COMPILE)]

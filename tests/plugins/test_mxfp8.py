@@ -63,7 +63,9 @@ def test_data_parallel_equals_one_device_bit_for_bit(world_size, layouts):
     assert_bits_of_one_device(world_size, layouts, TABLE, converted)
 
 
-@pytest.mark.parametrize(("world_size", "layout", "chunks"), [(2, TP, 1), (4, TP_FSDP, 2), (2, PP, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "layout", "chunks"), [pytest.param(2, TP, 1, marks=pytest.mark.slow), (4, TP_FSDP, 2), (2, PP, 2)]
+)
 def test_tensor_and_pipeline_parallel_equal_one_device(world_size, layout, chunks):
     # Blocks stay whole; what is left is the order of sums, which now and then rounds an element to the next float8.
     for losses, losses_1, gradients, weights in run_ranks(trained, world_size, layout + TABLE, converted, chunks):

@@ -14,6 +14,8 @@ from composer3d_plugins.precision.low_bit_optimizer.moments import FORMATS, Form
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
+MIN_NUMEL = 4096
+
 
 @plugin(family="precision")
 class LowBitOptimizer:
@@ -40,7 +42,7 @@ class LowBitOptimizer:
 
     format: Literal["8bit", "4bit", "fp8"] = "8bit"
     block_size: int | None = Field(default=None, ge=2, multiple_of=2)
-    min_numel: int = Field(default=4096, ge=1)
+    min_numel: int = Field(default=MIN_NUMEL, ge=1)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
@@ -64,18 +66,20 @@ class LowBitOptimizer:
                 raise PluginError(f"low_bit_optimizer does not do what {name} = true asks of {cls.__name__}")
         default = FORMATS[self.format]
         form = Format(kind=self.format, block_size=self.block_size or default.block_size, min_numel=self.min_numel)
-        if context.purpose == "check":
-            self._refuse_to_do_nothing(form, groups)
+        if context.purpose == "check" and self.min_numel != MIN_NUMEL:
+            self._refuse_to_do_nothing(groups)
         # One kernel for all parameters is what these two choose, and here every parameter is stepped by itself.
         kept = [{key: value for key, value in group.items() if key not in ("fused", "foreach")} for group in groups]
         return low_bit(cls, form)(kept)
 
-    def _refuse_to_do_nothing(self, form: Format, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Look at all parameters, which only a check has whole: a stage may hold small ones alone."""
-        sizes = [parameter.numel() for group in groups for parameter in group["params"]]
-        if not any(size >= form.min_numel and size % form.block_size == 0 for size in sizes):
+    def _refuse_to_do_nothing(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Look at all parameters, which only a check has whole: a stage may hold small ones alone.
+
+        With the number that is the default a model may be small: then it tries out what a larger one will do.
+        """
+        largest = max(parameter.numel() for group in groups for parameter in group["params"])
+        if largest < self.min_numel:
             raise PluginError(
-                f"low_bit_optimizer would do nothing: no parameter has at least {form.min_numel} elements, a multiple "
-                f"of {form.block_size}; the largest has {max(sizes, default=0)}",
-                hint="choose another min_numel or block_size, or leave [precision.low_bit_optimizer] out",
+                f"min_numel = {self.min_numel} leaves all moments in float32: the largest parameter has {largest}",
+                hint="choose a smaller one, or leave [precision.low_bit_optimizer] out",
             )
