@@ -38,8 +38,7 @@ def linear_layers(
 
     Raises:
         PatternError: A pattern matches nothing.
-        PluginError: A layer that was named has other sizes, or none is left, or, where nothing is named, none of those
-            in blocks: GPT-2's of transformers are no linear layers of torch.
+        PluginError: A layer that was named has other sizes, or none is left, or, without names, none in the blocks.
     """
     from torch import nn
 
@@ -81,6 +80,7 @@ def linear_layers(
 
 
 def _refuse_none_in_blocks(fqns: Sequence[str], context: RunContext, multiple: int) -> None:
+    # Those of GPT-2 in transformers are no linear layers of torch, for one.
     blocks = tuple(f"{fqn}." for fqn in select(context.blocks, context.fqns))
     if not any(fqn.startswith(blocks) for fqn in fqns):
         raise PluginError(
