@@ -84,7 +84,7 @@ CASES = {
     "a micro-batch left out": (
         FSDP + fault("scheduling", "counting", "dropped"),
         {"microbatch": 2},
-        r"the micro-batches 2 of every rank do not count in the gradients",
+        r"the micro-batches 2 of every rank do not count in all gradients",
     ),
     "a micro-batch twice": (
         FSDP + fault("scheduling", "counting", "twice"),
