@@ -166,6 +166,7 @@ def _streams(evidence: Evidence) -> Iterator[str]:
         "{sites}: activation checkpointing without the state of the generator",
         "repeated": "micro-batches draw the same random numbers at {sites}",
         "more": "random numbers are drawn at {sites} more often than on one device: something is dropped twice",
+        "otherwise": "something is dropped at {sites} with another probability than on one device",
         "none": "no rank draws random numbers at {sites}, and one device does: it is switched off, or taken out",
     }
     groups: dict[tuple[str, str], list[str]] = {}

@@ -26,7 +26,8 @@ class Uneven(Exception):
     @property
     def failure(self) -> str:
         """What the ranks failed with."""
-        return f"the ranks do not get through a step: {str(self.__cause__).splitlines()[0]}"
+        told = next(iter(str(self.__cause__).splitlines()), "")
+        return f"the ranks do not get through a step: {told[:200] or type(self.__cause__).__name__}"
 
 
 @contextlib.contextmanager

@@ -43,11 +43,13 @@ class Draws:
         shape: Of what was drawn, on this rank.
         forward: A digest of the generator's state before each draw of a forward.
         again: The same of each draw inside a backward: a recomputation.
+        probabilities: With which something was dropped.
     """
 
     shape: tuple[int, ...]
     forward: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)
+    probabilities: set[float] = field(default_factory=set)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +60,7 @@ class StreamFault:
         site: The call site.
         kind: equal_over: ranks along `axis` draw alike and must not. differs_over: they must and do not. recompute: the
             backward draws anew. repeated: micro-batches draw alike. more: drawn more often than on one device, or where
-            that draws nothing. none: one device draws, and no rank does.
+            that draws nothing. none: one device draws, and no rank does. otherwise: they drop with another probability.
         axis: Where ranks are compared.
         ranks: Two of them.
     """
@@ -91,7 +93,9 @@ def recording(run: Composition) -> Iterator[dict[str, Draws]]:
                 fqn, calls = open_modules[-1]
                 number = calls.get(name, 0)
                 calls[name] = number + 1
-                _note(found, f"{fqn or '(root)'}:{name}" + (f"#{number}" if number else ""), args)
+                site = f"{fqn or '(root)'}:{name}" + (f"#{number}" if number else "")
+                _note(found, site, args)
+                found[site].probabilities |= _probability(name, args, kwargs or {})
             return func(*args, **(kwargs or {}))
 
     def enter(fqn: str) -> Any:
@@ -128,6 +132,12 @@ def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(training) and probability > 0.0
+
+
+def _probability(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[float]:
+    if name in _WITH_PROBABILITY:
+        return {float(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))}
+    return {float(kwargs.get("p", args[1] if len(args) > 1 else 0.5))} if "dropout" in name else set()
 
 
 def _note(found: dict[str, Draws], site: str, args: tuple[Any, ...]) -> None:
@@ -169,6 +179,10 @@ def compare_streams(
         more = [rank for rank in members if len(ranks[rank][site].forward) > often]
         if more:
             faults.append(StreamFault(site=site, kind="more", ranks=(more[0],)))
+        usual = reference[site].probabilities if site in reference else set()
+        otherwise = [rank for rank in members if ranks[rank][site].probabilities != usual and often]
+        if otherwise:
+            faults.append(StreamFault(site=site, kind="otherwise", ranks=(otherwise[0],)))
         faults += _inside(site, {rank: ranks[rank][site] for rank in members})
         shape = reference[site].shape if site in reference else None
         for axis in layout.dense_axes:

@@ -27,7 +27,7 @@ def verify(folder, capfd):
 
 
 def test_a_right_manifest_is_proven(folder, verify):
-    code, out, err = verify("--json", "--set", "precision.mixed.param_dtype=bfloat16")
+    code, out, err = verify("--json", "--set", "precision.mixed.param_dtype=bfloat16", "--set", "ema.decay=0.9")
     report = json.loads(out)
     assert (code, err) == (0, "")
     assert report["ok"] and report["composer3d"] == 1 and report["steps"] == 2

@@ -70,6 +70,11 @@ CASES = {
         {"factory": functools.partial(Even, dropout=0.3)},
         r"no rank draws random numbers at layers.1.dropout:dropout",
     ),
+    "dropped less": (
+        FSDP + fault("scheduling", "hooked", "rarely"),
+        {"factory": functools.partial(Even, dropout=0.3)},
+        r"something is dropped at layers.1.dropout:dropout with another probability than on one device",
+    ),
     "detached": (FSDP + fault("scheduling", "hooked", "detached"), {}, r"no gradient reaches .*layers.0"),
     "changed in place": (
         FSDP + fault("scheduling", "hooked", "in_place"),
@@ -79,7 +84,7 @@ CASES = {
     "a micro-batch left out": (
         FSDP + fault("scheduling", "counting", "dropped"),
         {"microbatch": 2},
-        r"the micro-batches 2 of every rank do not count in the gradients",
+        r"the micro-batches 2 of every rank do not count in all gradients",
     ),
     "a micro-batch twice": (
         FSDP + fault("scheduling", "counting", "twice"),
@@ -95,6 +100,7 @@ REPEATED = {
     "averaged over another axis",
     "a micro-batch twice",
     "changed in place",
+    "dropped less",
     "dropped twice",
     "not dropped",
     "not waited for",

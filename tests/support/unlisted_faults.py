@@ -131,11 +131,11 @@ class Hooked:
 
     Args:
         fault: dropped: drops once more. undropped: its dropout is switched off. detached: cuts the graph. in_place:
-            changes activations in place.
+            changes activations in place. rarely: it drops less than it should.
         block: Its number.
     """
 
-    fault: Literal["dropped", "detached", "in_place", "undropped"]
+    fault: Literal["dropped", "detached", "in_place", "undropped", "rarely"]
     block: int = 1
 
     @hookimpl
@@ -150,6 +150,8 @@ class Hooked:
             block.register_forward_hook(lambda block, args, output: output.detach() + 0.0 * block.up.bias.sum())
         elif self.fault == "undropped":
             block.dropout.eval()
+        elif self.fault == "rarely":
+            block.dropout.p = 0.1
         else:
             block.norm.register_forward_hook(lambda norm, args, output: output.mul_(1.0 + 1e-6))
 
