@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
@@ -17,6 +19,11 @@ __all__ = ["Shrunk", "reduce_degrees", "reduce_sizes", "shrink"]
 
 
 _VOCABULARY = 512
+# Keys of Hugging Face's configurations that are sizes; of the other whole numbers many are not.
+_CONFIGURED = frozenset(
+    "d_ff d_kv d_model ffn_dim head_dim hidden_size intermediate_size moe_intermediate_size n_embd n_head n_inner "
+    "num_attention_heads num_heads num_key_value_heads vocab_size".split()
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +104,11 @@ def shrink(manifest: Manifest, layout: Layout, *, max_ranks: int, max_dim: int |
         for key, (old, new) in reduce_sizes(manifest, max_dim, degrees).items():
             overrides.append(f"{key}={new}")
             reduced.append(f"{key}: {old} -> {new}")
+        table = manifest.tables["model"]
+        resized = any(override.startswith("model.") for override in overrides)
+        if table.hf is not None and table.weights != "init" and resized:
+            overrides.append("model.weights=init")  # those of the folder have other sizes
+            reduced.append("model.weights: new ones of these sizes")
     return Shrunk(overrides=tuple(overrides), reduced=tuple(reduced))
 
 
@@ -132,22 +144,13 @@ def reduce_sizes(manifest: Manifest, max_dim: int, degrees: Mapping[str, int]) -
         max_dim: The largest size.
         degrees: Reduced ones, by axis.
     """
-    from composer3d.manifest import resolve_reference
-
     table, data = manifest.tables["model"], manifest.tables["data"]
     result: dict[str, tuple[int, int]] = {}
     seq_len = _halved(data.seq_len, max_dim)
     if seq_len != data.seq_len:
         result["data.seq_len"] = (data.seq_len, seq_len)
-    function: Any = resolve_reference(table.use, manifest.document.folder)
-    defaults = {
-        name: parameter.default
-        for name, parameter in inspect.signature(function).parameters.items()
-        if isinstance(parameter.default, int) and not isinstance(parameter.default, bool)
-    }
-    stated = {
-        name: value for name, value in table.args.items() if isinstance(value, int) and not isinstance(value, bool)
-    }
+    stated = _whole(table.args)
+    defaults = _configured(manifest) if table.hf is not None else _defaults(table.use, manifest.document.folder)
     sizes: dict[str, int] = {**defaults, **stated}
     narrow = {
         name: _halved(value, max_dim) for name, value in sizes.items() if "layer" not in name and "vocab" not in name
@@ -159,19 +162,44 @@ def reduce_sizes(manifest: Manifest, max_dim: int, degrees: Mapping[str, int]) -
     factor = 1
     most = max([sizes[name] for name in heads if "dim" not in name], default=0)
     while width and most // factor > tensor and width // max(1, most // factor) < 8 and factor < shrunk:
+        if most // factor % 2:  # a number of heads that cannot be halved stays, or it would not divide the width
+            break
         factor *= 2
     for name in heads:
         if "dim" not in name:
             narrow[name] = max(min(sizes[name], tensor), sizes[name] // factor)
-    if data.kind == "synthetic" and (data.vocab_size or 0) > _VOCABULARY:
-        # Tokens are made up, so there may be fewer; tokens of text are what they are.
-        result["data.vocab_size"] = (data.vocab_size, _VOCABULARY)
+    if data.kind == "synthetic":
+        # Tokens are made up, so there may be fewer; tokens of text are what they are. Unstated, they are few already.
+        if (data.vocab_size or 0) > _VOCABULARY:
+            result["data.vocab_size"] = (data.vocab_size, _VOCABULARY)
         narrow |= {name: _VOCABULARY for name, value in sizes.items() if "vocab" in name and value > _VOCABULARY}
     return result | {
         f"model.args.{name}": (sizes[name], new)
         for name, new in narrow.items()
-        if new != sizes[name] and (name in stated or name not in ("max_seq_len", "vocab_size"))
+        if new != sizes[name] and (table.hf is not None or name in stated or name not in ("max_seq_len", "vocab_size"))
     }
+
+
+def _whole(arguments: Mapping[str, Any]) -> dict[str, int]:
+    return {name: value for name, value in arguments.items() if isinstance(value, int) and not isinstance(value, bool)}
+
+
+def _defaults(reference: str, folder: Path) -> dict[str, int]:
+    """Return the factory's own numbers."""
+    from composer3d.manifest import resolve_reference
+
+    function: Any = resolve_reference(reference, folder)
+    parameters = inspect.signature(function).parameters.items()
+    return _whole({name: parameter.default for name, parameter in parameters})
+
+
+def _configured(manifest: Manifest) -> dict[str, int]:
+    """Return the widths, heads and vocabulary of a Hugging Face model's configuration."""
+    from composer3d.huggingface.folder import CONFIG, find_folder
+
+    path = find_folder(str(manifest.tables["model"].hf), beside=manifest.document.folder) / CONFIG
+    configured = _whole(json.loads(path.read_text(encoding="utf-8")))
+    return {name: value for name, value in configured.items() if name in _CONFIGURED}
 
 
 def _halved(value: int, limit: int) -> int:

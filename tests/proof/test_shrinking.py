@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from composer3d import load_manifest
 from composer3d.errors import ComposerError
 from composer3d.mesh import AXES, resolve
-from composer3d.proof.shrinking import reduce_degrees
+from composer3d.proof.shrinking import reduce_degrees, shrink
+from composer3d.runner import TABLES
 
 
 def layout(**degrees):
@@ -37,3 +41,45 @@ def test_four_axes_do_not_fit_eight_ranks():
         "pp, dp_replicate, dp_shard, tp are all above 1, so the smallest world of this shape has 16 ranks, and 8 are "
         "allowed; pass --max-ranks 16, or set one of the axes to 1 with --set and verify in several calls"
     )
+
+
+def reduced(tmp_path, text, max_dim):
+    path = tmp_path / "run.toml"
+    path.write_text("composer3d = 1\n" + text + "\n[train]\nsteps = 1\n")
+    manifest = load_manifest(path, tables=TABLES)
+    return dict(override.split("=") for override in shrink(manifest, layout(), max_ranks=8, max_dim=max_dim).overrides)
+
+
+LLAMA = """
+[model]
+use = "composer3d.models:llama"
+args = {{ dim = {dim}, num_heads = {heads}, num_kv_heads = {heads}, vocab_size = 128256 }}
+[data]
+use = "{data}"
+seq_len = 32
+"""
+
+
+def test_a_vocabulary_of_made_up_tokens_is_reduced_where_only_the_model_states_it(tmp_path):
+    assert reduced(tmp_path, LLAMA.format(dim=64, heads=4, data="synthetic"), 64)["model.args.vocab_size"] == "512"
+    assert "model.args.vocab_size" not in reduced(tmp_path, LLAMA.format(dim=64, heads=4, data="python_docs"), 64)
+
+
+def test_heads_still_divide_the_width(tmp_path):
+    found = reduced(tmp_path, LLAMA.format(dim=112, heads=14, data="synthetic"), 28)
+    assert (found["model.args.dim"], found["model.args.num_heads"]) == ("28", "7")
+
+
+def test_sizes_of_a_configuration_are_reduced_and_its_weights_made_anew(tmp_path):
+    (tmp_path / "folder").mkdir()
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 32000}
+    others = {"model_type": "llama", "num_hidden_layers": 40, "bos_token_id": 128, "max_position_embeddings": 4096}
+    (tmp_path / "folder" / "config.json").write_text(json.dumps(sizes | others))
+    found = reduced(tmp_path, '[model]\nhf = "folder"\n[data]\nuse = "synthetic"\nseq_len = 16\n', 32)
+    assert {key: value for key, value in found.items() if key.startswith("model.")} == {
+        "model.args.hidden_size": "32",
+        "model.args.num_attention_heads": "4",
+        "model.args.num_key_value_heads": "1",
+        "model.args.vocab_size": "512",
+        "model.weights": "init",
+    }
