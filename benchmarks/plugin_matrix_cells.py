@@ -83,7 +83,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(row="`mixed` where no plugin asks for dtypes", message=r"gives dtypes, but no plugin"),
     Permitted(
         row="`mixed`: options of the loss scale without float16",
-        message=r"(growth_interval|buffer_dtype|norm_modules) has no effect",
+        message=r"(growth_interval|buffer_dtype|norm_modules|norms = \S+) has no effect",
     ),
     Permitted(
         row="`pipeline`: fewer micro-batches or blocks than the schedule needs",
@@ -125,6 +125,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(
         row="`activation_offload` with `compile`", message=r'"activation_offload" cannot be combined with "compile"'
     ),
+    Permitted(row="`qlora` with `float8`", message=r'has no effect with quantize = "none"'),
     Permitted(row="two answers to one query", message=r"both answer composer3d_\w+"),
     Permitted(
         row="`cpu_offload`: `parameters` or `all` where no data-parallel plugin",
@@ -181,7 +182,7 @@ def manifest_of(row: Mapping[str, str]) -> str:
             f"model.args = {{ dim = {dim}, num_layers = {layers}, num_heads = 4, num_kv_heads = 4, "
             f"ffn_dim = {2 * dim}, tie_embeddings = {row.get('model.tie_embeddings', 'false')}, "
             f"dropout = {row.get('model.dropout', '0.0')} }}",
-            f'data = {{ use = "synthetic", seq_len = {SEQ_LEN}, vocab_size = {dim} }}',
+            f'data = {{ use = "synthetic", seq_len = {SEQ_LEN}, vocab_size = {_vocab_size(row, dim)} }}',
             f"train = {{ steps = 2, microbatch = 1, global_batch = {accumulation * ranks}"
             + (f", grad_clip = {clip}" if clip != "default" else "")
             + " }",
@@ -203,6 +204,15 @@ def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]
         return 64 * tp, {}
     # Of the blocks of 64, as many share a factor as a row of a small model has: rows that are cut stay as they are.
     return 64, {"precision.qlora.keep": '["layers.*.attention.wo", "layers.*.feed_forward.w2"]'}
+
+
+def _vocab_size(row: Mapping[str, str], dim: int) -> int:
+    """Return one that gives low_bit_optimizer something to do, which leaves parameters below 4096 elements alone."""
+    keeps_small = (
+        row.get("precision.low_bit_optimizer") == "on"
+        and row.get("precision.low_bit_optimizer.min_numel", "default") == "default"
+    )
+    return max(dim, 4096 // dim) if keeps_small else dim
 
 
 def say_row(row: Mapping[str, str]) -> str:

@@ -7,14 +7,16 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
 
 if TYPE_CHECKING:
+    from composer3d.mesh import Layout
     from composer3d.preparation import Preparation
 
-__all__ = ["agree_on_plan", "described", "fingerprint"]
+__all__ = ["agree", "agree_on_plan", "described", "fingerprint", "leaves"]
 
 # What may differ between machines: where things lie there, and what is shown.
 _LOCAL = ("run", "data.use")
@@ -25,18 +27,20 @@ def described(preparation: Preparation) -> dict[str, str]:
     """Return everything that ranks must have in common, as JSON text by dotted key.
 
     Typed tables, so that a default that is written out is the default; and the modules each transform selected on the
-    whole model. `[run]` and `data.use` are left out: paths, and what is shown, may differ between machines.
+    whole model; the versions of the code that makes something of it. `[run]` and `data.use` are left out: paths, and
+    what is shown, may differ between machines; what was found there is compared by whoever reads it, with `agree`.
     """
     manifest = preparation.context.manifest
     tables = {name: table for name, table in manifest.tables.items() if name not in _LOCAL}
-    found = dict(_leaves(tables))
+    found = dict(leaves(tables))
     for registered in preparation.hooks.plugins:
         prefix = f"{registered.info.family}.{registered.name}"
         found[prefix] = type(registered.instance).__qualname__
-        found |= _leaves(registered.instance, prefix)
+        found |= leaves(registered.instance, prefix)
     for transform, fqns in preparation.selected:
         found[f"plan.{transform.name}"] = json.dumps([transform.phase.name, *fqns])
     found["mesh"] = str(preparation.context.layout)
+    found |= {f"version.{name}": _version(name) for name in ("composer3d", "torch")}
     return {key: text for key, text in sorted(found.items()) if key not in _LOCAL}
 
 
@@ -55,28 +59,56 @@ def agree_on_plan(preparation: Preparation) -> int:
 
     Collectives: one all-gather of a number, one more of the manifests where they differ.
     """
+    return agree(
+        described(preparation),
+        layout=preparation.context.layout,
+        what=("runs another manifest", "run another manifest"),
+        advice="start all ranks with the same manifest, overrides, plugins and versions",
+    )
+
+
+def agree(own: Mapping[str, str], *, layout: Layout, what: tuple[str, str], advice: str) -> int:
+    """Compare what all ranks must have in common, and return its number.
+
+    Args:
+        own: This rank's, JSON text by dotted key; keys that begin with `plan.` follow from the others.
+        layout: Gives ranks their coordinates.
+        what: What a rank does that differs, and what several of them do.
+        advice: How to mend it.
+
+    Raises:
+        StepError: Ranks differ; names them, and the keys with both values.
+
+    Collectives: one all-gather of a number, one more of everything where ranks differ.
+    """
     import torch.distributed as dist
 
-    context = preparation.context
-    own = described(preparation)
     number = fingerprint(own)
-    if context.world_size == 1 or dist.get_backend() == "fake":
+    if layout.world_size == 1 or dist.get_backend() == "fake":
         return number
-    numbers: list[Any] = [None] * context.world_size
+    numbers: list[Any] = [None] * layout.world_size
     dist.all_gather_object(numbers, number)
     usual = Counter(numbers).most_common(1)[0][0]
     odd = [rank for rank, other in enumerate(numbers) if other != usual]
     if odd:
-        everything: list[Any] = [None] * context.world_size
-        dist.all_gather_object(everything, own)
+        everything: list[Any] = [None] * layout.world_size
+        dist.all_gather_object(everything, dict(own))
         first = numbers.index(usual)
-        ranks = ", ".join(context.layout.who(rank) for rank in odd[:_SHOWN])
+        ranks = ", ".join(layout.who(rank) for rank in odd[:_SHOWN]) + (
+            f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""
+        )
         raise StepError(
-            f"{ranks} {'runs' if len(odd) == 1 else 'run'} another manifest than rank {first}: "
-            f"{_difference(everything[odd[0]], everything[first], odd[0], first)}; "
-            "start all ranks with the same manifest, overrides and plugins"
+            f"{ranks} {what[len(odd) > 1]} than rank {first}: "
+            f"{_difference(everything[odd[0]], everything[first], odd[0], first)}; {advice}"
         )
     return number
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:  # a copy that nobody has installed
+        return "unknown"
 
 
 def _difference(one: Mapping[str, str], other: Mapping[str, str], rank: int, first: int) -> str:
@@ -94,13 +126,13 @@ def _short(text: str | None) -> str:
     return "not there" if text is None else text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _leaves(value: Any, prefix: str = "") -> dict[str, str]:
+def leaves(value: Any, prefix: str = "") -> dict[str, str]:
     """Return the leaves of nested dataclasses and mappings as JSON text by dotted key."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     if isinstance(value, Mapping):
         found: dict[str, str] = {}
         for key, item in value.items():
-            found |= _leaves(item, f"{prefix}.{key}" if prefix else str(key))
+            found |= leaves(item, f"{prefix}.{key}" if prefix else str(key))
         return found
     return {prefix: json.dumps(value, default=str)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from composer3d import guard, mesh, spans, torch_compat
 from composer3d.accumulation import Accumulation
 from composer3d.agreement import agree_on_plan
 from composer3d.application import agree_on_factory, agree_on_weights, apply_transforms, materialise
+from composer3d.closing import close_all
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError
 from composer3d.flight import Flight
@@ -246,14 +248,5 @@ def freeze(
         measures=frozen("composer3d_measure"),
         metric_sinks=frozen("composer3d_metrics"),
         states=states,
-        release=_one_by_one(unwatch, *(() if flight is None else (flight.close,)), release),
+        release=functools.partial(close_all, (unwatch, *(() if flight is None else (flight.close,)), release)),
     )
-
-
-def _one_by_one(*functions: Callable[[], None]) -> Callable[[], None]:
-    def release() -> None:
-        with contextlib.ExitStack() as stack:
-            for function in reversed(functions):
-                stack.callback(function)
-
-    return release

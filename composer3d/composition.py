@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import gradients, spans
 from composer3d.assembly import Assembled
 from composer3d.batch import to_device
+from composer3d.closing import close_all
 from composer3d.errors import StepError
 from composer3d.evaluation import Evaluation, evaluating, let_go
 from composer3d.in_backward import BackwardStepper
@@ -379,14 +381,17 @@ class Composition:
         if self._closed:
             return
         self._closed = True
-        # One that fails keeps none of the others from closing; the last one entered runs first.
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._assembled.release)
-            for _, function in reversed(self._assembled.hooks.freeze("composer3d_close")):
-                stack.callback(function, context=self.context, error=error)
-            stack.callback(self._persistence.close)
-            if self._engine.stepper is not None:
-                stack.callback(self._engine.stepper.close)
+        stepper = self._engine.stepper
+        plugins = self._assembled.hooks.freeze("composer3d_close")
+        close_all(
+            (
+                *(() if stepper is None else (stepper.close,)),
+                functools.partial(self._persistence.close, error),
+                *(functools.partial(function, context=self.context, error=error) for _, function in plugins),
+                self._assembled.release,
+            ),
+            error=error,
+        )
 
     def __enter__(self) -> Composition:
         return self

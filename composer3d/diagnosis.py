@@ -38,6 +38,10 @@ class Collective:
         op: The operation.
         sizes: Of its inputs.
         time_ns: When it was called.
+        dtypes: Of its inputs.
+        backend: That runs it: a group may have one for each type of device, and each counts its own.
+        group: Which group of these ranks it is; empty for the axis' own, and for the world's.
+        pending: It has not come back, as far as its backend says.
     """
 
     axis: str
@@ -46,14 +50,23 @@ class Collective:
     op: str
     sizes: tuple[tuple[int, ...], ...]
     time_ns: int
+    dtypes: tuple[str, ...] = ()
+    backend: str = ""
+    group: str = ""
+    pending: bool = False
 
     def __str__(self) -> str:
         return f"{self.op} of {', '.join(str(list(size)) for size in self.sizes) or 'nothing'}"
 
     @property
-    def essence(self) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    def essence(self) -> tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]:
         """What ranks must have in common."""
-        return self.op, self.sizes if self.op.startswith(_EQUAL_SIZES) else ()
+        return self.op, self.dtypes, self.sizes if self.op.startswith(_EQUAL_SIZES) else ()
+
+    @property
+    def line(self) -> tuple[tuple[int, ...], str, str]:
+        """Where it is counted: in one process group, by one backend."""
+        return self.ranks, self.group or self.axis, self.backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +101,11 @@ class Account:
     def from_json(cls, content: Mapping[str, Any]) -> Account:
         """Undo `to_json`."""
         rows = tuple(
-            Collective(**{**row, "ranks": tuple(row["ranks"]), "sizes": tuple(map(tuple, row["sizes"]))})
+            Collective(
+                **row
+                | {key: tuple(row[key]) for key in ("ranks", "dtypes") if key in row}
+                | {"sizes": tuple(map(tuple, row["sizes"]))}
+            )
             for row in content["collectives"]
         )
         return cls(**{**content, "spans": tuple(content["spans"]), "collectives": rows})
@@ -203,19 +220,19 @@ def _plugin(collective: Collective, layout: Names, owners: Mapping[str, str], ow
     return owners[collective.axis] + (" or composer3d" if shared else "")
 
 
-def _by_group(accounts: Sequence[Account]) -> dict[tuple[int, ...], dict[int, dict[int, Collective]]]:
-    """Return collectives by group, rank and number."""
-    groups: dict[tuple[int, ...], dict[int, dict[int, Collective]]] = {}
+def _by_line(accounts: Sequence[Account]) -> dict[Any, dict[int, dict[int, Collective]]]:
+    """Return collectives by group and backend, rank and number."""
+    groups: dict[Any, dict[int, dict[int, Collective]]] = {}
     for account in accounts:
         for collective in account.collectives:
-            groups.setdefault(collective.ranks, {}).setdefault(account.rank, {})[collective.number] = collective
+            groups.setdefault(collective.line, {}).setdefault(account.rank, {})[collective.number] = collective
     return groups
 
 
 def _mismatch(accounts: Sequence[Account]) -> Any:
     """Find the earliest collective of any group that ranks ran differently."""
     found: list[tuple[Collective, dict[int, Collective]]] = []
-    for rows in _by_group(accounts).values():
+    for rows in _by_line(accounts).values():
         for number in sorted(set.intersection(*(set(row) for row in rows.values()))):
             here = {rank: rows[rank][number] for rank in sorted(rows)}
             if len({collective.essence for collective in here.values()}) > 1:
@@ -229,20 +246,25 @@ def _mismatch(accounts: Sequence[Account]) -> Any:
     told = next(other for other in here.values() if other.essence == usual)
 
     def text(layout: Names) -> str:
-        shown = ", ".join(f"{layout.who(rank)} ran {here[rank]}" for rank in odd[:_SHOWN])
-        return f"{shown}, while {_ranks(rank for rank in here if rank not in odd)} ran {told}"
+        alike = any(str(here[rank]) == str(told) for rank in odd)  # but for their dtypes
+
+        def act(ran: Collective) -> str:
+            return f"{ran} in {', '.join(ran.dtypes)}" if alike else str(ran)
+
+        shown = ", ".join(f"{layout.who(rank)} ran {act(here[rank])}" for rank in odd[:_SHOWN])
+        return f"{shown}, while {_ranks(rank for rank in here if rank not in odd)} ran {act(told)}"
 
     return collective, odd, text
 
 
 def _missing(accounts: Sequence[Account]) -> Any:
     """Find the collective that others wait in, and who has not run it, from the failed rank to whom all wait for."""
-    by_rank, groups = {account.rank: account for account in accounts}, _by_group(accounts)
+    by_rank, groups = {account.rank: account for account in accounts}, _by_line(accounts)
     rank, seen, found = accounts[0].rank, set(), None
     while rank in by_rank and rank not in seen and by_rank[rank].collectives:
         seen.add(rank)
-        last = by_rank[rank].collectives[-1]
-        rows = groups[last.ranks]
+        last = _waited_in(by_rank[rank])
+        rows = groups[last.line]
         behind = [other for other in last.ranks if other in by_rank and max(rows.get(other, (0,))) < last.number]
         odd = tuple(behind or [other for other in last.ranks if other not in by_rank])
         if not odd:
@@ -260,6 +282,12 @@ def _missing(accounts: Sequence[Account]) -> Any:
         return f"{who} did not {'run' if late else 'come through'} {last}, in which {waits} waited"
 
     return last, odd, text
+
+
+def _waited_in(account: Account) -> Collective:
+    """Return what a rank waits in: NCCL's run behind the calls, so that it is the first that has not come back."""
+    behind = (found for found in account.collectives if found.pending and found.backend == "nccl")
+    return next(behind, account.collectives[-1])
 
 
 def _ranks(ranks: Iterable[int]) -> str:

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from composer3d import torch_compat
@@ -50,6 +51,10 @@ _ANSWER_S = 2.0  # how long the first one waits for answers
 _GONE_S = 0.7  # and where a connection broke, so that one of them will not come
 _KEPT = 64  # collectives of each group that a rank tells of
 _CLOSED = 1024  # spans that it remembers
+_CHECKPOINT = "composer3d_checkpoint"  # the group of saves in the background: a rank does not wait there
+_SILENT = ("nccl",)  # backends that raise nothing in the thread that waits: torch's watchdog ends the process
+_LATE = 0.8  # of the timeout: then what such a backend waits for is told, before the watchdog ends everything
+_LOOKS = 6  # looks for an alarm before each look for what is late
 _TORCH = "/torch/"
 # Where torch's pipeline stages wait for their neighbours; gloo's recorder holds no such exchanges.
 _PIPELINING = "/torch/distributed/pipelining/"
@@ -204,30 +209,50 @@ class Flight:
         except RuntimeError:  # the store went with the rank that held it
             return diagnose([own], layout=self._layout, owners=self._owners, reason=reason)
 
-    def _gather(self, own: Account, wait_s: float) -> list[Account]:
+    def _gather(self, own: Account, wait_s: float, place: str = "") -> list[Account]:
         accounts, deadline = [own], time.monotonic() + wait_s
         missing = [rank for rank in range(self._layout.world_size) if rank != self._rank]
         while missing and time.monotonic() < deadline:
             for rank in list(missing):
-                key = f"{self._prefix}/account/{rank}"
+                key = f"{self._prefix}/{place}account/{rank}"
                 if self._store.check([key]):
                     accounts.append(Account.from_json(json.loads(self._store.get(key))))
                     missing.remove(rank)
             time.sleep(0.02)
         return accounts
 
-    def _answer(self, account: Account) -> None:
-        self._store.set(f"{self._prefix}/account/{self._rank}", json.dumps(account.to_json()))
+    def _answer(self, account: Account, place: str = "") -> None:
+        self._store.set(f"{self._prefix}/{place}account/{self._rank}", json.dumps(account.to_json()))
 
     def _watch(self) -> None:
-        """Look for an alarm, and answer it once, whatever the main thread is stuck in, if it frees the interpreter."""
+        """Look for alarms, and answer each once, whatever the main thread is stuck in, if it frees the interpreter."""
+        looks, answered = 0, False
         try:
             while not self._stop.wait(_LOOK_S):
                 if self._store.check([f"{self._prefix}/alarm"]):
-                    self._answer(self._account(_stack(sys._current_frames().get(self._main or 0))))
+                    self._answer(self._now())
                     return
+                if not answered and self._store.check([f"{self._prefix}/late"]):
+                    self._answer(self._now(), "late/")
+                    answered = True
+                looks += 1
+                if not answered and looks % _LOOKS == 0:
+                    answered = self._tell_late()
         except RuntimeError as error:
             log.debug("no more looking for alarms: %s", error)  # the store is gone, and with it whoever could ask
+
+    def _tell_late(self) -> bool:
+        """Say in the log what a collective waits for that nothing else will tell of; return whether there is one."""
+        late = _late(torch_compat.flight_records(waiting=True), time.time_ns())
+        if late is None or self._store.add(f"{self._prefix}/late", 1) > 1:
+            return False  # or another rank tells it, and asks this one
+        reason = f"no answer for {late:.0f} s"
+        accounts = self._gather(self._now(), _ANSWER_S, "late/")
+        log.error("%s", diagnose(accounts, layout=self._layout, owners=self._owners, reason=reason))
+        return True
+
+    def _now(self) -> Account:
+        return self._account(_stack(sys._current_frames().get(self._main or 0)))
 
     def _account(self, frames: Sequence[Any], *, kept: int = _KEPT) -> Account:
         """Say what this rank does; `frames` from the outermost to the innermost."""
@@ -248,35 +273,64 @@ class Flight:
             spans=tuple(_name(name, attributes) for name, attributes, _ in spans if name != "step"),
             place=place,
             own=own,
-            collectives=tuple(collectives(torch_compat.flight_records(), self._groups, kept=kept)),
+            collectives=tuple(self._collectives(kept)),
         )
 
+    def _collectives(self, kept: int) -> list[Collective]:
+        """Return this rank's last ones, those of groups that plugins or the loop made among them."""
+        entries = torch_compat.flight_records()
+        names = {entry["process_group"][0] for entry in entries} - self._groups.keys()
+        others = {name: ranks for name in names if (ranks := torch_compat.ranks_of_group(name)) is not None}
+        spans = {name: (self._layout.span(ranks), ranks) for name, ranks in others.items()}
+        return collectives(entries, self._groups, others=spans, kept=kept)
 
-def collectives(entries: Sequence[Mapping[str, Any]], groups: Groups, *, kept: int = _KEPT) -> list[Collective]:
+
+def collectives(
+    entries: Sequence[Mapping[str, Any]], groups: Groups, *, others: Groups = MappingProxyType({}), kept: int = _KEPT
+) -> list[Collective]:
     """Read a flight recorder's entries, oldest first; only the last ones of each group are kept.
 
     Args:
         entries: As torch writes them in JSON; gloo's and NCCL's are alike.
         groups: Names of process groups, with their axis and ranks.
+        others: The same of groups that are no axis' own.
         kept: Of each group at most.
     """
+    groups = {**others, **groups}
     found: dict[str, list[Collective]] = {}
     for entry in sorted(entries, key=lambda entry: (int(entry["time_created_ns"]), int(entry["record_id"]))):
         name, described = entry["process_group"]
-        if name not in groups or entry.get("is_p2p"):
+        if name not in groups or described == _CHECKPOINT or entry.get("is_p2p"):
             continue
         axis, ranks = groups[name]
+        backend, _, op = entry["profiling_name"].partition(":")
         collective = Collective(
             axis=axis,
             ranks=ranks,
             number=int(entry["collective_seq_id"]),
-            op=entry["profiling_name"].partition(":")[2].lstrip("_").removesuffix("_base"),
+            op=op.lstrip("_").removesuffix("_base"),
             sizes=tuple(tuple(size) for size in entry["input_sizes"]),
             time_ns=int(entry["time_created_ns"]),
+            dtypes=tuple(entry["input_dtypes"]),
+            backend=backend,
+            group=name if name in others else "",
+            pending=not entry["retired"] and entry["state"] != "completed",
         )
-        found.setdefault(name, []).append(collective)
+        found.setdefault(f"{name} {backend}", []).append(collective)
     newest = [collective for rows in found.values() for collective in rows[-kept:]]
     return sorted(newest, key=lambda collective: collective.time_ns)
+
+
+def _late(entries: Sequence[Mapping[str, Any]], now_ns: int) -> float | None:
+    """Return for how many seconds the oldest collective waits of those that have nearly used up their time."""
+    ages = [
+        (now_ns - int(entry["time_created_ns"])) / 1e9
+        for entry in entries
+        if entry["profiling_name"].startswith(_SILENT)
+        and not entry["retired"]
+        and now_ns - int(entry["time_created_ns"]) > _LATE * 1e6 * int(entry["timeout_ms"])
+    ]
+    return max(ages, default=None)
 
 
 def _exchanges(frames: Sequence[Any]) -> bool:

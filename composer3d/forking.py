@@ -23,19 +23,21 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from composer3d.errors import ForkError
-from composer3d.torch_compat import lazy_modules
+from composer3d.torch_compat import lazy_modules, start_autograd
 
 __all__ = ["Gate", "fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
 
 _PROBE_LIMIT_S = 10.0
+_NO_BACKWARD = 3  # exit status of a probe
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def prewarm(modules: Iterable[str] | None = None) -> None:
     """Import what a first distributed step imports, so that forked ranks do not.
 
-    About 2 s once; without it every rank pays 1 s, and more when they compete for few cores. Runs no tensor operator
-    and starts no thread.
+    About 2 s once; without it every rank pays 1 s, and more when they compete for few cores. Starts no thread, and runs
+    no tensor operator but one of one element where torch was built for devices that this machine has not: see
+    `torch_compat.start_autograd`.
 
     Args:
         modules: Dotted names; by default those that FSDP2, DTensor, pipelines and checkpoints import lazily.
@@ -45,6 +47,7 @@ def prewarm(modules: Iterable[str] | None = None) -> None:
     """
     for module in lazy_modules() if modules is None else modules:
         importlib.import_module(module)
+    start_autograd()
 
 
 def refuse_unsafe_fork() -> None:
@@ -52,12 +55,22 @@ def refuse_unsafe_fork() -> None:
 
     A process without native threads of its own is safe, and that is all that is looked at in the usual case. Native
     threads may be harmless (numpy's BLAS starts some at import, and knows about forks), so if there are any, a probe
-    is forked that runs one operator on two threads: it ends within 0.1 s, or it is seen to hang and is killed.
+    is forked that runs one operator on two threads and a backward: it ends within 0.1 s, or it is seen to hang and is
+    killed.
 
     Raises:
-        ForkError: A forked child would hang at its first operator on several threads.
+        ForkError: A forked child would hang at its first operator on several threads, or could run no backward.
     """
-    if "torch" not in sys.modules or not _native_threads() or _probe():
+    status = _probe() if "torch" in sys.modules and _native_threads() else 0
+    if status == _NO_BACKWARD:
+        raise ForkError(
+            "ranks cannot be forked from this process: it has run a backward where torch sees GPUs, so autograd has "
+            "threads for them, and would refuse every backward of a forked rank. Fork from a process that has only "
+            "imported (move models, data and tensors into the ranks, or into a child of their own), set "
+            "CUDA_VISIBLE_DEVICES to nothing before torch is imported, or start the ranks with the start method "
+            '"spawn"'
+        )
+    if status == 0:
         return
     raise ForkError(
         "ranks cannot be forked from this process: it has run a tensor operator on several threads, and a forked rank "
@@ -184,8 +197,8 @@ def _native_threads() -> bool:
     return bool({int(task.name) for task in tasks.iterdir()} - {t.native_id for t in threading.enumerate()})
 
 
-def _probe() -> bool:
-    """Tell whether a forked child gets through an operator on two threads."""
+def _probe() -> int:
+    """Return 0 if a forked child gets through an operator on two threads and a backward, and else its exit status."""
     pid = fork()
     if pid == 0:
         _run_threaded()
@@ -193,23 +206,25 @@ def _probe() -> bool:
     while time.monotonic() < deadline and asleep < 10:
         ended, status = os.waitpid(pid, os.WNOHANG)
         if ended:
-            return status == 0
+            return os.waitstatus_to_exitcode(status)
         # The probe only computes. With all its threads asleep, it waits for one that is not there.
         asleep = asleep + 1 if _sleeps(pid) else 0
         time.sleep(0.005)
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    return False
+    return 1
 
 
 def _run_threaded() -> None:
-    """Run the probe's operator and leave; never returns."""
+    """Run the probe's operator and its backward, and leave; never returns."""
     status = 1
     try:
         import torch
 
         torch.set_num_threads(2)
         torch.ones(1 << 17).add_(1)  # four times the size below which torch keeps to one thread
+        status = _NO_BACKWARD
+        torch.ones((), requires_grad=True).backward()
         status = 0
     finally:
         os._exit(status)

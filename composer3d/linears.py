@@ -38,8 +38,7 @@ def linear_layers(
 
     Raises:
         PatternError: A pattern matches nothing.
-        PluginError: A layer that was named has other sizes, or none is left, or, where nothing is named, none of those
-            in blocks: GPT-2's of transformers are no linear layers of torch.
+        PluginError: A layer that was named has other sizes, or none is left, or, without names, none in the blocks.
     """
     from torch import nn
 
@@ -76,14 +75,19 @@ def linear_layers(
             f"sizes that are no multiples of {multiple} leave out the rest"
         )
     if modules is None and not exclude and context.has_blocks:
-        blocks = tuple(f"{fqn}." for fqn in select(context.blocks, context.fqns))
-        if not any(fqn.startswith(blocks) for fqn in result):
-            raise PluginError(
-                f'nothing in the blocks "{context.blocks}" would be converted: they have no linear layer of torch with '
-                f"sizes that are multiples of {multiple}",
-                hint=f'if the rest is meant, write modules = ["{result[0]}"]',
-            )
+        _refuse_none_in_blocks(result, context, multiple)
     return result
+
+
+def _refuse_none_in_blocks(fqns: Sequence[str], context: RunContext, multiple: int) -> None:
+    # Those of GPT-2 in transformers are no linear layers of torch, for one.
+    blocks = tuple(f"{fqn}." for fqn in select(context.blocks, context.fqns))
+    if not any(fqn.startswith(blocks) for fqn in fqns):
+        raise PluginError(
+            f'nothing in the blocks "{context.blocks}" would be converted: they have no linear layer of torch with '
+            f"sizes that are multiples of {multiple}",
+            hint=f'if the rest is meant, write modules = ["{fqns[0]}"]',
+        )
 
 
 class Share(NamedTuple):

@@ -126,6 +126,12 @@ class Layout:
         one, two = self.coordinates(rank), self.coordinates(other)
         return tuple(axis.name for axis in self.dense_axes if one[axis.name] != two[axis.name])
 
+    def span(self, ranks: Sequence[int]) -> str:
+        """Return the axes along which ranks lie apart, as the name of a group of them; `world` for all ranks."""
+        places = [self.coordinates(rank) for rank in ranks]
+        apart = [axis.name for axis in self.dense_axes if len({place[axis.name] for place in places}) > 1]
+        return "world" if len(places) == self.world_size else " x ".join(apart)
+
     def group(self, rank: int, axis: str) -> tuple[int, ...]:
         """Return the ranks that the rank meets along an axis, itself among them, ascending.
 

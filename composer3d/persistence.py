@@ -27,6 +27,8 @@ __all__ = ["Persistence"]
 FORMAT = 1
 _OTHER_STATES = "; the run that saved it had other plugins, or other options of theirs"
 
+_AFTER_ERROR_S = 3.0  # a save that is nearly done is of use to whoever goes on from it
+
 
 class Persistence:
     """Saves and loads one composition."""
@@ -108,10 +110,14 @@ class Persistence:
         if self._saver is not None:
             self._saver.wait()
 
-    def close(self) -> None:
-        """Wait, and let go of the thread that saves."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Wait, and let go of the process group that saves have.
+
+        Args:
+            error: What ended the run: then a save in flight has a few seconds, as it may wait for who ended it.
+        """
         if self._saver is not None:
-            self._saver.close()
+            self._saver.close(at_most_s=None if error is None else _AFTER_ERROR_S)
 
     def _parts(self) -> list[nn.Module]:
         return [part.module for part in self._assembled.context.parts]

@@ -43,6 +43,7 @@ class StepState:
         optimizer: Once there is one.
         metrics: Numbers to report with this step; actions may add some.
         vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
+        count: Valid tokens of the global batch so far.
     """
 
     step: int
@@ -54,6 +55,7 @@ class StepState:
     optimizer: torch.optim.Optimizer | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     vetoes: tuple[str, ...] = ()
+    count: int = 0
 
 
 class StepEngine:
@@ -87,8 +89,7 @@ class StepEngine:
         self.state: StepState | None = None
         self._counts: dict[int, int] = {}
         self._own: OwnForward | None = None
-        # What `compose` was told, which also holds for losses of the loop's own; what loss_fn taught does not.
-        self._told_reduction = reduction
+        self._told_reduction = reduction  # holds for losses of the loop's own too; what loss_fn taught does not
         self._scheduled = self._evaluating = self._bypassed = self._equal = False
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -282,8 +283,8 @@ class StepEngine:
         assert self.state is not None, "inside a step"
         with self._context.span("all_reduce", group="counts", axis="world"):
             totals = self._guard.agree(step=self.state.step, call=self._call, counts=counts, digest=identity, own=own)
-        self._call += 1
-        self._equal = totals.equal
+        self._call, self._equal = self._call + 1, totals.equal
+        self.state.count += totals.count
         self._ledger.announce(totals.count)
 
     def _count_all(self, microbatches: Sequence[Batch]) -> list[int]:

@@ -8,6 +8,8 @@ from typing import Any
 
 # OpenMP reads it when torch is loaded; ranks are forked from this process, which must not start threads.
 os.environ["OMP_NUM_THREADS"] = "1"
+# Whether there is a GPU is asked without CUDA's driver: ranks forked from a process that used it could not.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
@@ -16,6 +18,12 @@ from composer3d.forking import prewarm  # noqa: E402
 
 # What nearly every rank would import anew; torchao and the like are not among what these import.
 PLUGINS = ("sharding.fsdp2", "sharding.ddp", "sharding.tensor_parallel", "scheduling.pipeline")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from tests that are not about them: a backward in this process would end its forks, and ranks share."""
+    if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,7 +35,7 @@ def _prewarmed() -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device, and torch.cuda.is_available() is False on this machine")
+        pytest.skip("needs a CUDA device and -m gpu, and torch.cuda.is_available() is False here")
 
 
 @pytest.hookimpl(optionalhook=True)

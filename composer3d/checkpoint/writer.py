@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import threading
 from collections.abc import Mapping
 from concurrent import futures
 from contextlib import suppress
@@ -57,7 +58,6 @@ class AsyncSaver:
     """
 
     def __init__(self) -> None:
-        self._pool = futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="composer3d-checkpoint")
         self._pending: futures.Future[None] | None = None
         self._group: dist.ProcessGroup | None = None
 
@@ -73,9 +73,12 @@ class AsyncSaver:
         """
         self.wait()
         if self._group is None and dist.is_initialized():
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo", group_desc="composer3d_checkpoint")
         request = _stage(_request(path, tensors, state))
-        self._pending = self._pool.submit(_write, request, self._group)
+        self._pending = futures.Future()
+        arguments = (self._pending, request, self._group)
+        # A daemon: a save that waits for a rank that hangs must not keep the process from its end.
+        threading.Thread(target=_fulfil, args=arguments, name="composer3d-checkpoint", daemon=True).start()
 
     def wait(self) -> None:
         """Return when nothing is in flight; raise the error of the last save if it failed."""
@@ -83,15 +86,35 @@ class AsyncSaver:
         if pending is not None:
             pending.result()
 
-    def close(self) -> None:
-        """Wait, then give back the thread and the process group; raise the error of the last save if it failed."""
+    def close(self, *, at_most_s: float | None = None) -> None:
+        """Wait, then give back the process group; raise the error of the last save if it failed.
+
+        Args:
+            at_most_s: Seconds after which a save in flight is left to itself, with its process group; None waits for
+                as long as it takes.
+        """
+        pending = self._pending
+        if pending is not None and at_most_s is not None:
+            futures.wait([pending], timeout=at_most_s)
+            if not pending.done():
+                log.warning("the save in flight was not done after %g s, and is left", at_most_s)
+                return
         try:
             self.wait()
         finally:
-            self._pool.shutdown()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
+
+
+def _fulfil(pending: futures.Future[None], request: _Request, group: dist.ProcessGroup | None) -> None:
+    """Write, and tell the one who waits for it how that went."""
+    try:
+        _write(request, group)
+    except BaseException as error:
+        pending.set_exception(error)
+    else:
+        pending.set_result(None)
 
 
 @dataclass(frozen=True, kw_only=True)

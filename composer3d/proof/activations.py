@@ -15,11 +15,21 @@ if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.protocol import LossFunction
 
-__all__ = ["LOSS", "TARGETS", "Difference", "Output", "Outputs", "first_difference", "watched_loss", "watching"]
+__all__ = [
+    "INPUTS",
+    "LOSS",
+    "TARGETS",
+    "Difference",
+    "Output",
+    "Outputs",
+    "first_difference",
+    "watched_loss",
+    "watching",
+]
 
 _CLOSE = 1e-9
-# What the loss is given and returns stands beside modules under these names.
-TARGETS, LOSS = "(targets)", "(loss)"
+# What the model is given, and what the loss is given and returns, stands beside modules under these names.
+INPUTS, TARGETS, LOSS = "(inputs)", "(targets)", "(loss)"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +65,7 @@ class Difference:
     """The first thing that is another one than on one device.
 
     Args:
-        fqn: The module, or `TARGETS` or `LOSS`.
+        fqn: The module, or `TARGETS` or `LOSS`, or `INPUTS` with the argument's place or name.
         ranks: Where it is another one.
         call: Which of its calls, the earliest.
         due: Which call of one device it equals instead; None where it equals none.
@@ -69,7 +79,7 @@ class Difference:
 
 @contextlib.contextmanager
 def watching(run: Composition) -> Iterator[dict[str, list[Output]]]:
-    """Note the first tensor that every module returns, at every call of a forward. Collectives: none."""
+    """Note what the model is given, and the first tensor that every module returns. Collectives: none."""
     import torch
 
     found: dict[str, list[Output]] = {}
@@ -77,12 +87,17 @@ def watching(run: Composition) -> Iterator[dict[str, list[Output]]]:
     def hook(fqn: str) -> Any:
         return lambda module, args, output: _note(found, fqn, output)
 
-    hooks = [
+    def enter(module: Any, args: Any, kwargs: Mapping[str, Any]) -> None:
+        for name, value in (*enumerate(args), *kwargs.items()):
+            _note(found, f"{INPUTS} {name}", value)
+
+    hooks: list[Any] = [
         module.register_forward_hook(hook(fqn))
         for part in run.parts
         for fqn, module in part.module.named_modules()
         if fqn
     ]
+    hooks += [part.module.register_forward_pre_hook(enter, with_kwargs=True) for part in run.parts if part.is_first]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield found
@@ -113,7 +128,7 @@ def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
     from composer3d.gradients import local
 
     tensor = output[0] if isinstance(output, tuple | list) and output else output
-    is_data = fqn in (TARGETS, LOSS)
+    is_data = fqn.startswith((INPUTS, TARGETS, LOSS))
     # What is computed again in a backward was noted in the forward.
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or in_backward():
         return
@@ -148,7 +163,8 @@ def first_difference(right: Outputs, ranks: Mapping[int, Outputs]) -> Difference
     for fqn, expected in right.items():
         having = {rank: list(found[fqn])[-len(expected) :] for rank, found in ranks.items() if found.get(fqn)}
         for call in range(min([len(expected), *map(len, having.values())])) if having else ():
-            wrong = _wrong_ranks(expected[call], {rank: found[call] for rank, found in having.items()})
+            whole = fqn.startswith((INPUTS, TARGETS))
+            wrong = _wrong_ranks(expected[call], {rank: found[call] for rank, found in having.items()}, whole=whole)
             if wrong and not _in_another_order(expected, having[wrong[0]]):
                 # Where there are more calls than on one device, which is which is not known.
                 is_known = len(ranks[wrong[0]][fqn]) == len(expected)
@@ -157,16 +173,19 @@ def first_difference(right: Outputs, ranks: Mapping[int, Outputs]) -> Difference
     return None
 
 
-def _wrong_ranks(right: Output, found: Mapping[int, Output]) -> tuple[int, ...]:
-    whole = {rank: output for rank, output in found.items() if output.shape == right.shape}
-    wrong = tuple(rank for rank, output in whole.items() if not _same(output, right))
+def _wrong_ranks(right: Output, found: Mapping[int, Output], *, whole: bool) -> tuple[int, ...]:
+    """Return the ranks that have something else; `whole` says that together they have all of it, so often as may be."""
+    alike = {rank: output for rank, output in found.items() if output.shape == right.shape}
+    wrong = tuple(rank for rank, output in alike.items() if not _same(output, right))
     if wrong and abs(sum(found[rank].total for rank in wrong) - right.total) <= _CLOSE * right.size:
         wrong = ()  # parts of a sum
     pieces = {rank: output for rank, output in found.items() if output.shape != right.shape}
     number = sum(output.num_elements for output in pieces.values())
-    if wrong or not right.num_elements or number % right.num_elements:
+    if wrong or not right.num_elements or not pieces:
         return wrong
-    times = number // right.num_elements
+    times, rest = divmod(number, right.num_elements)
+    if rest or times > len(pieces):
+        return tuple(pieces) if whole else ()
     for power, size, index in zip(right.powers, right.sizes, range(len(right.powers)), strict=True):
         if not abs(sum(output.powers[index] for output in pieces.values()) - times * power) <= _CLOSE * times * size:
             return tuple(pieces)

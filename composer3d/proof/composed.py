@@ -3,57 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.gradients import local
-from composer3d.mesh import Role
-from composer3d.proof.comparison import Limits, difference, fit, scale_of
+from composer3d.proof.comparison import Limits, difference, fit
 from composer3d.proof.derived import stale_values
+from composer3d.proof.deviations import Deviation, deviations_of, gathered, multiple
+from composer3d.proof.reached import noting_reached
 from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors
 from composer3d.proof.subject import Arithmetic, Subject
-from composer3d.testing.parity import gather_full
-from composer3d.torch_compat import without_torch_functions
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d import Composition
+    from composer3d import Batch, Composition
+    from composer3d.proof.subject import Averages
 
-__all__ = ["Deviation", "RankStep", "RankSteps", "run_composed"]
+__all__ = ["RankStep", "RankSteps", "run_composed"]
 
-_MAX_EXAMINED = 24
-
-
-@dataclass(frozen=True, kw_only=True)
-class Deviation:
-    """How far one tensor of this rank's composition is from the reference, and what would explain it.
-
-    Args:
-        rel: max|d| / max|reference|; infinite where one side has it and the other has not.
-        factor: The multiple of the reference that it is, None where it is none.
-        missing: It has no value here, and the reference has one.
-        summed: By axis, what is left if the ranks' values along it are added up.
-        averaged: By axis, what is left if they are averaged.
-        mixed: By axis, what is left if each element is taken as it is or added up, whichever is right.
-        turned: Axes along which the ranks' pieces are right, and lie in another order.
-        narrow: The dtype of fewer digits that holds every element; empty where none does.
-        pieces: The ranks whose pieces alone are wrong; empty where all are, or where none holds a piece.
-    """
-
-    rel: float
-    factor: float | None = None
-    missing: bool = False
-    summed: Mapping[str, float] = field(default_factory=dict)
-    averaged: Mapping[str, float] = field(default_factory=dict)
-    mixed: Mapping[str, float] = field(default_factory=dict)
-    turned: tuple[str, ...] = ()
-    narrow: str = ""
-    pieces: tuple[int, ...] = ()
+# Relative.
+_CLOSE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +47,10 @@ class RankStep:
         leftovers: By FQN, the multiple of the gradient of the step before that a wrong one is off by, None if none.
         updates: By FQN, the multiple of the right update that a wrong one is, None where it is none.
         decays: By FQN, the multiple of the parameter that a wrong update is off by, None where it is none.
+        late: Wrong gradients that are right ones of the step before.
+        count: Valid tokens that all ranks together agreed on; None where no target says it.
+        averages: By FQN, of the moving averages; empty where a run has none.
+        averaged_with: By FQN, the share of the weights in the last update of a wrong average, None where there is none.
     """
 
     loss: float
@@ -87,6 +65,10 @@ class RankStep:
     leftovers: dict[str, float | None]
     updates: dict[str, float | None]
     decays: dict[str, float | None]
+    late: tuple[str, ...]
+    count: int | None
+    averages: dict[str, Deviation]
+    averaged_with: dict[str, float | None]
 
 
 @dataclass(kw_only=True)
@@ -109,7 +91,13 @@ class RankSteps:
 
 
 def run_composed(
-    subject: Subject, which: Arithmetic, reference: Reference, *, tolerances: Limits, keep: Path | None
+    subject: Subject,
+    which: Arithmetic,
+    reference: Reference,
+    *,
+    tolerances: Limits,
+    folder: Path,
+    keep: Path | None,
 ) -> RankSteps:
     """Run the reference's steps on this rank of the composition.
 
@@ -118,20 +106,23 @@ def run_composed(
         which: The arithmetic.
         reference: Of one device, in the same arithmetic.
         tolerances: By what is compared; only what is beyond is examined further.
+        folder: Where it is left which parameters the forwards reach.
         keep: Where the first step's gradients are left if they are wrong; None leaves nothing.
 
     Memory: all gradients and parameters in full, and the reference. Collectives: the run's, and those of `gather_full`.
     """
     result = RankSteps()
-    with subject.composed(which, subject.manifest_for(which)) as run:
+    with subject.composed(which, subject.manifest_for(which)) as run, noting_reached(run, folder):
         optimizer = subject.make_optimizer(run)
         result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
-        result.initial = _deviations(run, _parameters(run), reference.initial, tolerances, "parameters")
-        start, previous = reference.initial, None
+        result.initial = deviations_of(run, _parameters(run), reference.initial, tolerances, "parameters")
+        averages = None if subject.make_averages is None else subject.make_averages(run)
+        previous = None
         for number, expected in enumerate(reference.steps):
-            step = _step(subject, run, optimizer, number, which, expected, tolerances, keep, start, previous)
+            beginning = _Beginning(start=reference.initial, previous=previous)
+            step = _step(subject, run, optimizer, averages, number, which, expected, tolerances, keep, beginning)
             result.steps.append(step)
-            start, previous = expected.parameters, expected
+            previous = expected
         result.stale = stale_values(run)
         if subject.average_buffers is not None:
             subject.average_buffers(run)
@@ -139,22 +130,65 @@ def run_composed(
     return result
 
 
-def _step(
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Beginning:
+    """What one device has when a step begins.
+
+    Args:
+        start: Parameters before the first step.
+        previous: The step before; None before the first.
+    """
+
+    start: Mapping[str, Tensor]
+    previous: ReferenceStep | None
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The parameters."""
+        return self.start if self.previous is None else self.previous.parameters
+
+    @property
+    def averages(self) -> Mapping[str, Tensor]:
+        """Their moving averages, which begin as the parameters are."""
+        return self.start if self.previous is None else self.previous.averages
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Ran:
+    """What a step leaves.
+
+    Args:
+        loss: As it was returned.
+        grad_norm: As it was returned.
+        count: Valid tokens of the global batch.
+        gradients: Full, by FQN, as the backward leaves them.
+        deviations: Theirs.
+        clipped: Full, by FQN, as the optimizer sees them.
+        clip_factor: As in `RankStep`.
+        before: Parameters before the optimizer's step.
+        held: What this rank holds of gradients.
+    """
+
+    loss: float
+    grad_norm: float
+    count: int
+    gradients: dict[str, Tensor]
+    deviations: dict[str, Deviation]
+    clipped: dict[str, Tensor]
+    clip_factor: float | None
+    before: dict[str, Tensor]
+    held: dict[str, Holding]
+
+
+def _run(
     subject: Subject,
     run: Composition,
     optimizer: torch.optim.Optimizer,
+    averages: Averages | None,
     number: int,
-    which: Arithmetic,
-    expected: ReferenceStep,
-    tolerances: Limits,
-    keep: Path | None,
-    start: Mapping[str, Tensor],
-    previous: ReferenceStep | None,
-) -> RankStep:
-    from composer3d.batch import Digest
-
-    context = run.context
-    batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
+    batch: Batch,
+    compare: Callable[[dict[str, Tensor]], dict[str, Deviation]],
+) -> _Ran:
     seen: list[dict[str, Tensor]] = []
     own: list[dict[str, Tensor]] = []
 
@@ -164,41 +198,115 @@ def _step(
 
     hook = optimizer.register_step_pre_hook(look)
     try:
-        with run.step(number):
+        with run.step(number) as state:
             loss = run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
             norm = run.clip_grad_norm_(math.inf)
             gradients = _gradients(run)
             own.append(_local_gradients(run))
-            held = {"gradients": held_tensors(run, _named_gradients(run))}
-            deviations = _deviations(run, gradients, expected.gradients, tolerances, "gradients")
-            if keep is not None and number == 0 and context.rank == 0 and any(_wrong(deviations, tolerances)):
-                _keep(gradients, keep)
+            held = held_tensors(run, _named_gradients(run))
+            deviations = compare(gradients)
             run.clip_grad_norm_(subject.grad_clip)
             before = _parameters(run)
             optimizer.step()
+            if averages is not None:
+                averages.update(number)
             optimizer.zero_grad()
     finally:
         hook.remove()
-    after = _parameters(run)
-    held["parameters"] = held_tensors(run, run.named_parameters())
-    clipped = seen[-1] if seen else {}
-    parameters = _deviations(run, after, expected.parameters, tolerances, "parameters")
-    off = [f for f, found in parameters.items() if not found.rel <= tolerances.of("parameters", f) and f in before]
-    off = [fqn for fqn in off if fqn in after and fqn in start and fqn in expected.parameters]
-    return RankStep(
+    return _Ran(
         loss=float(loss),
         grad_norm=float(norm),
-        gradients=deviations,
-        clipped=_deviations(run, clipped, expected.clipped, tolerances, "clipped"),
-        parameters=parameters,
+        count=state.count,
+        gradients=gradients,
+        deviations=deviations,
+        clipped=seen[-1] if seen else {},
         clip_factor=_common_factor(own[-1], own[0]),
-        unmoved=tuple(f for f, tensor in after.items() if f in before and bool((tensor == before[f]).all())),
+        before=before,
+        held=held,
+    )
+
+
+def _step(
+    subject: Subject,
+    run: Composition,
+    optimizer: torch.optim.Optimizer,
+    averages: Averages | None,
+    number: int,
+    which: Arithmetic,
+    expected: ReferenceStep,
+    tolerances: Limits,
+    keep: Path | None,
+    beginning: _Beginning,
+) -> RankStep:
+    from composer3d.batch import Digest
+
+    context = run.context
+    batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
+
+    def compare(gradients: dict[str, Tensor]) -> dict[str, Deviation]:
+        found = deviations_of(run, gradients, expected.gradients, tolerances, "gradients")
+        if keep is not None and number == 0 and context.rank == 0 and any(_wrong(found, tolerances)):
+            _keep(gradients, keep)
+        return found
+
+    ran = _run(subject, run, optimizer, averages, number, batch, compare)
+    after = _parameters(run)
+    averaged = {} if averages is None else averages.state_dict()["averages"]
+    held = {"gradients": ran.held, "parameters": held_tensors(run, run.named_parameters())}
+    held["averages"] = held_tensors(run, averaged.items())
+    averaged = gathered(run, averaged) if averaged else {}
+    parameters = deviations_of(run, after, expected.parameters, tolerances, "parameters")
+    off = [fqn for fqn, found in parameters.items() if not found.rel <= tolerances.of("parameters", fqn)]
+    wrong = _wrong(ran.deviations, tolerances)
+    return RankStep(
+        loss=ran.loss,
+        grad_norm=ran.grad_norm,
+        gradients=ran.deviations,
+        clipped=deviations_of(run, ran.clipped, expected.clipped, tolerances, "clipped"),
+        parameters=parameters,
+        clip_factor=ran.clip_factor,
+        unmoved=tuple(f for f, tensor in after.items() if f in ran.before and bool((tensor == ran.before[f]).all())),
         held=held,
         batch=Digest()((batch.args, batch.kwargs, batch.target)),
-        leftovers=_leftovers(gradients, expected, previous, _wrong(deviations, tolerances)),
-        updates={f: _multiple(after[f] - before[f], expected.parameters[f] - start[f]) for f in off},
-        decays={f: _multiple(after[f] - expected.parameters[f], before[f]) for f in off},
+        leftovers=_leftovers(ran.gradients, expected, beginning.previous, wrong),
+        **_updates(ran.before, after, expected.parameters, beginning.parameters, off),
+        late=_late(ran.gradients, beginning.previous, wrong),
+        count=None if batch.target is None else ran.count,
+        averages=deviations_of(run, averaged, expected.averages, tolerances, "averages"),
+        averaged_with=_averaged_with(averaged, after, beginning.averages),
     )
+
+
+def _updates(
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    wrong: Sequence[str],
+) -> dict[str, dict[str, float | None]]:
+    off = [fqn for fqn in wrong if fqn in before and fqn in after and fqn in start and fqn in expected]
+    return {
+        "updates": {fqn: multiple(after[fqn] - before[fqn], expected[fqn] - start[fqn]) for fqn in off},
+        "decays": {fqn: multiple(after[fqn] - expected[fqn], before[fqn]) for fqn in off},
+    }
+
+
+def _late(gradients: Mapping[str, Tensor], previous: ReferenceStep | None, wrong: Sequence[str]) -> tuple[str, ...]:
+    if previous is None:
+        return ()
+    there = [fqn for fqn in wrong if fqn in gradients and fqn in previous.gradients]
+    return tuple(fqn for fqn in there if difference(gradients[fqn], previous.gradients[fqn]) <= _CLOSE)
+
+
+def _averaged_with(
+    averaged: Mapping[str, Tensor], weights: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> dict[str, float | None]:
+    """Return the share of the weights in each average, from how far both have come from the average before."""
+    return {
+        fqn: multiple(average - before[fqn].to(average), weights[fqn].to(average) - before[fqn].to(average))
+        for fqn, average in averaged.items()
+        if fqn in before
+    }
 
 
 def _leftovers(
@@ -208,7 +316,7 @@ def _leftovers(
         return {}
     there = gradients.keys() & expected.gradients.keys() & previous.gradients.keys()
     return {
-        fqn: _multiple(gradients[fqn] - expected.gradients[fqn], previous.gradients[fqn])
+        fqn: multiple(gradients[fqn] - expected.gradients[fqn], previous.gradients[fqn])
         for fqn in wrong
         if fqn in there
     }
@@ -232,153 +340,12 @@ def _local_gradients(run: Composition) -> dict[str, Tensor]:
     return {fqn: local(grad.detach()).clone() for fqn, grad in _named_gradients(run)}
 
 
-def _gathered(run: Composition, named: Any) -> dict[str, Tensor]:
-    gathered = gather_full(named)
-    return {fqn: run.context.in_model_order(fqn, tensor).cpu() for fqn, tensor in gathered.items()}
-
-
 def _gradients(run: Composition) -> dict[str, Tensor]:
-    return _gathered(run, _named_gradients(run))
+    return gathered(run, _named_gradients(run))
 
 
 def _parameters(run: Composition) -> dict[str, Tensor]:
-    return _gathered(run, run.named_parameters())
-
-
-def _deviations(
-    run: Composition, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], limits: Limits, kind: str
-) -> dict[str, Deviation]:
-    """Compare every tensor; look closer, on all ranks together, at those beyond the tolerance on some rank."""
-    import torch.distributed as dist
-
-    scale = scale_of(reference.values())
-    result: dict[str, Deviation] = {}
-    for fqn in sorted({*actual, *reference}):
-        if fqn in actual and fqn in reference:
-            result[fqn] = Deviation(rel=difference(actual[fqn], reference[fqn], scale=scale))
-        elif fqn in actual:
-            # An unused parameter may have zeros in one layout and no gradient in the other.
-            result[fqn] = Deviation(rel=math.inf if bool(actual[fqn].any()) else 0.0)
-        else:
-            result[fqn] = Deviation(rel=math.inf if bool(reference[fqn].any()) else 0.0, missing=True)
-    wrong = [fqn for fqn, deviation in result.items() if not deviation.rel <= limits.of(kind, fqn)]
-    everyone: list[Any] = [None] * run.context.world_size
-    dist.all_gather_object(everyone, wrong)
-    examined = sorted({fqn for names in everyone for fqn in names} & reference.keys())
-    holders = _holders(run, examined[:_MAX_EXAMINED])
-    for fqn in examined[:_MAX_EXAMINED]:
-        found = _examine(run, actual.get(fqn), reference[fqn], result[fqn], scale)
-        limit = limits.of(kind, fqn) * max(float(reference[fqn].abs().max()), scale)
-        pieces = _wrong_pieces(actual.get(fqn), reference[fqn], holders.get(fqn), limit)
-        result[fqn] = replace(found, pieces=pieces)
-    for fqn in examined[_MAX_EXAMINED:]:
-        result[fqn] = _fitted(actual.get(fqn), reference[fqn], result[fqn])
-    return result
-
-
-def _holders(run: Composition, fqns: Sequence[str]) -> dict[str, Tensor]:
-    """Return which rank holds each element of parameters that are cut. Collectives: one gather a parameter."""
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    marked = {}
-    for fqn, parameter in run.named_parameters():
-        if fqn not in fqns or not isinstance(parameter, DTensor) or any(p.is_partial() for p in parameter.placements):
-            continue
-        ranks = torch.full(local(parameter).shape, float(run.context.rank), device=parameter.device)
-        marked[fqn] = DTensor.from_local(
-            ranks,
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
-    return _gathered(run, marked)
-
-
-def _wrong_pieces(actual: Tensor | None, reference: Tensor, holders: Tensor | None, limit: float) -> tuple[int, ...]:
-    if actual is None or holders is None or not actual.shape == reference.shape == holders.shape:
-        return ()
-    # Not "> limit": that is false for NaN.
-    wrong = {int(rank) for rank in holders[~((actual.double() - reference.double()).abs() <= limit)].unique()}
-    return tuple(sorted(wrong)) if len(wrong) < len(holders.unique()) else ()
-
-
-def _examine(
-    run: Composition, actual: Tensor | None, reference: Tensor, deviation: Deviation, scale: float
-) -> Deviation:
-    """Add up and average what the ranks along every axis have. Collectives: one all-reduce an axis above 1."""
-    import torch
-    import torch.distributed as dist
-
-    summed, averaged, mixed = {}, {}, {}
-    true = reference.double()
-    usable = actual is not None and actual.shape == reference.shape
-    mine = actual.double() if actual is not None and usable else torch.zeros_like(true)
-    for axis in run.context.layout.dense_axes:
-        degree = run.context.degrees[axis.name]
-        if degree == 1 or axis.role is Role.INDEPENDENT:
-            continue
-        total = mine.clone().to(run.context.device)
-        dist.all_reduce(total, group=run.mesh.get_group(axis.name))
-        total = total.cpu()
-        summed[axis.name] = difference(total, reference, scale=scale)
-        averaged[axis.name] = difference(total / degree, reference, scale=scale)
-        nearer = torch.where((total - true).abs() < (mine - true).abs(), total, mine)
-        mixed[axis.name] = difference(nearer, reference, scale=scale)
-    return replace(
-        _fitted(actual, reference, deviation),
-        summed=summed,
-        averaged=averaged,
-        mixed=mixed,
-        turned=_turned(run, actual, reference),
-    )
-
-
-def _fitted(actual: Tensor | None, reference: Tensor, deviation: Deviation) -> Deviation:
-    found = None if actual is None else fit(actual, reference)
-    exact = found is not None and found.residual <= 1e-6
-    factor = found.factor if found is not None and exact else None
-    return replace(deviation, factor=factor, narrow="" if actual is None else _narrow(actual))
-
-
-def _narrow(actual: Tensor) -> str:
-    """Return the narrowest dtype that holds every element of a tensor of more digits, if there is one."""
-    import torch
-
-    if not actual.any():
-        return ""
-    # In float64 casts to other dtypes do nothing here; this one is to round.
-    with without_torch_functions():
-        for dtype in (torch.bfloat16, torch.float16, torch.float32):
-            if dtype.itemsize < actual.dtype.itemsize and torch.equal(actual.to(dtype).to(actual.dtype), actual):
-                return str(dtype).removeprefix("torch.")
-    return ""
-
-
-def _multiple(actual: Tensor, reference: Tensor) -> float | None:
-    """Return which multiple of another a tensor is; updates are differences, and have fewer digits than gradients."""
-    found = fit(actual, reference)
-    return found.factor if found is not None and found.residual <= 1e-4 else None
-
-
-def _turned(run: Composition, actual: Tensor | None, reference: Tensor) -> tuple[str, ...]:
-    """Return the axes whose ranks have the right pieces in another order."""
-    import torch
-
-    axes = []
-    for axis in run.context.layout.dense_axes:
-        degree = run.context.degrees[axis.name]
-        if degree == 1 or actual is None or actual.shape != reference.shape:
-            continue
-        for dim in range(reference.dim()):
-            pieces = [piece for piece in actual.chunk(degree, dim)]
-            turns = (torch.cat(pieces[turn:] + pieces[:turn], dim) for turn in range(1, len(pieces)))
-            if any(torch.equal(turned, reference) for turned in turns):
-                axes.append(axis.name)
-                break
-    return tuple(axes)
+    return gathered(run, run.named_parameters())
 
 
 def _common_factor(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
-from composer3d.proof.activations import LOSS, TARGETS, Difference
+from composer3d.proof.activations import INPUTS, LOSS, TARGETS, Difference
+from composer3d.proof.deviations import Deviation
 from composer3d.proof.gradient_causes import GRADIENT_RULES, backward
 from composer3d.proof.shares import explain_shares
 from composer3d.proof.update_causes import UPDATE_RULES, initial, stale
@@ -18,10 +20,18 @@ __all__ = ["diagnose"]
 
 def diagnose(evidence: Evidence) -> list[str]:
     """Return the likely causes, each once, the most telling first."""
+    if evidence.told.unrepeatable:
+        return [_UNREPEATABLE]
     lines = [line for rule in (*_FIRST_RULES, *GRADIENT_RULES) for line in rule(evidence)]
     lines += backward(evidence, is_explained=bool(lines))
     lines += [line for rule in (_forward, *UPDATE_RULES, _streams) for line in rule(evidence)]
     return list(dict.fromkeys(lines or _roundings(evidence)))
+
+
+_UNREPEATABLE = (
+    "the model computes something else each time, on one device too, with torch's random numbers out of the way: it "
+    "draws others (random, numpy, the clock), or keeps something from one run to the next; nothing compares with it"
+)
 
 
 def _silent(evidence: Evidence) -> Iterator[str]:
@@ -70,6 +80,11 @@ def _forward(evidence: Evidence) -> Iterator[str]:
 def _first_wrong(evidence: Evidence, found: Difference | None) -> str:
     """Say which module, or what after the model, is the first to return something else."""
     where = "" if found is None or not found.ranks else " on " + _who(evidence, found.ranks)
+    if found is not None and found.fqn.startswith(INPUTS):
+        return (
+            f"the model is given another argument {found.fqn.split()[-1]} than the batch has{where}: another order, "
+            "cut or shift before the first module"
+        )
     if found is not None and found.fqn not in (TARGETS, LOSS):
         calls = max(len(evidence.told.outputs[0].get(found.fqn, ())) // evidence.microbatches, 1)
         number = found.call // calls
@@ -101,9 +116,21 @@ def _roundings(evidence: Evidence) -> list[str]:
         if wrong:
             return [
                 f"in float64 everything is right, and in the run's dtypes {what} {some(sorted(wrong))} are rounded "
-                "more than on one device: a cast, or a plugin of precision, where one device has none"
+                f"more than on one device{_as_much_as(wrong)}: a cast, a dtype of reduction, or a plugin of precision, "
+                "where one device has none"
             ]
     return []
+
+
+def _as_much_as(wrong: Mapping[str, Sequence[Deviation]]) -> str:
+    """Return which dtype rounds about as much as these are off, as a clause; empty where none does."""
+    off = statistics.median(max(deviation.rel for deviation in found) for found in wrong.values())
+    if not 0.0 < off < math.inf:
+        return ""
+    # What is rounded once is off by at most half a unit.
+    units = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "float8": 2.0**-4}
+    nearest = min(units, key=lambda name: abs(math.log2(off / units[name])))
+    return f", about as much as {nearest} rounds" if abs(math.log2(off / units[nearest])) <= 2.0 else ""
 
 
 def _batches(evidence: Evidence) -> Iterator[str]:
@@ -114,6 +141,21 @@ def _batches(evidence: Evidence) -> Iterator[str]:
             f"the data source hands the same batch to ranks that differ in {axes}: it does not cut by the "
             "data-parallel rank, and one device would see every sample once more"
         )
+
+
+def _counts(evidence: Evidence) -> Iterator[str]:
+    """Tokens that are there more often, or less, than the batch has them."""
+    counted = evidence.other_count()
+    if counted is None:
+        return
+    found, _, right = counted
+    times, rest = divmod(found, right) if right else (0, 1)
+    what = "more" if found > right else "fewer"
+    how = f"{times} times the batch" if not rest else f"{abs(found - right)} {what} than the batch"
+    yield (
+        f"the ranks together train on {found} valid tokens, {how} has: between the source of data and the model "
+        "samples or tokens are repeated or lost, as by what places the batch (composer3d_place_batch)"
+    )
 
 
 def _streams(evidence: Evidence) -> Iterator[str]:
@@ -137,6 +179,7 @@ _FIRST_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _not_finite,
     _silent,
     _batches,
+    _counts,
     initial,
     stale,
     _shares,

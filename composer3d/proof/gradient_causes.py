@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
-from composer3d.proof.composed import Deviation
+from composer3d.proof.deviations import Deviation
 from composer3d.proof.verdict import Evidence
 from composer3d.proof.wording import first_gradients, module_of, pieces_of_ranks, some
 
@@ -41,12 +41,46 @@ def _leftover(evidence: Evidence) -> Iterator[str]:
     if not number:
         return
     found = [value for r in evidence.ranks for value in r.steps["float64"].steps[number].leftovers.values()]
+    late = {fqn for r in evidence.ranks for fqn in r.steps["float64"].steps[number].late}
+    if late and late == first_gradients(evidence).keys():
+        yield f"the gradients of {some(sorted(late))} in step {number} are those of step {number - 1}: used a step late"
+        return
     known = [value for value in found if value is not None]
     if known and len(known) == len(found) and max(known) - min(known) <= 1e-3 * abs(known[0]):
         times = "" if abs(known[0] - 1.0) <= 1e-3 else f"{known[0]:.4g} times "
         yield (
             f"the gradients of step {number} hold {times}those of step {number - 1} besides: they are not zeroed, or "
             "kept and added again"
+        )
+
+
+def _elements(evidence: Evidence) -> Iterator[str]:
+    """Gradients whose right elements were changed each by itself, or that are those of another parameter."""
+    groups: dict[str, list[str]] = {}
+    for fqn, found in first_gradients(evidence).items():
+        kinds = {f"those of {d.other}" if d.other else d.elements for d in found}
+        if len(kinds) == 1:
+            groups.setdefault(kinds.pop(), []).append(fqn)
+    groups.pop("", None)
+    for what, fqns in groups.items():
+        yield f"the gradients of {some(sorted(fqns))} are {what}"
+
+
+def _extra(evidence: Evidence) -> Iterator[str]:
+    """Gradients that one device has not."""
+    there = {fqn for report in evidence.ranks for fqn in report.steps["float64"].initial}
+    wrong = first_gradients(evidence)
+    extra = sorted(fqn for fqn, found in wrong.items() if any(d.is_extra for d in found))
+    if extra:
+        yield (
+            f"{some(extra)} has a gradient, and none on one device: it is frozen there, or nothing uses it, and "
+            "something trains it here"
+        )
+    late = sorted(wrong.keys() - there)
+    if late:
+        yield (
+            f"{some(late)} is made in the first forward: plugins cut, replicate and reduce the parameters that are "
+            "there before, and an optimizer is made with those; make it when the model is made"
         )
 
 
@@ -111,6 +145,8 @@ def _not_finite(evidence: Evidence) -> Iterator[str]:
 
 
 GRADIENT_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
+    _elements,
+    _extra,
     _stage,
     _leftover,
     _narrow,

@@ -31,7 +31,8 @@ def read_manifest(source: str, overrides: Sequence[str]) -> Manifest:
 def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, device: str, *, scratch: Path) -> Subject:
     """Make the subject of a manifest, in a rank.
 
-    The learning rate is the optimizer's own, without a schedule, so that a warm-up does not hide the updates. Text is
+    The learning rate is the optimizer's own, without a schedule, so that a warm-up does not hide the updates; for the
+    same reason moving averages are updated in every step. Text is
     prepared in a folder of this process inside `scratch`, so that nothing of the run's own folder is touched.
 
     Args:
@@ -43,6 +44,7 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
             interpreter, and a rank that is killed removes nothing.
     """
     from composer3d.runner.buffers import average_buffers
+    from composer3d.runner.ema import EMA
     from composer3d.runner.model import ModelFactory, token_loss
     from composer3d.runner.optimizer import make_optimizer
     from composer3d.world import default_device
@@ -52,6 +54,7 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
     factory = ModelFactory(manifest, vocab_size=vocab_size)
     built = factory.build()
     tables = manifest.tables
+    decay = tables["ema"].decay
     where = default_device() if device != "cpu" else _cpu()
 
     def build() -> nn.Module | Callable[[], nn.Module]:
@@ -70,6 +73,8 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         grad_clip=tables["train"].grad_clip,
         average_buffers=average_buffers if tables["train"].sync_buffers else None,
         device=where,
+        make_averages=None if decay is None else lambda run: EMA(run, decay=decay),
+        decay=decay or 0.0,
     )
 
 

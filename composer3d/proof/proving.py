@@ -9,7 +9,8 @@ from pathlib import Path
 
 from composer3d.mesh import Layout, Role
 from composer3d.proof.diagnosis import diagnose
-from composer3d.proof.session import Launch, RankReport, Session
+from composer3d.proof.reached import Uneven
+from composer3d.proof.session import Launch, RankReport, ReferenceReport, Session
 from composer3d.proof.subject import Arithmetic, Subject
 from composer3d.proof.verdict import Evidence, Verdict, failures_of, gather_evidence
 
@@ -56,14 +57,17 @@ def prove(
             launch=launch,
         )
         told = session.reference()
-        if tolerance is not None and "float64" in told.tolerances:
-            stated = told.tolerances["float64"].stated(tolerance)
-            told = replace(told, tolerances={**told.tolerances, "float64": stated})
-        ranks = session.composed(told)
+        told = told if tolerance is None else _stated(told, tolerance)
+        try:
+            ranks = session.composed(told)
+        except Uneven as found:
+            return Verdict(
+                evidence=None, failures=(found.failure,), diagnosis=(str(found),), reduced=reduced, notes=notes
+            )
         evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
         failures = tuple(failures_of(evidence))
         if failures:
-            evidence.weights = session.weigh()
+            evidence.weights = session.weigh(_wrong_gradients(evidence))
             evidence.biases = _biases(session, evidence)
     return Verdict(
         evidence=evidence,
@@ -73,6 +77,15 @@ def prove(
         notes=(*notes, *_untraceable(ranks)),
         num_steps=num_steps,
     )
+
+
+def _stated(told: ReferenceReport, tolerance: float) -> ReferenceReport:
+    limits = {"float64": told.tolerances["float64"].stated(tolerance)} if "float64" in told.tolerances else {}
+    return replace(told, tolerances={**told.tolerances, **limits})
+
+
+def _wrong_gradients(evidence: Evidence) -> list[str]:
+    return sorted(evidence.wrong("gradients", step=0)) if "float64" in evidence.told.tolerances else []
 
 
 def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from composer3d.evaluation import let_go
 from composer3d.gradients import local
 from composer3d.loss import as_loss, count_valid, reduction_of
 from composer3d.proof.activations import Output, Outputs, watched_loss, watching
-from composer3d.proof.rounding import larger, noise, rounding, signs
+from composer3d.proof.rounding import larger, noise, rounding, signs, unrepeatable
 from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
 from composer3d.testing.parity import full
@@ -52,6 +52,7 @@ class ReferenceStep:
         parameters: By FQN, after the step.
         counts: Valid tokens of every micro-batch, in the order of data-parallel ranks.
         shares: Of the loss, of every micro-batch.
+        averages: Moving averages by FQN, after the step; empty where the loop keeps none.
     """
 
     loss: float
@@ -61,6 +62,7 @@ class ReferenceStep:
     parameters: dict[str, Tensor]
     counts: list[int]
     shares: list[float]
+    averages: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -75,6 +77,7 @@ class Reference:
         samples: Losses of the first micro-batch at weights that are a little apart from the initial ones.
         rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
             numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
+        unrepeatable: How far a second run of the first step is apart; 0 where that is rounding.
     """
 
     initial: dict[str, Tensor]
@@ -83,6 +86,7 @@ class Reference:
     steps: list[ReferenceStep] = field(default_factory=list)
     samples: list[float] = field(default_factory=list)
     rounding: dict[str, dict[str, float]] = field(default_factory=dict)
+    unrepeatable: float = 0.0
 
 
 def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
@@ -111,6 +115,7 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
     else:
         nudged = _run(subject, which, degree=degree, num_steps=num_steps, nudge=_NUDGE)
         reference.rounding = rounding(nudged, reference, in_parts=False)
+        reference.unrepeatable = unrepeatable(nudged, reference)
     return reference
 
 
@@ -137,8 +142,18 @@ def _run(
             reference.samples = _samples(subject, run, degree, which, weights or initial)
         for number in range(num_steps):
             with run.step(number):
-                reference.steps.append(_step(subject, run, optimizer, number, degree, which, nudge))
+                step = _step(subject, run, optimizer, number, degree, which, nudge)
+            if subject.make_averages is not None:
+                trained = {fqn for fqn, parameter in run.named_parameters() if parameter.requires_grad}
+                before = reference.steps[-1].averages if number else {fqn: initial[fqn] for fqn in trained}
+                step.averages = {f: _averaged(before[f], step.parameters[f], subject.decay) for f in trained}
+            reference.steps.append(step)
     return reference
+
+
+def _averaged(before: Tensor, weight: Tensor, decay: float) -> Tensor:
+    wide = before.float() if before.dtype.itemsize < 4 else before
+    return decay * wide + (1.0 - decay) * weight.to(wide.dtype)
 
 
 def _samples(

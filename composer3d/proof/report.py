@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from composer3d.proof.verdict import Evidence, Verdict
+from composer3d.proof.verdict import Evidence, Kind, Verdict
 
 __all__ = ["to_json", "to_text"]
 
@@ -129,15 +130,27 @@ def _text_of_numbers(evidence: Evidence) -> list[str]:
         label = "float64" if which == "float64" else "own dtype"
         numbers = _numbers(evidence, which)
         found = {
-            "loss": numbers["loss"]["rel"],
-            "gradient norm": numbers["grad_norm"]["rel"],
-            "gradients": evidence.largest("gradients", which),
-            "parameters": evidence.largest("parameters", which),
+            "loss": (numbers["loss"]["rel"], limits["loss"]),
+            "gradient norm": (numbers["grad_norm"]["rel"], limits["grad_norm"]),
+            "gradients": _nearest(evidence, "gradients", which),
+            "parameters": _nearest(evidence, "parameters", which),
         }
-        keys = dict(zip(found, ("loss", "grad_norm", "gradients", "parameters"), strict=True))
-        shown = ", ".join(f"{name} {value:.2g} (at most {limits[keys[name]]:.2g})" for name, value in found.items())
+        shown = ", ".join(f"{name} {value:.2g} (at most {limit:.2g})" for name, (value, limit) in found.items())
         lines.append(f"{label}: {shown}")
     return lines
+
+
+def _nearest(evidence: Evidence, kind: Kind, which: str) -> tuple[float, float]:
+    """Return the deviation that is nearest to its limit, or furthest beyond, and that limit; each has its own."""
+    found = (
+        (math.inf if math.isnan(deviation.rel) else deviation.rel, evidence.limit(kind, which, step, fqn))
+        for step, _, fqn, deviation in evidence.deviations(kind, which)
+    )
+    return max(
+        found,
+        key=lambda pair: pair[0] / (pair[1] or sys.float_info.min),
+        default=(0.0, evidence.told.tolerances[which][kind]),
+    )
 
 
 def _cells(verdict: Verdict) -> list[tuple[str, ...]]:

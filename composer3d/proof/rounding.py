@@ -13,7 +13,10 @@ if TYPE_CHECKING:
 
     from composer3d.proof.reference import Reference
 
-__all__ = ["larger", "noise", "rounding", "signs"]
+__all__ = ["larger", "noise", "rounding", "signs", "unrepeatable"]
+
+# Relative, and much above what a sum in another order, as with atomic additions, leaves of float64.
+_SAME = 1e-10
 
 
 def noise(rounded: Reference, exact: Reference) -> dict[str, float]:
@@ -57,12 +60,12 @@ def rounding(rounded: Reference, exact: Reference, *, in_parts: bool) -> dict[st
             pairs = zip(one.shares, other.shares, strict=True)
             note("loss", "", max(abs(share - true) / abs(true) if true else 0.0 for share, true in pairs))
             note("grad_norm", "", _apart(one.gradients, other.gradients) / (other.grad_norm or 1.0))
-        for name in ("gradients", "clipped", "parameters"):
+        for name in ("gradients", "clipped", "parameters", "averages"):
             mine, true_ones = getattr(one, name), getattr(other, name)
             scale = scale_of(true_ones.values())
             for fqn, tensor in true_ones.items():
                 distance = difference(mine[fqn], tensor, scale=scale) if fqn in mine else math.inf
-                note("later" if number and name != "parameters" else name, fqn, distance)
+                note("later" if number and name in ("gradients", "clipped") else name, fqn, distance)
     return result
 
 
@@ -70,6 +73,16 @@ def _apart(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> floa
     """Return the norm of the difference of two gradients of the model."""
     there = gradients.keys() & exact.keys()
     return math.sqrt(sum(float((gradients[f].double() - exact[f].double()).square().sum()) for f in there))
+
+
+def unrepeatable(one: Reference, other: Reference) -> float:
+    """Return how far two runs of one computation are apart before anything was updated; 0 where it is rounding."""
+    first, second = one.steps[0], other.steps[0]
+    scale = scale_of(second.gradients.values())
+    found = [abs(first.loss - second.loss) / abs(second.loss) if second.loss else 0.0]
+    for fqn, tensor in second.gradients.items():
+        found.append(difference(first.gradients[fqn], tensor, scale=scale) if fqn in first.gradients else math.inf)
+    return next((largest for largest in [max(found)] if largest > _SAME), 0.0)
 
 
 def signs(tensor: Tensor, level: int = 0) -> Tensor:

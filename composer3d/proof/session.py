@@ -14,6 +14,7 @@ from composer3d.proof.activations import Outputs
 from composer3d.proof.communication import Counted, count_step, trace_step
 from composer3d.proof.comparison import Limits, fit, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
+from composer3d.proof.reached import Uneven, noting_reached, uneven
 from composer3d.proof.reference import Reference, first_outputs, loss_with, make_reference, of_dtype, pieces_of
 from composer3d.proof.streams import Draws, recording
 from composer3d.proof.subject import Arithmetic, Subject, without_plugins
@@ -28,6 +29,8 @@ __all__ = ["Launch", "RankReport", "ReferenceReport", "Session", "Weights"]
 log = logging.getLogger(__name__)
 
 _CLOSE = 1e-6
+# Elements for each micro-batch from which on a fit says something.
+_ROWS = 4
 # Relative: losses of one computation in another order.
 _SAME_LOSS = 1e-11
 
@@ -46,6 +49,7 @@ class ReferenceReport:
         counts: Valid tokens of the first step's micro-batches.
         draws: What one device draws in one step.
         outputs: What modules and the loss return on the micro-batches of every data-parallel rank in the first step.
+        unrepeatable: How far a second run of the first step on one device is apart; 0 where that is rounding.
     """
 
     losses: Mapping[str, list[float]]
@@ -54,6 +58,7 @@ class ReferenceReport:
     counts: list[int]
     draws: Mapping[str, Draws]
     outputs: Sequence[Outputs]
+    unrepeatable: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -89,6 +94,8 @@ class Weights:
         residual: What no weights explain, relative to the largest gradient.
         is_maximum: It is the elementwise maximum of what data-parallel ranks have, times some number.
         auxiliary: How much the auxiliary losses weigh where that alone explains it; None elsewhere.
+        fqns: The wrong gradients that it is about; empty where it is about all of the model.
+        lossy: The data-parallel rank of whose share some elements alone are not there; None where there is none.
     """
 
     values: list[float]
@@ -96,6 +103,8 @@ class Weights:
     residual: float
     is_maximum: bool = False
     auxiliary: float | None = None
+    fqns: tuple[str, ...] = ()
+    lossy: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -126,9 +135,19 @@ class Session:
         return report
 
     def composed(self, told: ReferenceReport) -> list[RankReport]:
-        """Run all ranks."""
+        """Run all ranks.
+
+        Raises:
+            Uneven: They failed, and some parameters were not reached on all of them.
+        """
         args = (self.make_subject, self.folder, self.passes, told.tolerances)
-        return self.launch(composed_rank, args, self.layout.world_size)
+        try:
+            return self.launch(composed_rank, args, self.layout.world_size)
+        except Exception as error:
+            found = uneven(self.folder, self.layout)
+            if found:
+                raise Uneven(found) from error
+            raise
 
     def explain_loss(self, loss: float, candidates: Sequence[str], factor: int) -> tuple[str, ...]:
         """Return the biases that, added so many times, give the loss of the run's first step; () where none do."""
@@ -136,12 +155,12 @@ class Session:
         found: tuple[str, ...] = self.launch(bias_rank, args, 1)[0] if candidates else ()
         return found
 
-    def weigh(self) -> Weights | None:
+    def weigh(self, wrong: Sequence[str]) -> Weights | None:
         """Explain wrong gradients of the first step by their micro-batches; None where none were kept."""
         if not (self.folder / "wrong.pt").exists():
             return None
         weights: Weights | None = self.launch(
-            weighing_rank, (self.make_subject, self.folder, _batch_degree(self.layout)), 1
+            weighing_rank, (self.make_subject, self.folder, _batch_degree(self.layout), tuple(wrong)), 1
         )[0]
         return weights
 
@@ -179,6 +198,7 @@ def reference_rank(
         counts=references[passes[0]].steps[0].counts,
         draws=_draw_alone(subject, degree),
         outputs=first_outputs(subject, degree=degree),
+        unrepeatable=max(reference.unrepeatable for reference in references.values()),
     )
 
 
@@ -216,8 +236,10 @@ def composed_rank(
     for which in passes:
         reference = torch.load(folder / f"reference-{which}.pt", weights_only=False, map_location="cpu")
         keep = folder / "wrong.pt" if which == "float64" else None
-        report.steps[which] = run_composed(subject, which, reference, tolerances=limits[which], keep=keep)
-    report.draws, report.keep_unsharded = _draw(subject)
+        report.steps[which] = run_composed(
+            subject, which, reference, tolerances=limits[which], folder=folder, keep=keep
+        )
+    report.draws, report.keep_unsharded = _draw(subject, folder)
     report.happened, messages = count_step(subject)
     _leave()
     try:
@@ -239,9 +261,13 @@ def _known_reason(error: BaseException) -> str:
     return ""
 
 
-def _draw(subject: Subject) -> tuple[dict[str, Draws], bool]:
-    """Record what this rank draws in its second step; the first may run more micro-batches than there are."""
-    with subject.composed("float64", subject.manifest_for("float64"), draws=True) as run:
+def _draw(subject: Subject, folder: Path) -> tuple[dict[str, Draws], bool]:
+    """Record what this rank draws in its second step; the first may run more micro-batches than there are.
+
+    Here layers may be left out by chance, and on other ranks others.
+    """
+    manifest = subject.manifest_for("float64")
+    with subject.composed("float64", manifest, draws=True) as run, noting_reached(run, folder):
         optimizer = subject.make_optimizer(run)
         _draw_step(subject, run, optimizer, 0)
         with recording(run) as found:
@@ -293,8 +319,17 @@ def bias_rank(
     return ()
 
 
-def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int) -> Weights | None:
-    """Fit the wrong gradients of the first step by the gradients of its micro-batches, on one device."""
+def weighing_rank(
+    make_subject: Callable[[], Subject], folder: Path, degree: int, chosen: Sequence[str]
+) -> Weights | None:
+    """Fit the wrong gradients of the first step by the gradients of its micro-batches, on one device.
+
+    Args:
+        make_subject: As in `Session`.
+        folder: As in `Session`.
+        degree: Data-parallel degree.
+        chosen: FQNs of the wrong ones. Where they have too few elements to say anything, all gradients are fitted.
+    """
     import torch
 
     from composer3d.world import join_world
@@ -304,7 +339,10 @@ def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int
     wrong = torch.load(folder / "wrong.pt")
     reference: Reference = torch.load(folder / "reference-float64.pt", weights_only=False)
     pieces = pieces_of(subject, 0, degree=degree)
-    names = sorted(set(wrong).intersection(*pieces))
+    everything = sorted(set(wrong).intersection(*pieces))
+    names = sorted(set(chosen).intersection(everything))
+    if sum(wrong[fqn].numel() for fqn in names) < _ROWS * len(pieces):
+        names = everything
     if not names:
         return None
     columns = torch.stack([torch.cat([piece[fqn].double().flatten() for fqn in names]) for piece in pieces], dim=1)
@@ -313,7 +351,8 @@ def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int
         return None
     values = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
     rest = float((columns @ values - target).abs().max()) / max(float(target.abs().max()), 1e-300)
-    largest = columns.view(columns.shape[0], degree, -1).sum(-1).max(dim=1).values
+    shares = columns.view(columns.shape[0], degree, -1).sum(-1)
+    largest = shares.max(dim=1).values
     found = fit(target, largest)
     return Weights(
         values=values.tolist(),
@@ -321,7 +360,19 @@ def weighing_rank(make_subject: Callable[[], Subject], folder: Path, degree: int
         residual=rest,
         is_maximum=degree > 1 and found is not None and found.residual <= _CLOSE,
         auxiliary=_auxiliary(subject, degree, names, columns.sum(dim=1), target) if rest > _CLOSE else None,
+        fqns=tuple(names) if len(names) < len(everything) else (),
+        lossy=_lossy(shares, target) if rest > _CLOSE and degree > 1 else None,
     )
+
+
+def _lossy(shares: Tensor, wrong: Tensor) -> int | None:
+    """Return the rank of whose share each element is either there or not, where all other ranks' are there."""
+    off, size = wrong - shares.sum(dim=1), _CLOSE * float(shares.abs().max())
+    for rank in range(shares.shape[1]):
+        there, gone = off.abs() <= size, (off + shares[:, rank]).abs() <= size
+        if bool((there | gone).all() and (there & ~gone).any() and (gone & ~there).any()):
+            return rank
+    return None
 
 
 def _auxiliary(subject: Subject, degree: int, names: Sequence[str], right: Tensor, wrong: Tensor) -> float | None:

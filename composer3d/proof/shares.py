@@ -40,6 +40,13 @@ def explain_shares(evidence: Evidence) -> Iterator[str]:
             f"{' and '.join(axes)} takes the maximum, and not the sum"
         )
         return
+    if weights is not None and weights.lossy is not None:
+        yield (
+            f"of what data-parallel rank {weights.lossy} adds to {_whose(weights)} some elements are not there, and "
+            "all else is right: they are dropped before the reduction on that rank, as by a compression that keeps the "
+            "largest and carries nothing over"
+        )
+        return
     factors = _common_factors(evidence)
     if len(factors) == 1:
         ((factor, fqns),) = factors.items()
@@ -54,24 +61,24 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
         factor = sum(values) / len(values)
         if math.isclose(factor, 1.0, rel_tol=_CLOSE):
             return ""
-        return f"all gradients are {factor:.6g} times the right ones{_meaning(evidence, factor)}"
+        return f"{_whose(weights)} are {factor:.6g} times the right ones{_meaning(evidence, factor)}"
     per_rank = evidence.microbatches
     if _equal([value * count for value, count in zip(values, weights.counts, strict=True)]):
-        return _MEAN_OF_MEANS.format(what="micro-batch")
+        return _MEAN_OF_MEANS.format(whose=_whose(weights), what="micro-batch")
     ranks = [values[start : start + per_rank] for start in range(0, len(values), per_rank)]
     counts = [sum(weights.counts[start : start + per_rank]) for start in range(0, len(values), per_rank)]
     inside = [sum(rank) / len(rank) for rank in ranks]
     if all(map(_equal, ranks)) and _equal([mean * count for mean, count in zip(inside, counts, strict=True)]):
-        return _MEAN_OF_MEANS.format(what="rank")
+        return _MEAN_OF_MEANS.format(whose=_whose(weights), what="rank")
     alive = [index for index, rank in enumerate(ranks) if any(abs(value) > _CLOSE for value in rank)]
     if len(alive) < len(ranks):
-        return _of_some_ranks(evidence, alive, len(ranks))
+        return _of_some_ranks(evidence, _whose(weights), alive, len(ranks))
     dead = [index for index in range(per_rank) if all(abs(rank[index]) <= _CLOSE for rank in ranks)]
     if dead:
         shown = ", ".join(map(str, dead))
         return (
-            f"the micro-batches {shown} of every rank do not count in the gradients: they are overwritten instead of "
-            "accumulated, or never run"
+            f"the micro-batches {shown} of every rank do not count in {_whose(weights)}: they are overwritten instead "
+            "of accumulated, or never run"
         )
     overlap = _overlap(values, per_rank)
     if overlap:
@@ -81,8 +88,23 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
         index for index in range(per_rank) if all(math.isclose(rank[index], 2.0, rel_tol=_CLOSE) for rank in ranks)
     ]
     if twice and all(math.isclose(v, 1.0, rel_tol=_CLOSE) or math.isclose(v, 2.0, rel_tol=_CLOSE) for v in values):
-        return f"the micro-batches {', '.join(map(str, twice))} of every rank are counted twice in the gradients"
-    return f"the micro-batches weigh {shown} in the gradients, where each should weigh 1"
+        return f"the micro-batches {', '.join(map(str, twice))} of every rank are counted twice in {_whose(weights)}"
+    alike = all(map(_equal, ranks))
+    who = "; each rank's are scaled by a number of its own before they are reduced" if alike and per_rank > 1 else ""
+    if not alike and all(value > 0 for value in values):
+        who = "; each is scaled by itself before all are accumulated, as by clipping, or a scale, in between"
+    return f"the micro-batches weigh {shown} in {_whose(weights)}, where each should weigh 1{who}"
+
+
+def _whose(weights: Weights) -> str:
+    """Return which gradients are meant."""
+    if not weights.fqns:
+        return "all gradients"
+    return "the gradients of " + (
+        f"{len(weights.fqns)} parameters, as {weights.fqns[0]},"
+        if len(weights.fqns) > _NAMED
+        else ", ".join(weights.fqns)
+    )
 
 
 def _overlap(values: Sequence[float], per_rank: int) -> str:
@@ -104,22 +126,22 @@ def _overlap(values: Sequence[float], per_rank: int) -> str:
 
 
 _MEAN_OF_MEANS = (
-    "the gradients are a mean of means: every {what} weighs the same, whatever its number of valid tokens; the loss "
+    "{whose} are a mean of means: every {what} weighs the same, whatever its number of valid tokens; the loss "
     "has to be summed and divided by the global count"
 )
 
 
-def _of_some_ranks(evidence: Evidence, alive: Sequence[int], num_ranks: int) -> str:
+def _of_some_ranks(evidence: Evidence, whose: str, alive: Sequence[int], num_ranks: int) -> str:
     shown = " and ".join(map(str, alive))
     if any(drift.what == "gradients" for drift in evidence.drifts):
         over = " and ".join(_missing_axes(evidence, set(alive)))
         return (
-            f"the gradients on rank 0 hold the samples of data-parallel rank {shown} alone, of {num_ranks}: a "
+            f"{whose} on rank 0 hold the samples of data-parallel rank {shown} alone, of {num_ranks}: a "
             f"reduction over {over} is missing"
         )
     return (
-        f"the gradients hold the samples of data-parallel rank {shown} alone, of {num_ranks}, and are equal on all "
-        "ranks: all ranks saw the same batch"
+        f"{whose} hold the samples of data-parallel rank {shown} alone, of {num_ranks}, and are equal on all ranks: "
+        f"{'all ranks saw the same batch' if whose == 'all gradients' else 'nothing of the others gets there'}"
     )
 
 
@@ -163,6 +185,8 @@ def _meaning(evidence: Evidence, factor: float) -> str:
         is_tensor = name in layout.names(Role.TENSOR)
         if math.isclose(factor, degree, rel_tol=1e-4):
             how = "added up once too often" if is_tensor else "reduced once too often, or not averaged"
+            if name in layout.names(Role.STAGE):
+                how = "the copies of a parameter that several stages share are added up twice"
             meanings.append(f"{name} = {degree}: {how}")
         if math.isclose(factor, 1 / degree, rel_tol=1e-4):
             how = "averaged where it is to be added up" if is_tensor else "averaged once too often"
@@ -170,6 +194,9 @@ def _meaning(evidence: Evidence, factor: float) -> str:
         for power, what in ((0.5, "the root of"), (-0.5, "1 / the root of")):
             if math.isclose(factor, degree**power, rel_tol=1e-4):
                 meanings.append(f"{what} {name} = {degree}: scaled by the root of the degree")
+    norm = evidence.told.grad_norms["float64"][0] if "float64" in evidence.told.grad_norms else 0.0
+    if evidence.grad_clip < norm and math.isclose(factor, evidence.grad_clip / (norm + 1e-6), rel_tol=1e-4):
+        meanings.append(f"grad_clip / the norm = {evidence.grad_clip:g} / {norm:.4g}: clipped before the core clips")
     number = evidence.microbatches
     if number > 1 and math.isclose(factor, number, rel_tol=1e-4):
         meanings.append(f"the {number} micro-batches of a rank: the loss is not divided by their number")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from composer3d.proof.arithmetic import in_double_precision, without_random_numbers
 
@@ -16,10 +16,20 @@ if TYPE_CHECKING:
     from composer3d import Batch, Composition, Manifest
     from composer3d.protocol import LossFunction
 
-__all__ = ["Arithmetic", "Subject", "without_plugins"]
+__all__ = ["Arithmetic", "Averages", "Subject", "without_plugins"]
 
 Arithmetic: TypeAlias = Literal["float64", "own"]
 Kept: TypeAlias = Literal["nothing", "precision", "conversions"]
+
+
+class Averages(Protocol):
+    """Moving averages of the parameters, as a loop keeps them."""
+
+    def update(self, step: int) -> None:
+        """Take the parameters in after a step."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Return them by FQN, under `averages`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +46,8 @@ class Subject:
         average_buffers: What the loop does before it saves, to buffers that training changed; None where it does not.
         device: Where parameters live.
         count_fn: As for `compose`.
+        make_averages: Called with a composition; None where the loop keeps no moving averages.
+        decay: What is left of an average after an update; they are updated in every step.
     """
 
     manifest: Manifest
@@ -47,6 +59,8 @@ class Subject:
     average_buffers: Callable[[Composition], None] | None
     device: torch.device
     count_fn: Callable[[Any], int] | None = None
+    make_averages: Callable[[Composition], Averages] | None = None
+    decay: float = 0.0
 
     @contextmanager
     def composed(self, which: Arithmetic, manifest: Manifest, *, draws: bool = False) -> Iterator[Composition]:

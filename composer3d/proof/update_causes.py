@@ -32,7 +32,7 @@ def initial(evidence: Evidence) -> Iterator[str]:
 
 def _drifted(evidence: Evidence) -> Iterator[str]:
     ties = [axis.name for axis in evidence.layout.axes if axis.role is Role.STAGE]
-    for what in ("gradients", "parameters"):
+    for what in ("gradients", "parameters", "averages"):
         groups: dict[tuple[str, ...], list[str]] = {}
         for drift in evidence.drifts:
             if drift.what == what:
@@ -46,6 +46,9 @@ def _drifted(evidence: Evidence) -> Iterator[str]:
                 )
             elif what == "gradients":
                 yield f"ranks along {over} have other gradients of {some(fqns)}: they are not reduced over {over}"
+            elif what == "averages":
+                if not any(drift.what == "parameters" for drift in evidence.drifts):
+                    yield f"the moving averages of {some(fqns)} differ along {over}, of equal weights"
             elif not any(drift.what == "gradients" for drift in evidence.drifts):
                 yield (
                     f"the copies of {some(fqns)} drift apart along {over}: their ranks update them differently"
@@ -93,6 +96,8 @@ def _clipping(evidence: Evidence) -> Iterator[str]:
     )
     apart = len({factor and round(factor, 12) for factor in factors}) > 1
     cause = "every rank clips by its local norm" if apart else "they are scaled after the core has clipped them"
+    if all(factor is None for factor in factors):
+        cause = "they are changed element by element, or one parameter otherwise than another"
     if all(factor is not None and abs(factor - 1.0) <= 1e-9 for factor in factors):
         cause = "they are not clipped"
     yield f"gradients are scaled by {shown} between backward and optimizer, where {right:.4g} is right: {cause}"
@@ -146,6 +151,31 @@ def _updates(evidence: Evidence, moved: Sequence[str], number: int) -> Iterator[
         return
 
 
+def _averaged(evidence: Evidence) -> Iterator[str]:
+    """Moving averages that are wrong, of right parameters."""
+    first = evidence.first_wrong()
+    if first is None or first[1] != "averages":
+        return
+    number = first[0]
+    wrong = evidence.wrong("averages", step=number)
+    steps = [report.steps["float64"].steps[number] for report in evidence.ranks]
+    shares = [step.averaged_with.get(fqn) for step in steps for fqn in wrong]
+    known = [share for share in shares if share is not None]
+    how = ""
+    if known and len(known) == len(shares) and max(known) - min(known) <= 1e-3:
+        share = known[0]
+        how = f": they take in {share:.4g} of the weights in step {number}, another decay"
+        how = (
+            ": they are not updated"
+            if abs(share) <= 1e-9
+            else ": they are the weights"
+            if abs(share - 1) <= 1e-9
+            else how
+        )
+    where = pieces_of_ranks(evidence, wrong)
+    yield f"the moving averages of {some(sorted(wrong))} are wrong in step {number}, of right weights{where}{how}"
+
+
 def stale(evidence: Evidence) -> Iterator[str]:
     """Values that were computed from other parameters than the last step left."""
     found = evidence.stale()
@@ -156,4 +186,4 @@ def stale(evidence: Evidence) -> Iterator[str]:
         )
 
 
-UPDATE_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_drifted, _clipping, _skipped)
+UPDATE_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (_drifted, _clipping, _skipped, _averaged)

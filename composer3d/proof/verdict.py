@@ -15,13 +15,13 @@ from composer3d.proof.replicas import Drift, compare_replicas
 from composer3d.proof.streams import StreamFault, compare_streams
 
 if TYPE_CHECKING:
-    from composer3d.proof.composed import Deviation
+    from composer3d.proof.deviations import Deviation
     from composer3d.proof.session import RankReport, ReferenceReport, Weights
 
 __all__ = ["Evidence", "Number", "TableRow", "Verdict", "gather_evidence"]
 
-Kind = Literal["initial", "gradients", "clipped", "parameters"]
-KINDS: tuple[Kind, ...] = ("initial", "gradients", "clipped", "parameters")
+Kind = Literal["initial", "gradients", "clipped", "parameters", "averages"]
+KINDS: tuple[Kind, ...] = ("initial", "gradients", "clipped", "parameters", "averages")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,16 @@ class Evidence:
             break
         return None
 
+    def other_count(self) -> tuple[int, int, int] | None:
+        """Return (tokens of all ranks, the step, tokens of one device) where they are not the same in the first step.
+
+        Ranks along an independent axis have steps of their own, whose tokens are those of all together.
+        """
+        if self.layout.degree(Role.INDEPENDENT) > 1:
+            return None
+        found, right = next(iter(self.ranks[0].steps.values())).steps[0].count, sum(self.told.counts)
+        return None if found is None or found == right else (found, 0, right)
+
     def deviations(self, kind: Kind, which: str = "float64") -> Iterator[tuple[int, int, str, Deviation]]:
         """Yield (step, rank, FQN, deviation) of one kind."""
         for rank, report in enumerate(self.ranks):
@@ -153,7 +163,7 @@ class Evidence:
 
     def limit(self, kind: Kind, which: str, step: int, fqn: str) -> float:
         """Return what a tensor may be off by in a step; the updates before a later one carry roundings into it."""
-        name = "parameters" if kind == "initial" else "later" if step and kind != "parameters" else kind
+        name = "parameters" if kind == "initial" else "later" if step and kind in ("gradients", "clipped") else kind
         return self.told.tolerances[which].of(name, fqn)
 
     def wrong(self, kind: Kind, which: str = "float64", *, step: int | None = None) -> dict[str, list[Deviation]]:
@@ -271,8 +281,8 @@ def gather_evidence(
     evidence = Evidence(layout=layout, told=told, ranks=ranks, microbatches=microbatches, grad_clip=grad_clip)
     for which in told.tolerances:
         for number in range(len(told.losses[which])):
-            for what in ("gradients", "parameters"):
-                found = compare_replicas(what, [r.steps[which].steps[number].held[what] for r in ranks], layout)
+            for what in ("gradients", "parameters", "averages"):
+                found = compare_replicas(what, [r.steps[which].steps[number].held.get(what, {}) for r in ranks], layout)
                 known = {(drift.what, drift.fqn) for drift in evidence.drifts}
                 evidence.drifts += [drift for drift in found if (drift.what, drift.fqn) not in known]
         if has_batch_buffers:
@@ -293,6 +303,11 @@ def gather_evidence(
 
 def failures_of(evidence: Evidence) -> Iterator[str]:
     """Yield a line for everything that does not hold."""
+    if evidence.told.unrepeatable:
+        yield f"one device computes another first step when it is run again, off by {evidence.told.unrepeatable:.3g}"
+    counted = evidence.other_count()
+    if counted is not None:
+        yield "the ranks count {} valid tokens in step {}, and one device {}".format(*counted)
     for which, limits in evidence.told.tolerances.items():
         label = "in float64" if which == "float64" else "in the run's dtypes"
         for name, what in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
@@ -305,7 +320,7 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
                 limit = min(evidence.limit(kind, which, 0, fqn) for fqn in wrong)
                 total = len({fqn for _, _, fqn, _ in evidence.deviations(kind, which)})
                 yield f"{len(wrong)} of {total} {_WHAT[kind]} differ by more than {limit:.3g} ({label})"
-    for what in ("gradients", "parameters", "buffers"):
+    for what in ("gradients", "parameters", "averages", "buffers"):
         drifted = [drift for drift in evidence.drifts if drift.what == what]
         if drifted:
             yield f"copies of {len(drifted)} {what} are not equal on the ranks that hold them, as {drifted[0].fqn}"
@@ -337,4 +352,5 @@ _WHAT: Mapping[Kind, str] = {
     "gradients": "gradients",
     "clipped": "gradients as the optimizer sees them",
     "parameters": "updated parameters",
+    "averages": "moving averages",
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer3d.proof.composed import Deviation
+from composer3d.proof.deviations import Deviation
 from composer3d.proof.verdict import Evidence
 
 __all__ = ["SHOWN", "first_gradients", "module_of", "pieces_of_ranks", "some"]

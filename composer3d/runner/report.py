@@ -246,7 +246,8 @@ def root_cause(folder: Path, endings: Sequence[Ending], *, world_size: int) -> F
     if not causes:
         causes = _early_returns(folder, told, world_size) or failures
     others = tuple(failure for failure in failures if failure.rank != causes[0].rank)
-    aborted = causes[0].exit_code == -signal.SIGABRT
+    # An abort of torch's may end as a fault of the thread that still runs.
+    aborted = causes[0].exit_code in (-signal.SIGABRT, -signal.SIGSEGV)
     witness = next((other.message for other in others if aborted and other.kind == "user" and other.consequence), "")
     return replace(causes[0], others=others, witness=witness)
 

@@ -12,6 +12,7 @@ from composer3d import checkpoint
 from composer3d.runner.batch_size import BatchSize
 from composer3d.runner.blackbox import BlackBox
 from composer3d.runner.clock import StepClock
+from composer3d.runner.data.agreement import agree_on_data
 from composer3d.runner.display import Display
 from composer3d.runner.ema import EMA
 from composer3d.runner.housekeeping import (
@@ -122,6 +123,7 @@ class Trainer:
         )
         self.factory.refuse_unmatched()
         set_timeout(self.run, tables["run"].timeout_s)
+        agree_on_data(self.run.context, self.source.record())
         self.is_first = self.run.context.rank == 0
         self.batch_size = BatchSize(tables["train"], degree=self.run.context.data_parallel_degree)
         self.batch_size.check(manifest)

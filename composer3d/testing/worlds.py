@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from composer3d.errors import RankError
-from composer3d.torch_compat import clear_sharding_caches, fake_store
+from composer3d.torch_compat import clear_sharding_caches, fake_store, start_autograd
 
 __all__ = ["fake_world"]
 
@@ -40,6 +40,9 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
             f"this process is rank {dist.get_rank()} of {dist.get_world_size()} already; "
             "call torch.distributed.destroy_process_group() before fake_world"
         )
+    # Of an earlier world of this process too: torch remembers results by meshes that are equal, with their groups.
+    clear_sharding_caches()
+    start_autograd()  # before DTensor makes fake tensors, so that ranks may be forked from this process later
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_store())
     try:
         yield

@@ -6,7 +6,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat
 from __future__ import annotations
 
 from composer3d.torch_compat.buckets import watch_buckets
-from composer3d.torch_compat.compiling import compile_module
+from composer3d.torch_compat.compiling import compile_module, trace_quantisers
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -16,6 +16,7 @@ from composer3d.torch_compat.layouts import (
     held_tensor,
     replicate_buckets,
     replicate_units,
+    shard_integers,
     shard_of,
     silence_redistribution,
     unify_gradients,
@@ -34,10 +35,17 @@ from composer3d.torch_compat.modes import (
     in_backward,
     run_backward,
     selective_contexts,
+    start_autograd,
     traceable,
     without_torch_functions,
 )
-from composer3d.torch_compat.pipelines import custom_pipeline_schedule, pipeline_orders, pipeline_schedule
+from composer3d.torch_compat.pipelines import (
+    custom_pipeline_schedule,
+    held_graph,
+    pipeline_orders,
+    pipeline_schedule,
+    without_own_messages,
+)
 from composer3d.torch_compat.processes import (
     CHECKPOINT_METADATA_GLOBALS,
     all_gather_single,
@@ -50,6 +58,7 @@ from composer3d.torch_compat.processes import (
     lazy_modules,
     local_agent,
     process_group,
+    ranks_of_group,
     reduce_scatter_single,
     set_group_timeout,
 )
@@ -84,6 +93,7 @@ from composer3d.torch_compat.tracing import (
     watch_storages,
     with_values,
 )
+from composer3d.torch_compat.whole import average_whole, scalar_parameters
 
 __all__ = [
     "bounded_messages",
@@ -103,6 +113,7 @@ __all__ = [
     "ShardOf",
     "all_gather_single",
     "allocate",
+    "average_whole",
     "clear_sharding_caches",
     "compile_module",
     "custom_pipeline_schedule",
@@ -120,6 +131,7 @@ __all__ = [
     "group_name",
     "group_timeout",
     "has_argument",
+    "held_graph",
     "held_tensor",
     "hide_compiler_warnings",
     "import_torchao",
@@ -135,14 +147,19 @@ __all__ = [
     "pipeline_orders",
     "pipeline_schedule",
     "process_group",
+    "ranks_of_group",
     "replicate_buckets",
     "replicate_units",
     "run_backward",
+    "scalar_parameters",
     "selective_contexts",
     "set_group_timeout",
+    "shard_integers",
     "shard_of",
     "silence_redistribution",
+    "start_autograd",
     "storage_key",
+    "trace_quantisers",
     "traceable",
     "tree_leaves",
     "tree_map",
@@ -153,6 +170,7 @@ __all__ = [
     "watch_operator_collectives",
     "watching_messages",
     "with_local",
+    "without_own_messages",
     "without_torch_functions",
     "written_tensors",
 ]

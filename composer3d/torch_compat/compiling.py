@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
-__all__ = ["compile_module"]
+__all__ = ["compile_module", "trace_quantisers"]
 
 
 def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool = False, **options: Any) -> None:
@@ -22,6 +23,7 @@ def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool
     import torch._dynamo
 
     _order_saved_states()
+    _multiply_any_number_of_sizes()
     if keep_roundings:
         from torch._inductor import list_mode_options
 
@@ -33,6 +35,23 @@ def compile_module(module: Any, *, mode: str | None = None, keep_roundings: bool
     setting: Any = torch._dynamo.config
     allowing = setting.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True)
     module._compiled_call_impl = allowing(module._compiled_call_impl)
+
+
+def trace_quantisers() -> None:
+    """Let the compiler follow torchao's quantisers of tokens.
+
+    They ask a function of torch for the shape of scales, and dynamo follows nothing of that module in torch 2.11.
+    """
+    import torch
+
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+        import torch._dynamo
+        from torch.ao.quantization.fx import _decomposed
+
+        module: Any = _decomposed
+        name = "_per_token_quant_qparam_dim_check"
+        if not hasattr(getattr(module, name), "__wrapped__"):
+            setattr(module, name, torch._dynamo.dont_skip_tracing(getattr(module, name)))
 
 
 def _order_saved_states() -> None:
@@ -64,6 +83,24 @@ def _order_saved_states() -> None:
         return forward, backward
 
     partitioners.functionalize_rng_ops = ordered
+
+
+def _multiply_any_number_of_sizes() -> None:
+    """Let a symbolic size be a product of more than two.
+
+    Products of sizes that a graph hands on, those of DTensors, are put together from what sympy says of them. It
+    writes a product of any number of factors as one, which torch gives to `operator.mul`, which takes two (torch
+    2.11-2.13; sums have a function that takes any number since 2.12).
+    """
+    import torch.fx.experimental.proxy_tensor
+
+    tracing: Any = torch.fx.experimental.proxy_tensor
+    handlers = tracing._sympy_handlers()
+    handlers.update({kind: _product for kind, operation in handlers.items() if operation is operator.mul})
+
+
+def _product(*factors: Any) -> Any:
+    return functools.reduce(operator.mul, factors)
 
 
 def _meshes_last(forward: Any, num_meshes: int, num_states: int, num_numbers: int) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "held_tensor",
     "replicate_buckets",
     "replicate_units",
+    "shard_integers",
     "shard_of",
     "silence_redistribution",
     "unify_gradients",
@@ -46,7 +47,37 @@ def replicate_units(module: Any, **options: Any) -> Any:
     """Replicate a unit over FSDP2's machinery: DTensor parameters, the same setters (torch 2.11-2.15, not public)."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
+    shard_integers()
     return replicate(module, **options)
+
+
+def shard_integers() -> None:
+    """Let FSDP2 take parameters of integers, such as packed weights.
+
+    torch 2.11 lets every sharded parameter require a gradient for a moment, which integers cannot; torch 2.13 makes it
+    as the parameter is. What makes parameters there is a name of a private module.
+    """
+    import torch
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    module: Any = _fsdp_param
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13" and module.nn is torch.nn:
+        module.nn = _Modules()
+
+
+class _Modules:
+    """`torch.nn` whose parameters of integers require no gradient."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        return getattr(torch.nn, name)
+
+    @staticmethod
+    def Parameter(data: Any, requires_grad: bool = True) -> Any:  # noqa: N802 - torch's name
+        import torch
+
+        return torch.nn.Parameter(data, requires_grad and (data.is_floating_point() or data.is_complex()))
 
 
 def replicate_buckets(module: Any, **options: Any) -> Any:

@@ -15,6 +15,7 @@ __all__ = [
     "in_backward",
     "run_backward",
     "selective_contexts",
+    "start_autograd",
     "traceable",
     "without_torch_functions",
 ]
@@ -77,6 +78,20 @@ def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None 
     kept = again if retain_graph is None else retain_graph
     # The last two: parameters that are not reached are no error, and gradients are accumulated in them.
     engine._execution_engine.run_backward(several, tuple(starts), kept, again, targets, True, True)
+
+
+def start_autograd() -> None:
+    """Start autograd's engine while there are no devices yet that are only made believe, so that forks can use it.
+
+    With the first backward of a process the engine starts a thread for each device, and refuses to run in forks from
+    then on. Fake tensors, which DTensor and the compiler make too, put a guard that claims to have devices in CUDA's
+    place where torch was built with CUDA and the machine has none: the usual build on a machine without a GPU (torch
+    2.11-2.15). An engine that started before it has no threads, and starts none later.
+    """
+    import torch
+
+    if torch.version.cuda is not None and not torch.cuda.device_count():
+        torch.ones((), requires_grad=True).backward()
 
 
 def selective_contexts(policy: Any) -> tuple[Any, Any]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-__all__ = ["custom_pipeline_schedule", "pipeline_orders", "pipeline_schedule"]
+__all__ = ["custom_pipeline_schedule", "held_graph", "pipeline_orders", "pipeline_schedule", "without_own_messages"]
 
 
 def pipeline_schedule(name: str) -> Any:
@@ -56,3 +57,43 @@ def pipeline_orders(
         ]
         for order in orders
     ]
+
+
+def without_own_messages(stage: Any) -> Any:
+    """Return a stage that greets its neighbours before the first step, but not those on its own rank.
+
+    Stages exchange a number with their neighbours to open connections. Where a schedule gives a rank two stages that
+    follow each other, torch 2.11 sends that number from the rank to itself, which gloo cannot; torch 2.13 votes
+    instead. The method is private (torch 2.11-2.15).
+    """
+    greet = stage._get_init_p2p_neighbors_ops
+    stage._get_init_p2p_neighbors_ops = lambda: [each for each in greet() if each.group_peer != stage.group_rank]
+    return stage
+
+
+@contextlib.contextmanager
+def held_graph(stage: Any, microbatch: int, kept: dict[int, Any]) -> Iterator[None]:
+    """Keep a micro-batch's graph over the half of its backward that computes the gradients of inputs.
+
+    The second half begins at nodes that the first one found. torch 2.11 lets go of the graph between the two, with
+    which the nodes of functions written in Python go; it is kept where there are such nodes. torch 2.13 needs no help.
+    What a stage keeps of its forwards and between the halves is private.
+
+    Args:
+        stage: The pipeline's.
+        microbatch: Its number.
+        kept: Graphs by micro-batch; the caller takes them out when the second half is done.
+    """
+    import torch
+    from torch.autograd.graph import get_gradient_edge
+
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
+        yield
+        return
+    outputs = stage.fwd_cache[microbatch][0]
+    edges = [get_gradient_edge(tensor) for tensor in outputs if tensor.requires_grad]
+    yield
+    _, groups, *_ = stage.backward_state.get(microbatch, (None, ()))
+    nodes = (node for group in groups or () for node in group["intermediates"])
+    if any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes):
+        kept[microbatch] = edges

@@ -20,6 +20,7 @@ __all__ = [
     "lazy_modules",
     "local_agent",
     "process_group",
+    "ranks_of_group",
     "reduce_scatter_single",
     "set_group_timeout",
 ]
@@ -170,19 +171,22 @@ def local_agent(
     return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
 
 
-def flight_records() -> list[dict[str, Any]]:
+def flight_records(*, waiting: bool = False) -> list[dict[str, Any]]:
     """Return what torch's flight recorders hold of this process's last collectives, as torch writes it in JSON.
 
     The recorders of gloo and of NCCL are two, each with an underscored function, the second only in builds with NCCL;
     their other form is a pickle (torch 2.11-2.15).
+
+    Args:
+        waiting: Only NCCL's, and only those that were not seen to come back: gloo's recorder cannot tell them.
     """
     from torch._C import _distributed_c10d
 
     entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+    for name in ("_dump_nccl_trace_json",) if waiting else ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(_distributed_c10d, name, None)
         if dump is not None:
-            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries") or []
+            entries += json.loads(dump(includeCollectives=True, onlyActive=waiting)).get("entries") or []
     return entries
 
 
@@ -195,6 +199,21 @@ def group_name(group: Any) -> str:
 
     found: Any = dist.group.WORLD if group is None else group
     return str(found.group_name)
+
+
+def ranks_of_group(name: str) -> tuple[int, ...] | None:
+    """Return the ranks of the process group that stands under a name in flight records; None for one that is gone.
+
+    The lookup by name is private (torch 2.11-2.15).
+    """
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
+
+    resolve: Any = _resolve_process_group
+    try:
+        return tuple(dist.get_process_group_ranks(resolve(name)))
+    except (KeyError, RuntimeError, ValueError):
+        return None
 
 
 def all_gather_single(output: Any, piece: Any, *, group: Any, async_op: bool = False) -> Any:

@@ -195,9 +195,12 @@ class ResultMemory:
         return view
 
     def _attributes(self, result: Any) -> dict[str, Any]:
-        """Return a fake tensor's own attributes but its mode: its device, and what it has not been asked yet."""
+        """Return a fake tensor's own attributes but its mode: its device, and what it has not been asked yet.
+
+        The device is one attribute in torch 2.11 and another, behind a property, in torch 2.13.
+        """
         attributes = dict(vars(result))
         del attributes["fake_mode"]
-        if any(value is not None for name, value in attributes.items() if name != "_fake_device"):
+        if any(value is not None for name, value in attributes.items() if name not in ("_fake_device", "fake_device")):
             raise _Unknown
         return attributes

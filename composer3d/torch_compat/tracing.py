@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
+from composer3d.torch_compat.modes import start_autograd
 from composer3d.torch_compat.shapes import ResultMemory
 
 __all__ = [
@@ -54,6 +55,7 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
                 return _value(name, args[0].dtype)
             return known.run(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
 
+    start_autograd()
     known = ResultMemory() if memory is None else memory
     known.mode = Mode(allow_non_fake_inputs=True)
     return known.mode
@@ -145,8 +147,8 @@ def lone_pipeline(
     """Let a pipeline's stages learn their shapes where the other stages do not exist.
 
     In its first step torch asks the stage before for the form of what it sends, and the stage behind for the form of
-    the gradient, by methods that are private (torch 2.13). What a stage sends backward has the form of what it was
-    sent.
+    the gradient, by methods that are private (torch 2.13); in torch 2.11 only the stage before, by lists of objects.
+    What a stage sends backward has the form of what it was sent.
 
     Args:
         preparing: Called with True as the first step begins to learn shapes, and with False after.
@@ -154,12 +156,34 @@ def lone_pipeline(
         wanted: Called with (stage, from); returns such a description.
     """
     from torch.distributed.pipelining import schedules
+
+    running: Any = schedules
+    issue = running._batch_p2p
+
+    def batch(operations: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
+        works = issue(operations, *args, **kwargs)
+        return [_Held(work, [operation.tensor for operation in operations]) for work in works]
+
+    replaced = _heard(sent, wanted) | _prepared(preparing)
+    replaced[running, "_batch_p2p"] = batch
+    originals = {(owner, name): getattr(owner, name) for owner, name in replaced}
+    for (owner, name), function in replaced.items():
+        setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        for (owner, name), function in originals.items():
+            setattr(owner, name, function)
+
+
+def _heard(sent: Callable[[int, int, Any], None], wanted: Callable[[int, int], Any]) -> dict[tuple[Any, str], Any]:
+    """Return, by owner and name, what is called in place of what exchanges descriptions."""
     from torch.distributed.pipelining import stage as stages
 
     module: Any = stages
-    running: Any = schedules
-    cls, schedule = stages.PipelineStage, schedules._PipelineSchedule
-    originals = cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages, running._batch_p2p
+    cls: Any = stages.PipelineStage
+    if not hasattr(cls, "_recv_meta"):
+        return _heard_forward(cls, sent, wanted)
 
     def receive(self: Any, source: int) -> Any:
         if source < self.stage_index:
@@ -170,23 +194,63 @@ def lone_pipeline(
         if target > self.stage_index:
             sent(self.stage_index, target, meta)
 
-    def initialize(*args: Any, **kwargs: Any) -> Any:
-        preparing(True)
+    return {(cls, "_recv_meta"): receive, (cls, "_send_meta"): send}
+
+
+def _heard_forward(
+    cls: Any, sent: Callable[[int, int, Any], None], wanted: Callable[[int, int], Any]
+) -> dict[tuple[Any, str], Any]:
+    """Do it for torch 2.11, where only a forward describes, by meta tensors in lists of objects."""
+    import torch
+    import torch.distributed as dist
+
+    infer, module = cls._shape_inference, cast(Any, dist)
+
+    def shape_inference(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def receive(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+            objects[0] = wanted(self.stage_index, self.stage_index - 1)
+
+        def send(objects: list[Any], *args: Any, **kwargs: Any) -> None:
+            # A fake tensor lives in its mode, and who is told of it has another one.
+            with with_values():
+                forms = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in objects[0]]
+            sent(self.stage_index, self.stage_index + 1, tuple(forms))
+
+        originals = module.recv_object_list, module.send_object_list
+        module.recv_object_list, module.send_object_list = receive, send
         try:
-            return originals[2](*args, **kwargs)
+            return infer(self, *args, **kwargs)
         finally:
-            preparing(False)
+            module.recv_object_list, module.send_object_list = originals
 
-    def batch(operations: list[Any], *args: Any, **kwargs: Any) -> list[Any]:
-        works = originals[3](operations, *args, **kwargs)
-        return [_Held(work, [operation.tensor for operation in operations]) for work in works]
+    return {(cls, "_shape_inference"): shape_inference}
 
-    cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages = receive, send, initialize  # type: ignore[method-assign,assignment]
-    running._batch_p2p = batch
-    try:
-        yield
-    finally:
-        cls._recv_meta, cls._send_meta, schedule._initialize_pp_stages, running._batch_p2p = originals  # type: ignore[method-assign]
+
+def _prepared(preparing: Callable[[bool], None]) -> dict[tuple[Any, str], Any]:
+    """Return, by owner and name, what is called in place of what a first step begins with.
+
+    One method of all schedules in torch 2.13; in torch 2.11 one of those of a single stage, one of the others.
+    """
+    from torch.distributed.pipelining import schedules
+
+    module: Any = schedules
+    places = (
+        (module._PipelineSchedule, "_initialize_pp_stages"),
+        (module.PipelineScheduleSingle, "_initialize_stage"),
+        (module.PipelineScheduleMulti, "_initialize_stages"),
+    )
+
+    def telling(begin: Any) -> Any:
+        def initialize(*args: Any, **kwargs: Any) -> Any:
+            preparing(True)
+            try:
+                return begin(*args, **kwargs)
+            finally:
+                preparing(False)
+
+        return initialize
+
+    return {(owner, name): telling(getattr(owner, name)) for owner, name in places if name in vars(owner)}
 
 
 class _Held:
@@ -196,6 +260,7 @@ class _Held:
         self._work, self._tensors = work, tensors
 
     def wait(self, *args: Any) -> Any:
+        self._tensors = []
         return self._work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:

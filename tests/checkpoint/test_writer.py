@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -192,3 +193,19 @@ def test_an_async_error_surfaces_at_the_next_call_once(tmp_path, later):
         calls["save"]()
         saver.close()
         assert latest(tmp_path) == tmp_path / "step-2"
+
+
+def left():
+    """Close a save that waits for a rank which never joins it; return the seconds that took."""
+    saver, begun = AsyncSaver(), time.monotonic()
+    if dist.get_rank() == 0:
+        saver.save(Path("/nowhere/step-1"), tensors={}, state={})
+        begun = time.monotonic()
+        saver.close(at_most_s=0.2)
+    else:
+        dist.new_group(backend="gloo")  # what the other's first save makes, and no more
+    return time.monotonic() - begun
+
+
+def test_a_save_that_waits_for_a_rank_that_hangs_does_not_keep_the_others_from_their_end():
+    assert run_ranks(left, 2)[0] < 2

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import time
@@ -13,7 +14,7 @@ from support.models import composed, mine, padded
 
 from composer3d import RankError, StepError, torch_compat
 from composer3d.diagnosis import Account, Collective, diagnose
-from composer3d.flight import collectives
+from composer3d.flight import _late, collectives
 from composer3d.mesh import AXES, resolve
 from composer3d.testing import run_ranks
 
@@ -190,10 +191,107 @@ NCCL = """
 
 def test_records_of_nccl_are_read():
     rows = collectives(json.loads(NCCL)["entries"], {"1": ("tp", (0, 1))})
-    assert [(row.number, str(row), row.axis) for row in rows] == [
-        (2, "all_reduce of [4]", "tp"),
-        (3, "all_gather of [2, 8]", "tp"),
+    assert [(row.number, str(row), row.axis, row.dtypes, row.backend, row.pending) for row in rows] == [
+        (2, "all_reduce of [4]", "tp", ("Float",), "nccl", False),
+        (3, "all_gather of [2, 8]", "tp", ("Float",), "nccl", True),
     ]
+
+
+def test_what_nccl_has_not_answered_is_late_only_after_most_of_its_time():
+    entries, minute = json.loads(NCCL)["entries"], 60_000_000_000  # the timeout is ten of them
+    assert _late(entries, 200 + 7 * minute) is None
+    assert _late(entries, 200 + 9 * minute) == 540
+
+
+def late(recorded):
+    """Wait for what the thread logs, where NCCL's recorder says that a collective waits; return it."""
+    from torch._C import _distributed_c10d
+
+    run = composed("[sharding.fsdp2]")
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    # As if these ranks had an NCCL beside their gloo: what it would have recorded stands in for it.
+    group = torch_compat.group_name(run.mesh.get_group("dp_shard"))
+    text = recorded[dist.get_rank()].replace('["1", "mesh_tp"]', f'["{group}", "mesh_dp_shard"]')
+    _distributed_c10d._dump_nccl_trace_json = lambda **options: text
+    told, logger = [], logging.getLogger("composer3d.flight")
+    handler = logging.Handler()
+    handler.emit = lambda record: told.append(record.getMessage())
+    logger.addHandler(handler)
+    logger.propagate = False
+    store, deadline = torch_compat.default_store(), time.monotonic() + 20
+    with run.step(1):
+        while not told and not store.check(["done"]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        store.set("done", "")
+    return told
+
+
+def test_what_nccl_waits_for_is_told_before_its_watchdog_ends_the_rank():
+    first = json.loads(NCCL)
+    second = {"entries": [entry for entry in first["entries"] if entry["record_id"] == 6]}
+    (told, nothing) = run_ranks(late, 2, [json.dumps(first), json.dumps(second)])
+    assert nothing == [] and len(told) == 1
+    assert re.fullmatch(
+        r"a collective failed in step 1: no answer for \d+ s\n"
+        r"collective 3 over dp_shard \(ranks 0 and 1; fsdp2( or composer3d)?\): "
+        r"rank 1 \(dp_shard 1\) did not run all_gather of \[2, 8\], in which rank 0 waited\n"
+        r"rank 1 \(dp_shard 1\): in step 1, at test_flight.py:\d+ in late, last collective [^\n]*\n"
+        r"rank 0 \(dp_shard 0\): in step 1, at test_flight.py:\d+ in late, last collective [^\n]*",
+        told[0],
+    ), told[0]
+
+
+def test_backends_of_one_group_count_their_own():
+    # Both run the seventh of their group; one rank has since gone on with the other backend.
+    nccl = {"backend": "nccl", "pending": True}
+    accounts = [
+        account(0, replace(row(7), backend="gloo"), replace(row(7, "all_gather", (8,)), time_ns=9, **nccl)),
+        account(1, replace(row(6, "all_gather", (8,)), backend="nccl"), replace(row(7), backend="gloo")),
+    ]
+    assert told(accounts, dp_shard=2)[1] == (
+        "collective 7 over dp_shard (ranks 0 and 1; fsdp2): "
+        "rank 1 (dp_shard 1) did not run all_gather of [8], in which rank 0 waited"
+    )
+
+
+def test_calls_that_run_ahead_of_nccl_do_not_hide_what_it_waits_in():
+    nccl = {"backend": "nccl", "pending": True}
+    done = replace(row(1), backend="nccl")
+    accounts = [account(0, done, *(replace(row(n), **nccl) for n in (2, 3, 4))), account(1, done)]
+    assert told(accounts, dp_shard=2)[1] == (
+        "collective 2 over dp_shard (ranks 0 and 1; fsdp2 or composer3d): "
+        "rank 1 (dp_shard 1) did not run all_reduce of [4], in which rank 0 waited"
+    )
+
+
+def test_another_dtype_is_a_mismatch():
+    accounts = [
+        account(0, replace(row(2), dtypes=("Float",))),
+        account(1, replace(row(2), dtypes=("Double",))),
+    ]
+    assert told(accounts, dp_shard=2)[1] == (
+        "collective 2 over dp_shard (ranks 0 and 1; fsdp2): rank 1 (dp_shard 1) ran all_reduce of [4] in Double, "
+        "while rank 0 ran all_reduce of [4] in Float"
+    )
+
+
+def own_groups():
+    """Return how collectives of groups that the loop made stand in a rank's account."""
+    run = composed(
+        '[mesh]\ndp_shard = 2\ntp = 2\n[sharding.lockstep]\nuse = "support.plugins:Lockstep"\n[sharding.fsdp2]\n'
+    )
+    diagonal, pair = dist.new_group([0, 3]), dist.new_group([1, 2])
+    dist.all_reduce(torch.ones(4), group=diagonal if dist.get_rank() in (0, 3) else pair)
+    found = run.context.flight._account([]).collectives
+    run.close()
+    return {(row.axis, row.ranks) for row in found if row.sizes == ((4,),)}
+
+
+def test_groups_that_no_axis_owns_are_known_by_the_axes_they_span():
+    outer, inner = ("dp_shard x tp", (0, 3)), ("dp_shard x tp", (1, 2))
+    assert run_ranks(own_groups, 4) == [{outer}, {inner}, {inner}, {outer}]
 
 
 def test_accounts_survive_json():

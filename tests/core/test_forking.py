@@ -114,6 +114,44 @@ def test_ranks_run_where_a_fork_is_safe_even_if_they_use_threads():
     assert answer_of(body) == "may fork"
 
 
+FAKES = """
+from composer3d import torch_compat
+from composer3d.errors import ForkError
+from composer3d.forking import refuse_unsafe_fork
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+{before}
+with FakeTensorMode():
+    torch.ones(1)
+torch.ones((), requires_grad=True).backward()
+try:
+    refuse_unsafe_fork()
+    print("may fork")
+except ForkError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("before", ["torch_compat.start_autograd()", "torch_compat.fake_tensors()"])
+def test_fake_tensors_leave_a_process_that_may_fork(before):
+    command = [sys.executable, "-c", FAKES.format(before=before)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert answer.stdout == "may fork\n"
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="this build of torch has no CUDA, whose devices start threads")
+def test_a_fork_after_a_backward_that_started_threads_is_refused():
+    command = [sys.executable, "-c", FAKES.format(before="")]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert answer.stdout == (
+        "ranks cannot be forked from this process: it has run a backward where torch sees GPUs, so autograd has "
+        "threads for them, and would refuse every backward of a forked rank. Fork from a process that has only "
+        "imported (move models, data and tensors into the ranks, or into a child of their own), set "
+        "CUDA_VISIBLE_DEVICES to nothing before torch is imported, or start the ranks with the start method "
+        '"spawn"\n'
+    )
+
+
 def test_a_process_that_only_imported_may_fork_and_its_ranks_import_no_more():
     code = (
         "import os, sys; from composer3d.forking import prewarm, refuse_unsafe_fork; prewarm(); refuse_unsafe_fork();"

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import threading
+from importlib.metadata import version
 
 import pytest
 import torch
 import torch.distributed as dist
 from support.models import composed, mean_loss, mine, padded, unpadded
 
-from composer3d import StepError
+from composer3d import StepError, agreement
 from composer3d.guard import Guard, Totals
 from composer3d.mesh import AXES, resolve
 from composer3d.testing import run_ranks
@@ -287,7 +288,7 @@ def other_manifest(texts):
 def test_a_rank_with_another_manifest_is_named_before_the_first_step(texts, difference):
     message = (
         f"rank 1 (dp_shard 1) runs another manifest than rank 0: {difference}; "
-        "start all ranks with the same manifest, overrides and plugins"
+        "start all ranks with the same manifest, overrides, plugins and versions"
     )
     assert run_ranks(other_manifest, 2, texts) == [message] * 2
 
@@ -298,3 +299,21 @@ def test_a_default_that_is_written_out_is_the_default():
 
 def same_manifest(texts):
     return composed(texts[dist.get_rank()]).context.world_size
+
+
+def other_version():
+    if dist.get_rank():
+        mended = agreement.version
+        agreement.version = lambda name: "2.99.0" if name == "torch" else mended(name)
+    with pytest.raises(StepError) as caught:
+        composed("[sharding.fsdp2]")
+    return str(caught.value)
+
+
+def test_a_rank_with_another_version_is_named():
+    here = version("torch")
+    message = (
+        f"rank 1 (dp_shard 1) runs another manifest than rank 0: version.torch is 2.99.0 on rank 1 and {here} on rank "
+        "0; start all ranks with the same manifest, overrides, plugins and versions"
+    )
+    assert run_ranks(other_version, 2) == [message] * 2

@@ -388,11 +388,15 @@ def test_the_allocators_history_has_its_names():
     assert {"max_entries"} <= set(__import__("inspect").signature(torch.cuda.memory._record_memory_history).parameters)
 
 
-@pytest.mark.gpu
-def test_the_allocators_history_is_written(tmp_path):
+def write_history(file):
     torch_compat.record_memory_history(100)
     torch.ones(10, device="cuda")
-    torch_compat.dump_memory_history(str(tmp_path / "history.pickle"))
+    torch_compat.dump_memory_history(str(file))
+
+
+@pytest.mark.gpu
+def test_the_allocators_history_is_written(tmp_path):
+    run_ranks(write_history, 1, tmp_path / "history.pickle", init=False)
     assert (tmp_path / "history.pickle").stat().st_size > 0
 
 

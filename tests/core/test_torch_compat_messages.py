@@ -33,6 +33,18 @@ def test_a_custom_schedule_takes_actions():
     assert "0SEND_F0" in [str(action) for action in schedule.pipeline_order_with_comms[0]]
 
 
+def test_a_stage_greets_no_stage_of_its_own_rank():
+    from torch.distributed.pipelining import PipelineStage
+
+    with fake_world(2, rank=1):
+        stage = PipelineStage(torch.nn.Linear(2, 2), 1, 4, torch.device("cpu"))
+        stage.stage_index_to_group_rank = {0: 0, 1: 1, 2: 1, 3: 0}
+        before = stage._get_init_p2p_neighbors_ops()
+        after = torch_compat.without_own_messages(stage)._get_init_p2p_neighbors_ops()
+    assert sorted(each.group_peer for each in before) == [0, 0, 1, 1]
+    assert [each.group_peer for each in after] == [0, 0]
+
+
 def test_pipeline_orders_are_those_of_the_schedule():
     first, second = torch_compat.pipeline_orders("LoopedBFS", 2, 2, 2)
     assert first == [(stage, "F", m) for stage in (0, 2) for m in (0, 1)] + [

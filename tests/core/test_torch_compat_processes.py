@@ -121,12 +121,20 @@ def recorded():
     rows = [(entry["process_group"][0], entry["input_sizes"]) for entry in torch_compat.flight_records()]
     return (
         rows == [(names[0], [[3]]), (names[1], [[5, 2]])]
+        and torch_compat.flight_records(waiting=True) == []
+        and torch_compat.ranks_of_group(names[0]) == (0, 1, 2, 3)
+        and torch_compat.ranks_of_group(names[1]) == ((0, 1) if dist.get_rank() < 2 else (2, 3))
+        and torch_compat.ranks_of_group("none of them") is None
         and {
             "collective_seq_id",
+            "input_dtypes",
             "is_p2p",
             "profiling_name",
             "record_id",
+            "retired",
+            "state",
             "time_created_ns",
+            "timeout_ms",
         }
         <= torch_compat.flight_records()[0].keys()
     )

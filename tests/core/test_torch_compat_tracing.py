@@ -95,10 +95,17 @@ def test_gradients_of_a_group_are_brought_to_one_dtype():
 def test_a_lone_pipeline_replaces_methods_that_torch_has():
     from torch.distributed.pipelining import PipelineStage, schedules
 
-    names = PipelineStage._recv_meta, PipelineStage._send_meta, schedules._batch_p2p
+    describing = ("_recv_meta", "_send_meta") if hasattr(PipelineStage, "_recv_meta") else ("_shape_inference",)
+    single, multi = schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti
+    if hasattr(single, "_initialize_pp_stages"):
+        beginning = [(schedules._PipelineSchedule, "_initialize_pp_stages")]
+    else:
+        beginning = [(single, "_initialize_stage"), (multi, "_initialize_stages")]
+    places = [*((PipelineStage, name) for name in describing), *beginning, (schedules, "_batch_p2p")]
+    before = [getattr(owner, name) for owner, name in places]
     with torch_compat.lone_pipeline(lambda on: None, lambda *said: None, lambda *asked: None):
-        assert PipelineStage._recv_meta is not names[0] and schedules._batch_p2p is not names[2]
-    assert (PipelineStage._recv_meta, PipelineStage._send_meta, schedules._batch_p2p) == names
+        assert not any(getattr(owner, name) is old for (owner, name), old in zip(places, before, strict=True))
+    assert [getattr(owner, name) for owner, name in places] == before
 
 
 def forms(tensors):

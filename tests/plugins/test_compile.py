@@ -23,7 +23,9 @@ def step(text):
     tokens, targets = padded()
     loss, gradients = reference_gradients(seeded(), tokens, targets)
     run = composed(text + "[train]\nmicrobatch = 3\n")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, run.step(0):
+    # torch 2.11 warns once a process that events of earlier cycles are gone, unless they are to be kept.
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True)
+    with profiler as profile, run.step(0):
         composed_loss = run.forward_backward(mine(run, tokens), target=mine(run, targets))
         run.clip_grad_norm_(float("inf"))
     counts = {event.key: event.count for event in profile.key_averages() if event.key.startswith("c10d::")}

@@ -12,7 +12,7 @@ from support.worlds import in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import Batch, ComposerError, ManifestError
+from composer3d import Batch, ComposerError, ManifestError, torch_compat
 from composer3d.testing import assert_parity, count_collectives, run_ranks
 
 # Each matrix of the small model is a piece of its own.
@@ -168,7 +168,7 @@ def units_of(mode, patterns):
     run = composed(text, seeded(dim=8))
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
     groups = {
-        fqn: isinstance(module._get_fsdp_state()._fsdp_param_groups[0].offload_policy, CPUOffloadPolicy)
+        fqn: isinstance(next(torch_compat.fsdp_groups(module))[0].offload_policy, CPUOffloadPolicy)
         for fqn, module in run.parts[0].module.named_modules()
         if hasattr(module, "_get_fsdp_state")
     }

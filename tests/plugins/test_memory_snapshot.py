@@ -81,7 +81,7 @@ def test_when_memory_ran_out(tmp_path):
 
 @pytest.mark.gpu
 def test_the_allocators_history_is_written_beside(tmp_path):
-    run_ranks(train, 1, "", tmp_path, "steps = [1]\nhistory = 1000")
+    run_ranks(train, 1, "", tmp_path, "steps = [1]\nhistory = 1000", backend="cpu:gloo,cuda:nccl")
     found = json.loads((tmp_path / "rank-0-step-1.json").read_text())
     assert found["allocator"]["allocated_bytes.all.current"] > 0 and found["bytes"]["parameters"] > 0
     history = pickle.loads((tmp_path / "rank-0-step-1.pickle").read_bytes())

@@ -44,6 +44,11 @@ class Biased(nn.Linear):
 
 
 def converted(model):
+    # torchao refuses torch 2.11 for what sharded weights of experts need, which one device's layers do not.
+    if not hasattr(torch.distributed.tensor._ops, "scaled_mm_single_dim_strategy"):
+        torch.distributed.tensor._ops.scaled_mm_single_dim_strategy = None
+    if not hasattr(torch.distributed.tensor._dispatch, "is_pinned_handler"):
+        torch.distributed.tensor._dispatch.is_pinned_handler = None
     recipe = config.MXFP8TrainingOpConfig.from_recipe(config.MXFP8TrainingRecipe("mxfp8_emulated_rceil"))
     biases = {fqn: module.bias for fqn, module in model.named_modules() if inside(module, fqn)}
     quantization.quantize_(model, recipe, filter_fn=inside)

@@ -46,6 +46,9 @@ class Deep(nn.Module):
         return x * 1.0
 
 
+BACKEND = "cpu:gloo,cuda:nccl"  # as `compose` makes it
+
+
 def trained(text, num_tokens=2048, num_steps=3):
     """Train; return weights on the host, and the peaks of device memory of backwards and of optimizer steps, bytes."""
     torch.manual_seed(0)
@@ -71,18 +74,24 @@ def trained(text, num_tokens=2048, num_steps=3):
 
 @pytest.mark.parametrize("table", TABLES)
 def test_every_bit_is_that_of_the_run_without_it(tmp_path, table):
-    found, plain = (run_ranks(trained, 1, FSDP + text.format(str(tmp_path)))[0][0] for text in (table, ""))
+    found, plain = (
+        run_ranks(trained, 1, FSDP + text.format(str(tmp_path)), backend=BACKEND)[0][0] for text in (table, "")
+    )
     assert all(torch.equal(found[name], value) for name, value in plain.items())
 
 
 def test_state_on_the_device_is_that_of_three_pieces():
-    (_, (_, found)), (_, (_, plain)) = (run_ranks(trained, 1, FSDP + text)[0] for text in (OPTIMIZER, ""))
+    (_, (_, found)), (_, (_, plain)) = (
+        run_ranks(trained, 1, FSDP + text, backend=BACKEND)[0] for text in (OPTIMIZER, "")
+    )
     # AdamW has two moments of every matrix; what it computes with is there in both.
     assert plain - found >= 2 * MATRIX_BYTES * (NUM_LAYERS - 3) - MIB
 
 
 def test_activations_on_the_device_are_those_of_a_few_units():
-    (_, (found, _)), (_, (plain, _)) = (run_ranks(trained, 1, FSDP + text, 8192)[0] for text in (ACTIVATIONS, ""))
+    (_, (found, _)), (_, (plain, _)) = (
+        run_ranks(trained, 1, FSDP + text, 8192, backend=BACKEND)[0] for text in (ACTIVATIONS, "")
+    )
     # A unit saves its input and what tanh gave; of four units they may be there: one at work, one on its way each way,
     # and what is being freed.
     unit_bytes = 2 * 4 * 8192 * DIM

@@ -58,7 +58,7 @@ def test_marks_of_a_device_become_times_without_waiting():
 
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_has_device_times(tmp_path):
-    run_ranks(partial(train, steps=3), 1, table(tmp_path))
+    run_ranks(partial(train, steps=3), 1, table(tmp_path), backend="cpu:gloo,cuda:nccl")
     _, spans = read(tmp_path / "rank-0.jsonl")
     assert {span.attributes.get("clock") for span in spans if span.name in ("forward", "step")} == {"device"}
 

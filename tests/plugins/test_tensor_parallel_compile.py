@@ -63,6 +63,18 @@ def test_compiled_blocks_draw_what_others_do(more):
             assert largest(float((plain[name] - compiled[name]).abs().max()) / scale for name in plain) < TIGHT
 
 
+def test_numbers_that_hooks_hold_are_no_symbols():
+    """With `dynamic`, the compiler makes a symbol of every number that a function holds, and of products of sizes."""
+    with fake_world(2):
+        model = llama(dim=32, num_layers=2, num_heads=4, num_kv_heads=4, ffn_dim=64, vocab_size=32)
+        manifest = write_manifest("[mesh]\ntp = 2\n[sharding.tensor_parallel]\n" + SP + COMPILE + "dynamic = true\n")
+        block = composer3d.compose(model, manifest, loss_fn=class_loss).parts[0].module.layers[0]
+        for length in (16, 24):
+            output = block(torch.randn(3, length, 32, requires_grad=True))
+            assert output.shape == (3, length // 2, 32)
+            output.sum().backward()
+
+
 def test_a_batch_of_one_has_any_stride():
     """A compiled block hands on the stride of a dim of one element as it likes; blocks then differ in it alone."""
     with fake_world(2):

@@ -84,7 +84,7 @@ def pushed(text):
 
 @pytest.mark.gpu
 def test_kernels_are_in_the_trace_and_ranges_go_to_nsight(tmp_path):
-    ((labels, num_closed),) = run_ranks(pushed, 1, table(tmp_path, "nvtx = true"))
+    ((labels, num_closed),) = run_ranks(pushed, 1, table(tmp_path, "nvtx = true"), backend="cpu:gloo,cuda:nccl")
     assert len(labels) == num_closed and labels.count("composer3d.step") == 4
     assert labels.count("composer3d.block layers.1") == 4 * 2
     events = load(tmp_path / "all-ranks.json.gz")

@@ -139,5 +139,6 @@ def test_the_run_notes_what_it_was(tmp_path):
     start(write(tmp_path), 1, "train.steps=1")
     noted = json.loads((tmp_path / "out" / "environment.json").read_text())
     assert noted["data"]["kind"] == "synthetic" and noted["world_size"] == 1
-    assert noted["packages"]["torch"] == noted["torch"]
+    # The distribution of torch need not name the build that torch names.
+    assert noted["packages"]["torch"].partition("+")[0] == noted["torch"].partition("+")[0]
     assert "steps = 1" in (tmp_path / "out" / "manifest.toml").read_text()

@@ -170,7 +170,7 @@ def test_a_functional_all_gather_counts_its_result_and_its_backward():
     gather = getattr(functional, "all_gather_single_autograd", None) or functional.all_gather_tensor_autograd
     with fake_world(4), count_collectives() as collectives:
         leaf = torch.ones(2, dtype=torch.bfloat16, requires_grad=True)
-        gather(leaf, 0, dist.group.WORLD).sum().backward()
+        gather(leaf, 0, dist.group.WORLD).square().sum().backward()
     assert collectives.summary() == {("all_gather", "world"): (1, 16), ("reduce_scatter", "world"): (1, 16)}
     assert [row.dtype for row in collectives.rows] == [torch.bfloat16, torch.bfloat16]
 

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d.errors import RankError
 from composer3d.testing import fake_world
+from composer3d.torch_compat import fake_store
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(1, 0), (8, 3), (16384, 16383)])
@@ -54,3 +55,20 @@ def test_a_world_inside_another_is_refused():
     assert str(caught.value) == (
         "this process is rank 1 of 4 already; call torch.distributed.destroy_process_group() before fake_world"
     )
+
+
+def test_nothing_is_left_of_a_world_before_it():
+    """Torch remembers what operators return by meshes that are equal, and their groups with them."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    def mesh_of_result():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        x = DTensor.from_local(torch.ones(4, 3), mesh, [Shard(1)], run_check=False)
+        return mesh, torch.nn.functional.linear(x, x).device_mesh
+
+    dist.init_process_group("fake", rank=0, world_size=2, store=fake_store())
+    mesh_of_result()
+    dist.destroy_process_group()
+    with fake_world(2):
+        mesh, found = mesh_of_result()
+        assert found is mesh

@@ -41,7 +41,8 @@ class DDP:
     """Keep the whole model on every rank of dp_replicate and average gradients.
 
     reducer = "unit": torch's replicate over FSDP2's machinery: DTensor parameters and the same hooks as FSDP2.
-        Collectives: one all-reduce a unit (the root is one), after the last micro-batch.
+        Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters
+        without dims, which that machinery leaves alone.
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
         parameters; with broadcast_buffers one broadcast a buffer and forward.
@@ -107,9 +108,12 @@ class DDP:
         )
 
     @hookimpl
-    def composer3d_step_actions(self, context: RunContext) -> StepAction:
+    def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
         """Reduce after the last micro-batch only."""
-        return StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)
+        actions = [StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
+        if self.reducer == "unit" and any(torch_compat.scalar_parameters(part.module) for part in context.parts):
+            actions.append(StepAction(name="ddp.scalars", point=StepPoint.GRADIENTS_LOCAL, run=_average_scalars))
+        return actions
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         if self.reducer == "unit":
@@ -141,6 +145,7 @@ class DDP:
                     param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
                 ),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
+                ignored_params=torch_compat.scalar_parameters(model),
             )
         return list(fqns)
 
@@ -169,6 +174,12 @@ class DDP:
                 # micro-batch early changes nothing but the traffic.
                 first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
                 module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
+
+
+def _average_scalars(state: StepState) -> None:
+    for part in state.parts:
+        scalars = [parameter for parameter in part.module.parameters() if not parameter.dim()]
+        torch_compat.average_whole(scalars, axes=("dp_replicate",), context=state.context)
 
 
 def _compute_in(model: nn.Module, context: RunContext) -> None:

@@ -18,10 +18,11 @@ from composer3d import (
     hookimpl,
     plugin,
     select_fqns,
+    torch_compat,
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 AXES = ("dp_replicate", "dp_shard")
@@ -58,6 +59,7 @@ class FSDP2:
         forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch.
         backward_prefetch: The same in the backward.
         ignored: Patterns of parameters that stay whole on every rank; their gradients are averaged in one all-reduce.
+            Parameters without dims, which have nothing to cut, are always among them.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -112,7 +114,8 @@ class FSDP2:
     def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
         """Decide before every micro-batch what is reduced and freed after it."""
         actions = [StepAction(name="fsdp2", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
-        if self.ignored:
+        # Where there are none, nothing asks for gradients after the backward.
+        if any(self._ignored_parameters(part.module, context) for part in context.parts):
             actions.append(StepAction(name="fsdp2.ignored", point=StepPoint.GRADIENTS_LOCAL, run=self._average_ignored))
         return actions
 
@@ -124,6 +127,7 @@ class FSDP2:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
+        torch_compat.shard_integers()
         mesh = context.mesh["dp_shard"] if context.degrees["dp_replicate"] == 1 else context.mesh[AXES]
         ignored = self._ignored_parameters(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.
@@ -134,7 +138,7 @@ class FSDP2:
                 reshard_after_forward=self._reshard(context, is_root=not fqn),
                 mp_policy=_policy(context, fqn),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
-                ignored_params=set(ignored.values()),
+                ignored_params=ignored,
             )
         units: list[Any] = [model.get_submodule(fqn) for fqn in fqns if fqn]
         for index, unit in enumerate(units):
@@ -160,33 +164,16 @@ class FSDP2:
             if self.zero == 1:
                 root.set_reshard_after_backward(state.is_last)
 
-    def _ignored_parameters(self, model: nn.Module, context: RunContext) -> dict[str, nn.Parameter]:
+    def _ignored_parameters(self, model: nn.Module, context: RunContext) -> set[nn.Parameter]:
         names = {fqn for pattern in self.ignored for fqn in select_fqns(pattern, context.parameter_fqns)}
-        return {fqn: p for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in names}
+        named = {p for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in names}
+        return named | torch_compat.scalar_parameters(model)
 
     def _average_ignored(self, state: StepState) -> None:
-        """Average what FSDP2 leaves alone: without it, ranks would train different copies and nobody would be told."""
-        import torch
-        import torch.distributed as dist
-
-        context = state.context
         for part in state.parts:
-            parameters = self._ignored_parameters(part.module, context).values()
-            grads = [p.grad for p in {id(p): p for p in parameters}.values() if p.grad is not None]
-            if grads:
-                flat = torch.cat(
-                    [grad.reshape(-1).float() if grad.dtype.itemsize < 4 else grad.reshape(-1) for grad in grads]
-                )
-                for axis in AXES:
-                    with context.span("all_reduce", group="ignored", axis=axis, bytes=flat.nbytes):
-                        dist.all_reduce(flat, group=context.mesh[axis].get_group())
-                flat /= context.data_parallel_degree
-                _scatter_back(flat, grads)
-
-
-def _scatter_back(flat: Tensor, grads: Sequence[Tensor]) -> None:
-    for grad, piece in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
-        grad.copy_(piece.view_as(grad))
+            ignored = self._ignored_parameters(part.module, state.context)
+            ordered = [parameter for parameter in part.module.parameters() if parameter in ignored]
+            torch_compat.average_whole(ordered, axes=AXES, context=state.context)
 
 
 def _policy(context: RunContext, fqn: str) -> MixedPrecisionPolicy:

@@ -29,7 +29,7 @@ def shown(manifest, steps):
     """Train under torch's profiler; return how often each of the plugin's ranges was seen, and the last loss."""
     run = composer3d.compose(Net, manifest, loss_fn=loss_fn)
     optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
-    with torch.profiler.profile() as profiler:
+    with torch.profiler.profile(acc_events=True) as profiler:
         for number in range(steps):
             with run.step(number):
                 loss = run.forward_backward(torch.ones(2, 4), target=torch.zeros(2, 2))

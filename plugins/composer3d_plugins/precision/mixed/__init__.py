@@ -20,6 +20,7 @@ from composer3d import (
     hookimpl,
     plugin,
     select_fqns,
+    torch_compat,
 )
 from composer3d_plugins.precision.mixed.norms import compute_in_float32, find_norms
 from composer3d_plugins.precision.mixed.scaler import DynamicScaler
@@ -37,9 +38,10 @@ class Mixed:
     """Compute in bfloat16 or float16 on weights that stay float32 in the optimizer, and reduce gradients in float32.
 
     The data-parallel plugin applies it to its units. Without one, the policy is applied here, over a mesh of one rank,
-    so that it means the same thing in every layout. With float16 the loss is scaled, so that small gradients survive;
-    a step in which a gradient of any rank is not finite is skipped on all ranks, and all of them lower the scale.
-    The metrics then have `loss_scale` and `overflow_steps`, the number of steps skipped so far.
+    so that it means the same thing in every layout. Parameters without dims stay float32: they widen no result. With
+    float16 the loss is scaled, so that small gradients survive; a step in which a gradient of any rank is not finite is
+    skipped on all ranks, and all of them lower the scale. The metrics then have `loss_scale` and `overflow_steps`, the
+    number of steps skipped so far.
     Memory: float32 shards, and the unit at work in param_dtype.
     Collectives: none of its own; all-gathers carry param_dtype, reductions reduce_dtype. float16: the one vote a step
         that every reason to skip shares. norms = "float32_units": those of one unit more for every norm.
@@ -186,6 +188,7 @@ class Mixed:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        torch_compat.shard_integers()
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
             dtypes = context.dtypes(fqn)
             fully_shard(
@@ -195,6 +198,7 @@ class Mixed:
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
                 ),
+                ignored_params=torch_compat.scalar_parameters(model),
             )
         return list(fqns)
 

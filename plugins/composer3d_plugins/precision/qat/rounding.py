@@ -89,6 +89,7 @@ class Rounding:
 
         qat: Any = torch_compat.import_torchao("torchao.quantization.qat")
         made: Any = torch_compat.import_torchao("torchao.quantization.qat.fake_quantizer")
+        torch_compat.trace_quantisers()
         of_weights = qat.IntxFakeQuantizeConfig(getattr(torch, weights), group_size=group_size)
         of_tokens = qat.IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False)
         return cls(

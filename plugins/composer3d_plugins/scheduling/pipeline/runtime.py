@@ -151,6 +151,7 @@ class PipelineRuntime:
 
     def _watched(self, stage: Any, num_microbatches: int) -> Any:
         """Wrap what a stage does with a micro-batch: random streams, step actions, spans."""
+        torch_compat.without_own_messages(stage)
         context, number = self._context, stage.stage_index
         forward, backward, weights = (
             stage.forward_one_chunk,
@@ -165,12 +166,14 @@ class PipelineRuntime:
                 return forward(index, *args, **kwargs)
 
         runner = runner_of(stage.submod)
+        graphs: dict[int, Any] = {}
 
         def run_backward(index: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
             full_backward = full_backward or not runner.has_halves
             context.resume_microbatch(index, number)
             name, kind = ("backward", "B") if full_backward else ("backward_input", "I")
-            with context.span(name, microbatch=index, stage=number, kind=kind):
+            held = nullcontext() if full_backward else torch_compat.held_graph(stage, index, graphs)
+            with held, context.span(name, microbatch=index, stage=number, kind=kind):
                 result = backward(index, *args, full_backward=full_backward, **kwargs)
             if full_backward:
                 context.end_microbatch()
@@ -182,6 +185,7 @@ class PipelineRuntime:
             context.resume_microbatch(index, number)
             with context.span("backward_weight", microbatch=index, stage=number, kind="W"):
                 result = weights(index, *args, **kwargs)
+            graphs.pop(index, None)
             context.end_microbatch()
             return result
 

@@ -126,6 +126,8 @@ class CPUOffload:
             return ()
         chosen = self._chosen(context)
         mine = {fqn: p for fqn, p in context.named_parameters() if fqn in chosen and p.requires_grad}
+        if self.parameters is None:  # one number frees nothing, and is reduced where it lies
+            mine = {fqn: parameter for fqn, parameter in mine.items() if parameter.dim()}
         refuse_foreign(context, mine)
         gradients = HostGradients(mine.values(), transfers_for(context.device, ahead_bytes=int(self.piece_mib * MIB)))
         context.state[self] = gradients

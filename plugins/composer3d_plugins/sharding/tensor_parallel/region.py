@@ -16,6 +16,7 @@ from composer3d_plugins.sharding.tensor_parallel.cuts import cut_of, strip
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+    from torch.distributed.tensor import Shard
 
 __all__ = ["Region"]
 
@@ -24,11 +25,11 @@ class Region:
     """The cut activations inside one module; reentered in every forward, and when it is recomputed.
 
     Args:
-        share: Makes a tensor what expanding projections take, given the dim along which it is cut, None if it is whole.
+        share: Makes a tensor what expanding projections take, given how it is cut, None if it is whole.
         is_known: Whether each tensor says itself that it is cut, or is whole.
     """
 
-    def __init__(self, share: Callable[[Tensor, int | None], Tensor], *, is_known: bool = False) -> None:
+    def __init__(self, share: Callable[[Tensor, Shard | None], Tensor], *, is_known: bool = False) -> None:
         self._share, self._is_known = share, is_known
         self._shared: list[tuple[Tensor, Tensor]] = []
 
@@ -46,17 +47,17 @@ class Region:
 
         module.forward = bounded
 
-    def gather(self, module: nn.Module, dim: int) -> None:
+    def gather(self, module: nn.Module, cut: Shard) -> None:
         """Give a module in it the whole sequence, which the projections that read it share.
 
         Args:
             module: Its forward is replaced, keeping its name.
-            dim: The one along which the activation is cut that the module takes.
+            cut: How the activation is cut that the module takes.
         """
         forward = module.forward
 
         def whole(x: Tensor) -> Tensor:
-            shared: Any = self._share(x, dim)
+            shared: Any = self._share(x, cut)
             result: Tensor = torch_compat.unviewed(shared.to_local())
             self._shared.append((result, shared))
             return result
@@ -70,12 +71,12 @@ class Region:
 
         module.forward = gathering
 
-    def enter(self, x: Tensor, cut: int | None) -> Tensor:
+    def enter(self, x: Tensor, cut: Shard | None) -> Tensor:
         """Return what the projections that read `x` share.
 
         Args:
             x: This rank's.
-            cut: The dim along which it is cut, if it does not say so itself; None if it is whole.
+            cut: How it is cut, if it does not say so itself; None if it is whole.
         """
         for seen, shared in self._shared:
             if seen is x:

@@ -35,6 +35,7 @@ from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Shard
 
 __all__ = ["Applier"]
 
@@ -66,6 +67,17 @@ class Applier:
     def mesh(self) -> DeviceMesh:
         """The mesh of tp alone; torch makes a new one whenever it is asked, which hooks would do in every forward."""
         return self.context.mesh["tp"]
+
+    @cached_property
+    def _sequence(self) -> Shard | None:
+        """How activations are cut along the sequence; None where they are whole.
+
+        Hooks hold this and not the dim: with `dynamic`, the compiler takes a number that a function holds for a symbol,
+        of which no Shard can be made.
+        """
+        from torch.distributed.tensor import Shard
+
+        return None if self.sequence_dim is None else Shard(self.sequence_dim)
 
     @cached_property
     def _held(self) -> dict[str, nn.Module]:
@@ -112,8 +124,8 @@ class Applier:
         for fqn in self.made.gathered:
             inside = [name for name in fqns if self.rules[name].style in EXPANDING and name.startswith(f"{fqn}.")]
             if fqn in self._held and inside:
-                assert self.sequence_dim is not None, "found only then"
-                regions[region_of(inside[0], self.rules) or ""].gather(self._held[fqn], self.sequence_dim)
+                assert self._sequence is not None, "found only then"
+                regions[region_of(inside[0], self.rules) or ""].gather(self._held[fqn], self._sequence)
         for name, region in regions.items():
             region.wrap(self.model.get_submodule(name))
         return regions
@@ -147,28 +159,27 @@ class Applier:
 
     # ---- layouts -----------------------------------------------------------------------------------------------------
 
-    def _cut(self, rule: Rule) -> int | None:
-        """Return the dim along which activations outside the region are cut there, None where they are whole."""
-        return self.sequence_dim if rule.is_cut else None
+    def _cut(self, rule: Rule) -> Shard | None:
+        """Return how activations outside the region are cut there, None where they are whole."""
+        return self._sequence if rule.is_cut else None
 
-    def _wrap(self, x: Tensor, dim: int | None) -> Tensor:
+    def _wrap(self, x: Tensor, cut: Shard | None) -> Tensor:
         import torch
-        from torch.distributed.tensor import DTensor, Replicate, Shard
+        from torch.distributed.tensor import DTensor, Replicate
 
-        placement = Replicate() if dim is None else Shard(dim)
         if torch.compiler.is_compiling() and x.is_contiguous():
             # The stride of a batch of one is whatever made it, so the compiler takes it for a symbol, and torch looks
             # DTensors up by their strides (2.13). Seen anew, it follows from the shape.
             x = x.flatten().view(x.shape)
-        return DTensor.from_local(x, self.mesh, [placement], run_check=False)
+        return DTensor.from_local(x, self.mesh, [cut or Replicate()], run_check=False)
 
-    def _unwrap(self, x: Any, dim: int | None) -> Any:
-        """Return this rank's plain tensor, whole or cut along `dim`."""
-        from torch.distributed.tensor import Replicate, Shard
+    def _unwrap(self, x: Any, cut: Shard | None) -> Any:
+        """Return this rank's plain tensor, whole or its share."""
+        from torch.distributed.tensor import Replicate
 
-        return torch_compat.unviewed(x.redistribute(placements=[Replicate() if dim is None else Shard(dim)]).to_local())
+        return torch_compat.unviewed(x.redistribute(placements=[cut or Replicate()]).to_local())
 
-    def _share(self, x: Tensor, cut: int | None) -> Tensor:
+    def _share(self, x: Tensor, cut: Shard | None) -> Tensor:
         from torch.distributed.tensor import Replicate
 
         wrapped: Any = self._wrap(x, cut)
@@ -231,6 +242,8 @@ class Applier:
         cut, is_followed = self._cut(rule), self._is_followed(fqn)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+            from torch.distributed.tensor import Shard
+
             for region in around:
                 region.leave()
             x = strip(args[0])
@@ -239,13 +252,13 @@ class Applier:
                     f'"{fqn}" was given {x.shape[-1]} features, and its share is {share}: the code before it computes '
                     "with sizes of the whole model"
                 )
-            return (self._wrap(x, x.ndim - 1), *args[1:])
+            return (self._wrap(x, Shard(x.ndim - 1)), *args[1:])
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             self._refuse_uneven(output, cut)
             local: Tensor = self._unwrap(output, cut)
             if cut is not None and is_followed:
-                self._sequence_marks.mark(local, Placed(dim=cut, parts=(output.shape[cut],)))
+                self._sequence_marks.mark(local, Placed(dim=cut.dim, parts=(output.shape[cut.dim],)))
             return local
 
         module.register_forward_pre_hook(before)
@@ -293,6 +306,8 @@ class Applier:
 
     def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""
+        from torch.distributed.tensor import Shard
+
         if kind_of(module) == "embedding":
             self._looked_up(fqn, module)
             return
@@ -300,15 +315,19 @@ class Applier:
             self._place(fqn, module, name, None)
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if has_parameters:
-            # Any dim but the normed one does: which of the others is cut makes no difference to the module.
-            dim = 0 if rule.style == "local" else self.sequence_dim
+            # Any dim but the normed one does: which of the others is cut makes no difference to the module. Projections
+            # join all but the last, which torch 2.11 does where the first of them is cut.
+            joins = rule.style == "local" or kind_of(module) in ("linear", "transposed")
+            share = Shard(0) if joins else self._sequence
             forward = module.forward
             # In followed code a tensor says itself whether it is cut; elsewhere it is.
             is_known = rule.style == "sequence" and self._is_followed(fqn)
 
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 cut = cut_of(x)
-                output: Any = forward(self._wrap(strip(x), None if is_known and cut is None else dim), *args, **kwargs)
+                output: Any = forward(
+                    self._wrap(strip(x), None if is_known and cut is None else share), *args, **kwargs
+                )
                 local: Tensor = torch_compat.unviewed(output.to_local())
                 # A projection gives other features; a sequence that is cut stays so.
                 up_to = 0 if cut is None else cut.placed.dim + 1
@@ -342,20 +361,20 @@ class Applier:
             from torch.distributed.tensor import Shard
 
             indices: Any = self._wrap(args[0], None)
-            self._refuse_uneven(indices, indices.ndim - 1)
-            return (indices.redistribute(placements=[Shard(indices.ndim - 1)]), *args[1:])
+            share = Shard(indices.ndim - 1)
+            self._refuse_uneven(indices, share)
+            return (indices.redistribute(placements=[share]), *args[1:])
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(lambda module, args, output: torch_compat.unviewed(output.to_local()))
 
     def _boundary(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         """Cut the activation that the module takes along the sequence, or put its (first) output together."""
-        dim = self.sequence_dim
-        assert dim is not None, "asked only then"
+        share = self._sequence
 
         def cut(x: Tensor) -> Tensor:
-            self._refuse_uneven(x, dim)
-            return self._unwrap(self._wrap(x, None), dim)
+            self._refuse_uneven(x, share)
+            return self._unwrap(self._wrap(x, None), share)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             key = activation_of(args, kwargs)
@@ -365,7 +384,7 @@ class Applier:
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
-            whole = self._unwrap(self._wrap(strip(first), dim), None)
+            whole = self._unwrap(self._wrap(strip(first), share), None)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         if rule.style != "gather":
@@ -373,8 +392,9 @@ class Applier:
         if rule.style != "split":
             module.register_forward_hook(after)
 
-    def _refuse_uneven(self, x: Tensor, dim: int | None) -> None:
-        if dim is not None and x.shape[dim] % self.mesh.size():
+    def _refuse_uneven(self, x: Tensor, cut: Shard | None) -> None:
+        if cut is not None and x.shape[cut.dim] % self.mesh.size():
             raise BatchError(
-                f"a sequence of {x.shape[dim]} does not divide by tp = {self.mesh.size()}, as sequence_parallel needs"
+                f"a sequence of {x.shape[cut.dim]} does not divide by tp = {self.mesh.size()}, as sequence_parallel "
+                "needs"
             )

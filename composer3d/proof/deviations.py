@@ -1,0 +1,238 @@
+"""Tensors of a composition beside those of the reference, and what would explain the ones that differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from composer3d.gradients import local
+from composer3d.mesh import Role
+from composer3d.proof.comparison import Limits, difference, fit, scale_of
+from composer3d.testing.parity import gather_full
+from composer3d.torch_compat import without_torch_functions
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from composer3d import Composition
+
+__all__ = ["Deviation", "deviations_of", "gathered", "multiple"]
+
+_MAX_EXAMINED = 24
+# Relative.
+_CLOSE = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Deviation:
+    """How far one tensor of this rank's composition is from the reference, and what would explain it.
+
+    Args:
+        rel: max|d| / max|reference|; infinite where one side has it and the other has not.
+        factor: The multiple of the reference that it is, None where it is none.
+        missing: It has no value here, and the reference has one.
+        summed: By axis, what is left if the ranks' values along it are added up.
+        averaged: By axis, what is left if they are averaged.
+        mixed: By axis, what is left if each element is taken as it is or added up, whichever is right.
+        turned: Axes along which the ranks' pieces are right, and lie in another order.
+        narrow: The dtype of fewer digits that holds every element; empty where none does.
+        pieces: The ranks whose pieces alone are wrong; empty where all are, or where none holds a piece.
+        is_extra: It has a value here, and the reference has none.
+        elements: What was done to the right elements, each by itself or in their order; empty where nothing known.
+        other: The parameter whose right values it has; empty where it has none's.
+    """
+
+    rel: float
+    factor: float | None = None
+    missing: bool = False
+    summed: Mapping[str, float] = field(default_factory=dict)
+    averaged: Mapping[str, float] = field(default_factory=dict)
+    mixed: Mapping[str, float] = field(default_factory=dict)
+    turned: tuple[str, ...] = ()
+    narrow: str = ""
+    pieces: tuple[int, ...] = ()
+    is_extra: bool = False
+    elements: str = ""
+    other: str = ""
+
+
+def gathered(run: Composition, named: Any) -> dict[str, Tensor]:
+    """Return full tensors on the CPU, as the model orders them. Collectives: those of `gather_full`."""
+    return {fqn: run.context.in_model_order(fqn, tensor).cpu() for fqn, tensor in gather_full(named).items()}
+
+
+def deviations_of(
+    run: Composition, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], limits: Limits, kind: str
+) -> dict[str, Deviation]:
+    """Compare every tensor; look closer, on all ranks together, at those beyond the tolerance on some rank."""
+    import torch.distributed as dist
+
+    scale = scale_of(reference.values())
+    result: dict[str, Deviation] = {}
+    for fqn in sorted({*actual, *reference}):
+        if fqn in actual and fqn in reference:
+            result[fqn] = Deviation(rel=difference(actual[fqn], reference[fqn], scale=scale))
+        elif fqn in actual:
+            # An unused parameter may have zeros in one layout and no gradient in the other.
+            result[fqn] = Deviation(rel=math.inf if bool(actual[fqn].any()) else 0.0, is_extra=True)
+        else:
+            result[fqn] = Deviation(rel=math.inf if bool(reference[fqn].any()) else 0.0, missing=True)
+    wrong = [fqn for fqn, deviation in result.items() if not deviation.rel <= limits.of(kind, fqn)]
+    everyone: list[Any] = [None] * run.context.world_size
+    dist.all_gather_object(everyone, wrong)
+    examined = sorted({fqn for names in everyone for fqn in names} & reference.keys())
+    holders = _holders(run, examined[:_MAX_EXAMINED])
+    for fqn in examined[:_MAX_EXAMINED]:
+        found = _examine(run, actual.get(fqn), reference[fqn], result[fqn], scale)
+        limit = limits.of(kind, fqn) * max(float(reference[fqn].abs().max()), scale)
+        pieces = _wrong_pieces(actual.get(fqn), reference[fqn], holders.get(fqn), limit)
+        result[fqn] = replace(found, pieces=pieces, other=_other(fqn, actual.get(fqn), reference))
+    for fqn in examined[_MAX_EXAMINED:]:
+        result[fqn] = _fitted(actual.get(fqn), reference[fqn], result[fqn])
+    return result
+
+
+def _holders(run: Composition, fqns: Sequence[str]) -> dict[str, Tensor]:
+    """Return which rank holds each element of parameters that are cut. Collectives: one gather a parameter."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    marked = {}
+    for fqn, parameter in run.named_parameters():
+        if fqn not in fqns or not isinstance(parameter, DTensor) or any(p.is_partial() for p in parameter.placements):
+            continue
+        ranks = torch.full(local(parameter).shape, float(run.context.rank), device=parameter.device)
+        marked[fqn] = DTensor.from_local(
+            ranks,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+    return gathered(run, marked)
+
+
+def _wrong_pieces(actual: Tensor | None, reference: Tensor, holders: Tensor | None, limit: float) -> tuple[int, ...]:
+    if actual is None or holders is None or not actual.shape == reference.shape == holders.shape:
+        return ()
+    # Not "> limit": that is false for NaN.
+    wrong = {int(rank) for rank in holders[~((actual.double() - reference.double()).abs() <= limit)].unique()}
+    return tuple(sorted(wrong)) if len(wrong) < len(holders.unique()) else ()
+
+
+def _examine(
+    run: Composition, actual: Tensor | None, reference: Tensor, deviation: Deviation, scale: float
+) -> Deviation:
+    """Add up and average what the ranks along every axis have. Collectives: one all-reduce an axis above 1."""
+    import torch
+    import torch.distributed as dist
+
+    summed, averaged, mixed = {}, {}, {}
+    true = reference.double()
+    usable = actual is not None and actual.shape == reference.shape
+    mine = actual.double() if actual is not None and usable else torch.zeros_like(true)
+    for axis in run.context.layout.dense_axes:
+        degree = run.context.degrees[axis.name]
+        if degree == 1 or axis.role is Role.INDEPENDENT:
+            continue
+        total = mine.clone().to(run.context.device)
+        dist.all_reduce(total, group=run.mesh.get_group(axis.name))
+        total = total.cpu()
+        summed[axis.name] = difference(total, reference, scale=scale)
+        averaged[axis.name] = difference(total / degree, reference, scale=scale)
+        nearer = torch.where((total - true).abs() < (mine - true).abs(), total, mine)
+        mixed[axis.name] = difference(nearer, reference, scale=scale)
+    return replace(
+        _fitted(actual, reference, deviation),
+        summed=summed,
+        averaged=averaged,
+        mixed=mixed,
+        turned=_turned(run, actual, reference),
+    )
+
+
+def _fitted(actual: Tensor | None, reference: Tensor, deviation: Deviation) -> Deviation:
+    found = None if actual is None else fit(actual, reference)
+    exact = found is not None and found.residual <= 1e-6
+    factor = found.factor if found is not None and exact else None
+    if actual is None:
+        return replace(deviation, factor=factor)
+    elements = _elements(actual, reference) if factor is None and actual.shape == reference.shape else ""
+    return replace(deviation, factor=factor, narrow=_narrow(actual), elements=elements)
+
+
+def _other(fqn: str, actual: Tensor | None, reference: Mapping[str, Tensor]) -> str:
+    """Return the parameter whose right values another one has."""
+    if actual is None or not actual.any():
+        return ""
+    alike = (name for name, tensor in reference.items() if name != fqn and tensor.shape == actual.shape)
+    return next((name for name in alike if difference(actual, reference[name]) <= _CLOSE), "")
+
+
+def _elements(actual: Tensor, reference: Tensor) -> str:
+    """Return what turns the right elements into those that are there."""
+    import torch
+
+    found, true = actual.double().cpu(), reference.double().cpu()
+    if not bool(found.isfinite().all() and found.any() and true.any()):
+        return ""
+    largest = float(found.abs().max())
+    candidates = {
+        "the absolute values of the right ones": true.abs(),
+        "the positive ones of the right ones, and zero for the others": true.clamp(min=0.0),
+        "the signs of the right ones, times some number": true.sign() * largest,
+        f"the right ones, each cut off at {largest:.4g}": true.clamp(-largest, largest),
+        "the squares of the right ones": true.square(),
+    }
+    if true.dim() == 2 and true.shape[0] == true.shape[1]:
+        candidates["the right ones, transposed"] = true.t()
+    for what, candidate in candidates.items():
+        if difference(found, candidate) <= _CLOSE:
+            return what
+    kept = found != 0
+    if difference(found, torch.where(kept, true, 0.0)) <= _CLOSE:
+        return "the right ones, some of them replaced by zero"
+    if difference(found.flatten().sort().values, true.flatten().sort().values) <= _CLOSE:
+        return "the right ones in another order"
+    return ""
+
+
+def _narrow(actual: Tensor) -> str:
+    """Return the narrowest dtype that holds every element of a tensor of more digits, if there is one."""
+    import torch
+
+    if not actual.any():
+        return ""
+    # In float64 casts to other dtypes do nothing here; this one is to round.
+    with without_torch_functions():
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            if dtype.itemsize < actual.dtype.itemsize and torch.equal(actual.to(dtype).to(actual.dtype), actual):
+                return str(dtype).removeprefix("torch.")
+    return ""
+
+
+def multiple(actual: Tensor, reference: Tensor) -> float | None:
+    """Return which multiple of another a tensor is; updates are differences, and have fewer digits than gradients."""
+    found = fit(actual, reference)
+    return found.factor if found is not None and found.residual <= 1e-4 else None
+
+
+def _turned(run: Composition, actual: Tensor | None, reference: Tensor) -> tuple[str, ...]:
+    """Return the axes whose ranks have the right pieces in another order."""
+    import torch
+
+    axes = []
+    for axis in run.context.layout.dense_axes:
+        degree = run.context.degrees[axis.name]
+        if degree == 1 or actual is None or actual.shape != reference.shape:
+            continue
+        for dim in range(reference.dim()):
+            pieces = [piece for piece in actual.chunk(degree, dim)]
+            turns = (torch.cat(pieces[turn:] + pieces[:turn], dim) for turn in range(1, len(pieces)))
+            if any(torch.equal(turned, reference) for turned in turns):
+                axes.append(axis.name)
+                break
+    return tuple(axes)

@@ -1,0 +1,241 @@
+"""Faults of a user's own model or loss, and of plugins that cut what those compute with."""
+
+from __future__ import annotations
+
+import random
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from composer3d import Batch, Part, Phase, Split, StepAction, StepPoint, hookimpl, plugin
+from support.faults import VOCAB, Even, Mlp, parameters, root
+from support.located_faults import Added, AddedBack, shard
+from support.models import sum_loss
+
+
+class LayerDrop(Mlp):
+    """Left out by chance, of a generator that torch does not know."""
+
+    def forward(self, x):
+        return super().forward(x) if random.random() < 0.7 else 1.0 * x
+
+
+class StochasticDepth(Mlp):
+    """Left out by chance, of torch's numbers, which are others on every data-parallel rank."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.rand(()) < 0.5 else 1.0 * x
+
+
+class Branching(Mlp):
+    """Another branch on the second rank of several, which leaves parameters out."""
+
+    def forward(self, x):
+        is_second = dist.get_world_size() > 1 and dist.get_rank() == 1
+        return 1.01 * x if is_second else super().forward(x)
+
+
+class Lazy(Mlp):
+    """A parameter that the first forward makes."""
+
+    def forward(self, x):
+        if not hasattr(self, "extra"):
+            self.extra = nn.Parameter(torch.full((x.shape[-1],), 0.5, dtype=x.dtype))
+        return super().forward(x) * self.extra
+
+
+class Detaching(Mlp):
+    """Cuts the graph on the second rank of several; every parameter still gets some gradient."""
+
+    def forward(self, x):
+        is_second = dist.get_world_size() > 1 and dist.get_rank() == 1
+        return super().forward(x.detach()) + 0 * x if is_second else super().forward(x)
+
+
+class Remembering(Mlp):
+    """Keeps its last output from micro-batch to micro-batch, as a cache of keys that is left on does."""
+
+    kept = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        before, self.kept = self.kept, y.detach().mean()
+        return y if before is None else y + 0.1 * before
+
+
+class Frozen(Even):
+    """An embedding that is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok.requires_grad_(False)
+
+
+class Masked(Even):
+    """Leaves out positions by a mask."""
+
+    def forward(self, tokens, mask):
+        x = self.tok(tokens) * mask[..., None]
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x) + 0.0
+
+
+def vocabulary_loss(first):
+    """Return a cross entropy over logits whose columns are cut; `first` says where a rank's columns begin."""
+
+    def loss(logits, targets):
+        size, group = logits.shape[-1], dist.group.WORLD
+        if size == VOCAB:
+            return sum_loss(logits, targets)
+        flat, aims = logits.flatten(0, 1), targets.flatten()
+        largest = flat.detach().max(-1).values
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        total = Added.apply((flat - largest[:, None]).exp().sum(-1), group)
+        own = aims - first(dist.get_rank(), size)
+        is_here = (own >= 0) & (own < size)
+        picked = flat.gather(1, own.clamp(0, size - 1)[:, None])[:, 0].where(is_here, torch.zeros_like(total))
+        losses = total.log() + largest - Added.apply(picked, group)
+        return losses[aims != -100].sum(), (aims != -100).sum()
+
+    return loss
+
+
+@plugin(family="sharding", owns=("tp",))
+class Columns:
+    """Cuts the head's columns, and leaves the logits cut."""
+
+    @hookimpl
+    def composer3d_shard(self, context):
+        return root("columns", Phase.TENSOR, self._apply, uses=("tp",))
+
+    def _apply(self, module, context):
+        mesh, out = context.mesh["tp"], module.out
+        shard(out, "weight", 0, mesh)
+        out.forward = lambda x: F.linear(AddedBack.apply(x, mesh.get_group()), out.weight.to_local())
+
+
+@plugin(family="sharding", owns=("cp",))
+class Sequence:
+    """Cuts sequences over cp, for models that mix no positions.
+
+    Args:
+        mask_dim: Along which the mask is cut; 1 is right.
+    """
+
+    mask_dim: int = 1
+
+    @hookimpl
+    def composer3d_shard(self, context):
+        return root("sequence", Phase.DATA, lambda module, context: None, uses=("cp",), averages=("cp",))
+
+    @hookimpl
+    def composer3d_place_batch(self, context, batch):
+        def piece(tensor, dim=1):
+            return tensor.chunk(2, dim)[context.coordinates["cp"]]
+
+        mask = piece(batch.kwargs["mask"], self.mask_dim)
+        if self.mask_dim == 0:
+            mask = mask.repeat(2, 1)[:, : batch.target.shape[1] // 2]
+        return Batch(args=(piece(batch.args[0]),), kwargs={"mask": mask}, target=piece(batch.target))
+
+    @hookimpl
+    def composer3d_step_actions(self, context):
+        return StepAction(name="sequence", point=StepPoint.GRADIENTS_LOCAL, run=self._reduce)
+
+    def _reduce(self, state):
+        for parameter in parameters(state):
+            dist.all_reduce(parameter.grad, group=state.context.mesh.get_group("cp"))
+            parameter.grad.div_(2)
+
+
+@plugin(family="scheduling", owns=("pp",))
+class Interleaved:
+    """Every rank has two stages of one block each, one round of the ranks apart.
+
+    Args:
+        fault: order: the stages in the middle run in the wrong order. "": right.
+    """
+
+    fault: Literal["", "order"] = ""
+
+    @hookimpl
+    def composer3d_shard(self, context):
+        return root("interleaved", Phase.SPLIT, lambda module, context: None, uses=("pp",))
+
+    @hookimpl
+    def composer3d_split(self, context, model):
+        mine = range(context.coordinates["pp"], 4, 2)
+        return Split(parts=tuple(Part(module=Stage(model, index), index=index, num_stages=4) for index in mine))
+
+    @hookimpl
+    def composer3d_schedule(self, context, parts, loss_fn):
+        return Rounds(context, parts, loss_fn, order=[0, 2, 1, 3] if self.fault == "order" else [0, 1, 2, 3])
+
+
+class Stage(nn.Module):
+    """One block, with the embedding before the first and the head after the last."""
+
+    def __init__(self, model, index):
+        super().__init__()
+        self.tok = model.tok if index == 0 else None
+        self.layers = nn.ModuleDict({str(index): model.layers[index]})
+        self.out = model.out if index == 3 else None
+
+    def forward(self, x):
+        x = x if self.tok is None else self.tok(x)
+        for layer in self.layers.values():
+            x = layer(x)
+        return x if self.out is None else self.out(x) + 0.0
+
+
+class Rounds:
+    """Forward through all stages, then backward, one micro-batch after the other."""
+
+    def __init__(self, context, parts, loss_fn, order):
+        self.context, self.loss_fn, self.order = context, loss_fn, order
+        self.modules = {part.index: part.module for part in parts}
+        self.group, self.rank = context.mesh.get_group("pp"), context.coordinates["pp"]
+
+    def _handed(self, tensor, sender, receiver, like):
+        """Return what one stage hands to another, which may be on the same rank."""
+        if sender % 2 == receiver % 2:
+            return tensor
+        if sender % 2 == self.rank:
+            dist.send(tensor.contiguous(), group=self.group, group_dst=receiver % 2)
+        elif receiver % 2 == self.rank:
+            tensor = torch.empty(like, dtype=torch.get_default_dtype())
+            dist.recv(tensor, group=self.group, group_src=sender % 2)
+        return tensor
+
+    def train(self, microbatches):
+        for index, batch in enumerate(microbatches):
+            self.context.begin_microbatch(index, index == len(microbatches) - 1)
+            self._one(batch)
+            self.context.end_microbatch()
+
+    def _one(self, batch):
+        x, shape, kept = batch.args[0], (*batch.args[0].shape, 8), {}
+        for place, stage in enumerate(self.order):
+            if place:
+                x = self._handed(x, self.order[place - 1], stage, shape)
+            if stage in self.modules:
+                given = x.detach().requires_grad_() if place else x
+                x = self.modules[stage](given)
+                kept[stage] = given, x
+                x = x.detach() if place < 3 else x
+        loss = self.loss_fn(x, batch.target) if 3 in kept else None
+        grad = None
+        for place, stage in reversed(list(enumerate(self.order))):
+            if stage in kept:
+                given, x = kept[stage]
+                torch.autograd.backward(x if loss is None or place < 3 else loss, None if place == 3 else grad)
+                grad = given.grad
+            if place:
+                grad = self._handed(grad, stage, self.order[place - 1], shape)
+
+    def evaluate(self, microbatches):
+        raise NotImplementedError
