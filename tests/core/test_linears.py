@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
-from support.models import composed
+import torch
+from support.models import composed, sum_loss
 from torch import nn
 
 from composer3d import ManifestError
+from composer3d.models import llama
 from composer3d.testing import run_ranks
 
 
@@ -38,3 +42,19 @@ def test_blocks_that_are_left_as_they_are_unless_the_rest_is_named(plugin, multi
     )
     assert run_ranks(found, 1, table + 'modules = ["head"]\n')[0] == ["head"]
     assert run_ranks(found, 1, table + 'exclude = ["layers"]\n')[0] == ["head"]
+
+
+def step(text):
+    model = partial(llama, dim=32, num_layers=1, num_heads=2, vocab_size=32)
+    run = composed(text + "[sharding.fsdp2]\n", model, sum_loss)
+    tokens = torch.arange(32)[None]
+    with run.step(0):
+        loss = run.forward_backward(tokens, target=tokens)
+    run.close()
+    return float(loss)
+
+
+@pytest.mark.parametrize("plugin", ["float8", "int8", "mxfp8", "qat"])
+def test_heads_hand_out_no_views(plugin):
+    # FSDP2 would warn, and warnings are errors.
+    assert 0 < run_ranks(step, 1, f"[precision.{plugin}]\n")[0] < 10

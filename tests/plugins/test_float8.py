@@ -117,6 +117,7 @@ def test_tensor_and_pipeline_parallel_equal_one_device(layout, chunks):
             assert weights < 2e-6
 
 
+@pytest.mark.slow
 def test_gradients_of_both_halves_of_a_backward_are_reduced_together():
     # With one micro-batch, what FSDP2 took over after the inputs' half and what the weights' half left differ in dtype.
     text = """[mesh]\npp = 2\ndp_shard = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n[sharding.fsdp2]

@@ -88,7 +88,7 @@ def evaluated(model, text, folder):
     return total / count
 
 
-@pytest.mark.parametrize("quantise", ["nf4", "none"])
+@pytest.mark.parametrize("quantise", ["nf4", pytest.param("none", marks=pytest.mark.slow)])
 def test_a_hugging_face_model_is_trained_and_merged(tmp_path, quantise):
     make("llama", tmp_path / "llama", hidden_size=64, intermediate_size=128, vocab_size=256)
     (tmp_path / "text.txt").write_text("a text of some length " * 400)
