@@ -30,11 +30,11 @@ class _Interrupted(Exception):
 
 
 class _Failed(Exception):
-    """The ranks failed; `report` says how."""
+    """The ranks failed; `report` says how, and `alone` that it was the one device, which has no plugins."""
 
-    def __init__(self, report: FailureReport) -> None:
+    def __init__(self, report: FailureReport, *, alone: bool) -> None:
         super().__init__(report.message)
-        self.report = report
+        self.report, self.alone = report, alone
 
 
 def add(subparsers: Subparsers) -> None:
@@ -85,6 +85,8 @@ def execute(arguments: argparse.Namespace) -> int:
         return FAILED
     except _Failed as failure:
         if failure.report.error not in _FOUND_BY_RANKS:
+            if failure.alone:
+                complain("one device without plugins fails already: the model, its data or its loss are to be mended")
             complain(failure.report.render().rstrip())
             return 2 if failure.report.exit_code == WRONG else FAILED
         verdict = _refuted(failure.report, found)
@@ -120,12 +122,13 @@ def _prove(arguments: argparse.Namespace, found: dict[str, Any]) -> Verdict:
 
 def _launch(folder: Path, device: str, function: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
     """Start ranks as a run does."""
+    from composer3d.proof.session import reference_rank
     from composer3d.runner.launch import launch_local
 
     kind: Any = "cpu" if device == "cpu" else "cuda"
     result = launch_local(function, args, num_ranks=num_ranks, device=kind, output=folder)
     if result.report is not None:
-        raise _Failed(result.report)
+        raise _Failed(result.report, alone=function is reference_rank)
     if len(result.values) < num_ranks:
         raise _Interrupted
     return [result.values[rank] for rank in range(num_ranks)]
