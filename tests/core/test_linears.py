@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from support.models import composed, sum_loss
+from support.models import composed
 from torch import nn
 
 from composer3d import ManifestError
@@ -46,7 +46,7 @@ def test_blocks_that_are_left_as_they_are_unless_the_rest_is_named(plugin, multi
 
 def step(text):
     model = partial(llama, dim=32, num_layers=1, num_heads=2, vocab_size=32)
-    run = composed(text + "[sharding.fsdp2]\n", model, sum_loss)
+    run = composed(text + "[sharding.fsdp2]\n", model)
     tokens = torch.arange(32)[None]
     with run.step(0):
         loss = run.forward_backward(tokens, target=tokens)
