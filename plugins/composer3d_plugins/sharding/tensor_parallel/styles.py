@@ -300,8 +300,8 @@ class Applier:
             self._place(fqn, module, name, None)
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if has_parameters:
-            # Any dim but the normed one does: which of the others is cut makes no difference to the module. A projection
-            # puts all but the last together, which torch 2.11 does where the first of them is cut.
+            # Any dim but the normed one does: which of the others is cut makes no difference to the module.
+            # A projection puts all but the last together, which torch 2.11 does where the first of them is cut.
             dim = 0 if rule.style == "local" or kind_of(module) in ("linear", "transposed") else self.sequence_dim
             forward = module.forward
             # In followed code a tensor says itself whether it is cut; elsewhere it is.
