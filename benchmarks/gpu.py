@@ -15,8 +15,10 @@ ratio: composer3d's tokens a second over the mean of those by hand before and af
 control: the last by hand over the first.
 float8_gain: tokens a second of a float8 cell over compiled bf16, both composer3d's.
 
-Where there is no CUDA device every cell is told as skipped. `--tiny` runs the same loops with small sizes on whatever
-there is, without compiling: it tests the script, and its figures mean nothing.
+Where there is no CUDA device every cell is told as skipped, and with `--limit-s` what is not begun within so many
+seconds; a cell that fails is told as failed, and the rest goes on. All of it takes 50 processes, `--rounds 1` 30.
+`--tiny` runs the same loops with small sizes on whatever there is, without compiling: it tests the script, and its
+figures mean nothing.
 Usage: python benchmarks/gpu.py [--shapes 8b_blocks] [--cells bf16_compile] [--steps 20] [--json]
 """
 
@@ -229,6 +231,10 @@ def composed(
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
+class Failed(Exception):
+    """A process that measures ended otherwise than with a measurement."""
+
+
 def start(author: str, shape: str, cell: str, arguments: argparse.Namespace) -> Measured:
     """Measure in a fresh process."""
     command = [sys.executable, __file__, "--worker", author, "--shapes", shape, "--cells", cell]
@@ -239,9 +245,12 @@ def start(author: str, shape: str, cell: str, arguments: argparse.Namespace) -> 
         str(arguments.batch),
         *(["--tiny"] if arguments.tiny else []),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise Failed(f"{author}, {shape}, {cell} took longer than {TIMEOUT_S:g} s") from None
     if done.returncode:
-        fail(f"{author}, {shape}, {cell} failed:\n{done.stderr[-4000:]}")
+        raise Failed(f"{author}, {shape}, {cell} failed:\n{done.stderr[-4000:]}")
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -292,6 +301,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2, help="of composer3d, each between two by hand; default 2")
     parser.add_argument("--batch", type=int, default=2, help="sequences a step")
     parser.add_argument("--peak-tflops", type=float, default=989.0, help="of dense bfloat16 products")
+    parser.add_argument("--limit-s", type=float, default=float("inf"), help="no cell is begun after so many seconds")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--worker", choices=("hand", "composer3d"), help=argparse.SUPPRESS)
@@ -309,32 +319,51 @@ def main() -> None:
         say(json.dumps(asdict(measured)))
         return
     rows: list[dict[str, Any]] = []
+    began = time.monotonic()
     for shape in arguments.shapes:
         compiled: float | None = None
         for name in arguments.cells:
             reason = lacking(CELLS[name], tiny=arguments.tiny)
+            if reason is None and time.monotonic() - began >= arguments.limit_s:
+                reason = f"{arguments.limit_s:g} s were over"
             if reason is not None:
                 rows.append({"shape": shape, "cell": name, "skipped": reason})
                 note(f"skipped {shape}, {name}: {reason}")
                 continue
-            rows.append(row(shape, name, arguments))
+            try:
+                rows.append(row(shape, name, arguments))
+            except Failed as error:
+                rows.append({"shape": shape, "cell": name, "failed": str(error)})
+                note(str(error))
+                continue
             if name == "bf16_compile":
                 compiled = rows[-1]["tokens_per_s"]
             elif compiled is not None and CELLS[name].recipe is not None:
                 rows[-1]["float8_gain"] = round(rows[-1]["tokens_per_s"] / compiled, 4)
             note(f"{shape}, {name}: {rows[-1]['tokens_per_s']} tokens/s, ratio {rows[-1]['ratio']}")
     report(rows, arguments)
+    if any("failed" in each for each in rows):
+        fail("some cells failed")
+
+
+def machine() -> dict[str, Any]:
+    """Return what the conditions of the other benchmarks do not say."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {}
+    return {"machine": f"1 x {torch.cuda.get_device_name()}, one rank", "cuda": torch.version.cuda}
 
 
 def report(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> None:
     """Print the results."""
     if arguments.json:
-        say(json.dumps({"benchmark": "gpu", "conditions": conditions(), "rows": rows}, indent=1))
+        say(json.dumps({"benchmark": "gpu", "conditions": conditions() | machine(), "rows": rows}, indent=1))
         return
     for each in rows:
         head = f"{each['shape']:<10} {each['cell']:<28}"
-        if "skipped" in each:
-            say(f"{head} skipped: {each['skipped']}")
+        if "skipped" in each or "failed" in each:
+            say(f"{head} skipped: {each['skipped']}" if "skipped" in each else f"{head} failed, as told above")
             continue
         gain = f"  {each['float8_gain']:.3f} x compiled bf16" if "float8_gain" in each else ""
         memory = f"{each['peak_gib']:.1f} GiB ({each['peak_gib_by_hand']:.1f})"

@@ -28,7 +28,7 @@ from composer3d.registry import Hooks
 from composer3d.step import StepEngine
 from composer3d.streams import Streams
 from composer3d.transform import StepAction, order
-from composer3d.world import default_device, join_world
+from composer3d.world import default_device, join_world, own_device
 
 if TYPE_CHECKING:
     import torch
@@ -73,10 +73,9 @@ def assemble(
     guarded: bool,
 ) -> Assembled:
     """Do what `compose` promises; its arguments are explained there."""
-    import torch
     import torch.distributed as dist
 
-    where = default_device() if device is None else torch.device(device)
+    where = default_device() if device is None else own_device(device)
     if not isinstance(manifest, Manifest):
         manifest = _load(manifest, tables)
     release = join_world(where)

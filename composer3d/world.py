@@ -12,7 +12,7 @@ from composer3d.torch_compat import set_group_timeout
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["default_device", "join_world"]
+__all__ = ["default_device", "join_world", "own_device"]
 
 _JOIN_S = 600.0  # a launcher starts all ranks at once: one that has not come by then is stuck, and torch waits 30 min
 
@@ -25,6 +25,26 @@ def default_device() -> torch.device:
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def own_device(device: str | torch.device) -> torch.device:
+    """Return a device with its number: of several accelerators without one, that of this process.
+
+    Under a launcher it is LOCAL_RANK's; else the one that the loop has made the current one.
+    """
+    import torch
+
+    stated = torch.device(device)
+    if stated.type in ("cpu", "meta") or stated.index is not None:
+        return stated
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None:
+        return torch.device(stated.type, int(local))
+    return (
+        torch.device(stated.type, torch.accelerator.current_device_index())
+        if torch.accelerator.is_available()
+        else stated
+    )
 
 
 def join_world(device: torch.device) -> Callable[[], None]:

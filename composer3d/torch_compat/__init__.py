@@ -31,6 +31,7 @@ from composer3d.torch_compat.messages import (
 from composer3d.torch_compat.modes import (
     dispatch_mode,
     hide_compiler_warnings,
+    hide_profiler_warnings,
     import_torchao,
     in_backward,
     run_backward,
@@ -134,6 +135,7 @@ __all__ = [
     "held_graph",
     "held_tensor",
     "hide_compiler_warnings",
+    "hide_profiler_warnings",
     "import_torchao",
     "in_backward",
     "inherit_timeouts",

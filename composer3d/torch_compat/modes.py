@@ -11,6 +11,7 @@ from typing import Any, cast
 __all__ = [
     "dispatch_mode",
     "hide_compiler_warnings",
+    "hide_profiler_warnings",
     "import_torchao",
     "in_backward",
     "run_backward",
@@ -149,6 +150,13 @@ def hide_compiler_warnings() -> None:
 
     for message in ("The .grad attribute of a Tensor that is not a leaf", ".* should not be instantiated"):
         warnings.filterwarnings("ignore", message=message, module=r"torch\._")
+
+
+def hide_profiler_warnings() -> None:
+    """Hide that events of earlier cycles are gone, of which torch 2.11 warns every process that profiles some."""
+    import warnings
+
+    warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")
 
 
 def import_torchao(name: str) -> Any:

@@ -37,3 +37,8 @@ def test_both_loops_train_in_float8():
     assert first["step_s"] > 0 and last["step_s"] > 0
     assert first["loss"] == pytest.approx(last["loss"], abs=0.1)
     assert 3.9 < last["loss"] < 4.4
+
+
+def test_what_is_not_begun_in_time_is_told():
+    (row,) = json.loads(run("--shapes", "1b", "--cells", "bf16", "--tiny", "--limit-s", "0", "--json"))["rows"]
+    assert row == {"shape": "1b", "cell": "bf16", "skipped": "0 s were over"}

@@ -45,6 +45,43 @@ def test_a_stage_greets_no_stage_of_its_own_rank():
     assert [each.group_peer for each in after] == [0, 0]
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x, weight):
+        context.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(context, gradient):
+        x, weight = context.saved_tensors
+        return gradient * weight, gradient * x
+
+
+def test_a_graph_is_held_between_the_halves_of_its_backward():
+    from torch.distributed.pipelining import PipelineStage
+
+    class Scaled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.full((2,), 3.0))
+
+        def forward(self, x):
+            return Doubled.apply(x + 0.0, self.weight) * 1.0
+
+    kept = {}
+    with fake_world(2, rank=1):
+        stage = PipelineStage(Scaled(), 1, 2, torch.device("cpu"))
+        stage.has_backward, stage.chunks = True, 1
+        x = torch.ones(2, requires_grad=True)
+        loss = stage.submod(x).sum()
+        stage.fwd_cache[0] = ((loss,), [x])
+        with torch_compat.held_graph(stage, 0, kept):
+            stage.backward_one_chunk(0, loss=loss, full_backward=False)
+        del loss
+        stage.backward_weight_one_chunk(0)
+    assert stage.submod.weight.grad.tolist() == [1.0, 1.0] and x.grad is not None
+
+
 def test_pipeline_orders_are_those_of_the_schedule():
     first, second = torch_compat.pipeline_orders("LoopedBFS", 2, 2, 2)
     assert first == [(stage, "F", m) for stage in (0, 2) for m in (0, 1)] + [

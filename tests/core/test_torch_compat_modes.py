@@ -86,3 +86,27 @@ def test_roundings_are_kept_beside_the_settings_of_a_mode():
     torch_compat.compile_module(module, backend=backend, mode="reduce-overhead", keep_roundings=True)
     module(torch.ones(1, 2))
     assert given["options"] == {"triton.cudagraphs": True, "emulate_precision_casts": True}
+
+
+def test_what_profilers_warn_of_is_hidden(recwarn):
+    torch_compat.hide_profiler_warnings()
+    for _ in range(2):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            torch.ones(1)
+    assert [str(each.message) for each in recwarn if "Profiler" in str(each.message)] == []
+
+
+def test_quantisers_of_tokens_can_be_compiled():
+    from torch.ao.quantization.fx._decomposed import _per_token_quant_qparam_dim_check
+
+    assert _per_token_quant_qparam_dim_check.__name__ == "_per_token_quant_qparam_dim_check"
+    torch_compat.trace_quantisers()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def checked(tokens, scales):
+        from torch.ao.quantization.fx import _decomposed
+
+        _decomposed._per_token_quant_qparam_dim_check(tokens, scales, scales)
+        return tokens * scales
+
+    assert checked(torch.ones(2, 3), torch.full((2, 1), 2.0)).sum() == 12.0

@@ -70,6 +70,19 @@ def test_plain_tensors_of_wrappers_and_the_buffers_of_sharded_units():
         assert {tensor.untyped_storage().nbytes() for tensor in torch_compat.fsdp_buffers(module)} == {16, 64}
 
 
+def test_integers_are_sharded_and_need_no_gradient():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with fake_world(2):
+        module = nn.Linear(4, 4)
+        module.codes = nn.Parameter(torch.arange(8, dtype=torch.uint8), requires_grad=False)
+        torch_compat.shard_integers()
+        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        assert module.codes.to_local().tolist() == [0, 1, 2, 3] and not module.codes.requires_grad
+        assert module.weight.requires_grad
+
+
 def test_gradients_of_a_group_are_brought_to_one_dtype():
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

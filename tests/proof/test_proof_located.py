@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import pytest
+import torch
 from support.faults import Even
 from support.located_faults import Grouped, Positions, Routed, balance_by_rank
 from support.models import sum_loss, write_manifest
@@ -94,6 +95,10 @@ def test_a_wrong_output_is_placed(text, options, cause):
             {"microbatch": 4},
             r"all gradients down to layers.1.norm: the backward goes wrong between it and layers.0.down",
             id="what one stage does not send back",
+            marks=pytest.mark.skipif(
+                torch.torch_version.TorchVersion(torch.__version__) < (2, 13),
+                reason="torch 2.11 itself fails where a stage has nothing to send back",
+            ),
         ),
         pytest.param(
             DDP + fault("scheduling", "block", "recomputed"),

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from composer3d import PluginError, Recorder, RunContext, StepAction, StepPoint, StepState, hookimpl, plugin
+from composer3d import (
+    PluginError,
+    Recorder,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    hookimpl,
+    plugin,
+    torch_compat,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -116,6 +126,7 @@ class _Session:
         activities = [profiler.ProfilerActivity.CPU]
         if context.device.type == "cuda":
             activities.append(profiler.ProfilerActivity.CUDA)
+        torch_compat.hide_profiler_warnings()  # every cycle has a file of its own
         self.profiler = profiler.profile(
             activities=activities,
             schedule=profiler.schedule(
