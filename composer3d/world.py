@@ -35,7 +35,8 @@ def own_device(device: str | torch.device) -> torch.device:
     import torch
 
     stated = torch.device(device)
-    if stated.type in ("cpu", "meta") or stated.index is not None:
+    index: int | None = stated.index  # torch's annotation leaves out that it may be None
+    if stated.type in ("cpu", "meta") or index is not None:
         return stated
     local = os.environ.get("LOCAL_RANK")
     if local is not None:

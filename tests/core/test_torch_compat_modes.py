@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from composer3d import torch_compat
-from composer3d.testing import fake_world
+from composer3d.testing import fake_world, run_ranks
 
 
 class Keeping(torch.nn.Module):
@@ -110,3 +110,16 @@ def test_quantisers_of_tokens_can_be_compiled():
         return tokens * scales
 
     assert checked(torch.ones(2, 3), torch.full((2, 1), 2.0)).sum() == 12.0
+
+
+def slope():
+    x = torch.tensor(3.0, requires_grad=True)
+    (x * x).backward()
+    return x.grad.item()
+
+
+def test_ranks_run_backwards_after_fake_tensors_of_their_parent():
+    torch_compat.start_autograd()
+    with torch_compat.fake_tensors():
+        torch.ones(1)
+    assert run_ranks(slope, 1) == [6.0]
