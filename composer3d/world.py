@@ -35,7 +35,8 @@ def own_device(device: str | torch.device) -> torch.device:
     import torch
 
     stated = torch.device(device)
-    if stated.type in ("cpu", "meta") or stated.index is not None:
+    number: int | None = stated.index  # torch says that it is never None
+    if stated.type in ("cpu", "meta") or number is not None:
         return stated
     local = os.environ.get("LOCAL_RANK")
     if local is not None:

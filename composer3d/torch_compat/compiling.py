@@ -42,7 +42,7 @@ def trace_quantisers() -> None:
     """
     import torch
 
-    if torch.torch_version.TorchVersion(torch.__version__) < (2, 13):
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         import torch._dynamo
         from torch.ao.quantization.fx import _decomposed
 

@@ -61,7 +61,7 @@ def shard_integers() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param
 
     module: Any = _fsdp_param
-    if torch.torch_version.TorchVersion(torch.__version__) < (2, 13) and module.nn is torch.nn:
+    if torch.torch_version.TorchVersion(torch.__version__) < "2.13" and module.nn is torch.nn:
         module.nn = _Modules()
 
 

@@ -87,7 +87,7 @@ def held_graph(stage: Any, microbatch: int, kept: dict[int, Any]) -> Iterator[No
     import torch
     from torch.autograd.graph import get_gradient_edge
 
-    if torch.torch_version.TorchVersion(torch.__version__) >= (2, 13):
+    if torch.torch_version.TorchVersion(torch.__version__) >= "2.13":
         yield
         return
     outputs = stage.fwd_cache[microbatch][0]
