@@ -57,6 +57,9 @@ class Doubled(torch.autograd.Function):
         return gradient * weight, gradient * x
 
 
+@pytest.mark.skipif(
+    torch.torch_version.TorchVersion(torch.__version__) >= (2, 13), reason="torch 2.13 keeps the graph itself"
+)
 def test_a_graph_is_held_between_the_halves_of_its_backward():
     from torch.distributed.pipelining import PipelineStage
 
