@@ -83,7 +83,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(row="`mixed` where no plugin asks for dtypes", message=r"gives dtypes, but no plugin"),
     Permitted(
         row="`mixed`: options of the loss scale without float16",
-        message=r"(growth_interval|buffer_dtype|norm_modules|norms = \S+) has no effect",
+        message=r"(growth_interval|buffer_dtype|norm_modules) has no effect",
     ),
     Permitted(
         row="`pipeline`: fewer micro-batches or blocks than the schedule needs",
@@ -125,7 +125,6 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(
         row="`activation_offload` with `compile`", message=r'"activation_offload" cannot be combined with "compile"'
     ),
-    Permitted(row="`qlora` with `float8`", message=r'has no effect with quantize = "none"'),
     Permitted(row="two answers to one query", message=r"both answer composer3d_\w+"),
     Permitted(
         row="`cpu_offload`: `parameters` or `all` where no data-parallel plugin",
