@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable
 
 __all__ = ["close_all"]
-
-log = logging.getLogger(__name__)
 
 
 def close_all(functions: Iterable[Callable[[], object]], *, error: BaseException | None = None) -> None:
     """Call every function, and raise what the last of them raised that failed.
 
-    After a failure theirs is not raised: a save in flight, say, fails for want of the same peer, and its words would
+    After a failure theirs is a note on it: a save in flight, say, fails for want of the same peer, and its words would
     stand for the ones that name who was missing.
 
     Args:
@@ -28,4 +25,4 @@ def close_all(functions: Iterable[Callable[[], object]], *, error: BaseException
     except Exception as late:
         if error is None:
             raise
-        log.debug("closing failed too: %s: %s", type(late).__name__, late)
+        error.add_note(f"closing failed too: {type(late).__name__}: {late}")

@@ -16,7 +16,7 @@ __all__ = ["COMPARED", "EXACT", "Fit", "Limits", "difference", "fit", "relative"
 
 EXACT = 1e-12
 # Gradients of the first step, before and after clipping; of later steps, which rest on updates, both together.
-COMPARED = ("loss", "grad_norm", "gradients", "clipped", "later", "parameters", "averages")
+COMPARED = ("loss", "grad_norm", "gradients", "clipped", "later", "parameters", "averages", "buffers")
 # What float64 rounds, relative to the largest gradient of the model, must stay below EXACT: see `scale_of`.
 _FLOOR = 2.0**-52 / EXACT
 _SAFETY = 4.0

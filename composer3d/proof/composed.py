@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.gradients import local
+from composer3d.mesh import Role
 from composer3d.proof.comparison import Limits, difference, fit
 from composer3d.proof.derived import stale_values
 from composer3d.proof.deviations import Deviation, deviations_of, gathered, multiple
 from composer3d.proof.reached import noting_reached
 from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
-from composer3d.proof.replicas import Holding, held_buffers, held_tensors
+from composer3d.proof.replicas import Holding, held_buffers, held_tensors, saved_buffers
 from composer3d.proof.subject import Arithmetic, Subject
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class RankSteps:
         placements: By FQN, how a parameter lies, as text.
         buffers: What this rank holds of buffers after the last step and what the loop does before it saves.
         stale: What was computed from other parameters than the last step left.
+        off: How far those buffers are from one device's, where every rank sees all samples.
     """
 
     steps: list[RankStep] = field(default_factory=list)
@@ -88,6 +90,7 @@ class RankSteps:
     placements: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, Holding] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
+    off: dict[str, float] = field(default_factory=dict)
 
 
 def run_composed(
@@ -127,7 +130,21 @@ def run_composed(
         if subject.average_buffers is not None:
             subject.average_buffers(run)
         result.buffers = held_buffers(run)
+        result.off = _off(run, reference)
     return result
+
+
+def _off(run: Composition, reference: Reference) -> dict[str, float]:
+    """Compare buffers with one device's; those that are cut, or that a plugin made, have no like there."""
+    layout = run.context.layout
+    if layout.degree(Role.BATCH) * layout.degree(Role.INDEPENDENT) > 1:
+        return {}
+    pairs = ((fqn, buffer, reference.buffers.get(fqn)) for fqn, buffer in saved_buffers(run).items())
+    return {
+        fqn: difference(buffer, other, scale=1.0)
+        for fqn, buffer, other in pairs
+        if other is not None and buffer.shape == other.shape and not hasattr(buffer, "placements")
+    }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

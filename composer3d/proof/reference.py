@@ -18,6 +18,7 @@ from composer3d.evaluation import let_go
 from composer3d.gradients import local
 from composer3d.loss import as_loss, count_valid, reduction_of
 from composer3d.proof.activations import Output, Outputs, watched_loss, watching
+from composer3d.proof.replicas import saved_buffers
 from composer3d.proof.rounding import larger, noise, rounding, signs, unrepeatable
 from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
@@ -78,6 +79,7 @@ class Reference:
         rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
             numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
         unrepeatable: How far a second run of the first step is apart; 0 where that is rounding.
+        buffers: Those that are saved, after the last step.
     """
 
     initial: dict[str, Tensor]
@@ -87,6 +89,7 @@ class Reference:
     samples: list[float] = field(default_factory=list)
     rounding: dict[str, dict[str, float]] = field(default_factory=dict)
     unrepeatable: float = 0.0
+    buffers: dict[str, Tensor] = field(default_factory=dict)
 
 
 def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
@@ -148,6 +151,7 @@ def _run(
                 before = reference.steps[-1].averages if number else {fqn: initial[fqn] for fqn in trained}
                 step.averages = {f: _averaged(before[f], step.parameters[f], subject.decay) for f in trained}
             reference.steps.append(step)
+        reference.buffers = _copies(saved_buffers(run))
     return reference
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from composer3d import Composition
 
-__all__ = ["Drift", "Holding", "compare_replicas", "held_buffers", "held_tensors"]
+__all__ = ["Drift", "Holding", "compare_replicas", "held_buffers", "held_tensors", "saved_buffers"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,13 +56,18 @@ def held_tensors(run: Composition, named: Iterable[tuple[str, Tensor]]) -> dict[
     return {fqn: _holding(run, fqn, tensor) for fqn, tensor in named}
 
 
-def held_buffers(run: Composition) -> dict[str, Holding]:
-    """Return what this rank holds of every buffer that is saved; the others are computed again from nothing."""
-    found: dict[str, Holding] = {}
+def saved_buffers(run: Composition) -> dict[str, Tensor]:
+    """Return this rank's buffers that are saved; the others are computed again from nothing."""
+    found: dict[str, Tensor] = {}
     for part in run.parts:
         persistent = part.module.state_dict(keep_vars=True).keys()
-        found |= {fqn: _holding(run, fqn, buffer) for fqn, buffer in part.module.named_buffers() if fqn in persistent}
+        found |= {fqn: buffer for fqn, buffer in part.module.named_buffers() if fqn in persistent}
     return found
+
+
+def held_buffers(run: Composition) -> dict[str, Holding]:
+    """Return what this rank holds of every buffer that is saved."""
+    return {fqn: _holding(run, fqn, buffer) for fqn, buffer in saved_buffers(run).items()}
 
 
 def _holding(run: Composition, fqn: str, tensor: Tensor) -> Holding:

@@ -66,6 +66,9 @@ def rounding(rounded: Reference, exact: Reference, *, in_parts: bool) -> dict[st
             for fqn, tensor in true_ones.items():
                 distance = difference(mine[fqn], tensor, scale=scale) if fqn in mine else math.inf
                 note("later" if number and name in ("gradients", "clipped") else name, fqn, distance)
+    for fqn, buffer in exact.buffers.items():
+        if fqn in rounded.buffers:
+            note("buffers", fqn, difference(rounded.buffers[fqn], buffer, scale=1.0))
     return result
 
 

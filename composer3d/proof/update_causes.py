@@ -58,6 +58,9 @@ def _drifted(evidence: Evidence) -> Iterator[str]:
     if buffers:
         over = " and ".join(dict.fromkeys(axis for drift in buffers for axis in drift.axes))
         yield f"the buffers {some([drift.fqn for drift in buffers])} are not synchronised over {over}"
+    off = evidence.off_buffers()
+    if off and not buffers and evidence.first_wrong() is None:
+        yield f"the buffers {some(off)} are updated more or less often than on one device, or by another rule"
 
 
 def _who_differs(evidence: Evidence, fqns: Sequence[str]) -> str:

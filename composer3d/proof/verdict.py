@@ -150,6 +150,12 @@ class Evidence:
         found, right = next(iter(self.ranks[0].steps.values())).steps[0].count, sum(self.told.counts)
         return None if found is None or found == right else (found, 0, right)
 
+    def off_buffers(self) -> list[str]:
+        """Return the buffers that are not those of one device, where every rank sees all samples."""
+        limits = self.told.tolerances["float64"]
+        steps = [report.steps["float64"] for report in self.ranks]
+        return sorted({fqn for own in steps for fqn, rel in own.off.items() if not rel <= limits.of("buffers", fqn)})
+
     def deviations(self, kind: Kind, which: str = "float64") -> Iterator[tuple[int, int, str, Deviation]]:
         """Yield (step, rank, FQN, deviation) of one kind."""
         for rank, report in enumerate(self.ranks):
@@ -324,6 +330,9 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         drifted = [drift for drift in evidence.drifts if drift.what == what]
         if drifted:
             yield f"copies of {len(drifted)} {what} are not equal on the ranks that hold them, as {drifted[0].fqn}"
+    off = evidence.off_buffers()
+    if off:
+        yield f"{len(off)} buffers are not those of one device, as {off[0]}"
     stale = evidence.stale()
     if stale:
         yield f"{len(stale)} values that plugins keep beside parameters are not those of the parameters, as {stale[0]}"

@@ -260,7 +260,6 @@ class _Held:
         self._work, self._tensors = work, tensors
 
     def wait(self, *args: Any) -> Any:
-        self._tensors = []
         return self._work.wait(*args)
 
     def __getattr__(self, name: str) -> Any:

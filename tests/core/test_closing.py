@@ -21,6 +21,7 @@ def test_one_that_fails_keeps_none_of_the_others_from_closing():
 
 
 def test_what_ended_the_run_is_not_hidden_by_what_fails_after_it():
-    called = []
-    close_all([failing("first", called), lambda: called.append("second")], error=ValueError("the batch is bad"))
+    called, error = [], ValueError("the batch is bad")
+    close_all([failing("first", called), lambda: called.append("second")], error=error)
     assert called == ["first", "second"]
+    assert error.__notes__ == ["closing failed too: RuntimeError: first"]

@@ -187,6 +187,50 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout, modes):
             assert_same(found, wanted)
 
 
+class Counted(nn.Module):
+    """A block with running statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        return x + torch.tanh(self.norm(self.up(x)))
+
+
+class Stacked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Counted() for _ in range(4))
+        self.out = nn.Linear(8, 4)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+def statistics(texts):
+    """Return all buffers after a step of two micro-batches, of every manifest."""
+    found = []
+    for text in texts:
+        model, x = seeded(Stacked), torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+        text = f"{text}\n[train]\nmicrobatch = 4\n"
+        run = composed(text, model, loss_fn=lambda output, target: output.square().sum())
+        with run.step(0):
+            run.forward_backward(x, target=torch.zeros(8))
+        found.append({fqn: buffer.tolist() for fqn, buffer in model.named_buffers()})
+        run.close()
+    return found
+
+
+def test_buffers_change_once_however_often_a_block_is_computed():
+    compiled = AC + '[scheduling.compile]\nbackend = "aot_eager"\n'
+    plain, *others = run_ranks(statistics, 1, ["", *(AC + mode for mode in MODES), compiled])[0]
+    assert plain["layers.0.norm.num_batches_tracked"] == 2
+    assert others == [plain] * len(others)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", [SQRT, BUDGET.format(0.7)])
 def test_verify_passes(mode):

@@ -14,6 +14,7 @@ from support.user_faults import (
     Branching,
     Detaching,
     Frozen,
+    Hasty,
     LayerDrop,
     Lazy,
     Masked,
@@ -91,6 +92,12 @@ def of_blocks(block, **options):
             {"loss_fn": vocabulary_loss(lambda rank, size: rank * (size + 1))},
             r"what comes after the model is to blame: the loss returns another value, from the same targets and right",
             id="a wrong offset in a cross entropy over cut logits",
+        ),
+        pytest.param(
+            PP,
+            {"factory": Hasty, "microbatch": 2},
+            r"the buffers statistics.running_mean, statistics.running_var are updated more or less often",
+            id="running statistics by another rule, alike on all ranks",
         ),
         pytest.param(
             ROUNDS + users("scheduling", "interleaved", "order"),

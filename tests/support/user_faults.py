@@ -16,6 +16,17 @@ from support.located_faults import Added, AddedBack, shard
 from support.models import sum_loss
 
 
+class Hasty(Even):
+    """Running statistics that several ranks update by another rule than one alone."""
+
+    def __init__(self):
+        super().__init__(batch_norm=True)
+
+    def forward(self, tokens):
+        self.statistics.momentum = 0.1 if dist.get_world_size() == 1 else 0.2
+        return super().forward(tokens)
+
+
 class LayerDrop(Mlp):
     """Left out by chance, of a generator that torch does not know."""
 

@@ -22,6 +22,7 @@ from composer3d import (
 )
 from composer3d_plugins.scheduling.activation_checkpoint import segments
 from composer3d_plugins.scheduling.activation_checkpoint.budget import Budget
+from composer3d_plugins.scheduling.activation_checkpoint.buffers import keep_buffers
 
 if TYPE_CHECKING:
     from torch import nn
@@ -62,7 +63,7 @@ class ActivationCheckpoint:
     sqrt(n) runs, keeps what enters a run, and recomputes all of it when its backward begins. mode = "budget" measures
     every block's operators in the first forward, the bytes that the backward needs of each and the time it took, and
     keeps what saves most time a byte until the budget is used: single results of a block, or the block as it is. FQNs
-    stay: the block's forward is replaced, not the block.
+    stay: the block's forward is replaced, not the block. A recomputation leaves buffers that are saved as they are.
     Memory: of a recomputed block its inputs (and saved results), and one block's activations while it is recomputed;
         "sqrt": of a run its inputs, and one run's activations, under fsdp2 its gathered parameters too.
     Collectives: those of the forward once more, unless saved; FSDP2's are not repeated. "budget": one broadcast along
@@ -157,6 +158,8 @@ class ActivationCheckpoint:
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
+        for fqn in fqns:
+            keep_buffers(model.get_submodule(fqn))
         if self.mode == "sqrt":
             for run in segments.cut(fqns):
                 blocks = [model.get_submodule(fqn) for fqn in run]
