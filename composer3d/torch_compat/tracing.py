@@ -229,16 +229,16 @@ def _heard_forward(
 def _prepared(preparing: Callable[[bool], None]) -> dict[tuple[Any, str], Any]:
     """Return, by owner and name, what is called in place of what a first step begins with.
 
-    One method of all schedules in torch 2.13; in torch 2.11 one of those of a single stage, one of the others.
+    One method of all schedules in torch 2.13; in torch 2.11 one of those of a single stage, and one of the others.
     """
     from torch.distributed.pipelining import schedules
 
     module: Any = schedules
-    places = (
-        (module._PipelineSchedule, "_initialize_pp_stages"),
-        (module.PipelineScheduleSingle, "_initialize_stage"),
-        (module.PipelineScheduleMulti, "_initialize_stages"),
-    )
+    common = (module._PipelineSchedule, "_initialize_pp_stages")
+    single, several = module.PipelineScheduleSingle, module.PipelineScheduleMulti
+    # torch 2.13 has all three, and the others call the common one.
+    is_common = common[1] in vars(common[0])
+    places = (common,) if is_common else ((single, "_initialize_stage"), (several, "_initialize_stages"))
 
     def telling(begin: Any) -> Any:
         def initialize(*args: Any, **kwargs: Any) -> Any:
@@ -250,7 +250,7 @@ def _prepared(preparing: Callable[[bool], None]) -> dict[tuple[Any, str], Any]:
 
         return initialize
 
-    return {(owner, name): telling(getattr(owner, name)) for owner, name in places if name in vars(owner)}
+    return {(owner, name): telling(getattr(owner, name)) for owner, name in places}
 
 
 class _Held:
