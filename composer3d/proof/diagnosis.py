@@ -15,20 +15,20 @@ from composer3d.proof.update_causes import UPDATE_RULES, initial, stale
 from composer3d.proof.verdict import Evidence
 from composer3d.proof.wording import SHOWN, some
 
-__all__ = ["diagnose"]
+__all__ = ["UNREPEATABLE", "diagnose"]
 
 
 def diagnose(evidence: Evidence) -> list[str]:
     """Return the likely causes, each once, the most telling first."""
     if evidence.told.unrepeatable:
-        return [_UNREPEATABLE]
+        return [UNREPEATABLE]
     lines = [line for rule in (*_FIRST_RULES, *GRADIENT_RULES) for line in rule(evidence)]
     lines += backward(evidence, is_explained=bool(lines))
     lines += [line for rule in (_forward, *UPDATE_RULES, _streams) for line in rule(evidence)]
     return list(dict.fromkeys(lines or _roundings(evidence)))
 
 
-_UNREPEATABLE = (
+UNREPEATABLE = (
     "the model computes something else each time, on one device too, with torch's random numbers out of the way: it "
     "draws others (random, numpy, the clock), or keeps something from one run to the next; nothing compares with it"
 )

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from composer3d.mesh import Layout, Role
-from composer3d.proof.diagnosis import diagnose
+from composer3d.proof.diagnosis import UNREPEATABLE, diagnose
 from composer3d.proof.reached import Uneven
 from composer3d.proof.session import Launch, RankReport, ReferenceReport, Session
 from composer3d.proof.subject import Arithmetic, Subject
@@ -61,9 +61,8 @@ def prove(
         try:
             ranks = session.composed(told)
         except Uneven as found:
-            return Verdict(
-                evidence=None, failures=(found.failure,), diagnosis=(str(found),), reduced=reduced, notes=notes
-            )
+            causes = (*((UNREPEATABLE,) if told.unrepeatable else ()), str(found))
+            return Verdict(evidence=None, failures=(found.failure,), diagnosis=causes, reduced=reduced, notes=notes)
         evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
         failures = tuple(failures_of(evidence))
         if failures:
