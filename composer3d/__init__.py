@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         TransformError,
     )
     from composer3d.evaluation import Evaluation
+    from composer3d.gradients import average_whole
     from composer3d.linears import Share, linear_layers, on_shares, share_of
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
@@ -85,6 +86,7 @@ _MODULES = {
         "TransformError",
     ),
     "evaluation": ("Evaluation",),
+    "gradients": ("average_whole",),
     "linears": ("Share", "linear_layers", "on_shares", "share_of"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
@@ -157,6 +159,7 @@ __all__ = [
     "StepState",
     "Transform",
     "TransformError",
+    "average_whole",
     "compose",
     "hookimpl",
     "linear_layers",

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-__all__ = ["clip_norm_", "local", "scale_", "settle_partial", "total_norm", "weight"]
+    from composer3d.context import RunContext
+
+__all__ = ["average_whole", "clip_norm_", "local", "scale_", "settle_partial", "total_norm", "weight"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -37,6 +39,48 @@ def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
             assert isinstance(parameter, DTensor)
             parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], context: RunContext) -> None:
+    """Average gradients of parameters that no unit of a data-parallel plugin takes: ranks would train other copies.
+
+    A rank on which a parameter had no part, as one whose samples took another branch, adds zeros.
+
+    Args:
+        parameters: The same ones, in the same order, on all ranks of the axes; tied ones may be there twice.
+        axes: Over which to average; degrees of 1 too.
+        context: Of the run: its mesh, degrees and spans.
+
+    Collectives: one all-reduce an axis, of all gradients and one number a parameter.
+    """
+    import torch
+    import torch.distributed as dist
+
+    trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    if not trained:
+        return
+    missing = [parameter for parameter in trained if parameter.grad is None]
+    there = torch.tensor([float(p.grad is not None) for p in trained], device=local(trained[0]).device)
+    for parameter in trained:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    # Beside a rank that adds zeros, nobody could settle them later.
+    settle_partial(trained)
+    grads = [local(parameter.grad) for parameter in trained if parameter.grad is not None]  # all have one by now
+    # Sums of few digits lose more than they carry.
+    flat = torch.cat([grad.reshape(-1).float() if grad.dtype.itemsize < 4 else grad.reshape(-1) for grad in grads])
+    flat = torch.cat([flat, there.to(flat)])
+    for axis in axes:
+        with context.span("all_reduce", group="ignored", axis=axis, bytes=flat.nbytes):
+            dist.all_reduce(flat, group=context.mesh[axis].get_group())
+        flat /= context.degrees[axis]
+    *pieces, found = flat.split([*(grad.numel() for grad in grads), len(trained)])
+    for grad, piece in zip(grads, pieces, strict=True):
+        grad.copy_(piece.view_as(grad))
+    # What no rank has a gradient of, an optimizer is to leave alone, its decay too. Fake tensors have no values.
+    shares = [0.0] * len(trained) if not missing or torch_compat.active_fake_mode() is not None else found.tolist()
+    for parameter, share in zip(trained, shares, strict=True):
+        if not share and any(parameter is other for other in missing):
+            parameter.grad = None
 
 
 def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:

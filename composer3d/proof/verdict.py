@@ -175,10 +175,16 @@ class Evidence:
     def wrong(self, kind: Kind, which: str = "float64", *, step: int | None = None) -> dict[str, list[Deviation]]:
         """Return what is beyond its tolerance, by FQN; one deviation a rank that has it."""
         result: dict[str, list[Deviation]] = {}
-        for number, _, fqn, deviation in self.deviations(kind, which):
-            if not deviation.rel <= self.limit(kind, which, number, fqn) and step in (None, number):
+        for number, _, fqn, deviation in self.beyond(kind, which):
+            if step in (None, number):
                 result.setdefault(fqn, []).append(deviation)
         return result
+
+    def beyond(self, kind: Kind, which: str) -> Iterator[tuple[int, int, str, Deviation]]:
+        """Yield (step, rank, FQN, deviation) of what is beyond its tolerance."""
+        for number, rank, fqn, deviation in self.deviations(kind, which):
+            if not deviation.rel <= self.limit(kind, which, number, fqn):
+                yield number, rank, fqn, deviation
 
     def first_wrong(self) -> tuple[int, Kind] | None:
         """Return the step and kind of what goes wrong first in float64: all that comes after may follow from it."""
@@ -323,9 +329,11 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         for kind in KINDS:
             wrong = evidence.wrong(kind, which)
             if wrong:
-                limit = min(evidence.limit(kind, which, 0, fqn) for fqn in wrong)
+                exceeded = min(
+                    evidence.limit(kind, which, step, fqn) for step, _, fqn, _ in evidence.beyond(kind, which)
+                )
                 total = len({fqn for _, _, fqn, _ in evidence.deviations(kind, which)})
-                yield f"{len(wrong)} of {total} {_WHAT[kind]} differ by more than {limit:.3g} ({label})"
+                yield f"{len(wrong)} of {total} {_WHAT[kind]} differ by more than {exceeded:.3g} ({label})"
     for what in ("gradients", "parameters", "averages", "buffers"):
         drifted = [drift for drift in evidence.drifts if drift.what == what]
         if drifted:

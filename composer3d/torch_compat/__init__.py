@@ -94,7 +94,7 @@ from composer3d.torch_compat.tracing import (
     watch_storages,
     with_values,
 )
-from composer3d.torch_compat.whole import average_whole, scalar_parameters
+from composer3d.torch_compat.whole import scalar_parameters
 
 __all__ = [
     "bounded_messages",
@@ -114,7 +114,6 @@ __all__ = [
     "ShardOf",
     "all_gather_single",
     "allocate",
-    "average_whole",
     "clear_sharding_caches",
     "compile_module",
     "custom_pipeline_schedule",

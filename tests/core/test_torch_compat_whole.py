@@ -96,7 +96,7 @@ def averaged(folder):
     parts.used.grad = torch.full_like(parts.used, 1.0 + rank)
     if rank == 1:
         parts.on_one_rank.grad = torch.tensor([4.0, 6.0])
-    torch_compat.average_whole(
+    composer3d.average_whole(
         [parts.used, parts.on_one_rank, parts.nowhere, parts.used], axes=("dp_replicate",), context=run.context
     )
     return parts.used.grad, parts.on_one_rank.grad, parts.nowhere.grad

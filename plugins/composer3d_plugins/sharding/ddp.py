@@ -17,6 +17,7 @@ from composer3d import (
     StepPoint,
     StepState,
     Transform,
+    average_whole,
     hookimpl,
     map_tensors,
     plugin,
@@ -179,7 +180,7 @@ class DDP:
 def _average_scalars(state: StepState) -> None:
     for part in state.parts:
         scalars = [parameter for parameter in part.module.parameters() if not parameter.dim()]
-        torch_compat.average_whole(scalars, axes=("dp_replicate",), context=state.context)
+        average_whole(scalars, axes=("dp_replicate",), context=state.context)
 
 
 def _compute_in(model: nn.Module, context: RunContext) -> None:

@@ -15,6 +15,7 @@ from composer3d import (
     StepPoint,
     StepState,
     Transform,
+    average_whole,
     hookimpl,
     plugin,
     select_fqns,
@@ -173,7 +174,7 @@ class FSDP2:
         for part in state.parts:
             ignored = self._ignored_parameters(part.module, state.context)
             ordered = [parameter for parameter in part.module.parameters() if parameter in ignored]
-            torch_compat.average_whole(ordered, axes=AXES, context=state.context)
+            average_whole(ordered, axes=AXES, context=state.context)
 
 
 def _policy(context: RunContext, fqn: str) -> MixedPrecisionPolicy:
