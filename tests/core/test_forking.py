@@ -170,7 +170,7 @@ def test_prewarm_names_a_module_that_does_not_exist():
 
 
 def test_this_process_may_fork():
-    refuse_unsafe_fork()
+    assert refuse_unsafe_fork() is None, "it raises where a process may not"
 
 
 def test_a_child_dies_with_its_parent():
