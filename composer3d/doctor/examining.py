@@ -10,7 +10,7 @@ from typing import Any
 from composer3d.diagnosis import Account, Collective, Fault, find_fault, told_act
 from composer3d.doctor.advice import advice_for
 from composer3d.doctor.anomalies import tell_anomaly
-from composer3d.doctor.lateness import find_straggler
+from composer3d.doctor.lateness import Pace, compare_paces
 from composer3d.doctor.memory import tell_memory, told_request
 from composer3d.doctor.reading import Evidence
 from composer3d.doctor.signs import Kind, kind_of
@@ -162,8 +162,8 @@ def _stands(evidence: Evidence) -> _Told | None:
 
 
 def _runs(evidence: Evidence) -> _Told:
-    late = find_straggler(evidence.witnesses)
-    if late is not None:
+    pace = compare_paces(evidence.witnesses)
+    if (late := pace.straggler) is not None:
         who = evidence.who(late.rank)
         first = (
             f"{who} is slow: {late.phase} takes it {1e3 * late.own_s:.1f} ms a step of its own, {late.ratio:.1f} times "
@@ -173,13 +173,28 @@ def _runs(evidence: Evidence) -> _Told:
         return _Told(kind="straggler", rank=late.rank, first=first, others=(waited,))
     step = max((last.step for last in evidence.seen.values() if last.step is not None), default=None)
     if evidence.seen:
-        return _Told(kind="running", rank=None, first=f"{len(evidence.seen)} ranks run, in step {step}; none is slow")
+        told = f"{_ranks(len(evidence.seen), 'run', 'runs')}, in step {step}"
+        return _Told(kind="running", rank=None, first=f"{told}{_paced(pace, evidence, 'is')}")
     ended = [witness.state for witness in evidence.witnesses.values()]
     if ended and set(ended) == {"ended"} and len(ended) == evidence.world_size:
-        return _Told(kind="ended", rank=None, first=f"{len(ended)} ranks ended as they should; none was slow")
+        told = _ranks(len(ended), "ended as they should", "ended as it should")
+        return _Told(kind="ended", rank=None, first=f"{told}{_paced(pace, evidence, 'was')}")
     silent = [evidence.who(rank) for rank in range(evidence.world_size) if rank not in evidence.witnesses]
     told = f"; {' and '.join(silent)} left nothing" if silent else ""
     return _Told(kind="vanished", rank=None, first=f"the run ended, and nobody wrote down why{told}")
+
+
+def _ranks(number: int, many: str, one: str) -> str:
+    return f"1 rank {one}" if number == 1 else f"{number} ranks {many}"
+
+
+def _paced(pace: Pace, evidence: Evidence, verb: str) -> str:
+    """Say that no rank is slow, as far as that is known; nothing of a rank that has nobody beside it."""
+    if evidence.world_size == 1:
+        return ""
+    if pace.known:
+        return f"; none {verb} slow"
+    return f"; too few steps of all of them to tell whether one {verb} slow"
 
 
 # ---- ranks -----------------------------------------------------------------------------------------------------------

@@ -12,10 +12,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import TypeAlias
 
 from composer3d.doctor.reading import Span, Witness
 
-__all__ = ["Straggler", "find_straggler"]
+__all__ = ["Pace", "Straggler", "compare_paces"]
 
 _PHASES = {
     "data_wait": "data_wait",
@@ -27,7 +28,11 @@ _PHASES = {
 }
 _RATIO = 1.5  # how much longer than the others a rank must work to be called slow
 _SHARE = 0.1  # and how much of a step that must be
+_OFTEN = 0.8  # and in how many of the steps: a machine that is busy delays now this rank and now that one
 _FEWEST = 3  # steps
+
+
+_Work: TypeAlias = Mapping[int, Mapping[str, float]]  # seconds of a rank's own work, by step and phase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,8 +61,26 @@ class Straggler:
         return self.own_s / self.others_s if self.others_s else float("inf")
 
 
-def find_straggler(witnesses: Mapping[int, Witness]) -> Straggler | None:
-    """Return the rank that works clearly longer than the others; None if there is none, or it cannot be known.
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What the times of ranks say of each other.
+
+    Args:
+        num_steps: Steps that all ranks are known in, without the first, which allocates.
+        straggler: The rank that works clearly longer than the others; None if there is none, or too few steps to know.
+    """
+
+    num_steps: int
+    straggler: Straggler | None = None
+
+    @property
+    def known(self) -> bool:
+        """Whether the steps are enough to say that no rank is slow."""
+        return self.num_steps >= _FEWEST
+
+
+def compare_paces(witnesses: Mapping[int, Witness]) -> Pace:
+    """Return whether a rank works clearly longer than the others, and of how many steps that is known.
 
     Args:
         witnesses: By rank; their clocks must agree, as those of one machine do.
@@ -65,11 +88,15 @@ def find_straggler(witnesses: Mapping[int, Witness]) -> Straggler | None:
     waits = _waits(witnesses)
     work = {rank: _work(witness.spans, waits.get(rank, ())) for rank, witness in witnesses.items()}
     if len(work) < 2 or not all(work.values()):
-        return None
+        return Pace(num_steps=0)
     # The first steps allocate, and each rank may have lost its own oldest ones.
     steps = sorted(set.intersection(*(set(found) for found in work.values())))[1:]
     if len(steps) < _FEWEST:
-        return None
+        return Pace(num_steps=len(steps))
+    return Pace(num_steps=len(steps), straggler=_find_straggler(work, steps))
+
+
+def _find_straggler(work: Mapping[int, _Work], steps: Sequence[int]) -> Straggler | None:
     phases = {
         rank: {phase: median(found[step].get(phase, 0.0) for step in steps) for phase in set(_PHASES.values())}
         for rank, found in work.items()
@@ -81,6 +108,10 @@ def find_straggler(witnesses: Mapping[int, Witness]) -> Straggler | None:
     phase = max(excess, key=lambda name: excess[name])
     usual = median(sums[rank] for rank in others)
     if sums[slow] < _RATIO * usual or sums[slow] - usual < _SHARE * sums[slow]:
+        return None
+    spent = {rank: [sum(found[step].values()) for step in steps] for rank, found in work.items()}
+    late = sum(own >= _RATIO * median(spent[rank][i] for rank in others) for i, own in enumerate(spent[slow]))
+    if late < _OFTEN * len(steps):
         return None
     return Straggler(
         rank=slow,
@@ -107,7 +138,7 @@ def _waits(witnesses: Mapping[int, Witness]) -> dict[int, list[tuple[int, int]]]
     return {rank: sorted(found) for rank, found in waits.items()}
 
 
-def _work(spans: Sequence[Span], waits: Sequence[tuple[int, int]]) -> dict[int, dict[str, float]]:
+def _work(spans: Sequence[Span], waits: Sequence[tuple[int, int]]) -> _Work:
     """Return the seconds of own work by step and phase, of the steps that began after the first known wait."""
     if not waits:
         return {}

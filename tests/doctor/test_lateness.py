@@ -5,16 +5,17 @@ from __future__ import annotations
 import pytest
 
 from composer3d.diagnosis import Account, Collective
-from composer3d.doctor.lateness import find_straggler
+from composer3d.doctor.lateness import compare_paces
 from composer3d.doctor.reading import Span, Witness
 
 MS = 1_000_000
 
 
-def witness(rank, spans, arrivals):
+def witness(rank, spans, arrivals, num_ranks=3):
     """Return what a rank tells: spans as (name, step, start, end), arrivals at the collectives 0, 1, ..."""
+    peers = tuple(range(num_ranks))
     rows = tuple(
-        Collective(axis="dp", ranks=(0, 1, 2), number=number, op="all_reduce", sizes=((1,),), time_ns=round(at * MS))
+        Collective(axis="dp", ranks=peers, number=number, op="all_reduce", sizes=((1,),), time_ns=round(at * MS))
         for number, at in enumerate(arrivals)
     )
     account = Account(rank=rank, step=0, inside=False, spans=(), place="", own=None, collectives=rows)
@@ -72,7 +73,7 @@ def ranks(forward, backward, wait=(0.0, 0.0, 0.0), num_steps=6):
     ],
 )
 def test_the_slow_rank_and_its_phase(work, phase, own_ms, others_ms):
-    late = find_straggler(work)
+    late = compare_paces(work).straggler
     assert (late.rank, late.phase, late.num_steps) == (1, phase, 5)
     assert (late.own_s, late.others_s) == pytest.approx((own_ms / 1e3, others_ms / 1e3))
     assert late.waited_s == pytest.approx((own_ms - others_ms) / 1e3)
@@ -83,18 +84,36 @@ def test_waiting_is_no_work():
     """All spans of a backward end together: only what a rank does itself tells them apart."""
     work = ranks((10, 10, 10), (20, 100, 20))
     assert work[0].spans[2].end_ns - work[0].spans[2].start_ns == 60 * MS
-    assert find_straggler(work).others_s == pytest.approx(0.02)
+    assert compare_paces(work).straggler.others_s == pytest.approx(0.02)
+
+
+def delayed(steps):
+    """Return two ranks of which rank 1 works 20 ms instead of 10 in some of ten steps."""
+    spans, arrivals, now = [[], []], [[0.0], [0.0]], 0.0
+    for step in range(10):
+        own = [10, 20 if step in steps else 10]
+        for rank in range(2):
+            spans[rank].append(("forward", step, now, now + own[rank]))
+            arrivals[rank].append(now + own[rank])
+        now += max(own)
+    return {rank: witness(rank, spans[rank], arrivals[rank], num_ranks=2) for rank in range(2)}
 
 
 @pytest.mark.parametrize(
-    "work",
+    ("work", "known"),
     [
-        ranks((10, 14, 10), (20, 22, 20)),
-        ranks((10, 50, 10), (20, 20, 20), num_steps=3),
-        {0: witness(0, [("forward", step, step, step + 1) for step in range(9)], [])},
-        {},
+        (ranks((10, 14, 10), (20, 22, 20)), True),
+        (delayed({1, 3, 4, 5, 7, 8}), True),
+        (ranks((10, 50, 10), (20, 20, 20), num_steps=3), False),
+        ({0: witness(0, [("forward", step, step, step + 1) for step in range(9)], [])}, False),
+        ({}, False),
     ],
-    ids=["nearly alike", "too few steps", "one rank", "nobody"],
+    ids=["nearly alike", "now and then", "too few steps", "one rank", "nobody"],
 )
-def test_nobody_is_slow(work):
-    assert find_straggler(work) is None
+def test_nobody_is_slow(work, known):
+    pace = compare_paces(work)
+    assert (pace.straggler, pace.known) == (None, known)
+
+
+def test_a_rank_that_is_slow_in_nearly_every_step():
+    assert compare_paces(delayed(set(range(10)) - {5})).straggler.rank == 1
