@@ -30,9 +30,12 @@ def group_parameters(
 
     Raises:
         PatternError: A group matches nothing in the whole model.
+        StepError: A group has no `match`, or one that is no regular expression.
     """
+    expressions = [_expression(number, group) for number, group in enumerate(groups)]
     members: list[dict[str, Any]] = [{**group, "params": []} for group in groups] + [{"params": []}]
-    expressions = [re.compile(group.pop("match")) for group in members[:-1]]
+    for group in members[:-1]:
+        del group["match"]
     for expression in expressions:
         if not any(expression.search(name) for name in known):
             raise PatternError(expression.pattern, "the group would be empty; `match` is a regular expression")
@@ -41,6 +44,19 @@ def group_parameters(
             places = [index for index, expression in enumerate(expressions) if expression.search(fqn)]
             members[places[0] if places else -1]["params"].append(parameter)
     return [piece for group in members for piece in _by_kind(group)] or members[-1:]
+
+
+def _expression(number: int, group: Mapping[str, Any]) -> re.Pattern[str]:
+    """Return the compiled `match` of a group; groups of torch name tensors, and a sharded model has others."""
+    how = 'a group is {"match": REGULAR_EXPRESSION, ...}, searched in FQNs, with the hyperparameters of what matches'
+    if not isinstance(group, Mapping) or not isinstance(group.get("match"), str | re.Pattern):
+        found = f"has {', '.join(map(repr, group)) or 'nothing'}" if isinstance(group, Mapping) else "is no mapping"
+        raise StepError(f"run.optimizer(groups=...): group {number} {found}, and no text `match`; {how}")
+    try:
+        return re.compile(group["match"])
+    except re.error as error:
+        wrong = f'`match` of group {number}, "{group["match"]}", is no regular expression: {error}'
+        raise StepError(f"run.optimizer(groups=...): {wrong}; {how}") from None
 
 
 def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:

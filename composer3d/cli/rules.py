@@ -219,16 +219,20 @@ def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
 def optimizer_problems(manifest: Manifest) -> list[Problem]:
     """Import the optimizer and the schedule that the manifest names, and check the optimizer's arguments."""
     from composer3d.runner.optimizer import optimizer_class
+    from composer3d.runner.optimizer_arguments import refused_arguments
 
     document, problems = manifest.document, []
     if "optimizer" in manifest.tables:
         table = manifest.tables["optimizer"]
         try:
-            optimizer_class(table, document.folder)
+            cls, arguments = optimizer_class(table, document.folder)
         except (PluginError, ReferenceFailure) as error:
             key = next((key for key in table.args if f'"{key}"' in error.message), None)
             path = ("optimizer", "args", key) if key else ("optimizer", "use")
             problems.append(document.problem(path, error.message, hint=error.hint))
+        else:
+            refused = refused_arguments(table, cls, arguments)
+            problems += [document.problem(("optimizer", *path), reason) for path, reason in refused]
     if "lr_schedule" in manifest.tables and ":" in manifest.tables["lr_schedule"].kind:
         key = "use" if manifest.tables["lr_schedule"].use else "name"
         try:
@@ -261,9 +265,10 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
         preparation.hooks.query(hook, context=preparation.context, cls=cls, groups=[group])
     except ComposerError as error:
         # What is wrong with the optimizer that is the default is the plugin's table.
-        is_stated = document.get(("optimizer", "use")) is not None
+        if document.get(("optimizer", "use")) is not None:
+            return [document.problem(("optimizer", "use"), str(error))]
         own = ("optimizer",) if len(asked) > 1 else (asked[0].info.family, asked[0].name)
-        return [document.problem(("optimizer", "use") if is_stated else own, str(error))]
+        return [document.problem(own, str(error), whole_table=True)]
     except Exception:  # it was made of all parameters and on meta: what else a class asks for, the run has
         return []
     return []

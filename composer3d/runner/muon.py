@@ -48,6 +48,9 @@ class Muon(AdamW):
         adjust_lr: How a matrix' rate depends on its shape: so that updates are as large as AdamW's and one rate fits
             both, or as in the original.
         fused: Of AdamW.
+
+    Raises:
+        ValueError: `ns_steps` is below 1, or `momentum` is not in [0, 1).
     """
 
     def __init__(
@@ -63,6 +66,10 @@ class Muon(AdamW):
         adjust_lr: Adjustment = "match_rms_adamw",
         fused: bool | None = None,
     ) -> None:
+        if ns_steps < 1:
+            raise ValueError(f"Invalid ns_steps value: {ns_steps}")
+        if not 0.0 <= momentum < 1.0:
+            raise ValueError(f"Invalid momentum value: {momentum}")
         own = {
             "matrices": False,
             "momentum": momentum,

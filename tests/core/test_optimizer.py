@@ -114,6 +114,29 @@ def test_plain_and_sharded_parameters_are_groups_of_their_own():
         assert [(lr, len(names)) for lr, names in found] == [(0.1, 7), (0.1, 1), (0.5, 7), (0.5, 1)]
 
 
+@pytest.mark.parametrize(
+    ("group", "found"),
+    [
+        ({"params": [], "lr": 1.0}, "group 1 has 'params', 'lr', and no text `match`; "),
+        ({}, "group 1 has nothing, and no text `match`; "),
+        ({"match": 3}, "group 1 has 'match', and no text `match`; "),
+        ([], "group 1 is no mapping, and no text `match`; "),
+        (
+            {"match": "*.bias"},
+            '`match` of group 1, "*.bias", is no regular expression: nothing to repeat at position 0; ',
+        ),
+    ],
+)
+def test_a_group_without_a_regular_expression_is_refused(group, found):
+    named = list(seeded().named_parameters())
+    with pytest.raises(StepError) as caught:
+        group_parameters(named, [{"match": "bias"}, group], known=[fqn for fqn, _ in named])
+    assert str(caught.value) == (
+        f"run.optimizer(groups=...): {found}"
+        'a group is {"match": REGULAR_EXPRESSION, ...}, searched in FQNs, with the hyperparameters of what matches'
+    )
+
+
 def test_a_group_that_matches_nothing_in_the_model_is_refused():
     named = list(seeded().named_parameters())
     known = [fqn for fqn, _ in named]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models import composed, full, mine, padded, seeded, sum_loss
 from support.training import MANIFEST, losses, start, write
+from support.worlds import in_one_world
 
 from composer3d import ManifestError
 from composer3d.manifest import load_manifest
@@ -86,13 +87,14 @@ def trained(text, factory, chunks):
     return error, found, collectives.summary()
 
 
-@pytest.mark.parametrize(("world_size", "text"), [(1, ""), (2, "[sharding.fsdp2]\n"), (2, "[sharding.ddp]\n")])
-def test_data_parallel_equals_one_device_bit_for_bit(world_size, text):
+@pytest.mark.parametrize(("world_size", "texts"), [(1, [""]), (2, ["[sharding.fsdp2]\n", "[sharding.ddp]\n"])])
+def test_data_parallel_equals_one_device_bit_for_bit(world_size, texts):
     from support.models import Net
 
-    for error, found, _ in run_ranks(trained, world_size, text, Net, world_size):
-        assert error == 0.0
-        assert found[-1] < found[0]
+    for ranks in in_one_world(trained, world_size, *((text, Net, world_size) for text in texts)):
+        for error, found, _ in ranks:
+            assert error == 0.0
+            assert found[-1] < found[0]
 
 
 def test_tensor_parallel_and_pipelines_equal_one_device():
@@ -106,22 +108,24 @@ def test_tensor_parallel_and_pipelines_equal_one_device():
 
 
 def test_collectives_are_one_gather_a_matrix():
-    (_, _, sharded), _ = run_ranks(trained, 2, "[sharding.fsdp2]\n", Even, 2)
+    texts = ("[sharding.fsdp2]\n", "[sharding.ddp]\n")
+    sharded, replicated = (ranks[0][2] for ranks in in_one_world(trained, 2, *((text, Even, 2) for text in texts)))
     assert sharded == {("all_gather", "dp_shard"): (4, 4 * 4 * 8 * 16)}
-    (_, _, replicated), _ = run_ranks(trained, 2, "[sharding.ddp]\n", Even, 2)
     assert replicated == {}
 
 
+@pytest.mark.slow
 def test_a_run_trains_and_resumes_bit_for_bit_at_another_world(tmp_path):
     text = MANIFEST.replace("optimizer.lr = 1e-2", 'optimizer = { use = "muon", lr = 1e-2 }').replace(
         "steps = 12", "steps = 6"
     )
     path = write(tmp_path, text)
+    resume = str(tmp_path / "out" / "checkpoints" / "step-3")
     start(path, 2, "checkpoint.every=3")
+    start(path, 2, output=tmp_path / "again", resume=resume)
     whole = losses(tmp_path / "out")
-    start(path, 2, output=tmp_path / "again", resume=str(tmp_path / "out" / "checkpoints" / "step-3"))
     assert losses(tmp_path / "again") == whole[3:]
-    start(path, 4, output=tmp_path / "four", resume=str(tmp_path / "out" / "checkpoints" / "step-3"))
+    start(path, 4, output=tmp_path / "four", resume=resume)
     assert losses(tmp_path / "four") == pytest.approx(whole[3:], rel=2e-3)
 
 
