@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d import torch_compat as torch_compat
-    from composer3d.batch import map_tensors
+    from composer3d.batch import map_tensors, units_of
     from composer3d.composing import compose
     from composer3d.composition import Composition
     from composer3d.context import RunContext
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 _MODULES = {
-    "batch": ("map_tensors",),
+    "batch": ("map_tensors", "units_of"),
     "composing": ("compose",),
     "composition": ("Composition",),
     "context": ("RunContext",),
@@ -171,6 +171,7 @@ __all__ = [
     "select_fqns",
     "share_of",
     "torch_compat",
+    "units_of",
 ]
 
 

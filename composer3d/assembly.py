@@ -16,6 +16,7 @@ from composer3d.agreement import agree_on_plan
 from composer3d.application import agree_on_factory, agree_on_weights, apply_transforms, materialise
 from composer3d.closing import close_all
 from composer3d.context import Purpose, RunContext
+from composer3d.criterion import Criterion
 from composer3d.errors import ManifestError
 from composer3d.flight import Flight
 from composer3d.guard import Guard
@@ -23,7 +24,7 @@ from composer3d.ledger import Ledger
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.preparation import PlanRow, Preparation, prepare
-from composer3d.protocol import Example, LossFunction, Schedule, Stateful
+from composer3d.protocol import Example, Schedule, Stateful
 from composer3d.registry import Hooks
 from composer3d.step import StepEngine
 from composer3d.streams import Streams
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from composer3d.loss import Reduction
 
 __all__ = ["Assembled", "assemble", "build_mesh", "freeze"]
 
@@ -62,9 +62,7 @@ def assemble(
     model: nn.Module | Callable[[], nn.Module],
     manifest: str | Path | Manifest,
     *,
-    loss_fn: LossFunction | None,
-    loss_reduction: Reduction | None,
-    count_fn: Callable[[Any], int] | None,
+    criterion: Criterion,
     weights: Literal["check", "rank0"],
     tables: Mapping[str, type] | None,
     device: str | torch.device | None,
@@ -104,7 +102,7 @@ def assemble(
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
-        return freeze(preparation, loss_fn, loss_reduction, count_fn, release, plan)
+        return freeze(preparation, criterion, release, plan)
     except BaseException as error:
         # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
         if preparation is not None:
@@ -192,9 +190,7 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
 
 def freeze(
     preparation: Preparation,
-    loss_fn: LossFunction | None,
-    reduction: Reduction | None,
-    count_fn: Callable[[Any], int] | None,
+    criterion: Criterion,
     release: Callable[[], None],
     plan: int | None,
     *,
@@ -213,9 +209,7 @@ def freeze(
         flight=flight,
         ledger=_ledger(preparation, group, device),
         streams=streams,
-        loss_fn=loss_fn,
-        count_fn=count_fn,
-        reduction=reduction,
+        criterion=criterion,
     )
     engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
     context.freeze(

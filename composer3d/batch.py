@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.errors import BatchError
 from composer3d.protocol import Batch
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Digest", "cut", "map_tensors", "tensors", "to_device"]
+__all__ = ["Digest", "cut", "map_tensors", "tensors", "to_device", "units_of"]
 
 _PIECE = 1 << 16  # weights made at a time
 
@@ -37,6 +37,26 @@ def tensors(value: Any) -> Iterator[Tensor]:
     found: list[Tensor] = []
     map_tensors(found.append, value)
     yield from found
+
+
+def units_of(inputs: Any) -> tuple[Literal["tokens", "samples"], int]:
+    """Return in what the rate of a training is told, and how many of it a model's inputs are.
+
+    Numbers of tokens are looked up in an embedding, which takes integers of 32 and 64 bits alone: every position is a
+    token, padding too. Whatever else the first tensor holds, pixels for example, a sample is the unit, whatever its
+    size. The same is counted by a plan, by a run and by plugins.
+
+    Args:
+        inputs: Of a model: a tensor, or a nested container of them, such as the `args` of a `Batch`.
+    """
+    import torch
+
+    first = next((tensor for tensor in tensors(inputs) if tensor.dim()), None)
+    if first is None:
+        return "samples", 0
+    if first.dtype in (torch.int32, torch.int64):
+        return "tokens", first.numel()
+    return "samples", first.shape[0]
 
 
 def cut(batch: Batch, size: int | None) -> list[Batch]:

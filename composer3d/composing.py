@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.assembly import assemble
 from composer3d.composition import Composition
+from composer3d.criterion import Criterion
 from composer3d.protocol import Example, LossFunction
 
 if TYPE_CHECKING:
@@ -65,9 +66,7 @@ def compose(
     assembled = assemble(
         model,
         manifest,
-        loss_fn=loss_fn,
-        loss_reduction=loss_reduction,
-        count_fn=count_fn,
+        criterion=Criterion(loss_fn, count_fn, loss_reduction),
         weights=weights,
         tables=tables,
         device=device,

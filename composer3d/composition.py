@@ -204,7 +204,7 @@ class Composition:
         return Evaluation(loss=loss, count=count)
 
     def _place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
-        if target is None and self._engine.loss_is_the_models:
+        if target is None and self._engine.criterion.is_the_models:
             target = kwargs.get("labels")  # it is what the model counts, too
         batch = Batch(args=args, kwargs=kwargs, target=target)
         for function in self._assembled.place_batch:
@@ -275,7 +275,7 @@ class Composition:
             and leaves the weights alone where a rank vetoed.
 
         Raises:
-            StepError: There is one already.
+            StepError: There is one already, or a group has no regular expression `match`.
             PluginError: `in_backward`, and something needs gradients after the backward.
             PatternError: A group matches nothing in the whole model.
         """

@@ -9,10 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+from composer3d import spans
 from composer3d.errors import PluginError, StepError, TransformError
 from composer3d.mesh import Layout, Role
 from composer3d.ordering import Order
 from composer3d.patterns import select as select_fqns
+from composer3d.patterns import sharing_nothing
 from composer3d.protocol import Dtypes, Example, ParameterMesh, Part, Recorder, Split
 
 if TYPE_CHECKING:
@@ -30,7 +32,7 @@ __all__ = ["Purpose", "RunContext"]
 Purpose = Literal["run", "check", "plan", "verify"]
 
 # What a plugin may do to a step; one alone may do the first two.
-Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients"]
+Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth"]
 
 # Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
 ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
@@ -135,7 +137,8 @@ class RunContext:
         Args:
             what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it looks at
                 gradients, or changes them, between the backward and the optimizer. "moved_gradients": it takes them
-                elsewhere before they are reduced.
+                elsewhere before they are reduced. "first_step": its first step is unlike the others, of which a
+                plan is. "depth": what it does to a block hangs on how many there are: a plan traces all of them.
             by: The plugin.
             each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is there.
 
@@ -143,7 +146,7 @@ class RunContext:
             PluginError: Another plugin makes the optimizer, or scales the loss.
         """
         claims = self._claims.setdefault(what, [])
-        if claims and not what.endswith("gradients") and claims[0][0] is not by:
+        if claims and what in ("optimizer", "grad_scaler") and claims[0][0] is not by:
             verb = "make the optimizer" if what == "optimizer" else "scale the loss"
             raise PluginError(
                 f"{self._name(claims[0][0])} and {self._name(by)} both {verb}, and a run has one; remove one of them"
@@ -259,11 +262,12 @@ class RunContext:
 
         Raises:
             PatternError: A pattern matches nothing.
+            TransformError: Stated units share a parameter.
         """
-        if patterns is None:
-            patterns = () if self._blocks is None else (self._blocks,)
-        found = [fqn for pattern in patterns for fqn in select_fqns(pattern, self.fqns)]
-        return [*(fqn for fqn in dict.fromkeys([*found, *self.own_units]) if fqn), ""]
+        chosen = patterns if patterns is not None else () if self._blocks is None else (self._blocks,)
+        found = [fqn for pattern in chosen for fqn in select_fqns(pattern, self.fqns)]
+        units = [fqn for fqn in dict.fromkeys([*found, *self.own_units]) if fqn]
+        return [*sharing_nothing(units, self.ties, stated=patterns is not None), ""]
 
     def select(self, model: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
         """Return the modules of `model` that match.
@@ -353,7 +357,7 @@ class RunContext:
 
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""
-        return _Spans(self._recorders, name, attributes) if self._recorders else _NO_SPAN
+        return spans.opened(self._recorders, name, attributes)
 
     def begin_microbatch(self, index: int, is_last: bool, stage: int = 0) -> None:
         """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves.
@@ -375,24 +379,3 @@ class RunContext:
         """Run the actions at AFTER_MICROBATCH."""
         assert self._microbatch is not None, "the composition sets it"
         self._microbatch[1]()
-
-
-class _Spans:
-    """A span on every recorder; a class, because a generator costs twice as much where microseconds count."""
-
-    __slots__ = ("_attributes", "_name", "_recorders", "_tokens")
-
-    def __init__(self, recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> None:
-        self._recorders, self._name, self._attributes = recorders, name, attributes
-
-    def __enter__(self) -> None:
-        name, attributes = self._name, self._attributes
-        self._tokens = [recorder.begin(name, attributes) for recorder in self._recorders]
-
-    def __exit__(self, *error: object) -> None:
-        for recorder, token in zip(reversed(self._recorders), reversed(self._tokens), strict=True):
-            recorder.end(token)
-
-
-# nullcontext holds nothing and may be entered any number of times at once.
-_NO_SPAN = contextlib.nullcontext()

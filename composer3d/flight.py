@@ -48,6 +48,7 @@ _LOST = (
 )
 _LOOK_S = 0.5  # how often a rank looks for an alarm
 _ANSWER_S = 2.0  # how long the first one waits for answers
+_CLOSE_S = 10.0  # how long the end waits for a look in progress: a store that is there answers long before
 _GONE_S = 0.7  # and where a connection broke, so that one of them will not come
 _KEPT = 64  # collectives of each group that a rank tells of
 _CLOSED = 1024  # spans that it remembers
@@ -125,7 +126,7 @@ class Flight:
         self._stop.set()
         atexit.unregister(self.close)
         if self._thread.is_alive():
-            self._thread.join(timeout=2 * _LOOK_S)
+            self._thread.join(timeout=_CLOSE_S)
 
     # ---- a recorder of spans -----------------------------------------------------------------------------------------
 

@@ -336,6 +336,8 @@ class HookSpecs:
     def composer3d_state(self, context: RunContext) -> Mapping[str, Stateful] | None:
         """Name what is saved and loaded with the checkpoint, under the plugin's name.
 
+        A checkpoint and the run that loads it must have the same, but for what is marked as dispensable.
+
         Args:
             context: Complete.
 

@@ -5,16 +5,16 @@ A `*` stands for characters inside one component, as in a shell; `**` stands for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from composer3d.errors import PatternError, did_you_mean
+from composer3d.errors import PatternError, TransformError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["find_blocks", "matches", "select"]
+__all__ = ["find_blocks", "matches", "select", "sharing_nothing"]
 
 
 def matches(pattern: str, fqn: str) -> bool:
@@ -78,3 +78,27 @@ def _equal(blocks: list[nn.Module]) -> bool:
     """Blocks are equal when their type and the names and shapes of their parameters are, and they have some."""
     forms = {(type(block), tuple((name, p.shape) for name, p in block.named_parameters())) for block in blocks}
     return len(forms) == 1 and any(True for _ in blocks[0].parameters())
+
+
+def sharing_nothing(units: Sequence[str], ties: Iterable[Sequence[str]], *, stated: bool) -> list[str]:
+    """Return the units that share no parameter with another one; what others hold is left to the root.
+
+    Args:
+        units: FQNs of modules.
+        ties: Groups of FQNs that are one parameter.
+        stated: Somebody has chosen them.
+
+    Raises:
+        TransformError: Stated units share a parameter: each of them would cut it.
+    """
+    shared: set[str] = set()
+    for group in ties:
+        inside = {max((unit for unit in units if fqn.startswith(f"{unit}.")), key=len, default="") for fqn in group}
+        holders = sorted(inside - {""})
+        if stated and len(holders) > 1:
+            raise TransformError(
+                f'the units "{holders[0]}" and "{holders[1]}" share the parameter "{group[0]}", which one unit holds: '
+                "name a module that has both inside, or leave them to the root"
+            )
+        shared.update(holders if len(holders) > 1 else ())
+    return [unit for unit in units if unit not in shared]

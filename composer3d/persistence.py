@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,10 +25,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Persistence"]
 
+log = logging.getLogger(__name__)
+
 FORMAT = 1
 _OTHER_STATES = "; the run that saved it had other plugins, or other options of theirs"
-
-_AFTER_ERROR_S = 3.0  # a save that is nearly done is of use to whoever goes on from it
 
 
 class Persistence:
@@ -55,8 +56,10 @@ class Persistence:
         if optimizer is not None:
             more, state["optimizer"] = checkpoint.optimizer_tensors(optimizer, self._parameters())
             tensors |= more
-        for prefix, stateful in self._stateful().items():
-            state["states"][prefix] = _take_out(stateful.state_dict(), prefix, tensors)
+        stateful = self._stateful()
+        state["dispensable"] = _dispensable(stateful)
+        for prefix, thing in stateful.items():
+            state["states"][prefix] = _take_out(thing.state_dict(), prefix, tensors)
         with self._assembled.context.span("checkpoint", action="save", asynchronous=asynchronous):
             tensors |= {key: _rewritten(tensor, order.model) for key, tensor, order in self._reordered(tensors)}
             if asynchronous:
@@ -87,17 +90,19 @@ class Persistence:
         if optimizer is not None:
             tensors |= checkpoint.optimizer_tensors(optimizer, self._parameters())[0]
         stateful = self._stateful()
-        self._refuse_other_states(path, set(stateful), set(state["states"]))
+        left_behind = self._left_behind(path, stateful, state)
+        stateful = {prefix: thing for prefix, thing in stateful.items() if prefix in state["states"]}
         present: dict[str, Tensor] = {}
         for prefix, thing in stateful.items():
             _take_out(thing.state_dict(), prefix, present)
-        filled = {prefix: _blank(value, prefix, path, present) for prefix, value in state["states"].items()}
+        filled = {prefix: _blank(state["states"][prefix], prefix, path, present) for prefix in stateful}
         for prefix, value in filled.items():
             _take_out(value, prefix, tensors)
         reordered = self._reordered(tensors)
         tensors |= {key: tensor.clone() for key, tensor, _ in reordered}
+        extra = [f"{prefix}/" for prefix in left_behind] + ([] if optimizer is not None else ["optimizer/"])
         with self._assembled.context.span("checkpoint", action="load"):
-            checkpoint.load(path, tensors=tensors, allow_extra=() if optimizer is not None else ("optimizer/",))
+            checkpoint.load(path, tensors=tensors, allow_extra=extra)
         for key, tensor, order in reordered:
             initialisation.place(tensor, order.stored(_full(tensors[key])))
         if optimizer is not None:
@@ -117,7 +122,7 @@ class Persistence:
             error: What ended the run: then a save in flight has a few seconds, as it may wait for who ended it.
         """
         if self._saver is not None:
-            self._saver.close(at_most_s=None if error is None else _AFTER_ERROR_S)
+            self._saver.close(at_most_s=None if error is None else checkpoint.AFTER_ERROR_S)
 
     def _parts(self) -> list[nn.Module]:
         return [part.module for part in self._assembled.context.parts]
@@ -167,14 +172,29 @@ class Persistence:
         }
         return plugins | {f"attached/{name}": stateful for name, stateful in self._attached.items()}
 
-    def _refuse_other_states(self, path: Path, have: set[str], saved: set[str]) -> None:
-        lacking, extra = sorted(have - saved), sorted(saved - have)
-        if lacking:
-            raise CheckpointError(f'{path}: holds no state "{lacking[0]}", which this run has{_OTHER_STATES}')
-        if extra:
+    def _left_behind(self, path: Path, stateful: Mapping[str, Stateful], state: Mapping[str, Any]) -> list[str]:
+        """Return the saved states that nothing takes; refuse those that a run cannot do without, here or there."""
+        saved = set(state["states"])
+        lacking, extra = sorted(stateful.keys() - saved), sorted(saved - stateful.keys())
+        needed = [prefix for prefix in lacking if prefix not in _dispensable(stateful)]
+        if needed:
+            raise CheckpointError(f'{path}: holds no state "{needed[0]}", which this run has{_OTHER_STATES}')
+        needed = [prefix for prefix in extra if prefix not in state.get("dispensable", ())]
+        if needed:
             raise CheckpointError(
-                f'{path}: holds the state "{extra[0]}", which nothing in this run takes{_OTHER_STATES}'
+                f'{path}: holds the state "{needed[0]}", which nothing in this run takes{_OTHER_STATES}'
             )
+        if self._assembled.context.rank == 0:
+            for prefix in lacking:
+                log.warning('%s: holds no state "%s"; it begins anew', path, prefix)
+            for prefix in extra:
+                log.warning('%s: the state "%s" is left behind: nothing in this run takes it', path, prefix)
+        return extra
+
+
+def _dispensable(stateful: Mapping[str, Stateful]) -> list[str]:
+    """Return the names of states with an attribute `is_dispensable` that is true: see `Stateful`."""
+    return sorted(prefix for prefix, thing in stateful.items() if getattr(thing, "is_dispensable", False))
 
 
 def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]:

@@ -226,6 +226,8 @@ def _select(preparation: Preparation) -> None:
         registered = by_name[transform.name]
         with _located(problems, partial(_at_plugin, registered, context)):
             fqns = tuple(transform.select(preparation.model, context) or ())
+            if transform.may_be_empty and not fqns:
+                continue
             _check_selection(transform, fqns, context)
             if transform.own_units:
                 context.own_units += fqns

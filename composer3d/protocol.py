@@ -178,7 +178,11 @@ class GradScaler(Protocol):
 
 
 class Stateful(Protocol):
-    """Something that is saved and loaded with the checkpoint: tensors, and values that JSON holds."""
+    """Something that is saved and loaded with the checkpoint: tensors, and values that JSON holds.
+
+    One that a run can do without, as it finds its values again by itself, has an attribute `is_dispensable` that is
+    true: where a checkpoint does not hold it, it begins anew, and a run that has no use for it leaves it behind.
+    """
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state."""

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients
 from composer3d.batch import cut
+from composer3d.criterion import Criterion
 from composer3d.errors import StepError
 from composer3d.flight import Flight
 from composer3d.guard import Guard
 from composer3d.in_backward import BackwardStepper
 from composer3d.ledger import Ledger
-from composer3d.loss import Reduction, as_loss, count_valid, reduction_of
 from composer3d.own_forward import OwnForward
-from composer3d.protocol import Batch, GradScaler, LossFunction, Part
+from composer3d.protocol import Batch, GradScaler, Part
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -70,16 +70,13 @@ class StepEngine:
         flight: Flight | None,
         ledger: Ledger,
         streams: Streams,
-        loss_fn: LossFunction | None,
-        count_fn: Callable[[Any], int] | None,
-        reduction: Reduction | None,
+        criterion: Criterion,
     ) -> None:
         self._context, self._guard, self._ledger, self._streams = context, guard, ledger, streams
         self.explaining: Callable[..., contextlib.AbstractContextManager[None]] = (
             flight.explaining if flight is not None else lambda activity="": contextlib.nullcontext()
         )
-        self._loss_fn, self._count_fn, self._reduction = loss_fn or _loss_of_model, count_fn, reduction
-        self.loss_is_the_models = loss_fn is None
+        self.criterion = criterion
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
@@ -87,9 +84,7 @@ class StepEngine:
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: StepState | None = None
-        self._counts: dict[int, int] = {}
         self._own: OwnForward | None = None
-        self._told_reduction = reduction  # holds for losses of the loop's own too; what loss_fn taught does not
         self._scheduled = self._evaluating = self._bypassed = self._equal = False
 
     # ---- the step ----------------------------------------------------------------------------------------------------
@@ -160,7 +155,7 @@ class StepEngine:
         microbatches = cut(batch, size)
         if self.stepper is not None:
             self.stepper.begin(self._call + len(microbatches))
-        self._agree(self._count_all(microbatches), identity)
+        self._agree(self.criterion.count_all(microbatches), identity)
         self._scheduled = True
         try:
             with self._context.span("forward_backward", microbatches=len(microbatches)):
@@ -183,7 +178,7 @@ class StepEngine:
         if self._ledger.pending:
             raise StepError("evaluate was called between a backward and its last one; finish the batch first")
         microbatches = cut(batch, size)
-        counts = self._count_all(microbatches)
+        counts = self.criterion.count_all(microbatches)
         with self.explaining("evaluate"):
             totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
@@ -196,32 +191,9 @@ class StepEngine:
 
     def loss(self, output: Any, target: Any) -> Tensor:
         """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
-        count = self._counts.get(id(target))
-        count = self._count(target) if count is None else count
         if self._evaluating:
-            value = self._loss_of_evaluation(output, target)
-            return self._ledger.record(as_loss(value, count=count, equal=self._equal, reduction=self._reduction))
-        value = self._loss_fn(output, target)
-        self._learn_reduction(value)
-        loss = as_loss(value, count=count, equal=self._equal, reduction=self._reduction)
-        return self._scale(self._ledger.scaled(loss))
-
-    def _loss_of_evaluation(self, output: Any, target: Any) -> Any:
-        """Evaluate the loss; its graph is needed once, to tell a sum from a mean, if no step has told before."""
-        import torch
-
-        if self._reduction is not None or not isinstance(output, torch.Tensor):
-            return self._loss_fn(output, target)
-        with torch.enable_grad():
-            value = self._loss_fn(output.detach().requires_grad_(), target)
-        self._learn_reduction(value)
-        return value.detach() if isinstance(value, torch.Tensor) else value
-
-    def _learn_reduction(self, value: Any) -> None:
-        import torch
-
-        if self._reduction is None and isinstance(value, torch.Tensor) and value.numel() == 1:
-            self._reduction = reduction_of(value)
+            return self._ledger.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
+        return self._scale(self._ledger.scaled(self.criterion.loss(output, target, equal=self._equal)))
 
     def _scale(self, loss: Tensor) -> Tensor:
         return self.scaler.scale(loss) if self.scaler is not None else loss
@@ -257,7 +229,7 @@ class StepEngine:
         if self._own is None:
             self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
-        loss = self._own.loss(value, last=last, equal=self._equal, reduction=self._told_reduction)
+        loss = self._own.loss(value, last=last, equal=self._equal, reduction=self.criterion.told)
         if self.stepper is not None:
             self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True
@@ -270,7 +242,7 @@ class StepEngine:
         return self._settle(state, self._ledger.pending) if last else None
 
     def _announce_own(self, target: Any, identity: int) -> None:
-        self._own = OwnForward() if target is None else OwnForward(target=target, count=self._count(target))
+        self._own = OwnForward() if target is None else OwnForward(target=target, count=self.criterion.count(target))
         self._agree([self._own.count], identity, own=True)
 
     def forget_losses(self) -> None:
@@ -286,17 +258,6 @@ class StepEngine:
         self._call, self._equal = self._call + 1, totals.equal
         self.state.count += totals.count
         self._ledger.announce(totals.count)
-
-    def _count_all(self, microbatches: Sequence[Batch]) -> list[int]:
-        counts = [self._count(microbatch.target) for microbatch in microbatches]
-        # Schedules hand targets back to the loss; found again by identity, nothing is counted twice.
-        self._counts = {id(m.target): n for m, n in zip(microbatches, counts, strict=True) if m.target is not None}
-        return counts
-
-    def _count(self, target: Any) -> int:
-        if target is None:
-            return 1
-        return int(self._count_fn(target)) if self._count_fn is not None else count_valid(target)
 
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -393,8 +354,3 @@ class StepEngine:
                 f"{call} was called after the gradients of this step had been clipped or used; "
                 "run all batches of a step first, and open a new step for the next optimizer step"
             )
-
-
-def _loss_of_model(output: Any, target: Any) -> Any:
-    """Take the loss that the model computed itself."""
-    return output.loss if hasattr(output, "loss") else output

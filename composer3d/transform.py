@@ -72,6 +72,8 @@ class Transform:
             each, named `name.label`.
         own_units: Data-parallel plugins take each of the selected modules as a unit of its own, beside those they were
             told; only in phases before DATA.
+        may_be_empty: Where it selects nothing it is left out: what it does is for some models only, and nobody asks for
+            it by name.
     """
 
     name: str
@@ -86,6 +88,7 @@ class Transform:
     before: tuple[str, ...] = ()
     rows: Callable[[Any], Mapping[str, Sequence[str]]] | None = None
     own_units: bool = False
+    may_be_empty: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,9 +13,10 @@ from composer3d.checkpoint.optimizer_state import (
 from composer3d.checkpoint.reader import TensorInfo, contents, read_tensor, read_tensors
 from composer3d.checkpoint.state_file import read_state
 from composer3d.checkpoint.wrappers import unwrapped
-from composer3d.checkpoint.writer import AsyncSaver, save
+from composer3d.checkpoint.writer import AFTER_ERROR_S, AsyncSaver, save
 
 __all__ = [
+    "AFTER_ERROR_S",
     "AsyncSaver",
     "TensorInfo",
     "complete",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import shutil
+import sys
 import threading
 from collections.abc import Mapping
 from concurrent import futures
@@ -21,7 +23,9 @@ from composer3d.checkpoint.folder import prepare, publish
 from composer3d.checkpoint.state_file import encode_state, write_state
 from composer3d.errors import CheckpointError
 
-__all__ = ["AsyncSaver", "save"]
+__all__ = ["AFTER_ERROR_S", "AsyncSaver", "save"]
+
+AFTER_ERROR_S = 3.0  # a save that is nearly done is of use to whoever goes on from it
 
 log = logging.getLogger(__name__)
 
@@ -52,13 +56,15 @@ class AsyncSaver:
 
     `save` returns once the tensors are copied to host memory; the thread writes them over its own gloo group, so its
     collectives cannot meet those of training. The rename and the marker come when all ranks are done. One save is in
-    flight at a time. Every method is called by all ranks.
+    flight at a time. Every method is called by all ranks. A process that ends without `close` waits for the save in
+    flight, a few seconds where an exception ends it.
 
     Memory: one copy of this rank's tensors on the host while a save is in flight.
     """
 
     def __init__(self) -> None:
         self._pending: futures.Future[None] | None = None
+        self._thread: threading.Thread | None = None
         self._group: dist.ProcessGroup | None = None
 
     def save(self, path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -78,12 +84,18 @@ class AsyncSaver:
         self._pending = futures.Future()
         arguments = (self._pending, request, self._group)
         # A daemon: a save that waits for a rank that hangs must not keep the process from its end.
-        threading.Thread(target=_fulfil, args=arguments, name="composer3d-checkpoint", daemon=True).start()
+        self._thread = threading.Thread(target=_fulfil, args=arguments, name="composer3d-checkpoint", daemon=True)
+        self._thread.start()
+        atexit.unregister(self._finish)
+        atexit.register(self._finish)
 
     def wait(self) -> None:
         """Return when nothing is in flight; raise the error of the last save if it failed."""
         pending, self._pending = self._pending, None
-        if pending is not None:
+        thread, self._thread = self._thread, None
+        if pending is not None and thread is not None:
+            # Until it has let go of tensors and of the group, too: while Python ends, that would abort the process.
+            thread.join()
             pending.result()
 
     def close(self, *, at_most_s: float | None = None) -> None:
@@ -93,6 +105,7 @@ class AsyncSaver:
             at_most_s: Seconds after which a save in flight is left to itself, with its process group; None waits for
                 as long as it takes.
         """
+        atexit.unregister(self._finish)
         pending = self._pending
         if pending is not None and at_most_s is not None:
             futures.wait([pending], timeout=at_most_s)
@@ -105,6 +118,12 @@ class AsyncSaver:
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
             self._group = None
+
+    def _finish(self) -> None:
+        """Close before Python ends, which would cut the save off, or abort the process, without a word of either."""
+        if self._pending is not None and not self._pending.done() and not (self._thread and self._thread.is_alive()):
+            return  # a fork of the process that saves: it has no such thread
+        self.close(at_most_s=AFTER_ERROR_S if hasattr(sys, "last_value") else None)
 
 
 def _fulfil(pending: futures.Future[None], request: _Request, group: dist.ProcessGroup | None) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["expect_no_packing", "run_on_meta"]
+__all__ = ["expect_no_packing", "multiply_in_double_precision", "run_on_meta"]
 
 
 def expect_no_packing(model: nn.Module) -> None:
@@ -41,8 +41,8 @@ def run_on_meta(model: nn.Module) -> None:
     """Let a forward on meta, in which plugins see how a model is made, go where one with values goes.
 
     transformers reads masks to leave out those that hide nothing, some of which models make themselves: on meta they
-    stay. Experts run by `eager` look for tokens one after the other: on meta `batched_mm` multiplies them all, and the
-    same parameters lead to the same outputs.
+    stay. Experts run by `eager` look for tokens one after the other, and torch's grouped product knows bfloat16 alone
+    there: on meta `batched_mm` multiplies them all, and the same parameters lead to the same outputs.
     """
     from transformers import masking_utils
 
@@ -67,10 +67,22 @@ def run_on_meta(model: nn.Module) -> None:
 
     _on_meta(model, keep_mask, restore_mask)
     for module in model.modules():
-        if getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager" and hasattr(
-            module, "_apply_gate"
-        ):
+        if _experts_of(module) in ("eager", "grouped_mm"):
             _on_meta(module, multiply_all, restore_experts)
+
+
+def multiply_in_double_precision(model: nn.Module) -> None:
+    """Let experts compute in float64, which torch's grouped matrix product does not know: one product a token."""
+    for module in model.modules():
+        if _experts_of(module) == "grouped_mm":
+            config: Any = module.config
+            config._experts_implementation = "batched_mm"
+
+
+def _experts_of(module: nn.Module) -> str | None:
+    """Return how transformers multiplies the experts that a module holds; None where it holds none."""
+    found: str | None = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    return found if hasattr(module, "_apply_gate") else None
 
 
 def _on_meta(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d.errors import ModelError, did_you_mean
 from composer3d.huggingface.files import WeightFiles
 from composer3d.huggingface.folder import TOKENIZER, find_folder, import_transformers
-from composer3d.huggingface.forward import expect_no_packing, run_on_meta
+from composer3d.huggingface.forward import expect_no_packing, multiply_in_double_precision, run_on_meta
 
 if TYPE_CHECKING:
     import torch
@@ -101,6 +101,7 @@ class HuggingFaceModel:
         Raises:
             ModelError: transformers has no causal language model of this configuration, or not with this attention.
         """
+        import torch
         from transformers import AutoModelForCausalLM
 
         for config in (self.config, self._text_config):
@@ -118,6 +119,8 @@ class HuggingFaceModel:
                 raise ModelError(message, key="attn_implementation") from error
             raise ModelError(f"transformers cannot make a causal language model of {self.folder}: {said}") from error
         expect_no_packing(model)
+        if _widened(self.dtype) is torch.float64:
+            multiply_in_double_precision(model)
         run_on_meta(model)
         return model
 

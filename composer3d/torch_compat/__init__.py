@@ -29,6 +29,7 @@ from composer3d.torch_compat.messages import (
     watching_messages,
 )
 from composer3d.torch_compat.modes import (
+    call_beside,
     dispatch_mode,
     hide_compiler_warnings,
     hide_profiler_warnings,
@@ -114,6 +115,7 @@ __all__ = [
     "ShardOf",
     "all_gather_single",
     "allocate",
+    "call_beside",
     "clear_sharding_caches",
     "compile_module",
     "custom_pipeline_schedule",

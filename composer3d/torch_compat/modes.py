@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 __all__ = [
+    "call_beside",
     "dispatch_mode",
     "hide_compiler_warnings",
     "hide_profiler_warnings",
@@ -49,6 +50,33 @@ def without_torch_functions() -> AbstractContextManager[None]:
     import torch
 
     return torch._C.DisableTorchFunction()
+
+
+def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> Any:
+    """Call a function inside `without_torch_functions` so that all modes that are on see it but those of one class.
+
+    A plugin that follows functions by modes of its own hides what it runs from them, and must not hide it from the
+    modes of others. The stack of modes, and what turns them on again, are private (torch 2.11-2.15).
+    """
+    import torch
+    from torch import overrides
+
+    stack: list[Any] = overrides._get_current_function_mode_stack()
+    others = [mode for mode in stack if not isinstance(mode, kind)]
+    if not others:
+        return func(*args, **options)
+    for _ in stack:
+        overrides._pop_mode()
+    for mode in others:
+        overrides._push_mode(mode)
+    try:
+        with torch._C._EnableTorchFunction():
+            return func(*args, **options)
+    finally:
+        for _ in others:
+            overrides._pop_mode()
+        for mode in stack:
+            overrides._push_mode(mode)
 
 
 def in_backward() -> bool:

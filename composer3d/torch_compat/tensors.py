@@ -129,7 +129,8 @@ def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     """Return the floating-point operations of an operator by torch's own formulas; 0 for those without one.
 
     The formulas are found by the operator's packet, which has no public name (torch 2.11-2.15). A product of integers
-    counts as one of floating-point numbers, and the CPU's fused attention as the GPU's; torch has no formula for them.
+    counts as one of floating-point numbers, and the CPU's fused attention as the GPU's; torch has no formula for them,
+    nor for grouped products, of which each row is multiplied with its group's matrix, whichever that is.
     """
     import torch
     from torch.utils.flop_counter import flop_registry
@@ -139,6 +140,10 @@ def num_flops(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     if products is not None:
         query, value = args[products > 2], args[2 + (products > 2)]
         return float(products * 2 * query.numel() * value.shape[-2])
+    if packet.__name__ in ("_grouped_mm", "_scaled_grouped_mm"):
+        mat_a, mat_b = args[:2]
+        groups = mat_a.shape[0] if mat_a.dim() > mat_b.dim() else 1  # each has its part of the columns of mat_b
+        return float(2 * mat_a.numel() // groups * mat_b.shape[-1])
     formula = flop_registry.get(torch.ops.aten.mm if packet is torch.ops.aten._int_mm else packet)
     return float(formula(*args, **kwargs, out_val=result)) if formula is not None else 0.0
 

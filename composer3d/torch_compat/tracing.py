@@ -53,6 +53,8 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
                 return args[0]  # torch's own would take new memory, where the real one returns what it is given
             if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
                 return _value(name, args[0].dtype)
+            if name == "aten::_grouped_mm" and isinstance(args[0], FakeTensor):
+                return known.run(func, args, kwargs, lambda: _grouped_product(*args, **(kwargs or {})))
             return known.run(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))
 
     start_autograd()
@@ -70,6 +72,37 @@ def _value(name: str, dtype: Any) -> Any:
     if name == "aten::equal":
         return True
     return 1.0 if dtype.is_floating_point else 0 if str(dtype) != "torch.bool" else False
+
+
+def _grouped_product(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """Return what a grouped matrix product makes of tensors without values, in any dtype that it is computed in.
+
+    torch's own answer (torch 2.11-2.15) knows bfloat16 alone, where its kernels, on CPU and on CUDA, take float32 and
+    float16 too. Rows of the result begin at multiples of 16 bytes, as the kernels make them.
+
+    Args:
+        mat_a: `[M, K]`, whose rows or columns are in groups; or `[G, M, K]`.
+        mat_b: `[G, K, N]`, or `[K, N]`, whose rows or columns are in groups.
+        offs: `[G]`, where each group ends.
+        bias: None: no kernel takes one.
+        out_dtype: None, or the one of the operands: no kernel makes another.
+
+    Raises:
+        RuntimeError: Where the kernels refuse: another dtype, or rows that begin elsewhere.
+    """
+    import torch
+
+    for name, matrix in (("mat_a", mat_a), ("mat_b", mat_b)):
+        if matrix.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise RuntimeError(f"Expected {name} to be Float32, BFloat16 or Float16 matrix, got {matrix.dtype}")
+        if max(matrix.stride()[-2:]) * matrix.element_size() % 16:
+            raise RuntimeError("strides should be multiple of 16 bytes")
+    size: tuple[int, ...] = (mat_a.shape[-2], mat_b.shape[-1])
+    if mat_a.dim() == mat_b.dim():
+        size = (mat_a.shape[0] if mat_a.dim() == 3 else offs.shape[0], *size)
+    step = 16 // mat_a.element_size()
+    row = -(-size[-1] // step) * step
+    return mat_a.new_empty_strided(size, (size[-2] * row, row, 1)[-len(size) :])
 
 
 def device_question() -> Any:

@@ -3,6 +3,9 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
 
@@ -193,6 +196,70 @@ def test_an_async_error_surfaces_at_the_next_call_once(tmp_path, later):
         calls["save"]()
         saver.close()
         assert latest(tmp_path) == tmp_path / "step-2"
+
+
+def test_nothing_of_a_save_is_left_after_it(tmp_path):
+    # A thread that lets go of a process group while Python ends is ended within C++, which aborts the process.
+    def hold(frame, event, arg):
+        if event == "return" and frame.f_code.co_name == "_fulfil":  # it has told that it is done
+            threading.Event().wait(0.1)
+
+    saver = AsyncSaver()
+    threading.setprofile(hold)
+    try:
+        saver.save(tmp_path / "step-1", tensors={"w": torch.ones(3)}, state={})
+    finally:
+        threading.setprofile(None)
+    saver.close()
+    assert "composer3d-checkpoint" not in {thread.name for thread in threading.enumerate()}
+    assert read_tensor(tmp_path / "step-1", "w").tolist() == [1, 1, 1]
+
+
+NEVER_CLOSED = """
+import sys
+from pathlib import Path
+import torch
+from torch import distributed as dist
+from composer3d.checkpoint import AsyncSaver
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+saver = AsyncSaver()
+saver.save(Path(sys.argv[1]), tensors={"w": torch.ones(3)}, state={})
+"""
+
+
+@pytest.mark.parametrize(("ending", "code"), [("", 0), ("raise OSError('no more data')", 1)])
+def test_a_save_that_nobody_waits_for_is_done_before_the_process_ends(tmp_path, ending, code):
+    command = [sys.executable, "-c", NEVER_CLOSED + ending, str(tmp_path / "step-1")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.rpartition("OSError: ")[2]) == (code, "no more data\n" if ending else "")
+    assert read_tensor(tmp_path / "step-1", "w").tolist() == [1, 1, 1]
+
+
+FORKED = """
+import os
+import sys
+import threading
+from pathlib import Path
+import torch
+from composer3d.checkpoint import AsyncSaver, writer
+begin, write = threading.Event(), writer._write
+writer._write = lambda *arguments: (begin.wait(), write(*arguments))
+saver = AsyncSaver()
+saver.save(Path(sys.argv[1]), tensors={"w": torch.ones(3)}, state={})
+child = os.fork()
+if not child:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+begin.set()
+"""
+
+
+def test_a_fork_does_not_wait_for_the_save_of_its_parent(tmp_path):
+    # Python 3.12 warns of every fork beside threads.
+    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORKED, str(tmp_path / "step-1")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "7\n", "")
+    assert read_tensor(tmp_path / "step-1", "w").tolist() == [1, 1, 1]
 
 
 def left():

@@ -4,8 +4,8 @@ import pytest
 from support.models import Net
 from torch import nn
 
-from composer3d import PatternError, select_fqns
-from composer3d.patterns import find_blocks, matches
+from composer3d import PatternError, TransformError, select_fqns
+from composer3d.patterns import find_blocks, matches, sharing_nothing
 
 FQNS = ("", "tok", "layers", "layers.0", "layers.0.up", "layers.1", "layers.1.up", "norm", "out")
 
@@ -126,3 +126,14 @@ def test_blocks_beside_a_list_whose_name_begins_alike():
     assert find_blocks(model) is None
     model = inside(layers=nn.ModuleList(blocks(2)), layers_extra=nn.ModuleList(blocks(2)))
     assert find_blocks(model) is None
+
+
+def test_units_that_share_a_parameter_are_left_to_the_root():
+    units = ["layers.0", "layers.1", "layers.1.inner", "layers.2"]
+    ties = [("embed.weight", "layers.2.head.weight"), ("layers.0.up.weight", "layers.1.inner.up.weight")]
+    assert sharing_nothing(units, ties, stated=False) == ["layers.1", "layers.2"]
+    assert sharing_nothing(units, ties[:1], stated=True) == units
+    with pytest.raises(
+        TransformError, match='"layers.0" and "layers.1.inner" share the parameter "layers.0.up.weight"'
+    ):
+        sharing_nothing(units, ties, stated=True)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from support.models import Net, composed, mine, padded, seeded
+from support.worlds import in_one_world
 
 from composer3d import CheckpointError, StepError
 from composer3d.testing import full, run_ranks
@@ -205,6 +206,48 @@ def test_what_does_not_fit_is_refused(tmp_path, saved, loaded, message):
     # Loads on two ranks say the same on both.
     for said in run_ranks(lambda: bare(path, **{"text": "[sharding.fsdp2]\n", **loaded}), 2):
         assert said == message.format(path=path)
+
+
+class Guess(Clock):
+    """What a run finds again by itself."""
+
+    is_dispensable = True
+
+    def __init__(self, ticks):
+        self.ticks, self.tensor = ticks, torch.full((2,), float(ticks))
+
+    def state_dict(self):
+        return {"ticks": self.ticks, "tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.ticks, self.tensor = state["ticks"], state["tensor"]
+
+
+def dispensed(caplog, path, names, load):
+    """Save or load with guesses; return them, what was logged, and a weight."""
+    torch.manual_seed(int(load))
+    run = composed("[sharding.fsdp2]\n", Net())
+    guesses = {name: Guess(7 if load else 3) for name in names}
+    for name, guess in guesses.items():
+        run.attach(name, guess)
+    caplog.clear()
+    run.load(path) if load else run.save(path)
+    weight = full(run.model.tok.weight).clone()
+    run.close()
+    return {name: (guess.ticks, guess.tensor.tolist()) for name, guess in guesses.items()}, caplog.messages, weight
+
+
+def test_a_state_that_a_run_can_do_without_begins_anew_or_is_left_behind(tmp_path, caplog):
+    path = tmp_path / "a"
+    cases = ((caplog, path, ("kept", "gone"), False), (caplog, path, ("kept", "new"), True))
+    ((_, _, saved), _), ((guesses, told, weight), (other, untold, _)) = in_one_world(dispensed, 2, *cases)
+    assert guesses == other == {"kept": (3, [3.0, 3.0]), "new": (7, [7.0, 7.0])}
+    assert torch.equal(saved, weight)
+    assert told == [
+        f'{path}: holds no state "attached/new"; it begins anew',
+        f'{path}: the state "attached/gone" is left behind: nothing in this run takes it',
+    ]
+    assert untold == []
 
 
 def weights_only(path):

@@ -270,6 +270,15 @@ def test_what_a_transform_declares_is_checked(options, place, message):
     assert problem == f"{place} {message}"
 
 
+def test_a_transform_that_may_be_empty_is_left_out_where_it_is():
+    text = f'{FAULTY}fault = "selects_nothing"\nmay_be_empty = {{}}\n'
+    found = prepared(text.format("true"))
+    assert (found.problems, found.selected) == ([], [])
+    assert problems(text.format("false")) == [
+        "2:11: [sharding.faulty] faulty selects no module, so it would do nothing"
+    ]
+
+
 def test_a_cycle_of_two_plugins_is_at_one_of_them():
     second = FAULTY.replace("sharding.faulty", "sharding.other")
     text = f'{FAULTY}name = "a"\nafter = ["b"]\n{second}name = "b"\nafter = ["a"]\n'

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import functools
-import logging
 import subprocess
 import sys
 import warnings
@@ -11,11 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d import torch_compat
-from composer3d.testing import fake_world, full, run_ranks
+from composer3d.testing import run_ranks
 
 
 def test_dispatch_mode_hands_over_every_operator():
@@ -81,15 +77,6 @@ def test_neg_view_is_a_view():
     assert view.is_neg() and tensor.tolist() == [-5.0, 1.0]
 
 
-def test_shards_strided_or_not_are_told_from_replicas():
-    from torch.distributed.tensor import Partial, Replicate, Shard
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    assert torch_compat.shard_of(Shard(1)) == (1, 1)
-    assert torch_compat.shard_of(_StridedShard(0, split_factor=4)) == (0, 4)
-    assert torch_compat.shard_of(Replicate()) is None and torch_compat.shard_of(Partial()) is None
-
-
 def test_allocate_keeps_values_that_are_there():
     module = torch.nn.Linear(2, 2, device="meta")
     module.register_buffer("ready", torch.arange(2))
@@ -102,87 +89,6 @@ def test_foreach_lerp_moves_tensors_in_place():
     tensors = [torch.zeros(2), torch.ones(3)]
     torch_compat.foreach_lerp_(tensors, [torch.ones(2), torch.ones(3)], 0.25)
     assert tensors[0].tolist() == [0.25, 0.25] and tensors[1].tolist() == [1.0, 1.0, 1.0]
-
-
-def test_axes_flattened_are_one_group():
-    with fake_world(8, rank=5):
-        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
-        flat = torch_compat.flatten(mesh["a", "c"], "both")
-        assert flat.mesh_dim_names == ("both",)
-        assert dist.get_process_group_ranks(flat.get_group()) == [0, 1, 4, 5]
-
-
-def coordinate_of_a_result(rank):
-    from torch.distributed.tensor import DTensor, Shard
-
-    with fake_world(8, rank):
-        mesh = init_device_mesh("cpu", (8,))
-        tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0)], run_check=False)
-        return list((tensor * 2).device_mesh.get_coordinate())
-
-
-def test_results_belong_to_the_rank_that_this_process_is():
-    # Without clearing, the second rank's result has the coordinates of the first: its mesh comes from a cache.
-    assert [coordinate_of_a_result(rank) for rank in (3, 7, 0)] == [[3], [7], [0]]
-    torch_compat.clear_sharding_caches()
-
-
-def test_clearing_the_caches_does_not_import_dtensor():
-    script = (
-        "import sys; from composer3d.torch_compat import clear_sharding_caches; clear_sharding_caches()\n"
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
-
-
-def averaged(attach):
-    """Return a gradient, what it should be, and the kind of the parameter, after one step of another input a rank."""
-    torch.manual_seed(0)
-    module = torch.nn.Linear(3, 2)
-    attach(module, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    module(torch.full((1, 3), dist.get_rank() + 1.0)).sum().backward()
-    return full(module.weight.grad), type(module.weight).__name__, [name for name, _ in module.named_parameters()]
-
-
-def test_units_are_replicated_over_dtensors():
-    def attach(module, mesh):
-        torch_compat.replicate_units(module, mesh=mesh)
-        module.set_requires_gradient_sync(True)
-
-    for gradient, kind, names in run_ranks(averaged, 2, attach):
-        assert (kind, names) == ("DTensor", ["weight", "bias"])
-        assert torch.equal(gradient, torch.full((2, 3), 1.5))
-
-
-def test_buckets_are_attached_without_a_wrapper():
-    def attach(module, mesh):
-        torch_compat.replicate_buckets(module, device_mesh=mesh)
-
-    for gradient, kind, names in run_ranks(averaged, 2, attach):
-        assert (kind, names) == ("Parameter", ["weight", "bias"])
-        assert torch.equal(gradient, torch.full((2, 3), 1.5))
-
-
-def test_spans_are_opened_around_buckets():
-    seen = []
-
-    @contextlib.contextmanager
-    def span(name, **attributes):
-        seen.append((name, attributes))
-        yield
-
-    def attach(module, mesh):
-        torch_compat.replicate_buckets(module, device_mesh=mesh)
-        torch_compat.watch_buckets(module, span)
-        torch_compat.watch_buckets(module.forward, span)
-
-    for (gradient, *_), told in run_ranks(lambda: (averaged(attach), seen), 2):
-        assert torch.equal(gradient, torch.full((2, 3), 1.5))
-        assert told == [
-            ("broadcast", {"axis": "dp", "group": "weights"}),
-            ("all_reduce", {"axis": "dp", "group": "buckets", "bytes": 4 * (6 + 2), "bucket": 0}),
-            ("wait", {"axis": "dp", "group": "buckets", "op": "all_reduce"}),
-        ]
 
 
 def test_foreach_kernels_take_lists():
@@ -217,6 +123,26 @@ def test_num_flops_counts_products():
         torch.ones(3, 4) @ torch.ones(4, 5) + 1
     assert counted["aten::mm"] == 2 * 3 * 4 * 5
     assert counted["aten::add.Tensor"] == 0
+
+
+def test_num_flops_counts_grouped_products():
+    counted = []
+
+    def handle(operator, types, args, kwargs):
+        result = operator(*args, **kwargs)
+        if "grouped" in operator.name():
+            counted.append(torch_compat.num_flops(operator, args, kwargs, result))
+        return result
+
+    rows, weight = torch.ones(10, 32, requires_grad=True), torch.ones(4, 32, 24, requires_grad=True)
+    ends = torch.tensor([2, 2, 7, 10], dtype=torch.int32)
+    with torch_compat.dispatch_mode(handle, compiles=False):
+        (torch.nn.functional.grouped_mm(rows, weight, offs=ends) * 1).sum().mul(2).backward()
+        # A product for each of four matrices, and one whose columns are in groups.
+        torch.nn.functional.grouped_mm(torch.ones(4, 8, 32), torch.ones(4, 32, 24))
+        torch.nn.functional.grouped_mm(torch.ones(4, 8, 32), torch.ones(32, 12), offs=torch.tensor([4, 4, 8, 12]).int())
+    # Every row is multiplied with one matrix; as much for the gradient of the rows, and of the matrices.
+    assert counted == [2 * 10 * 32 * 24] * 3 + [2 * 4 * 8 * 32 * 24, 2 * 8 * 32 * 12]
 
 
 def test_num_flops_counts_the_cpus_fused_attention_as_the_gpus():
@@ -255,6 +181,36 @@ def test_modes_do_not_see_what_runs_without_torch_functions():
         assert Seeing.seen == 0
         tensor.add(1)
     assert Seeing.seen == 1
+
+
+def test_modes_of_others_see_what_is_called_beside_one_kind_of_them():
+    from torch.overrides import TorchFunctionMode
+
+    seen = []
+
+    class Other(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append("other")
+            return func(*args, **(kwargs or {}))
+
+    class Own(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append("own")
+            return func(*args, **(kwargs or {}))
+
+    def call(kind):
+        seen.clear()
+        with torch_compat.without_torch_functions():
+            result = torch_compat.call_beside(kind, torch.add, (tensor, 1), {"alpha": 2})
+            assert torch.equal(result, torch.full((2,), 3.0))
+        return list(seen)
+
+    tensor = torch.ones(2)
+    with Own(), Other(), Own():
+        assert (call(Own), call(TorchFunctionMode)) == (["other"], [])
+        seen.clear()
+        tensor.add(1)
+    assert seen == ["own", "other", "own"]
 
 
 def test_an_unviewed_tensor_shares_memory_and_graph():
@@ -349,30 +305,6 @@ def test_warnings_that_the_compiler_hides_are_no_errors():
             x.grad  # noqa: B018
 
 
-def test_a_layout_is_given_to_other_memory():
-    def other():
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        tensor = distribute_tensor(torch.arange(5.0), init_device_mesh("cpu", (2,)), [Shard(0)])
-        local = tensor.to_local() + 10
-        made = torch_compat.with_local(tensor, local)
-        return made.to_local().data_ptr() == local.data_ptr(), made.placements == tensor.placements, full(made)
-
-    for same, placed, value in run_ranks(other, 2):
-        assert same and placed
-        assert value.tolist() == [10.0, 11.0, 12.0, 13.0, 14.0]
-
-
-def test_gathering_doubly_cut_tensors_is_silent(caplog):
-    log = logging.getLogger("torch.distributed.tensor._redistribute")
-    before = log.level
-    torch_compat.silence_redistribution()
-    log.warning("two collectives")
-    log.error("a fault")
-    log.setLevel(before)
-    assert [record.message for record in caplog.records] == ["a fault"]
-
-
 def test_a_matrix_is_orthogonalised_as_muon_does():
     weight = torch.nn.Parameter(torch.zeros(6, 4))
     weight.grad = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
@@ -398,13 +330,3 @@ def write_history(file):
 def test_the_allocators_history_is_written(tmp_path):
     run_ranks(write_history, 1, tmp_path / "history.pickle", init=False)
     assert (tmp_path / "history.pickle").stat().st_size > 0
-
-
-def test_what_a_dtensor_holds_keeps_its_attributes():
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
-
-    with fake_world(2):
-        held = torch_compat.held_tensor(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))))
-        held.mark = 7
-    assert torch_compat.held_tensor(held) is held and held.shape == (4,)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -184,6 +186,40 @@ def test_what_has_no_plain_form_is_left_to_torch():
             assert (lazy.imag * 1).is_neg() is False
             with pytest.raises(Exception, match="nonzero"):
                 number.nonzero()
+
+
+def grouped(dtype, is_transposed):
+    """Multiply rows in groups, forward and backward, with columns that end at no multiple of 16 bytes."""
+    rows, columns = torch.ones(10, 32, dtype=dtype, requires_grad=True), 24
+    shape = (4, columns, 32) if is_transposed else (4, 32, columns)
+    weight = torch.ones(shape, dtype=dtype, requires_grad=True)
+    ends = torch.tensor([2, 2, 7, 10], dtype=torch.int32)
+    used = weight.transpose(-2, -1) if is_transposed else weight
+    product = torch.nn.functional.grouped_mm(rows, used, offs=ends)
+    (product * 1).pow(2).sum().backward()
+    return [product, rows.grad, weight.grad]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_grouped_products_have_the_form_of_the_kernels(dtype):
+    for is_transposed in (True, False):
+        real = [(t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes()) for t in grouped(dtype, is_transposed)]
+        for _ in range(2):
+            with torch_compat.fake_tensors():
+                fake = grouped(dtype, is_transposed)
+            assert [(t.shape, t.stride(), t.dtype, t.untyped_storage().nbytes()) for t in fake] == real
+
+
+def test_grouped_products_are_refused_where_the_kernels_refuse():
+    ends = torch.tensor([4], dtype=torch.int32)
+    for dtype, width in ((torch.float64, 8), (torch.float32, 5)):
+        said = []
+        for mode in (None, torch_compat.fake_tensors()):
+            with mode or contextlib.nullcontext(), pytest.raises(RuntimeError) as caught:
+                rows, weight = torch.ones(4, width, dtype=dtype), torch.ones(1, width, 8, dtype=dtype)
+                torch.nn.functional.grouped_mm(rows, weight, offs=ends)
+            said.append(str(caught.value).split(", got")[0])
+        assert said[0] == said[1]
 
 
 def test_buckets_are_reduced_without_the_other_ranks():

@@ -37,6 +37,18 @@ run.device = "cpu"
             id="mixed, two stages a rank",
             marks=pytest.mark.slow,
         ),
+        pytest.param(
+            "gpt2",
+            '[mesh]\npp = 2\ntp = 2\n[sharding.tensor_parallel]\n[scheduling.pipeline]\nschedule = "1F1B"\n',
+            id="kept in another order on one stage",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "mixtral",
+            '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n',
+            id="experts",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_right_composition_is_proven(tmp_path, capfd, family, text):

@@ -1,0 +1,90 @@
+"""The run's loss function, with what is known of it: what it is a sum over, and whether it returns sums or means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from composer3d.loss import Reduction, as_loss, count_valid, reduction_of
+from composer3d.protocol import Batch, Loss, LossFunction
+
+__all__ = ["Criterion"]
+
+
+class Criterion:
+    """Computes losses of micro-batches, each as a sum and a count.
+
+    Attributes:
+        is_the_models: There is no loss function: the model returns its loss.
+        told: What a scalar is, where `compose` was told; it holds for losses of a loop's own, too, which what the
+            loss function's graph shows does not.
+    """
+
+    def __init__(
+        self,
+        loss_fn: LossFunction | None,
+        count_fn: Callable[[Any], int] | None = None,
+        reduction: Reduction | None = None,
+    ) -> None:
+        self.is_the_models = loss_fn is None
+        self.told = self._reduction = reduction
+        self._loss_fn, self._count_fn = loss_fn or _loss_of_model, count_fn
+        self._counts: dict[int, int] = {}
+
+    def count_all(self, microbatches: Sequence[Batch]) -> list[int]:
+        """Count the valid tokens of every micro-batch of a batch."""
+        counts = [self.count(microbatch.target) for microbatch in microbatches]
+        # Schedules hand targets back to the loss; found again by identity, nothing is counted twice.
+        self._counts = {id(m.target): n for m, n in zip(microbatches, counts, strict=True) if m.target is not None}
+        return counts
+
+    def count(self, target: Any) -> int:
+        """Count what the loss of a target is summed over; a target of None stands for one."""
+        if target is None:
+            return 1
+        return int(self._count_fn(target)) if self._count_fn is not None else count_valid(target)
+
+    def loss(self, output: Any, target: Any, *, equal: bool) -> Loss:
+        """Compute the loss of one micro-batch.
+
+        Args:
+            output: The model's.
+            target: The micro-batch's.
+            equal: Whether all micro-batches of the global batch have the same count.
+
+        Raises:
+            LossError: It does not say how it is normalised.
+        """
+        value = self._loss_fn(output, target)
+        self._learn(value)
+        return self._as_loss(value, target, equal)
+
+    def loss_of_evaluation(self, output: Any, target: Any, *, equal: bool) -> Loss:
+        """Compute the loss of one micro-batch without gradients.
+
+        Its graph is needed once, to tell a sum from a mean, if no step has told before.
+        """
+        import torch
+
+        if self._reduction is not None or not isinstance(output, torch.Tensor):
+            return self._as_loss(self._loss_fn(output, target), target, equal)
+        with torch.enable_grad():
+            value = self._loss_fn(output.detach().requires_grad_(), target)
+        self._learn(value)
+        return self._as_loss(value.detach() if isinstance(value, torch.Tensor) else value, target, equal)
+
+    def _as_loss(self, value: Any, target: Any, equal: bool) -> Loss:
+        count = self._counts.get(id(target))
+        count = self.count(target) if count is None else count
+        return as_loss(value, count=count, equal=equal, reduction=self._reduction)
+
+    def _learn(self, value: Any) -> None:
+        import torch
+
+        if self._reduction is None and isinstance(value, torch.Tensor) and value.numel() == 1:
+            self._reduction = reduction_of(value)
+
+
+def _loss_of_model(output: Any, target: Any) -> Any:
+    """Take the loss that the model computed itself."""
+    return output.loss if hasattr(output, "loss") else output
