@@ -46,6 +46,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument("--memory", type=size, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
     parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
     parser.add_argument("--tokens", type=_amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
+    parser.add_argument("--samples", type=_amount, metavar="N", help="the same, of a model that is given no tokens")
     parser.add_argument("--price", type=_amount, metavar="P", help="of one device for an hour, for the cost")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
@@ -113,18 +114,16 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     """Return the plan of a manifest; None after printing what is wrong with it."""
     import torch
 
+    from composer3d.batch import units_of
     from composer3d.cli.rules import find_factory
     from composer3d.planning.costing import Budget
     from composer3d.planning.hardware.cluster import load_hardware
     from composer3d.planning.plan import make_plan
     from composer3d.planning.tracing.job import job_of
-    from composer3d.runner.data import foreseen_example
+    from composer3d.runner.data import foreseen_batch
     from composer3d.runner.tokenizer import with_tokenizer
 
-    if (arguments.tokens or arguments.price) and arguments.hardware is None:
-        raise ComposerError("--tokens and --price need --hardware: without it there is no time")
-    if arguments.price and not arguments.tokens:
-        raise ComposerError("--price needs --tokens: how much there is to pay for")
+    _refuse_idle(arguments)
     hardware = None if arguments.hardware is None else load_hardware(arguments.hardware)
     inspected = open_manifest(source, arguments.overrides)
     # Ranks that do not exist compute nowhere; the CPU stands for any device.
@@ -136,12 +135,13 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     factory, problems = find_factory(manifest)
     assert factory is not None and not problems, "the inspection has found it"
     train = manifest.tables["train"]
-    example = foreseen_example(
+    batch = foreseen_batch(
         manifest.tables["data"], manifest.document.folder, seed=train.seed, num_samples=train.microbatch or 1
     )
-    if example is None:
+    if batch is None:
         raise ComposerError(f"{source}: the form of a batch of [data] cannot be told without preparing the data")
-    job = job_of(manifest, factory, found.layout, example, preparation=found.preparation)
+    example, target = batch
+    job = job_of(manifest, factory, found.layout, example, target=target, preparation=found.preparation)
     choice: RankChoice = arguments.rank
     return make_plan(
         job,
@@ -151,9 +151,27 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
         choice=choice,
         memory_bytes=arguments.memory,
         hardware=hardware,
-        budget=Budget(num_tokens=arguments.tokens, price=arguments.price),
+        budget=Budget(num_units=_amount_of(units_of(example)[0], arguments), price=arguments.price),
         extrapolate=not arguments.full,
     )
+
+
+def _refuse_idle(arguments: argparse.Namespace) -> None:
+    """Refuse what would say nothing, before anything is composed."""
+    amount = arguments.tokens or arguments.samples
+    if (amount or arguments.price) and arguments.hardware is None:
+        raise ComposerError("--tokens, --samples and --price need --hardware: without it there is no time")
+    if arguments.price and not amount:
+        raise ComposerError("--price needs --tokens, or --samples: how much there is to pay for")
+
+
+def _amount_of(unit: str, arguments: argparse.Namespace) -> float | None:
+    """Return how much a whole run sees, in the unit of its model's inputs."""
+    other = "samples" if unit == "tokens" else "tokens"
+    if getattr(arguments, other) is not None:
+        raise ComposerError(f"--{other}: the model is given {unit}, and a run is as long as these; write --{unit}")
+    amount: float | None = getattr(arguments, unit)
+    return amount
 
 
 def _schedule_name(found: Inspection) -> str | None:

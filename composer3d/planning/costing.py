@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from composer3d.batch import units_of
 from composer3d.errors import ComposerError
 from composer3d.mesh import Role
 from composer3d.planning.costs.time_report import time_report
@@ -29,11 +30,11 @@ class Budget:
     """What a whole run has.
 
     Args:
-        num_tokens: It is to see; None leaves the run out.
+        num_units: Tokens that it is to see, or samples where those are the unit; None leaves the run out.
         price: Of one device for an hour.
     """
 
-    num_tokens: float | None = None
+    num_units: float | None = None
     price: float | None = None
 
 
@@ -58,25 +59,30 @@ def time_of(
         orders: Actions by rank along the pipeline; None without one.
         budget: Of the run.
     """
-    tokens = job.example[0][0].shape[1:].numel() * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH)
+    inputs = job.example[0][0]
+    unit, count = units_of(inputs)
+    size = count // inputs.shape[0] * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH)
     forward = sum(trace.stands_for * _flops(trace, "forward") for trace in traces)
     covered = sum(trace.stands_for for trace in traces) / layout.world_size
     found = estimate(
         traces,
         hardware,
         world_size=layout.world_size,
-        tokens=tokens,
-        model_flops=_FORWARDS * forward / covered / tokens,
+        tokens=size,
+        model_flops=_FORWARDS * forward / covered / size,
         convention="traced: three forwards, attention in full",
         dtype=_main_dtype(traces),
         orders=orders,
     )
     run = None
-    if budget.num_tokens is not None:
+    if budget.num_units is not None:
         run = training(
-            found, num_tokens=budget.num_tokens, tokens=tokens, world_size=layout.world_size, price=budget.price
+            found, num_tokens=budget.num_units, tokens=size, world_size=layout.world_size, price=budget.price
         )
-    return {"hardware": hardware.name, "tokens": tokens, **time_report(found, run)}
+    report = time_report(found, run)
+    if unit != "tokens":
+        report = {name.replace("tokens", unit): figure for name, figure in report.items()}
+    return {"hardware": hardware.name, "unit": unit, unit: size, **report}
 
 
 def advice_on(job: Job, layout: Layout, hardware: Hardware, memory_bytes: int) -> tuple[str, ...]:

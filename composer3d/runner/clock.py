@@ -1,10 +1,11 @@
-"""What a step took: times, tokens, and the one collective in which ranks tell each other at its end."""
+"""What a step took: times, tokens or samples, and the one collective in which ranks tell each other at its end."""
 
 from __future__ import annotations
 
 import time
 from typing import TYPE_CHECKING, Any
 
+from composer3d import units_of
 from composer3d.runner.metrics import peak_flops
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ class StepClock:
     Args:
         run: The composition.
         loader: Of its batches.
-        flops_per_token: Floating-point operations of forward and backward, for the MFU.
+        flops_per_token: Floating-point operations of forward and backward, for the MFU; those of a sample that is no
+            tokens hang on its size, and there is none.
     """
 
     def __init__(self, run: Composition, loader: Loader, *, flops_per_token: int) -> None:
@@ -48,21 +50,25 @@ class StepClock:
         return batch
 
     def finish(self, row: dict[str, Any], batch: Batch, stop: bool) -> bool:
-        """Add tokens and times to a step's row, and tell whether any rank was asked to stop.
+        """Add tokens, or samples where those are the unit, and times to a step's row; tell whether to stop.
+
+        Tokens are those with a target where every token has one, and all of them else.
 
         Collectives: one all-reduce of three numbers on the CPU.
         """
         import torch
         import torch.distributed as dist
 
-        tokens = int((batch.targets != -100).sum()) * self._share
-        shared = torch.tensor([tokens, self._wait_s / self._world_size, float(stop)], dtype=torch.float64)
+        unit, count = units_of(batch.tokens)
+        if unit == "tokens" and batch.targets.shape == batch.tokens.shape:
+            count = int((batch.targets != -100).sum())
+        shared = torch.tensor([count * self._share, self._wait_s / self._world_size, float(stop)], dtype=torch.float64)
         with self._span("all_reduce", group="tokens", axis="world"):
             dist.all_reduce(shared)
-        num_tokens = round(float(shared[0]))
+        num_units = round(float(shared[0]))
         time_s = time.perf_counter() - self._begin
-        row |= {"tokens": num_tokens, "step_time_s": time_s, "tokens_per_s": num_tokens / time_s}
+        row |= {unit: num_units, "step_time_s": time_s, f"{unit}_per_s": num_units / time_s}
         row["data_wait_s"] = float(shared[1])
-        if self._peak is not None:
+        if self._peak is not None and unit == "tokens":
             row["mfu"] = row["tokens_per_s"] * self._flops_per_token / self._peak
         return bool(shared[2] > 0)

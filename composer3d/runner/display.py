@@ -90,7 +90,8 @@ def _figures(row: Mapping[str, Any]) -> str:
     shown = [f"loss {loss:.4f}" if abs(loss) < 1e6 else f"loss {loss:.3e}"]
     if row.get("evaluation_loss") is not None:
         shown.append(f"evaluation {row['evaluation_loss']:.4f}")
-    shown += [f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}", f"{_short(row['tokens_per_s'])} tokens/s"]
+    shown += [f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}"]
+    shown += [f"{_short(row[f'{unit}_per_s'])} {unit}/s" for unit in ("tokens", "samples") if f"{unit}_per_s" in row]
     if "mfu" in row:
         shown.append(f"MFU {row['mfu']:.1%}")
     if row.get("skipped_steps"):

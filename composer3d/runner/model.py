@@ -210,8 +210,9 @@ def token_loss(output: Any, target: Tensor) -> Loss:
         target: `[...]`, tokens.
 
     Raises:
-        LossError: The logits are inside an object that torch cannot look into.
+        LossError: The logits are inside an object that torch cannot look into, or there are none.
     """
+    import torch
     import torch.nn.functional as F
 
     from composer3d import Loss
@@ -223,6 +224,12 @@ def token_loss(output: Any, target: Tensor) -> Loss:
         raise LossError(
             f"the model returns its logits inside a {type(output).__name__}, which torch cannot look into, so data "
             "parallelism would find no gradients; return the logits, a NamedTuple or a dict-like output of transformers"
+        )
+    if not isinstance(logits, torch.Tensor) or logits.dim() < 2:
+        kind = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+        raise LossError(
+            f"the model returns {kind}, and the loss of a run takes logits [batch, sequence, vocabulary]; return "
+            "those, or something that has them as `logits`; for another loss embed: compose(..., loss_fn=...)"
         )
     total = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="sum")
     return Loss(sum=total, count=(target != -100).sum())

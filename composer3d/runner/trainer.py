@@ -244,7 +244,7 @@ class Trainer:
             batch = clock.read(step)
             row = self._step(step, batch)
             stop = clock.finish(row, batch, preemption.requested)
-            self.state.num_tokens += row["tokens"]
+            self.state.num_tokens += row.get("tokens", 0)
             done = step + 1
             self.state.num_steps = done
             if _due(tables["evaluation"].every, done, self.num_steps):

@@ -13,6 +13,7 @@ _SHOWN = {
     "loss": ("loss", 1.0),
     "grad_norm": ("gradient norm", 1.0),
     "tokens_per_s": ("tokens a second", 1.0),
+    "samples_per_s": ("samples a second", 1.0),
     "step_time_s": ("step time, ms", 1e3),
     "data_wait_s": ("waiting for data, ms", 1e3),
     "mfu": ("MFU", 1.0),

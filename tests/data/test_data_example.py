@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer3d.errors import DataError
-from composer3d.runner.data import DataTable, example_of, foreseen_example, open_source
+from composer3d.runner.data import DataTable, example_of, foreseen_batch, foreseen_example, open_source
 
 MODULE = """
 import torch
@@ -51,6 +51,10 @@ class Stream:
     def load_state_dict(self, state):
         self.next = state["next"]
 
+class Images(Vectors):
+    def __getitem__(self, index):
+        return torch.rand(3, 5, 5), torch.tensor(index % 2)
+
 def broken():
     raise ValueError("no such data")
 """
@@ -91,6 +95,23 @@ def test_it_has_the_form_of_the_first_batch(folder, options, expected):
     assert form(example_of(opened(table, folder), table, seed=0, num_samples=4)) == expected
     assert form(foreseen_example(table, folder, seed=0, num_samples=4)) == expected
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"use": "synthetic", "seq_len": 16}, (4, 16)),
+        ({"use": "example_data:Vectors"}, (4, 3)),
+        ({"use": "example_data:Vectors", "padding": "multiple", "pad_multiple": 4}, (4, 4)),
+        ({"use": "example_data:Foreseen"}, (4, 3)),
+        ({"use": "example_data:Images"}, (4,)),
+    ],
+)
+def test_targets_have_the_form_of_their_own(folder, options, expected):
+    table = DataTable(**options)
+    example, target = foreseen_batch(table, folder, seed=0, num_samples=4)
+    assert (tuple(target.shape), target.dtype, target.is_meta) == (expected, torch.int64, True)
+    assert form(example) == form(foreseen_example(table, folder, seed=0, num_samples=4))
 
 
 def test_a_stream_that_was_looked_at_is_as_before(folder):

@@ -119,3 +119,42 @@ def test_a_rank_of_a_later_stage_is_planned_alone(manifest, capsys):
 def test_a_rank_that_there_is_not_is_refused(manifest, capsys):
     assert main(["plan", str(manifest), "--rank", "9"]) == 2
     assert "rank 9 is not in a world of 4 ranks" in capsys.readouterr().err
+
+
+CLASSES = """
+import torch
+from torch import nn
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(48, 16)
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        x = self.stem(x.flatten(1))
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+class Images:
+    def __len__(self):
+        return 32
+
+    def __getitem__(self, index):
+        return torch.full((3, 4, 4), 0.1 * index), index % 4
+"""
+
+
+def test_what_has_one_target_a_sample_is_planned(tmp_path, capsys):
+    (tmp_path / "planned_classes.py").write_text(CLASSES)
+    path = tmp_path / "classes.toml"
+    path.write_text(
+        'composer3d = 1\nmesh.dp_shard = 2\nmodel.use = "planned_classes:Classifier"\n'
+        'data.use = "planned_classes:Images"\ntrain = { steps = 2, microbatch = 4, global_batch = 8 }\n'
+        "[sharding.fsdp2]\n"
+    )
+    code, out = planned(capsys, path, "--json")
+    (rank,) = json.loads(out)["ranks"]
+    assert code == 0 and rank["flops"] == 4 * 2 * (2 * 48 * 16 + 3 * 3 * 16 * 16 + 3 * 16 * 4)

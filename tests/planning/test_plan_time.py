@@ -75,7 +75,7 @@ def test_the_screen_shows_time():
     ("options", "told"),
     [
         (["--tokens", "1e9"], "need --hardware"),
-        (["--hardware", "h100", "--price", "2"], "--price needs --tokens"),
+        (["--hardware", "h100", "--price", "2"], "--price needs --tokens, or --samples"),
         (["--hardware", "h200x"], 'no hardware "h200x"'),
     ],
 )

@@ -118,7 +118,7 @@ def mismatched(rank):
 
 
 def case_user(output):
-    print("attempt", flush=True)
+    print("attempt", os.environ.get("TORCHELASTIC_RESTART_COUNT", 0), flush=True)
     raise DataError("corpus/: there is no text here; name a file or a folder of text")
 
 

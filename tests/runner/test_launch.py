@@ -172,7 +172,7 @@ def test_leaving_by_sys_exit_shows_where(told):
 
 def test_a_users_mistake_is_one_message_and_is_not_tried_again(told):
     case = told["user"]
-    assert case.out == ["attempt", "attempt", "failed 3"]
+    assert case.out == ["attempt 0", "attempt 0", "failed 3"]
     matches(
         r"run failed: corpus/: there is no text here; name a file or a folder of text\n" + where(case.output), case.err
     )
@@ -235,7 +235,7 @@ def test_a_rank_that_has_returned_but_does_not_exit_is_killed_and_the_run_is_goo
     assert case.err == "ranks [1] had to be killed: they had finished, but did not exit\n"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
 def test_ranks_agree_save_and_return_after_a_signal_to_their_parent(tmp_path, number):
     out, err = signalled("preempt", tmp_path, number)
     assert (out[-1], err) == ("preempted 0", "")
@@ -290,5 +290,6 @@ def test_under_torchrun_an_early_leaver_is_named_by_the_rank_that_lost_it(tmp_pa
 
 def test_under_torchrun_a_users_mistake_is_not_tried_again(tmp_path):
     done = torchrun("user", tmp_path, "--max-restarts", "1")
-    assert done.stdout.splitlines() == ["attempt", "attempt"]
+    # One of the two may be ended before it gets as far.
+    assert set(done.stdout.splitlines()) == {"attempt 0"}
     assert done.stderr.count("run failed: corpus/: there is no text here") == 1

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from support.training import MANIFEST, losses, start, write
 
 from composer3d import checkpoint
-from composer3d.errors import RankError
+from composer3d.errors import LossError, RankError
 from composer3d.runner.metrics import read_metrics
+from composer3d.runner.model import token_loss
 
 
 def test_the_last_checkpoints_are_kept(tmp_path):
@@ -133,6 +135,19 @@ def test_an_output_in_which_no_gradient_would_be_found_is_refused(tmp_path):
     message = "LossError: the model returns its logits inside a SimpleNamespace, which torch cannot look into, so data"
     with pytest.raises(RankError, match=message):
         start(path, 1, "train.steps=1")
+
+
+@pytest.mark.parametrize(
+    ("output", "kind"),
+    [
+        ((torch.zeros(2, 3, 4), None), "tuple"),
+        (torch.zeros(()), r"a tensor of shape \[\]"),
+        ({"hidden": torch.zeros(2, 3, 4)}, "dict"),
+    ],
+)
+def test_an_output_without_logits_is_refused(output, kind):
+    with pytest.raises(LossError, match=rf"^the model returns {kind}, and the loss of a run takes logits \[batch, seq"):
+        token_loss(output, torch.zeros(2, 3, dtype=torch.long))
 
 
 def test_the_run_notes_what_it_was(tmp_path):

@@ -27,17 +27,20 @@ _STEPS = 3  # that are compared, of each real run
 
 
 def factory(num_layers, source="composer3d"):
-    if source == "huggingface":
-        return lambda: huggingface(num_layers)
+    if source in ("llama", "mixtral"):
+        return lambda: huggingface(num_layers, source)
     return lambda: llama(dim=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, vocab_size=VOCAB)
 
 
-def huggingface(num_layers):
-    from transformers import LlamaConfig, LlamaForCausalLM
+def huggingface(num_layers, family):
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = LlamaConfig(vocab_size=VOCAB, num_hidden_layers=num_layers, use_cache=False, **sizes)
-    model = LlamaForCausalLM(config)
+    sizes |= {"vocab_size": VOCAB, "num_hidden_layers": num_layers, "use_cache": False}
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(num_local_experts=4, **sizes))
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
     expect_no_packing(model)
     run_on_meta(model)
     return model

@@ -180,11 +180,12 @@ def time_lines(time: Mapping[str, Any]) -> list[str]:
         low, high = figure["low"], figure["high"]
         return f"{figure['value']:.3g}{unit} ({low:.3g} to {high:.3g}) [{figure['known']}]"
 
+    unit = time["unit"]
     lines = [
-        f"on {time['hardware']}: a step of {time['tokens']:,} tokens takes {told(time['step_s'], ' s')}: "
+        f"on {time['hardware']}: a step of {time[unit]:,} {unit} takes {told(time['step_s'], ' s')}: "
         f"computing {told(time['compute_s'])}, communication that nothing hides {told(time['exposed_s'])}, "
         f"bubble {told(time['bubble_s'])}",
-        f"{told(time['tokens_per_s'])} tokens/s, {told(time['tokens_per_s_per_device'])} a device; "
+        f"{told(time[f'{unit}_per_s'])} {unit}/s, {told(time[f'{unit}_per_s_per_device'])} a device; "
         f"MFU {told(time['mfu'])} ({time['convention']}), HFU {told(time['hfu'])}, of {time['peak_flops']:.3g} FLOP/s",
     ]
     if (run := time.get("training")) is not None:

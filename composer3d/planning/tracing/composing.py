@@ -14,6 +14,7 @@ from composer3d.agreement import described, fingerprint
 from composer3d.application import apply_transforms, give_memory
 from composer3d.assembly import build_mesh, freeze
 from composer3d.composition import Composition
+from composer3d.criterion import Criterion
 from composer3d.errors import ManifestError
 from composer3d.guard import Guard, Totals
 from composer3d.planning.tracing.blocks import BlockCut
@@ -40,6 +41,7 @@ class Job:
         make_optimizer: Called with a composition.
         example: `(args, kwargs)` of a micro-batch of any size, on meta: the form of what the model is called with.
         inputs: What the model is called with besides, given the targets.
+        target: Of as many samples, on meta: the form of the targets; None for integers like the first input.
         grad_clip: As in `[train]`.
         world_size: Ranks.
         num_microbatches: Of a step, on every data-parallel rank.
@@ -58,6 +60,7 @@ class Job:
     num_microbatches: int
     microbatch: int
     preparation: Preparation | None = None
+    target: torch.Tensor | None = None
 
     def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], Any]:
         """Return tokens and targets of one rank's step; in a fake mode without values."""
@@ -65,7 +68,9 @@ class Job:
 
         size = num_microbatches * self.microbatch
         args = tuple(torch.zeros((size, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in self.example[0])
-        return args, torch.zeros_like(args[0], dtype=torch.int64)
+        if self.target is None:
+            return args, torch.zeros_like(args[0], dtype=torch.int64)
+        return args, torch.zeros((size, *self.target.shape[1:]), dtype=self.target.dtype)
 
 
 @contextlib.contextmanager
@@ -94,7 +99,7 @@ def composed(
         with torch_compat.fake_tensors(memory):
             give_memory(aimed)
             plan = fingerprint(described(aimed))
-            run = Composition(freeze(aimed, job.loss_fn, None, None, lambda: None, plan, make_guard=_Alone))
+            run = Composition(freeze(aimed, Criterion(job.loss_fn), lambda: None, plan, make_guard=_Alone))
             with contextlib.closing(run):
                 yield run
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from composer3d.planning.tracing.composing import Job
 
 if TYPE_CHECKING:
+    import torch
+
     from composer3d.manifest import Manifest
     from composer3d.mesh import Layout
     from composer3d.preparation import Preparation
@@ -22,18 +24,19 @@ def job_of(
     layout: Layout,
     example: Example,
     *,
+    target: torch.Tensor | None = None,
     preparation: Preparation | None = None,
 ) -> Job:
     """Return what is traced of a manifest whose tables are the runner's.
 
-    The batch is that of the largest step; where a data set of one's own gives more than tokens, targets have the form
-    of the first input.
+    The batch is that of the largest step.
 
     Args:
         manifest: Typed and checked.
         factory: Of its model.
         layout: Of its degrees.
         example: The form of a forward's arguments, on meta.
+        target: That of its targets.
         preparation: Of the manifest and its model on the CPU, where there is one: joining them takes seconds.
     """
     import torch
@@ -65,4 +68,5 @@ def job_of(
         num_microbatches=max(1, BatchSize(tables["train"], degree=degree).largest // (microbatch * degree)),
         microbatch=microbatch,
         preparation=preparation,
+        target=target,
     )

@@ -58,6 +58,7 @@ class Tracer:
         self._job, self._extrapolate = job, extrapolate
         self._enough = enough
         self._preparation = prepared(job)
+        self._cuts = extrapolate and not self._preparation.context.claimants("depth")
         self._positions = first_ranks(self._preparation.context.layout)
         self._sent: dict[int, Any] = {}
         self._memory = torch_compat.ResultMemory()
@@ -81,7 +82,7 @@ class Tracer:
             gc.unfreeze()
 
     def _trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
-        if not self._extrapolate:
+        if not self._cuts:
             return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
         lengths = _SHORT, _SHORT + 1
         costs = {(rank, length): length * self._num_traced(rank) for rank in chosen for length in lengths}
@@ -115,7 +116,7 @@ class Tracer:
             rank: Global.
             stands_for: How many ranks of the world do the same.
         """
-        short = self._run(rank, _SHORT if self._extrapolate else None)
+        short = self._run(rank, _SHORT if self._cuts else None)
         return self._joined(rank, short, None, stands_for=stands_for)
 
     def _longer(self, rank: int) -> _Traced:
@@ -124,7 +125,7 @@ class Tracer:
     def _joined(self, rank: int, short: _Traced, longer: _Traced | None, *, stands_for: int) -> RankTrace:
         """Return the trace of a rank from its short one and, where it says more, a longer one."""
         counts = {len(names) for names in short.names}
-        if not self._extrapolate or not short.are_alike or max(counts, default=0) <= _SHORT:
+        if not self._cuts or not short.are_alike or max(counts, default=0) <= _SHORT:
             return self._summary(rank, short, short.sketch, stands_for=stands_for, is_extrapolated=False)
         if len(counts) == 1:
             longer = longer or self._longer(rank)
@@ -205,11 +206,12 @@ class Tracer:
                     torch_compat.lone_buckets() as buckets,
                 ):
                     make_lasting(run, args, target, inputs)
-                    # Buckets are made in the first step.
+                    # Buckets are made in the first step, and plugins may measure in it.
+                    differs = bool(run.context.claimants("first_step"))
                     for step in (1, 2):
                         observer.restart()
                         run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip, number=step)
-                        if not buckets:
+                        if not (buckets or differs):
                             break
                 sketch = sketch_of(observer.result, cut.places_of)
                 return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number)

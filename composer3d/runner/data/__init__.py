@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from composer3d.runner.data.collate import Batch
-from composer3d.runner.data.example import example_of, foreseen_example
+from composer3d.runner.data.example import example_of, foreseen_batch, foreseen_example
 from composer3d.runner.data.loader import Loader
 from composer3d.runner.data.opening import open_source
 from composer3d.runner.data.paths import locate
@@ -19,6 +19,7 @@ __all__ = [
     "Loader",
     "Source",
     "example_of",
+    "foreseen_batch",
     "foreseen_example",
     "locate",
     "open_source",

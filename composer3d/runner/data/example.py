@@ -12,12 +12,12 @@ from torch import Tensor
 from composer3d.errors import DataError
 from composer3d.runner.data.collate import padded_width
 from composer3d.runner.data.items import as_sample
-from composer3d.runner.data.source import Source
+from composer3d.runner.data.source import Sample, Source
 from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.table import DataTable
 from composer3d.runner.data.user import call_user, seeded
 
-__all__ = ["Example", "example_of", "foreseen_example"]
+__all__ = ["Example", "example_of", "foreseen_batch", "foreseen_example"]
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 # With one sample alone, a model's shapes tell less: a dim of 1 is not known from one that is broadcast.
@@ -45,7 +45,15 @@ def example_of(source: Source | StreamSource, table: DataTable, *, seed: int, nu
 
 
 def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: int) -> Example | None:
-    """Return the same without opening the source: text and tokens are `seq_len` integers, a user's data set is made.
+    """Return the same without opening the source, as far as it can be foreseen; see `foreseen_batch`."""
+    found = foreseen_batch(table, folder, seed=seed, num_samples=num_samples)
+    return None if found is None else found[0]
+
+
+def foreseen_batch(
+    table: DataTable, folder: Path, *, seed: int, num_samples: int
+) -> tuple[Example, torch.Tensor] | None:
+    """Return an example and the form of its targets: text and tokens are `seq_len` integers, a user's data set is made.
 
     Of that the first item is looked at. A data set that has to `prepare` before it has items may have a method
     `example`, which returns one that is like them and reads nothing; without it nothing can be foreseen: None.
@@ -59,33 +67,47 @@ def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: 
     Raises:
         DataError: The user's callable fails, or `example` does.
     """
+    sample = _foreseen_sample(table, folder, seed)
+    if sample is None:
+        return None
+    tokens, targets = sample
+    inputs = _batch(tokens, table, num_samples)
+    # A class of an image is padded to nothing; a target for every token is.
+    is_alike = targets.shape[:1] == tokens.shape[:1]
+    return inputs, _padded(targets, table if is_alike else None, len(inputs[0][0]))
+
+
+def _foreseen_sample(table: DataTable, folder: Path, seed: int) -> Sample | None:
     if table.kind != "user":
-        return _batch(torch.empty(table.seq_len, dtype=torch.int64, device="meta"), table, num_samples)
+        row = torch.empty(table.seq_len, dtype=torch.int64, device="meta")
+        return row, row
     dataset = call_user(table, folder)
     if callable(getattr(dataset, "example", None)):
-        return _batch(_stated(dataset, table, seed), table, num_samples)
+        return _stated(dataset, table, seed)
     try:
         with seeded(seed, 0):
             item = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
-            tokens = as_sample(item, name="the first item", use=table.use)[0]
+            return as_sample(item, name="the first item", use=table.use)
     except Exception:  # the run opens it as it has to be, and tells
         return None
-    return _batch(tokens, table, num_samples)
 
 
-def _stated(dataset: Any, table: DataTable, seed: int) -> Tensor:
+def _stated(dataset: Any, table: DataTable, seed: int) -> Sample:
     try:
         with seeded(seed, 0):
             item = dataset.example()
     except Exception as error:
         raise DataError(f'[data] use = "{table.use}": example() failed: {type(error).__name__}: {error}') from error
-    return as_sample(item, name="what example() returns", use=table.use)[0]
+    return as_sample(item, name="what example() returns", use=table.use)
 
 
 def _batch(tokens: Tensor, table: DataTable, num_samples: int) -> Example:
-    shape = list(tokens.shape)
-    width = padded_width(shape[:1], table) if shape else None
+    return (_padded(tokens, table, max(num_samples, _LEAST_SAMPLES)),), {}
+
+
+def _padded(sample: Tensor, table: DataTable | None, size: int) -> Tensor:
+    shape = list(sample.shape)
+    width = padded_width(shape[:1], table) if shape and table is not None else None
     if width is not None:
         shape[0] = width
-    size = max(num_samples, _LEAST_SAMPLES)
-    return (torch.empty((size, *shape), dtype=tokens.dtype, device="meta"),), {}
+    return torch.empty((size, *shape), dtype=sample.dtype, device="meta")

@@ -21,6 +21,7 @@ from composer3d import (
     hookimpl,
     plugin,
     torch_compat,
+    units_of,
 )
 
 __all__ = ["Throughput"]
@@ -30,12 +31,14 @@ _GIB, _TERA = 2**30, 1e12
 
 @plugin(family="profiling")
 class Throughput:
-    """Report tokens/s, percentiles of step times, FLOP/s and utilisation, and what collectives move in a second.
+    """Report tokens/s or samples/s, percentiles of step times, FLOP/s and utilisation, and what collectives move.
 
     Two conventions, named in the metrics. `model_6n`: 6 operations for every token and every parameter that multiplies
     (2 forward, 4 backward), without attention and without recomputation; MFU is its share of the peak.
     `hardware_counted`: the operations of one real step by torch's formulas, attention and recomputation included; HFU
-    is its share. Tokens are all positions of the batch, padding too, since all of them are computed.
+    is its share. Tokens are all positions of the batch, padding too, since all of them are computed. A model that is
+    given anything but tokens, images for example, has `throughput_samples_per_s`, and no `model_6n`: how often a
+    parameter multiplies hangs on the sample's size.
     `collective_gib_per_s_AXIS` is the payload of an axis' collectives over the time in which they hold up what follows:
     of those that are issued ahead (`ddp`'s buckets) that is their wait. Waiting for slower ranks is in there.
 
@@ -61,7 +64,7 @@ class Throughput:
 
     @hookimpl
     def composer3d_place_batch(self, context: RunContext, batch: Batch) -> None:
-        """Count the tokens of a training batch by its shape."""
+        """Count the tokens or samples of a training batch by its shape."""
         context.state[self].batch(batch)
 
     @hookimpl
@@ -108,15 +111,16 @@ class _Meter:
         self._axes = [axis for axis, degree in context.degrees.items() if degree > 1 and axis not in stages]
         self._flops_per_token = 6.0 * _num_multiplying(context) / context.layout.degree(Role.TENSOR)
         self._in_step = False
-        self._num_steps = self._tokens = self._counting_tokens = 0
-        self._counted_per_token: float | None = None
+        self._num_steps = self._units = 0
+        self._unit = "tokens"
+        self._counted_per_unit: float | None = None
         self._counter: Any = None
         self._counted_flops = 0.0
         self._transfers = _Transfers(_device_event if context.device.type == "cuda" else None)
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
         if name == "step":
-            self._in_step, self._tokens = True, 0
+            self._in_step, self._units = True, 0
             self._transfers.clear()
             self._num_steps += 1
             return name, attributes, time.perf_counter_ns()
@@ -137,8 +141,8 @@ class _Meter:
 
     def batch(self, batch: Batch) -> None:
         if self._in_step:
-            tensor = batch.target if hasattr(batch.target, "numel") else next(iter(batch.args), None)
-            self._tokens += tensor.numel() if tensor is not None and hasattr(tensor, "numel") else 0
+            self._unit, count = units_of((batch.args, batch.kwargs))
+            self._units += count
 
     def start_counting(self) -> None:
         import torch
@@ -156,8 +160,8 @@ class _Meter:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._eager.__exit__(None, None, None)
-            if self._tokens:
-                self._counted_per_token = self._counted_flops / self._tokens
+            if self._units:
+                self._counted_per_unit = self._counted_flops / self._units
             self._counter = None
 
     def _count(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,26 +173,26 @@ class _Meter:
         return result
 
     def metrics(self) -> list[Metric]:
-        """Return the figures; their names depend on the manifest alone."""
+        """Return the figures; their names depend on the manifest and the kind of its data."""
         if not self._times:
             return []
         last, ordered = self._times[-1], sorted(self._times)
-        rate = self._tokens / last
+        rate = self._units / last
         result = [
-            Metric(name="throughput_tokens_per_s", value=rate * self._share, reduction="sum"),
+            Metric(name=f"throughput_{self._unit}_per_s", value=rate * self._share, reduction="sum"),
             *(
                 Metric(name=f"step_time_p{percent}_s", value=_percentile(ordered, percent), reduction="max")
                 for percent in (50, 95, 99)
             ),
         ]
-        for name, utilisation, per_token in (
-            ("model_6n", "mfu_6n", self._flops_per_token),
-            ("hardware_counted", "hfu_counted", self._counted_per_token),
+        for name, utilisation, per_unit in (
+            ("model_6n", "mfu_6n", self._flops_per_token if self._unit == "tokens" else None),
+            ("hardware_counted", "hfu_counted", self._counted_per_unit),
         ):
-            if per_token is not None:
-                result.append(Metric(name=f"{name}_tflops_per_s", value=rate * per_token / _TERA, reduction="sum"))
+            if per_unit is not None:
+                result.append(Metric(name=f"{name}_tflops_per_s", value=rate * per_unit / _TERA, reduction="sum"))
                 if self._options.peak_tflops is not None:
-                    share = rate * per_token / _TERA / self._options.peak_tflops
+                    share = rate * per_unit / _TERA / self._options.peak_tflops
                     result.append(Metric(name=utilisation, value=share, reduction="mean"))
         moved = self._transfers.gib_per_s()
         result += [Metric(name=f"collective_gib_per_s_{axis}", value=moved.get(axis, 0.0)) for axis in self._axes]

@@ -40,6 +40,12 @@ CASES = {
         world_size=4,
     ),
     "cpu_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[sharding.cpu_offload]\npiece_mib = 0.01\n"),
+    "nvme_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[sharding.nvme_offload]\nchunk_mib = 0.01\n"),
+    # Which results are kept hangs on the time that operators take, and how many of the same size.
+    "budget": Case(
+        "mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n"
+        'mode = "budget"\nbudget_fraction = 1.0\n'
+    ),
     "gpipe": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n', num_microbatches=4),
     "1f1b": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n', num_microbatches=5),
     "interleaved": Case('mesh.pp = 2\n[scheduling.pipeline]\nschedule = "Interleaved1F1B"\n', num_microbatches=4),
@@ -59,8 +65,10 @@ CASES = {
     "int8": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.int8]\n"),
     "low_bit": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[precision.low_bit_optimizer]\nmin_numel = 256\n"),
     "activation_offload": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_offload]\n"),
-    "huggingface": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="huggingface"),
-    "huggingface_tp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n', source="huggingface"),
+    "huggingface": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="llama"),
+    "huggingface_tp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n', source="llama"),
+    # Experts are multiplied in groups, in float32.
+    "huggingface_experts": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="mixtral"),
     "stranger": Case(
         'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned:Stranger"\n'
     ),

@@ -193,7 +193,10 @@ EXTRAPOLATED = {
 
 def pytest_generate_tests(metafunc):
     if "extrapolated" in metafunc.fixturenames:
-        metafunc.parametrize("extrapolated", EXTRAPOLATED)
+        # What recomputes and what pipelines are in one case.
+        slow = ("zero2", "recompute", "pipeline")
+        marked = [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in EXTRAPOLATED]
+        metafunc.parametrize("extrapolated", marked)
 
 
 def test_what_is_extrapolated_is_what_is_there(extrapolated, tmp_path):

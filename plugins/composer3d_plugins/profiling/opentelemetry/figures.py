@@ -17,7 +17,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Figures", "resident_bytes"]
 
-_UNITS = {"step_time_s": "s", "data_wait_s": "s", "tokens_per_s": "{token}/s", "mfu": "1", "loss": "1"}
+_UNITS = {
+    "step_time_s": "s",
+    "data_wait_s": "s",
+    "tokens_per_s": "{token}/s",
+    "samples_per_s": "{sample}/s",
+    "mfu": "1",
+    "loss": "1",
+}
+_COUNTED = {"tokens": "{token}", "samples": "{sample}"}
+_TRAINED = {"tokens": "valid tokens trained on", "samples": "samples trained on"}
 
 
 class Figures:
@@ -25,7 +34,8 @@ class Figures:
 
     A step only leaves its row here; instruments are set when they are exported. What is the same on all ranks is
     exported by the first: `composer3d.loss`, `.tokens_per_s`, `.grad_norm`, `.mfu` and whatever else is in the row as
-    gauges, `composer3d.tokens` and `composer3d.steps` as counters. Every rank exports its memory and its lost spans.
+    gauges, `composer3d.tokens` (or `.samples`) and `composer3d.steps` as counters. Every rank exports its memory and
+    its lost spans.
 
     Args:
         resource: Of this rank.
@@ -43,35 +53,42 @@ class Figures:
         self._meter = provider.get_meter("composer3d")
         self._is_first, self._device, self._counts = is_first, device, counts
         self._gauges: dict[str, Any] = {}
-        self._tokens = self._meter.create_counter("composer3d.tokens", "{token}", "valid tokens trained on")
+        self._counters: dict[str, Any] = {}
         self._steps = self._meter.create_counter("composer3d.steps", "{step}", "optimizer steps")
         self._lock = threading.Lock()
         self._row: Mapping[str, float] = {}
-        self._new_tokens = 0.0
+        self._new_units = dict.fromkeys(_COUNTED, 0.0)
         self._new_steps = 0
 
     def step(self, row: Mapping[str, float]) -> None:
         """Take a step's row."""
         with self._lock:
             self._row = row
-            self._new_tokens += row.get("tokens", 0.0)
+            for name in _COUNTED.keys() & row.keys():
+                self._new_units[name] += row[name]
             self._new_steps += 1
 
     def collect(self) -> Any:
         """Return the SDK's `MetricsData` of this moment."""
         with self._lock:
-            row, tokens, steps = self._row, self._new_tokens, self._new_steps
-            self._new_tokens, self._new_steps = 0.0, 0
+            row, units, steps = self._row, self._new_units, self._new_steps
+            self._new_units, self._new_steps = dict.fromkeys(_COUNTED, 0.0), 0
         if self._is_first:
-            self._tokens.add(round(tokens))
+            for name in sorted(_COUNTED.keys() & row.keys()):
+                self._add(name, round(units[name]))
             self._steps.add(steps)
             for name, value in row.items():
-                if name not in ("tokens", "step") and isinstance(value, int | float) and math.isfinite(value):
+                if name not in (*_COUNTED, "step") and isinstance(value, int | float) and math.isfinite(value):
                     self._set(name, value, _UNITS.get(name, ""))
         for name, value in self._memory().items():
             self._set(name, value, "By")
         self._set("spans.lost", self._counts.lost, "{span}")
         return self._reader.get_metrics_data()
+
+    def _add(self, name: str, value: int) -> None:
+        if name not in self._counters:
+            self._counters[name] = self._meter.create_counter(f"composer3d.{name}", _COUNTED[name], _TRAINED[name])
+        self._counters[name].add(value)
 
     def _set(self, name: str, value: float, unit: str) -> None:
         if name not in self._gauges:

@@ -12,7 +12,7 @@ __all__ = ["main"]
 PANELS = {
     "Loss": ("composer3d_loss", "short"),
     "Gradient norm": ("composer3d_grad_norm", "short"),
-    "Tokens per second": ("composer3d_tokens_per_s", "short"),
+    "Tokens or samples per second": ("{__name__=~'composer3d_(tokens|samples)_per_s'}", "short"),
     "Step time": ("composer3d_step_time_s", "s"),
     "Waiting for data": ("composer3d_data_wait_s", "s"),
     "Computing, longest and mean": ("{__name__=~'composer3d_computing_(max|mean)_s'}", "s"),
