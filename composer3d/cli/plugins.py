@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.options import Subparsers, add_json
@@ -22,13 +23,15 @@ _PHASES = {
     "composer3d_reschedule": ("RECOMPUTE", "COMPILE"),
     "composer3d_collectives": ("COMMUNICATE",),
 }
+# What every plugin may have, and what says nothing of what it acts on.
+_LIFE_CYCLE = ("composer3d_configure", "composer3d_close")
 
 
 def add(subparsers: Subparsers) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "plugins",
-        help="list every plugin found: family, axes, phases, options, origin",
+        help="list every plugin found: family, axes, what it acts on, options, origin",
         description="List every plugin that is installed. With a name: what it is, and its options.",
     )
     parser.add_argument("name", metavar="NAME", nargs="?", help="show this plugin alone, with its options")
@@ -54,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
     elif arguments.name is not None:
         _show(found[0])
     else:
-        columns = ("plugin", "family", "owns", "phases", "devices", "from")
+        columns = ("plugin", "family", "owns", "phases", "step points", "other hooks", "devices", "from")
         print_table(columns, [_row(entry) for entry in found])
         for entry in found:
             if entry["error"]:
@@ -73,18 +76,26 @@ def _describe(catalogue: Catalogue, name: str) -> dict[str, Any]:
         return {**entry, "error": str(error)}
     from composer3d.hookspecs import HookSpecs
     from composer3d.manifest.descriptions import summary
-    from composer3d.transform import Phase
+    from composer3d.transform import Phase, StepPoint
 
     info = info_of(cls)
     assert info is not None, "the catalogue checks it"
     hooks = [hook for hook in vars(HookSpecs) if hook.startswith("composer3d_") and hasattr(cls, hook)]
-    phases = {phase for hook in hooks if hook in _PHASES for phase in _phases(getattr(cls, hook)) or _PHASES[hook]}
+    phases = {
+        phase
+        for hook in hooks
+        if hook in _PHASES
+        for phase in _named(getattr(cls, hook), "Phase", Phase.__members__) or _PHASES[hook]
+    }
+    actions: Any = getattr(cls, "composer3d_step_actions", None)
+    points = set() if actions is None else _named(actions, "StepPoint", StepPoint.__members__)
     return {
         **entry,
         "family": info.family,
         "owns": list(info.owns),
         "axes": [{"name": axis.name, "role": axis.role.value, "inside": axis.inside} for axis in info.axes],
         "phases": [phase.name for phase in Phase if phase.name in phases],
+        "points": [point.name for point in StepPoint if point.name in points],
         "hooks": hooks,
         "devices": None if info.devices is None else list(info.devices),
         "extra": info.extra,
@@ -93,12 +104,16 @@ def _describe(catalogue: Catalogue, name: str) -> dict[str, Any]:
     }
 
 
-def _phases(hook: Any) -> set[str]:
-    """Return the phases that a hook's own code names: its transforms exist only once there is a manifest."""
-    from composer3d.transform import Phase
-
+def _named(hook: Any, enum: str, members: Collection[str]) -> set[str]:
+    """Return the members of an enum that a hook's own code names: what it returns exists only in a run."""
     names = set(hook.__code__.co_names)
-    return names & set(Phase.__members__) if "Phase" in names else set()
+    return names & set(members) if enum in names else set()
+
+
+def _others(entry: dict[str, Any]) -> list[str]:
+    """Return the hooks, by their short names, of which neither phases nor points of a step tell."""
+    told = {*_PHASES, *_LIFE_CYCLE, *(["composer3d_step_actions"] if entry["points"] else [])}
+    return [hook.removeprefix("composer3d_") for hook in entry["hooks"] if hook not in told]
 
 
 def _options(cls: type) -> list[dict[str, Any]]:
@@ -124,12 +139,14 @@ def _options(cls: type) -> list[dict[str, Any]]:
 
 def _row(entry: dict[str, Any]) -> tuple[str, ...]:
     if entry["error"]:
-        return (entry["name"], "cannot be imported, see below", "", "", "", entry["origin"])
+        return (entry["name"], "cannot be imported, see below", "", "", "", "", "", entry["origin"])
     return (
         entry["name"],
         entry["family"],
         ", ".join(entry["owns"]) or "-",
         ", ".join(entry["phases"]) or "-",
+        ", ".join(entry["points"]) or "-",
+        ", ".join(_others(entry)) or "-",
         ", ".join(entry["devices"]) if entry["devices"] else "any",
         entry["origin"],
     )
@@ -147,6 +164,8 @@ def _show(entry: dict[str, Any]) -> None:
     if entry["axes"]:
         say("adds axes: " + ", ".join(f"{axis['name']} ({axis['role']})" for axis in entry["axes"]))
     say(f"phases: {', '.join(entry['phases']) or '-'}")
+    say(f"step points: {', '.join(entry['points']) or '-'}")
+    say(f"other hooks: {', '.join(_others(entry)) or '-'}")
     say(f"devices: {', '.join(entry['devices']) if entry['devices'] else 'any'}")
     say(f"\n{entry['summary']}\n")
     if not entry["options"]:

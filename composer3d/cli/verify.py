@@ -68,18 +68,26 @@ def add(subparsers: Subparsers) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Check in a child, then prove; 1 if it does not hold."""
     from composer3d.cli.child import Child, ChildError
+    from composer3d.cli.once import warning_once
 
+    with tempfile.TemporaryDirectory(prefix="composer3d-verify-") as name:
+        folder = Path(name)
+        try:
+            found = Child(lambda: warning_once(folder, _look, (arguments,))).result()
+        except ChildError as error:
+            complain(str(error))
+            return FAILED
+        if found["problems"]:
+            print_problems([Problem(**problem) for problem in found["problems"]])
+        if not found["ok"]:
+            return WRONG
+        return _report(arguments, found, folder)
+
+
+def _report(arguments: argparse.Namespace, found: dict[str, Any], folder: Path) -> int:
+    """Prove, and say what was found."""
     try:
-        found = Child(lambda: _look(arguments)).result()
-    except ChildError as error:
-        complain(str(error))
-        return FAILED
-    if found["problems"]:
-        print_problems([Problem(**problem) for problem in found["problems"]])
-    if not found["ok"]:
-        return WRONG
-    try:
-        verdict = _prove(arguments, found)
+        verdict = _prove(arguments, found, folder)
     except _Interrupted:
         complain("interrupted: nothing is proven")
         return FAILED
@@ -99,34 +107,31 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0 if verdict.ok else DIFFERS
 
 
-def _prove(arguments: argparse.Namespace, found: dict[str, Any]) -> Verdict:
+def _prove(arguments: argparse.Namespace, found: dict[str, Any], folder: Path) -> Verdict:
     from composer3d.proof import prove, subject_of
 
     overrides = (*arguments.overrides, *found["overrides"])
     device = found["device"]
-    layout = _layout(arguments.manifest, overrides)
-    with tempfile.TemporaryDirectory(prefix="composer3d-verify-") as folder:
-        return prove(
-            functools.partial(
-                subject_of, arguments.manifest, overrides, found["max_blocks"], device, scratch=Path(folder)
-            ),
-            layout=layout,
-            launch=functools.partial(_launch, Path(folder), device),
-            num_steps=arguments.steps,
-            microbatches=found["microbatches"],
-            grad_clip=found["grad_clip"],
-            reduced=tuple(found["reduced"]),
-            notes=tuple(found["notes"]),
-        )
+    return prove(
+        functools.partial(subject_of, arguments.manifest, overrides, found["max_blocks"], device, scratch=folder),
+        layout=_layout(arguments.manifest, overrides),
+        launch=functools.partial(_launch, folder, device),
+        num_steps=arguments.steps,
+        microbatches=found["microbatches"],
+        grad_clip=found["grad_clip"],
+        reduced=tuple(found["reduced"]),
+        notes=tuple(found["notes"]),
+    )
 
 
 def _launch(folder: Path, device: str, function: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
     """Start ranks as a run does."""
+    from composer3d.cli.once import warning_once
     from composer3d.proof.session import reference_rank
     from composer3d.runner.launch import launch_local
 
     kind: Any = "cpu" if device == "cpu" else "cuda"
-    result = launch_local(function, args, num_ranks=num_ranks, device=kind, output=folder)
+    result = launch_local(warning_once, (folder, function, args), num_ranks=num_ranks, device=kind, output=folder)
     if result.report is not None:
         raise _Failed(result.report, alone=function is reference_rank)
     if len(result.values) < num_ranks:

@@ -69,12 +69,14 @@ class Difference:
         ranks: Where it is another one.
         call: Which of its calls, the earliest.
         due: Which call of one device it equals instead; None where it equals none.
+        is_missing: It is an argument that the model is not given.
     """
 
     fqn: str
     ranks: tuple[int, ...]
     call: int
     due: int | None = None
+    is_missing: bool = False
 
 
 @contextlib.contextmanager
@@ -162,6 +164,9 @@ def first_difference(right: Outputs, ranks: Mapping[int, Outputs]) -> Difference
     """
     for fqn, expected in right.items():
         having = {rank: list(found[fqn])[-len(expected) :] for rank, found in ranks.items() if found.get(fqn)}
+        given = tuple(rank for rank, found in ranks.items() if any(name.startswith(INPUTS) for name in found))
+        if fqn.startswith(INPUTS) and given and not having:
+            return Difference(fqn=fqn, ranks=given, call=0, is_missing=True)
         for call in range(min([len(expected), *map(len, having.values())])) if having else ():
             whole = fqn.startswith((INPUTS, TARGETS))
             wrong = _wrong_ranks(expected[call], {rank: found[call] for rank, found in having.items()}, whole=whole)

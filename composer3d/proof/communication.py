@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.batch import to_device
 from composer3d.mesh import Layout
 from composer3d.proof.activations import Output, Outputs, watched_loss, watching
-from composer3d.proof.reference import of_dtype
+from composer3d.proof.one_device import of_dtype
 from composer3d.proof.subject import Subject
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,9 +12,11 @@ from composer3d.gradients import local
 from composer3d.mesh import Role
 from composer3d.proof.comparison import Limits, difference, fit
 from composer3d.proof.derived import stale_values
-from composer3d.proof.deviations import Deviation, deviations_of, gathered, multiple
+from composer3d.proof.deviations import Deviation, deviations_of, gathered
+from composer3d.proof.explaining import averages_of, digits_of, late_ones, leftovers_of, updates_of
+from composer3d.proof.one_device import of_dtype
 from composer3d.proof.reached import noting_reached
-from composer3d.proof.reference import Reference, ReferenceStep, of_dtype
+from composer3d.proof.reference import Reference, ReferenceStep
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors, saved_buffers
 from composer3d.proof.subject import Arithmetic, Subject
 
@@ -52,6 +54,7 @@ class RankStep:
         count: Valid tokens that all ranks together agreed on; None where no target says it.
         averages: By FQN, of the moving averages; empty where a run has none.
         averaged_with: By FQN, the share of the weights in the last update of a wrong average, None where there is none.
+        narrowed: By FQN, the dtype of fewer digits that holds a gradient, where one device's has more.
     """
 
     loss: float
@@ -70,6 +73,7 @@ class RankStep:
     count: int | None
     averages: dict[str, Deviation]
     averaged_with: dict[str, float | None]
+    narrowed: dict[str, str]
 
 
 @dataclass(kw_only=True)
@@ -122,7 +126,7 @@ def run_composed(
         averages = None if subject.make_averages is None else subject.make_averages(run)
         previous = None
         for number, expected in enumerate(reference.steps):
-            beginning = _Beginning(start=reference.initial, previous=previous)
+            beginning = _Beginning(start=reference.initial, previous=previous, reduce_dtype=reference.reduce_dtype)
             step = _step(subject, run, optimizer, averages, number, which, expected, tolerances, keep, beginning)
             result.steps.append(step)
             previous = expected
@@ -154,10 +158,12 @@ class _Beginning:
     Args:
         start: Parameters before the first step.
         previous: The step before; None before the first.
+        reduce_dtype: In which the run's ranks sum up gradients, where something says it.
     """
 
     start: Mapping[str, Tensor]
     previous: ReferenceStep | None
+    reduce_dtype: torch.dtype | None
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -285,58 +291,16 @@ def _step(
         unmoved=tuple(f for f, tensor in after.items() if f in ran.before and bool((tensor == ran.before[f]).all())),
         held=held,
         batch=Digest()((batch.args, batch.kwargs, batch.target)),
-        leftovers=_leftovers(ran.gradients, expected, beginning.previous, wrong),
-        **_updates(ran.before, after, expected.parameters, beginning.parameters, off),
-        late=_late(ran.gradients, beginning.previous, wrong),
+        leftovers=leftovers_of(ran.gradients, expected, beginning.previous, wrong),
+        **updates_of(ran.before, after, expected.parameters, beginning.parameters, off),
+        late=late_ones(ran.gradients, beginning.previous, wrong),
         count=None if batch.target is None else ran.count,
         averages=deviations_of(run, averaged, expected.averages, tolerances, "averages"),
-        averaged_with=_averaged_with(averaged, after, beginning.averages),
+        averaged_with=averages_of(averaged, after, beginning.averages),
+        narrowed=digits_of(
+            ran.gradients, expected.gradients, beginning.reduce_dtype, wrong if which == "float64" else None
+        ),
     )
-
-
-def _updates(
-    before: Mapping[str, Tensor],
-    after: Mapping[str, Tensor],
-    expected: Mapping[str, Tensor],
-    start: Mapping[str, Tensor],
-    wrong: Sequence[str],
-) -> dict[str, dict[str, float | None]]:
-    off = [fqn for fqn in wrong if fqn in before and fqn in after and fqn in start and fqn in expected]
-    return {
-        "updates": {fqn: multiple(after[fqn] - before[fqn], expected[fqn] - start[fqn]) for fqn in off},
-        "decays": {fqn: multiple(after[fqn] - expected[fqn], before[fqn]) for fqn in off},
-    }
-
-
-def _late(gradients: Mapping[str, Tensor], previous: ReferenceStep | None, wrong: Sequence[str]) -> tuple[str, ...]:
-    if previous is None:
-        return ()
-    there = [fqn for fqn in wrong if fqn in gradients and fqn in previous.gradients]
-    return tuple(fqn for fqn in there if difference(gradients[fqn], previous.gradients[fqn]) <= _CLOSE)
-
-
-def _averaged_with(
-    averaged: Mapping[str, Tensor], weights: Mapping[str, Tensor], before: Mapping[str, Tensor]
-) -> dict[str, float | None]:
-    """Return the share of the weights in each average, from how far both have come from the average before."""
-    return {
-        fqn: multiple(average - before[fqn].to(average), weights[fqn].to(average) - before[fqn].to(average))
-        for fqn, average in averaged.items()
-        if fqn in before
-    }
-
-
-def _leftovers(
-    gradients: Mapping[str, Tensor], expected: ReferenceStep, previous: ReferenceStep | None, wrong: Sequence[str]
-) -> dict[str, float | None]:
-    if previous is None:
-        return {}
-    there = gradients.keys() & expected.gradients.keys() & previous.gradients.keys()
-    return {
-        fqn: multiple(gradients[fqn] - expected.gradients[fqn], previous.gradients[fqn])
-        for fqn in wrong
-        if fqn in there
-    }
 
 
 def _wrong(deviations: Mapping[str, Deviation], tolerances: Limits) -> list[str]:

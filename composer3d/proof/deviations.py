@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.gradients import local
 from composer3d.mesh import Role
 from composer3d.proof.comparison import Limits, difference, fit, scale_of
-from composer3d.testing.parity import gather_full
+from composer3d.testing.parity import full, gather_full
 from composer3d.torch_compat import without_torch_functions
 
 if TYPE_CHECKING:
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
     from composer3d import Composition
 
-__all__ = ["Deviation", "deviations_of", "gathered", "multiple"]
+__all__ = ["Deviation", "deviations_of", "gathered", "multiple", "narrowed"]
 
 _MAX_EXAMINED = 24
 # Relative.
 _CLOSE = 1e-9
+# Elements, of which not all have few digits by chance; relative to the largest of all, what may be noise of float32.
+_MANY, _NOISE = 8, 1e-5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,10 @@ class Deviation:
 
 def gathered(run: Composition, named: Any) -> dict[str, Tensor]:
     """Return full tensors on the CPU, as the model orders them. Collectives: those of `gather_full`."""
-    return {fqn: run.context.in_model_order(fqn, tensor).cpu() for fqn, tensor in gather_full(named).items()}
+    items = named.items() if isinstance(named, Mapping) else named
+    # In order before they are handed on: only the stages that hold a parameter know how it is kept.
+    own = {fqn: run.context.in_model_order(fqn, full(tensor)) for fqn, tensor in items}
+    return {fqn: tensor.cpu() for fqn, tensor in gather_full(own).items()}
 
 
 def deviations_of(
@@ -212,6 +217,19 @@ def _narrow(actual: Tensor) -> str:
             if dtype.itemsize < actual.dtype.itemsize and torch.equal(actual.to(dtype).to(actual.dtype), actual):
                 return str(dtype).removeprefix("torch.")
     return ""
+
+
+def narrowed(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the tensors that a dtype of fewer digits holds, and not those of the reference, with that dtype.
+
+    An error of a rounding is within what one device rounds in its own dtypes; that all the digits are gone is not.
+    """
+    # What is zero by mathematics is rounding noise, multiples of one unit; it has few digits wherever it is computed.
+    least = _NOISE * max((float(tensor.abs().max()) for tensor in reference.values() if tensor.numel()), default=0.0)
+    both = [fqn for fqn in actual.keys() & reference.keys() if actual[fqn].numel() >= _MANY]
+    large = [fqn for fqn in both if float(actual[fqn].abs().max()) > least]
+    found = {fqn: _narrow(actual[fqn]) for fqn in sorted(large) if not _narrow(reference[fqn])}
+    return {fqn: dtype for fqn, dtype in found.items() if dtype}
 
 
 def multiple(actual: Tensor, reference: Tensor) -> float | None:

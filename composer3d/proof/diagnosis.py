@@ -18,6 +18,10 @@ from composer3d.proof.wording import SHOWN, some
 __all__ = ["UNREPEATABLE", "diagnose"]
 
 
+# Relative to the largest element; the coarsest dtype, float8 with two digits, rounds by an eighth.
+_MORE_THAN_ROUNDED = 0.25
+
+
 def diagnose(evidence: Evidence) -> list[str]:
     """Return the likely causes, each once, the most telling first."""
     if evidence.told.unrepeatable:
@@ -80,6 +84,8 @@ def _forward(evidence: Evidence) -> Iterator[str]:
 def _first_wrong(evidence: Evidence, found: Difference | None) -> str:
     """Say which module, or what after the model, is the first to return something else."""
     where = "" if found is None or not found.ranks else " on " + _who(evidence, found.ranks)
+    if found is not None and found.is_missing:
+        return f"the model is not given the argument {found.fqn.split()[-1]} that the batch has{where}"
     if found is not None and found.fqn.startswith(INPUTS):
         return (
             f"the model is given another argument {found.fqn.split()[-1]} than the batch has{where}: another order, "
@@ -91,6 +97,12 @@ def _first_wrong(evidence: Evidence, found: Difference | None) -> str:
         when = f", first in micro-batch {number}" if number else ""
         if found.due is not None and found.due // calls != number:
             when += f", where it computes what is due in micro-batch {found.due // calls}"
+        kept = [fqn for fqn in evidence.told.kept if fqn.startswith(f"{found.fqn}.")]
+        if kept:
+            when += (
+                f"; its forwards change {some(kept)}: if what it returns depends on them, it depends on the layout, "
+                "since one device has computed the micro-batches of all ranks, one after the other"
+            )
         return f"the first module whose output is another one is {found.fqn}{where}{when}"
     after = "the targets, their mask or the loss, or what cannot be compared"
     if found is not None and found.fqn == TARGETS:
@@ -113,6 +125,12 @@ def _roundings(evidence: Evidence) -> list[str]:
         return []
     for kind, what in (("gradients", "the gradients of"), ("parameters", "the updates of")):
         wrong = evidence.wrong(kind, "own")  # type: ignore[arg-type]
+        if wrong and _median(wrong) > _MORE_THAN_ROUNDED:
+            return [
+                f"in float64 everything is right, and in the run's dtypes {what} {some(sorted(wrong))} are other ones, "
+                "by more than any dtype rounds: a plugin of precision does something else on one device, or before "
+                "gradients are reduced what is to be done after"
+            ]
         if wrong:
             return [
                 f"in float64 everything is right, and in the run's dtypes {what} {some(sorted(wrong))} are rounded "
@@ -122,9 +140,13 @@ def _roundings(evidence: Evidence) -> list[str]:
     return []
 
 
+def _median(wrong: Mapping[str, Sequence[Deviation]]) -> float:
+    return statistics.median(max(deviation.rel for deviation in found) for found in wrong.values())
+
+
 def _as_much_as(wrong: Mapping[str, Sequence[Deviation]]) -> str:
     """Return which dtype rounds about as much as these are off, as a clause; empty where none does."""
-    off = statistics.median(max(deviation.rel for deviation in found) for found in wrong.values())
+    off = _median(wrong)
     if not 0.0 < off < math.inf:
         return ""
     # What is rounded once is off by at most half a unit.
@@ -158,6 +180,16 @@ def _counts(evidence: Evidence) -> Iterator[str]:
     )
 
 
+def _mixing(evidence: Evidence) -> Iterator[str]:
+    """A loss that is no sum over samples or tokens."""
+    if evidence.told.mixing.loss:
+        yield (
+            "the loss is no sum over samples: what it makes of one depends on the others of its micro-batch, as in a "
+            "contrastive loss or a mean with class weights, so that micro-batches and ranks do not add up to the loss "
+            "of the global batch; return a sum, and what it is to be divided by, or gather what is compared"
+        )
+
+
 def _streams(evidence: Evidence) -> Iterator[str]:
     kinds: Mapping[str, str] = {
         "equal_over": "ranks along {axis} draw the same random numbers at {sites}, and hold other samples or features",
@@ -165,15 +197,19 @@ def _streams(evidence: Evidence) -> Iterator[str]:
         "recompute": "what is computed again in the backward draws other random numbers than the forward did, at "
         "{sites}: activation checkpointing without the state of the generator",
         "repeated": "micro-batches draw the same random numbers at {sites}",
+        "steps": "every step draws the same random numbers at {sites} as the one before: something seeds them anew",
         "more": "random numbers are drawn at {sites} more often than on one device: something is dropped twice",
-        "otherwise": "something is dropped at {sites} with another probability than on one device",
+        "fewer": "random numbers are drawn at {sites} less often than on one device{where}: it is switched off there",
+        "otherwise": "something is dropped at {sites} with another probability than on one device{where}",
         "none": "no rank draws random numbers at {sites}, and one device does: it is switched off, or taken out",
     }
-    groups: dict[tuple[str, str], list[str]] = {}
+    groups: dict[tuple[str, str, str], list[str]] = {}
     for fault in evidence.streams:
-        groups.setdefault((fault.kind, fault.axis), []).append(fault.site)
-    for (kind, axis), sites in groups.items():
-        yield kinds[kind].format(axis=axis, sites=some(sites))
+        is_there = fault.kind in ("fewer", "otherwise") and len(fault.ranks) < len(evidence.ranks)
+        where = f" on {_who(evidence, fault.ranks)}" if is_there else ""
+        groups.setdefault((fault.kind, fault.axis, where), []).append(fault.site)
+    for (kind, axis, where), sites in groups.items():
+        yield kinds[kind].format(axis=axis, sites=some(sites), where=where)
 
 
 _FIRST_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
@@ -181,6 +217,7 @@ _FIRST_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _silent,
     _batches,
     _counts,
+    _mixing,
     initial,
     stale,
     _shares,

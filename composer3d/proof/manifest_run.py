@@ -13,11 +13,14 @@ from composer3d.proof.subject import Subject
 from composer3d.protocol import Batch
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from composer3d import Manifest
+    from composer3d import Composition, Manifest
 
 __all__ = ["read_manifest", "subject_of", "truncate_blocks"]
+
+# Seconds that ranks wait for one that does not come to a collective: somebody is waiting for the answer.
+_PATIENCE_S = 600.0
 
 
 def read_manifest(source: str, overrides: Sequence[str]) -> Manifest:
@@ -32,8 +35,9 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
     """Make the subject of a manifest, in a rank.
 
     The learning rate is the optimizer's own, without a schedule, so that a warm-up does not hide the updates; for the
-    same reason moving averages are updated in every step. Text is
-    prepared in a folder of this process inside `scratch`, so that nothing of the run's own folder is touched.
+    same reason moving averages are updated in every step. Text is prepared in a folder of this process inside
+    `scratch`, so that nothing of the run's own folder is touched. Collectives fail after the run's `timeout_s`, or ten
+    minutes.
 
     Args:
         source: A path, or the name of a shipped manifest.
@@ -44,14 +48,15 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
             interpreter, and a rank that is killed removes nothing.
     """
     from composer3d.runner.buffers import average_buffers
+    from composer3d.runner.data import example_of
     from composer3d.runner.ema import EMA
-    from composer3d.runner.model import ModelFactory, token_loss
+    from composer3d.runner.model import ModelFactory
     from composer3d.runner.optimizer import make_optimizer
     from composer3d.world import default_device
 
     manifest = read_manifest(source, overrides)
-    batch, vocab_size = _reader(manifest, scratch)
-    factory = ModelFactory(manifest, vocab_size=vocab_size)
+    opened, read = _reader(manifest, scratch)
+    factory = ModelFactory(manifest, vocab_size=opened.vocab_size)
     built = factory.build()
     tables = manifest.tables
     decay = tables["ema"].decay
@@ -64,10 +69,14 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
             return truncate_blocks(factory(), manifest.model.blocks, max_blocks)
         return lambda: truncate_blocks(factory(), manifest.model.blocks, max_blocks)
 
+    def batch(step: int, rank: int, degree: int) -> Batch:
+        tokens, targets = read(step, rank, degree)
+        return Batch(args=(tokens,), kwargs=factory.inputs(targets), target=targets)
+
     return Subject(
         manifest=manifest,
         build=build,
-        loss_fn=token_loss,
+        loss_fn=factory.loss_fn,
         make_optimizer=lambda run: make_optimizer(run, manifest),
         batch=batch,
         grad_clip=tables["train"].grad_clip,
@@ -75,7 +84,21 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         device=where,
         make_averages=None if decay is None else lambda run: EMA(run, decay=decay),
         decay=decay or 0.0,
+        example=lambda: example_of(
+            opened, tables["data"], seed=tables["train"].seed, num_samples=tables["train"].microbatch or 1
+        ),
+        prepare=lambda run: _bound_waiting(run, tables["run"].timeout_s or _PATIENCE_S),
     )
+
+
+def _bound_waiting(run: Composition, timeout_s: float) -> None:
+    """Let collectives fail after so many seconds; a rank that is traced waits for nobody."""
+    import torch.distributed as dist
+
+    from composer3d.runner.housekeeping import set_timeout
+
+    if dist.get_backend() != "fake":
+        set_timeout(run, timeout_s)
 
 
 def _cpu() -> Any:
@@ -90,8 +113,8 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, nn.Module)
 
 
-def _reader(manifest: Manifest, scratch: Path) -> tuple[Callable[[int, int, int], Batch], int | None]:
-    """Return what reads batches, and the data's vocabulary."""
+def _reader(manifest: Manifest, scratch: Path) -> tuple[Any, Callable[[int, int, int], tuple[Tensor, Tensor]]]:
+    """Return the source of data, and what reads batches of it."""
     from composer3d.runner.batch_size import BatchSize
     from composer3d.runner.data import Loader, open_source
 
@@ -113,11 +136,11 @@ def _reader(manifest: Manifest, scratch: Path) -> tuple[Callable[[int, int, int]
             vocab_size=None,
         )
 
-    def batch(step: int, rank: int, degree: int) -> Batch:
-        read = loader(rank, degree).batch(step)
-        return Batch(args=(read.tokens,), target=read.targets)
+    def read(step: int, rank: int, degree: int) -> tuple[Tensor, Tensor]:
+        found = loader(rank, degree).batch(step)
+        return found.tokens, found.targets
 
-    return batch, source.vocab_size
+    return source, read
 
 
 def truncate_blocks(model: nn.Module, pattern: str | None, limit: int) -> nn.Module:

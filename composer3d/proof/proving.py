@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -73,7 +74,7 @@ def prove(
         failures=failures,
         diagnosis=tuple(diagnose(evidence)) if failures else (),
         reduced=reduced,
-        notes=(*notes, *_untraceable(ranks)),
+        notes=(*notes, *_mixed(told), *_coarse(told), *_untraceable(ranks)),
         num_steps=num_steps,
     )
 
@@ -97,6 +98,34 @@ def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
             if found:
                 return found
     return ()
+
+
+def _mixed(told: ReferenceReport) -> list[str]:
+    """Say that the reference rests on how the run cuts its batch, where it does, or that this could not be asked."""
+    if told.mixing.unknown:
+        return [
+            "whether a loss of two micro-batches together is the sum of theirs could not be asked, since they cannot "
+            f"be computed together ({told.mixing.unknown}): a loss that compares samples would not be found"
+        ]
+    if not told.mixing.model:
+        return []
+    return [
+        "what the model computes of a sample depends on the others of its micro-batch (batch normalisation does that): "
+        f"compared with one device that cuts the batch as the run does; two micro-batches together give other outputs, "
+        f"off by {told.mixing.model:.2g}"
+    ]
+
+
+def _coarse(told: ReferenceReport) -> list[str]:
+    """Say that the bound of the run's own dtypes lets most mistakes pass, where it does."""
+    limits = told.tolerances["own"].by_fqn.get("gradients", {}) if "own" in told.tolerances else {}
+    middle = statistics.median(limits.values()) if limits else 0.0
+    if middle <= 1.0:
+        return []
+    return [
+        "in the run's dtypes one device's own gradients are so far from those of float64 that they bound little "
+        f"({middle:.2g} of the largest element, in the median): plugins of precision are compared with themselves there"
+    ]
 
 
 def _untraceable(ranks: Sequence[RankReport]) -> list[str]:

@@ -12,27 +12,23 @@ from typing import TYPE_CHECKING, Any
 from composer3d.mesh import Layout
 from composer3d.proof.activations import Outputs
 from composer3d.proof.communication import Counted, count_step, trace_step
-from composer3d.proof.comparison import Limits, fit, tolerances
+from composer3d.proof.comparison import Limits, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
+from composer3d.proof.mixing import NOT_MIXED, Mixing, mixing
+from composer3d.proof.one_device import of_dtype
+from composer3d.proof.probes import first_outputs
 from composer3d.proof.reached import Uneven, noting_reached, uneven
-from composer3d.proof.reference import Reference, first_outputs, loss_with, make_reference, of_dtype, pieces_of
-from composer3d.proof.streams import Draws, recording
+from composer3d.proof.reference import Reference, make_reference
+from composer3d.proof.streams import Drawn, recording
 from composer3d.proof.subject import Arithmetic, Subject, without_plugins
+from composer3d.proof.weighing import Weights, bias_rank, weighing_rank
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from composer3d import Composition
 
-__all__ = ["Launch", "RankReport", "ReferenceReport", "Session", "Weights"]
+__all__ = ["Launch", "RankReport", "ReferenceReport", "Session"]
 
 log = logging.getLogger(__name__)
-
-_CLOSE = 1e-6
-# Elements for each micro-batch from which on a fit says something.
-_ROWS = 4
-# Relative: losses of one computation in another order.
-_SAME_LOSS = 1e-11
 
 # Called with a function, its arguments and a number of ranks; returns what every rank returned.
 Launch = Callable[[Callable[..., Any], Sequence[Any], int], list[Any]]
@@ -50,15 +46,19 @@ class ReferenceReport:
         draws: What one device draws in one step.
         outputs: What modules and the loss return on the micro-batches of every data-parallel rank in the first step.
         unrepeatable: How far a second run of the first step on one device is apart; 0 where that is rounding.
+        mixing: Whether samples of a micro-batch are computed together.
+        kept: Buffers that forwards change.
     """
 
     losses: Mapping[str, list[float]]
     grad_norms: Mapping[str, list[float]]
     tolerances: Mapping[str, Limits]
     counts: list[int]
-    draws: Mapping[str, Draws]
+    draws: Drawn
     outputs: Sequence[Outputs]
     unrepeatable: float = 0.0
+    mixing: Mixing = NOT_MIXED
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(kw_only=True)
@@ -76,35 +76,12 @@ class RankReport:
     """
 
     steps: dict[str, RankSteps] = field(default_factory=dict)
-    draws: dict[str, Draws] = field(default_factory=dict)
+    draws: Drawn = field(default_factory=Drawn)
     happened: Counted | None = None
     traced: Counted | None = None
     untraceable: str = ""
     trace_error: str = ""
     keep_unsharded: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class Weights:
-    """The composed gradient as a weighted sum of what every micro-batch alone adds to the right one.
-
-    Args:
-        values: One a micro-batch, rank by rank; all 1 in a right gradient.
-        counts: Their valid tokens.
-        residual: What no weights explain, relative to the largest gradient.
-        is_maximum: It is the elementwise maximum of what data-parallel ranks have, times some number.
-        auxiliary: How much the auxiliary losses weigh where that alone explains it; None elsewhere.
-        fqns: The wrong gradients that it is about; empty where it is about all of the model.
-        lossy: The data-parallel rank of whose share some elements alone are not there; None where there is none.
-    """
-
-    values: list[float]
-    counts: list[int]
-    residual: float
-    is_maximum: bool = False
-    auxiliary: float | None = None
-    fqns: tuple[str, ...] = ()
-    lossy: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -199,19 +176,24 @@ def reference_rank(
         draws=_draw_alone(subject, degree),
         outputs=first_outputs(subject, degree=degree),
         unrepeatable=max(reference.unrepeatable for reference in references.values()),
+        mixing=mixing(subject, degree=degree),
+        kept=references[passes[0]].kept,
     )
 
 
-def _draw_alone(subject: Subject, degree: int) -> dict[str, Draws]:
-    """Record what one device draws, in micro-batches of the run's size."""
+def _draw_alone(subject: Subject, degree: int) -> Drawn:
+    """Record what one device draws in its second step, in micro-batches of the run's size."""
     from composer3d.batch import cut, to_device
 
-    plain = without_plugins(subject.manifest)
-    with subject.composed("float64", plain, draws=True) as run, run.step(0), recording(run) as found:
-        batch = of_dtype(subject.batch(0, 0, degree), "float64")
-        for piece in cut(batch, subject.manifest.train.microbatch):
-            placed = to_device(piece, subject.device)
-            run.model(*placed.args, **placed.kwargs)
+    found = Drawn()
+    with subject.composed("float64", without_plugins(subject.manifest), draws=True) as run:
+        for number in range(2):
+            with run.step(number), recording(run) as drawn:
+                batch = of_dtype(subject.batch(number, 0, degree), "float64")
+                for piece in cut(batch, subject.manifest.train.microbatch):
+                    placed = to_device(piece, subject.device)
+                    run.model(*placed.args, **placed.kwargs)
+            found = drawn.beside(found)
     return found
 
 
@@ -261,7 +243,7 @@ def _known_reason(error: BaseException) -> str:
     return ""
 
 
-def _draw(subject: Subject, folder: Path) -> tuple[dict[str, Draws], bool]:
+def _draw(subject: Subject, folder: Path) -> tuple[Drawn, bool]:
     """Record what this rank draws in its second step; the first may run more micro-batches than there are.
 
     Here layers may be left out by chance, and on other ranks others.
@@ -269,11 +251,12 @@ def _draw(subject: Subject, folder: Path) -> tuple[dict[str, Draws], bool]:
     manifest = subject.manifest_for("float64")
     with subject.composed("float64", manifest, draws=True) as run, noting_reached(run, folder):
         optimizer = subject.make_optimizer(run)
-        _draw_step(subject, run, optimizer, 0)
+        with recording(run) as before:
+            _draw_step(subject, run, optimizer, 0)
         with recording(run) as found:
             _draw_step(subject, run, optimizer, 1)
         split = run.context.split
-    return found, split is not None and split.keep_unsharded
+    return found.beside(before), split is not None and split.keep_unsharded
 
 
 def _draw_step(subject: Subject, run: Composition, optimizer: Any, number: int) -> None:
@@ -298,88 +281,3 @@ def _leave() -> None:
     # A rank that leaves while another is still in the barrier would look like one that failed.
     store.wait([f"composer3d/proof/{other}" for other in range(world_size)])
     dist.destroy_process_group()
-
-
-def bias_rank(
-    make_subject: Callable[[], Subject], degree: int, loss: float, candidates: Sequence[str], factor: int
-) -> tuple[str, ...]:
-    """Look on one device for the biases that give a loss once they are multiplied: all, or one alone."""
-    from composer3d.world import join_world
-
-    subject = make_subject()
-    join_world(subject.device)
-    right = loss_with(subject, degree=degree, factors={})
-    alone = {fqn: loss_with(subject, degree=degree, factors={fqn: factor}) for fqn in candidates}
-    # Biases that are zero, as norms begin with, change nothing however often they are added.
-    felt = tuple(fqn for fqn, found in alone.items() if abs(found - right) > _SAME_LOSS * abs(right))
-    together = loss_with(subject, degree=degree, factors=dict.fromkeys(felt, factor))
-    for chosen, found in ((felt, together), *(((fqn,), alone[fqn]) for fqn in felt)):
-        if abs(found - loss) <= _SAME_LOSS * abs(loss):
-            return chosen
-    return ()
-
-
-def weighing_rank(
-    make_subject: Callable[[], Subject], folder: Path, degree: int, chosen: Sequence[str]
-) -> Weights | None:
-    """Fit the wrong gradients of the first step by the gradients of its micro-batches, on one device.
-
-    Args:
-        make_subject: As in `Session`.
-        folder: As in `Session`.
-        degree: Data-parallel degree.
-        chosen: FQNs of the wrong ones. Where they have too few elements to say anything, all gradients are fitted.
-    """
-    import torch
-
-    from composer3d.world import join_world
-
-    subject = make_subject()
-    join_world(subject.device)
-    wrong = torch.load(folder / "wrong.pt")
-    reference: Reference = torch.load(folder / "reference-float64.pt", weights_only=False)
-    pieces = pieces_of(subject, 0, degree=degree)
-    everything = sorted(set(wrong).intersection(*pieces))
-    names = sorted(set(chosen).intersection(everything))
-    if sum(wrong[fqn].numel() for fqn in names) < _ROWS * len(pieces):
-        names = everything
-    if not names:
-        return None
-    columns = torch.stack([torch.cat([piece[fqn].double().flatten() for fqn in names]) for piece in pieces], dim=1)
-    target = torch.cat([wrong[fqn].double().flatten() for fqn in names])
-    if columns.shape[0] != target.shape[0] or not bool(target.isfinite().all() and columns.isfinite().all()):
-        return None
-    values = torch.linalg.lstsq(columns, target[:, None], driver="gelsd").solution[:, 0]
-    rest = float((columns @ values - target).abs().max()) / max(float(target.abs().max()), 1e-300)
-    shares = columns.view(columns.shape[0], degree, -1).sum(-1)
-    largest = shares.max(dim=1).values
-    found = fit(target, largest)
-    return Weights(
-        values=values.tolist(),
-        counts=reference.steps[0].counts,
-        residual=rest,
-        is_maximum=degree > 1 and found is not None and found.residual <= _CLOSE,
-        auxiliary=_auxiliary(subject, degree, names, columns.sum(dim=1), target) if rest > _CLOSE else None,
-        fqns=tuple(names) if len(names) < len(everything) else (),
-        lossy=_lossy(shares, target) if rest > _CLOSE and degree > 1 else None,
-    )
-
-
-def _lossy(shares: Tensor, wrong: Tensor) -> int | None:
-    """Return the rank of whose share each element is either there or not, where all other ranks' are there."""
-    off, size = wrong - shares.sum(dim=1), _CLOSE * float(shares.abs().max())
-    for rank in range(shares.shape[1]):
-        there, gone = off.abs() <= size, (off + shares[:, rank]).abs() <= size
-        if bool((there | gone).all() and (there & ~gone).any() and (gone & ~there).any()):
-            return rank
-    return None
-
-
-def _auxiliary(subject: Subject, degree: int, names: Sequence[str], right: Tensor, wrong: Tensor) -> float | None:
-    """Return how much the auxiliary losses weigh in a gradient, if nothing else is wrong with it."""
-    import torch
-
-    pieces = pieces_of(subject, 0, degree=degree, auxiliary_only=True)
-    there = [torch.cat([piece[fqn].double().flatten() for fqn in names]) for piece in pieces if piece]
-    found = fit(wrong - right, torch.stack(there).sum(dim=0)) if there else None
-    return 1.0 + found.factor if found is not None and found.residual <= _CLOSE else None

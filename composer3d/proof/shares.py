@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
-    from composer3d.proof.session import Weights
     from composer3d.proof.verdict import Evidence
+    from composer3d.proof.weighing import Weights
 
 __all__ = ["explain_shares"]
 
@@ -73,6 +73,11 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
     alive = [index for index, rank in enumerate(ranks) if any(abs(value) > _CLOSE for value in rank)]
     if len(alive) < len(ranks):
         return _of_some_ranks(evidence, _whose(weights), alive, len(ranks))
+    late = [2.0, *[1.0] * (per_rank - 2), 0.0]
+    if per_rank > 1 and all(_equal([1.0 + a - b for a, b in zip(rank, late, strict=True)]) for rank in ranks):
+        return (
+            f"in {_whose(weights)} every micro-batch but the first adds what the one before it gave: a stale gradient"
+        )
     dead = [index for index in range(per_rank) if all(abs(rank[index]) <= _CLOSE for rank in ranks)]
     if dead:
         shown = ", ".join(map(str, dead))
@@ -139,9 +144,12 @@ def _of_some_ranks(evidence: Evidence, whose: str, alive: Sequence[int], num_ran
             f"{whose} on rank 0 hold the samples of data-parallel rank {shown} alone, of {num_ranks}: a "
             f"reduction over {over} is missing"
         )
+    why = "all ranks saw the same batch" if whose == "all gradients" else "nothing of the others gets there"
+    if not evidence.is_loss_wrong():
+        why = "each rank computed its own samples, and then those gradients are handed to all, as by a broadcast"
     return (
         f"{whose} hold the samples of data-parallel rank {shown} alone, of {num_ranks}, and are equal on all ranks: "
-        f"{'all ranks saw the same batch' if whose == 'all gradients' else 'nothing of the others gets there'}"
+        f"{why}"
     )
 
 
@@ -194,6 +202,14 @@ def _meaning(evidence: Evidence, factor: float) -> str:
         for power, what in ((0.5, "the root of"), (-0.5, "1 / the root of")):
             if math.isclose(factor, degree**power, rel_tol=1e-4):
                 meanings.append(f"{what} {name} = {degree}: scaled by the root of the degree")
+        for other in (degree - 1, degree + 1):
+            one_off = (f"{other} / {degree}", other / degree), (f"{degree} / {other}", degree / max(other, 1))
+            if other > 1:
+                meanings += [
+                    f"{shown}, with {name} = {degree}: a rank too many or too few is divided by"
+                    for shown, value in one_off
+                    if math.isclose(factor, value, rel_tol=1e-4)
+                ]
     norm = evidence.told.grad_norms["float64"][0] if "float64" in evidence.told.grad_norms else 0.0
     if evidence.grad_clip < norm and math.isclose(factor, evidence.grad_clip / (norm + 1e-6), rel_tol=1e-4):
         meanings.append(f"grad_clip / the norm = {evidence.grad_clip:g} / {norm:.4g}: clipped before the core clips")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from composer3d.torch_compat import in_backward
 if TYPE_CHECKING:
     from composer3d import Composition
 
-__all__ = ["Draws", "StreamFault", "compare_streams", "recording"]
+__all__ = ["Drawn", "Draws", "StreamFault", "compare_streams", "recording"]
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
 _DRAWING = frozenset(
@@ -43,13 +44,51 @@ class Draws:
         shape: Of what was drawn, on this rank.
         forward: A digest of the generator's state before each draw of a forward.
         again: The same of each draw inside a backward: a recomputation.
+        before: The same of each draw of a forward of the step before.
         probabilities: With which something was dropped.
+        is_idle: All that was dropped is zero, and stays so.
     """
 
     shape: tuple[int, ...]
     forward: list[str] = field(default_factory=list)
     again: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
     probabilities: set[float] = field(default_factory=set)
+    is_idle: bool = True
+
+    @property
+    def is_seeded(self) -> bool:
+        """Tell whether it draws the same in every step."""
+        return bool(set(self.forward) & set(self.before))
+
+
+@dataclass(kw_only=True)
+class Drawn:
+    """What one rank drew in one step.
+
+    Args:
+        sites: By call site: module, function, and how many such calls came before in one call of the module.
+        calls: How often each module was called, by FQN, outside of backwards.
+    """
+
+    sites: dict[str, Draws] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+
+    def beside(self, before: Drawn) -> Drawn:
+        """Note at each site what was drawn there in the step before, and return the same."""
+        for site in self.sites.keys() & before.sites.keys():
+            self.sites[site].before = before.sites[site].forward
+        return self
+
+    def often(self, site: str) -> float:
+        """Return how often it draws at a site in one call of its module; infinity where nothing calls that."""
+        calls = self.calls.get(module_at(site), 0)
+        return len(self.sites[site].forward if site in self.sites else ()) / calls if calls else math.inf
+
+
+def module_at(site: str) -> str:
+    """Return the FQN of a call site's module; empty for the root."""
+    return site.rpartition(":")[0].removesuffix("(root)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +98,11 @@ class StreamFault:
     Args:
         site: The call site.
         kind: equal_over: ranks along `axis` draw alike and must not. differs_over: they must and do not. recompute: the
-            backward draws anew. repeated: micro-batches draw alike. more: drawn more often than on one device, or where
-            that draws nothing. none: one device draws, and no rank does. otherwise: they drop with another probability.
+            backward draws anew. repeated: micro-batches draw alike. steps: so do steps. more: drawn more often than on
+            one device, or where that draws nothing. fewer: less often in one call of the module. none: one device
+            draws, and no rank does. otherwise: they drop with another probability.
         axis: Where ranks are compared.
-        ranks: Two of them.
+        ranks: Those that are compared, or that do it.
     """
 
     site: str
@@ -72,7 +112,7 @@ class StreamFault:
 
 
 @contextlib.contextmanager
-def recording(run: Composition) -> Iterator[dict[str, Draws]]:
+def recording(run: Composition) -> Iterator[Drawn]:
     """Record every draw of the model inside, by call site: module, function, and how many such calls came before.
 
     Blocks that are compiled run eagerly inside, since a compiled graph draws where nobody sees it.
@@ -80,7 +120,8 @@ def recording(run: Composition) -> Iterator[dict[str, Draws]]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    found: dict[str, Draws] = {}
+    drawn = Drawn()
+    found = drawn.sites
     open_modules: list[tuple[str, dict[str, int]]] = [("", {})]
 
     class Recording(TorchFunctionMode):
@@ -89,17 +130,22 @@ def recording(run: Composition) -> Iterator[dict[str, Draws]]:
             name = getattr(func, "__name__", "")
             if name == "backward":
                 return backward_inside(self, args, kwargs or {})
-            if _draws(name, args, kwargs or {}):
+            drawing, given, named = _inside_of(name, args, kwargs or {})
+            if _draws(drawing, given, named):
                 fqn, calls = open_modules[-1]
-                number = calls.get(name, 0)
-                calls[name] = number + 1
-                site = f"{fqn or '(root)'}:{name}" + (f"#{number}" if number else "")
-                _note(found, site, args)
-                found[site].probabilities |= _probability(name, args, kwargs or {})
+                number = calls.get(drawing, 0)
+                calls[drawing] = number + 1
+                site = f"{fqn or '(root)'}:{drawing}" + (f"#{number}" if number else "")
+                _note(found, site, given)
+                found[site].probabilities |= _probability(drawing, given, named)
             return func(*args, **(kwargs or {}))
 
     def enter(fqn: str) -> Any:
-        return lambda *_: open_modules.append((fqn, {}))
+        def note(*_: Any) -> None:
+            open_modules.append((fqn, {}))
+            drawn.calls[fqn] = drawn.calls.get(fqn, 0) + (not in_backward())
+
+        return note
 
     def leave(*_: Any) -> None:
         open_modules.pop()
@@ -111,14 +157,27 @@ def recording(run: Composition) -> Iterator[dict[str, Draws]]:
             hooks.append(module.register_forward_hook(leave, always_call=True))
     try:
         with torch.compiler.set_stance("force_eager"), Recording():
-            yield found
+            yield drawn
     finally:
         for hook in hooks:
             hook.remove()
 
 
+def _inside_of(
+    name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
+    """Return what a function calls that draws, where no mode sees that; any other as it is."""
+    if name != "multi_head_attention_forward":
+        return name, args, kwargs
+    # dropout_p is the eleventh argument.
+    probability = kwargs.get("dropout_p", args[10] if len(args) > 10 else 0.0) if kwargs.get("training", True) else 0.0
+    if kwargs.get("need_weights", True):
+        return "dropout", (args[0], probability, True), {}
+    return "scaled_dot_product_attention", args[:1], {"dropout_p": probability}
+
+
 def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if kwargs.get("generator") is not None:
+    if kwargs.get("generator") is not None or _is_on_meta(args, kwargs):
         return False
     if name in _WITH_PROBABILITY:
         return bool(kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0))
@@ -132,6 +191,12 @@ def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     probability = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
     training = kwargs.get("training", kwargs.get("train", args[2] if len(args) > 2 else True))
     return bool(training) and probability > 0.0
+
+
+def _is_on_meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether nothing is drawn: a pipeline asks its stages on meta for the form of what they return."""
+    device = kwargs.get("device") or getattr(args[0] if args else None, "device", None)
+    return str(device).partition(":")[0] == "meta"
 
 
 def _probability(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[float]:
@@ -155,11 +220,11 @@ def _note(found: dict[str, Draws], site: str, args: tuple[Any, ...]) -> None:
     digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=12).hexdigest()
     draws = found.setdefault(site, Draws(shape=shape))
     (draws.again if in_backward() else draws.forward).append(digest)
+    if draws.is_idle and ("dropout" not in site or tensor is None or bool(local(tensor.detach()).any())):
+        draws.is_idle = False
 
 
-def compare_streams(
-    ranks: Sequence[Mapping[str, Draws]], reference: Mapping[str, Draws], layout: Layout
-) -> list[StreamFault]:
+def compare_streams(ranks: Sequence[Drawn], reference: Drawn, layout: Layout) -> list[StreamFault]:
     """Return every promise that does not hold.
 
     Whether a site lies in a cut region is told by its shape beside the reference's: the same one, or a part of it.
@@ -169,48 +234,66 @@ def compare_streams(
         reference: What one device draws in one step, cut into the same micro-batches.
         layout: Of the run.
     """
-    unseen = reference.keys() - {site for drawn in ranks for site in drawn}
+    unseen = reference.sites.keys() - {site for drawn in ranks for site in drawn.sites}
     # What a plugin draws in a cut region, below torch's functions, is not seen here.
     whole = layout.degree(Role.TENSOR) == 1
     faults = [StreamFault(site=site, kind="none") for site in sorted(unseen) if whole]
-    for site in sorted({site for drawn in ranks for site in drawn}):
-        members = [rank for rank, drawn in enumerate(ranks) if site in drawn]
-        often = len(reference[site].forward) if site in reference else 0
-        more = [rank for rank in members if len(ranks[rank][site].forward) > often]
-        if more:
-            faults.append(StreamFault(site=site, kind="more", ranks=(more[0],)))
-        usual = reference[site].probabilities if site in reference else set()
-        otherwise = [rank for rank in members if ranks[rank][site].probabilities != usual and often]
-        if otherwise:
-            faults.append(StreamFault(site=site, kind="otherwise", ranks=(otherwise[0],)))
-        faults += _inside(site, {rank: ranks[rank][site] for rank in members})
-        shape = reference[site].shape if site in reference else None
+    # What is computed again may be called by its function alone, and is then seen at the site of a caller.
+    known = {rank: {one for draws in drawn.sites.values() for one in draws.forward} for rank, drawn in enumerate(ranks)}
+    for site in sorted({site for drawn in ranks for site in drawn.sites}):
+        members = {rank: drawn.sites[site] for rank, drawn in enumerate(ranks) if site in drawn.sites}
+        if site not in reference.sites and all(draws.is_idle for draws in members.values()):
+            continue  # a stage may run what another one holds, on zeros that stand for it
+        usual = reference.sites.get(site, Draws(shape=()))
+        faults += _amounts(site, ranks, reference)
+        if usual.is_seeded:
+            continue  # the model seeds what it draws there itself, and has the same numbers everywhere
+        faults += _inside(site, members, known)
         for axis in layout.dense_axes:
             apart = axis.role in (Role.BATCH, Role.SEQUENCE)
             if axis.role is Role.TENSOR:
-                apart = shape is not None and ranks[members[0]][site].shape != shape
+                apart = site in reference.sites and next(iter(members.values())).shape != usual.shape
             elif not apart:
                 continue
-            faults += _between(site, axis.name, apart, _neighbours(members, axis.name, layout), ranks)
+            faults += _between(site, axis.name, apart, _neighbours([*members], axis.name, layout), members)
     return faults
 
 
-def _inside(site: str, drawn: Mapping[int, Draws]) -> Iterator[StreamFault]:
+def _amounts(site: str, ranks: Sequence[Drawn], reference: Drawn) -> Iterator[StreamFault]:
+    """Yield that some ranks draw more or less often than one device, or drop with another probability."""
+    usual = reference.sites.get(site, Draws(shape=()))
+    members = {rank: drawn.sites[site] for rank, drawn in enumerate(ranks) if site in drawn.sites}
+    more = tuple(rank for rank, draws in members.items() if len(draws.forward) > len(usual.forward))
+    if more:
+        yield StreamFault(site=site, kind="more", ranks=more)
+    # Layers that are left out by chance are not called; what is called draws as often as one device does.
+    fewer = tuple(rank for rank, drawn in enumerate(ranks) if drawn.often(site) < reference.often(site) < math.inf)
+    if fewer and reference.often(site).is_integer():
+        yield StreamFault(site=site, kind="fewer", ranks=fewer)
+    otherwise = tuple(rank for rank, draws in members.items() if draws.probabilities != usual.probabilities)
+    if otherwise and usual.forward:
+        yield StreamFault(site=site, kind="otherwise", ranks=otherwise)
+
+
+def _inside(site: str, drawn: Mapping[int, Draws], known: Mapping[int, set[str]]) -> Iterator[StreamFault]:
     for rank, draws in drawn.items():
-        if not set(draws.again) <= set(draws.forward):
+        if not set(draws.again) <= known[rank]:
             yield StreamFault(site=site, kind="recompute", ranks=(rank,))
             return
     for rank, draws in drawn.items():
         if len(set(draws.forward)) < len(draws.forward):
             yield StreamFault(site=site, kind="repeated", ranks=(rank,))
             return
+        if draws.is_seeded:
+            yield StreamFault(site=site, kind="steps", ranks=(rank,))
+            return
 
 
 def _between(
-    site: str, axis: str, apart: bool, pairs: Sequence[tuple[int, int]], ranks: Sequence[Mapping[str, Draws]]
+    site: str, axis: str, apart: bool, pairs: Sequence[tuple[int, int]], drawn: Mapping[int, Draws]
 ) -> Iterator[StreamFault]:
     for one, other in pairs:
-        first, second = set(ranks[one][site].forward), set(ranks[other][site].forward)
+        first, second = set(drawn[one].forward), set(drawn[other].forward)
         if apart and first & second:
             yield StreamFault(site=site, kind="equal_over", axis=axis, ranks=(one, other))
             return

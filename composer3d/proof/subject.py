@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d import Batch, Composition, Manifest
-    from composer3d.protocol import LossFunction
+    from composer3d.protocol import Example, LossFunction
 
 __all__ = ["Arithmetic", "Averages", "Subject", "without_plugins"]
 
@@ -48,6 +48,8 @@ class Subject:
         count_fn: As for `compose`.
         make_averages: Called with a composition; None where the loop keeps no moving averages.
         decay: What is left of an average after an update; they are updated in every step.
+        example: As for `compose`.
+        prepare: Called with every composition; None where a loop does nothing with it before its first step.
     """
 
     manifest: Manifest
@@ -61,6 +63,8 @@ class Subject:
     count_fn: Callable[[Any], int] | None = None
     make_averages: Callable[[Composition], Averages] | None = None
     decay: float = 0.0
+    example: Example | Callable[[], Example | None] | None = None
+    prepare: Callable[[Composition], None] | None = None
 
     @contextmanager
     def composed(self, which: Arithmetic, manifest: Manifest, *, draws: bool = False) -> Iterator[Composition]:
@@ -80,13 +84,26 @@ class Subject:
                     loss_fn=self.loss_fn,
                     count_fn=self.count_fn,
                     device=self.device,
+                    example=lambda: self._example(which),
                     purpose="verify",
                 )
             )
+            if self.prepare is not None:
+                self.prepare(run)
             if not draws:
                 stack.enter_context(without_random_numbers())
                 stack.enter_context(_without_dropout(run))
             yield run
+
+    def _example(self, which: Arithmetic) -> Example | None:
+        """Return the example, in float64 where all else is."""
+        from composer3d.batch import map_tensors
+
+        found = self.example() if callable(self.example) else self.example
+        if found is None or which == "own":
+            return found
+        args, kwargs = map_tensors(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor, found)
+        return args, kwargs
 
     def manifest_for(self, which: Arithmetic) -> Manifest:
         """Return the run's manifest; in float64 without the precision plugins, whose dtypes are another question."""

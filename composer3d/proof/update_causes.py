@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from composer3d.mesh import Role
+from composer3d.proof.deviations import Deviation
 from composer3d.proof.verdict import Evidence
 from composer3d.proof.wording import SHOWN, pieces_of_ranks, some
 
@@ -67,7 +68,7 @@ def _who_differs(evidence: Evidence, fqns: Sequence[str]) -> str:
     """Return which ranks update parameters wrongly, where others do it right, and how; empty where all are wrong."""
     wrong = sorted({rank for _, rank, fqn, d in evidence.deviations("parameters") if fqn in fqns and not d.rel <= 1e-9})
     if not wrong or len(wrong) == len(evidence.ranks):
-        return ""
+        return _not_handed_over(evidence, fqns) if wrong else ""
     who = " and ".join(map(evidence.layout.who, wrong[:SHOWN]))
     first = next((step for step in evidence.ranks[wrong[0]].steps["float64"].steps if step.updates), None)
     if first is None:
@@ -79,6 +80,19 @@ def _who_differs(evidence: Evidence, fqns: Sequence[str]) -> str:
     if factors and max(factors) - min(factors) <= 1e-3 * abs(factors[0]):
         return f"; on {who} the updates are {factors[0]:.4g} times the right ones"
     return f"; {who} is wrong"
+
+
+def _not_handed_over(evidence: Evidence, fqns: Sequence[str]) -> str:
+    """Return that each parameter is updated on some ranks, and left as it was on the others, where that is so."""
+    first = evidence.first_wrong()
+    if first is None or first[1] != "parameters":
+        return ""
+    for fqn in fqns:
+        steps = [report.steps["float64"].steps[first[0]] for report in evidence.ranks]
+        wrong = [step for step in steps if fqn in step.parameters and not step.parameters[fqn].rel <= 1e-9]
+        if len(wrong) == len(steps) or any(fqn not in step.unmoved for step in wrong):
+            return ""
+    return "; each is updated on some ranks, and the others have it as it was: updated shards are not handed over"
 
 
 def _clipping(evidence: Evidence) -> Iterator[str]:
@@ -99,6 +113,8 @@ def _clipping(evidence: Evidence) -> Iterator[str]:
     )
     apart = len({factor and round(factor, 12) for factor in factors}) > 1
     cause = "every rank clips by its local norm" if apart else "they are scaled after the core has clipped them"
+    if apart and len(wrong) < len(factors):
+        cause = "they are clipped to another norm there, or scaled by some number; the other ranks do it right"
     if all(factor is None for factor in factors):
         cause = "they are changed element by element, or one parameter otherwise than another"
     if all(factor is not None and abs(factor - 1.0) <= 1e-9 for factor in factors):
@@ -114,10 +130,10 @@ def _skipped(evidence: Evidence) -> Iterator[str]:
     wrong = evidence.wrong("parameters", step=number)
     unmoved = {fqn for report in evidence.ranks for fqn in report.steps["float64"].steps[number].unmoved}
     still = sorted(unmoved & wrong.keys())
-    if still:
+    if still and not _not_handed_over(evidence, still):
         yield f"the optimizer skips {some(still)}: the gradients are right, and the parameters stay as they are"
     moved = sorted(wrong.keys() - unmoved)
-    explained = moved and [*_updates(evidence, moved, number)]
+    explained = moved and [*_rounded(evidence, {fqn: wrong[fqn] for fqn in moved}), *_updates(evidence, moved, number)]
     yield from explained or ()
     if moved and not explained:
         where = pieces_of_ranks(evidence, {fqn: wrong[fqn] for fqn in moved})
@@ -126,6 +142,17 @@ def _skipped(evidence: Evidence) -> Iterator[str]:
         yield (
             f"the optimizer updates {some(moved)} otherwise than on one device{when}, from the same gradients"
             f"{where}{state}"
+        )
+
+
+def _rounded(evidence: Evidence, moved: dict[str, list[Deviation]]) -> Iterator[str]:
+    """Parameters that have fewer digits than their dtype; where everything is in float64, casts do nothing."""
+    dtypes = {deviation.narrow for found in moved.values() for deviation in found}
+    if "" not in dtypes:
+        widest = next(name for name in ("float32", "float16", "bfloat16") if name in dtypes)
+        yield (
+            f"the updated {some(sorted(moved))} have no more digits than {widest}: they are rounded after the update, "
+            "and what the optimizer adds to them next time may be lost"
         )
 
 
@@ -139,7 +166,7 @@ def _updates(evidence: Evidence, moved: Sequence[str], number: int) -> Iterator[
             continue
         values = list(known.values())
         middle = sum(values) / len(values)
-        if max(values) - min(values) > 1e-3 * abs(middle):
+        if max(values) - min(values) > 1e-3 * abs(middle) or (what == "updates" and abs(middle - 1.0) <= 1e-3):
             continue
         if what == "updates":
             yield (
@@ -149,7 +176,7 @@ def _updates(evidence: Evidence, moved: Sequence[str], number: int) -> Iterator[
         else:
             yield (
                 f"the updates of {some(sorted(known))} are off by {middle:.3g} times the parameters themselves: their "
-                "weight decay is that of another group"
+                "weight decay is that of another group, or applied more than once"
             )
         return
 

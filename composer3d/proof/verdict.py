@@ -16,7 +16,8 @@ from composer3d.proof.streams import StreamFault, compare_streams
 
 if TYPE_CHECKING:
     from composer3d.proof.deviations import Deviation
-    from composer3d.proof.session import RankReport, ReferenceReport, Weights
+    from composer3d.proof.session import RankReport, ReferenceReport
+    from composer3d.proof.weighing import Weights
 
 __all__ = ["Evidence", "Number", "TableRow", "Verdict", "gather_evidence"]
 
@@ -149,6 +150,10 @@ class Evidence:
             return None
         found, right = next(iter(self.ranks[0].steps.values())).steps[0].count, sum(self.told.counts)
         return None if found is None or found == right else (found, 0, right)
+
+    def narrowed(self, which: str) -> dict[str, str]:
+        """Return the gradients of fewer digits than one device's, with the dtype that holds them."""
+        return {f: dtype for r in self.ranks for step in r.steps[which].steps for f, dtype in step.narrowed.items()}
 
     def off_buffers(self) -> list[str]:
         """Return the buffers that are not those of one device, where every rank sees all samples."""
@@ -317,6 +322,8 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
     """Yield a line for everything that does not hold."""
     if evidence.told.unrepeatable:
         yield f"one device computes another first step when it is run again, off by {evidence.told.unrepeatable:.3g}"
+    if evidence.told.mixing.loss:
+        yield f"the loss of two micro-batches together is not the sum of theirs, off by {evidence.told.mixing.loss:.3g}"
     counted = evidence.other_count()
     if counted is not None:
         yield "the ranks count {} valid tokens in step {}, and one device {}".format(*counted)
@@ -334,6 +341,9 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
                 )
                 total = len({fqn for _, _, fqn, _ in evidence.deviations(kind, which)})
                 yield f"{len(wrong)} of {total} {_WHAT[kind]} differ by more than {exceeded:.3g} ({label})"
+        narrow = evidence.narrowed(which)
+        if narrow:
+            yield f"{len(narrow)} gradients have fewer digits than those of one device, as {min(narrow)} ({label})"
     for what in ("gradients", "parameters", "averages", "buffers"):
         drifted = [drift for drift in evidence.drifts if drift.what == what]
         if drifted:

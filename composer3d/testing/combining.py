@@ -70,7 +70,8 @@ def combine(
         owners: From `owners_of`: an axis above 1 needs one of them.
         max_ranks: Of a row's world.
         known: Refusals that were found before, which saves finding them.
-        begin: Rows that were made before, the ones to keep first; what can no longer be is made anew.
+        begin: Rows that were made before, the ones to keep first; of what can no longer be, an option that is to blame
+            becomes its default, and what then cannot be is made anew.
         note: Told how far it is.
         learned: Handed all refusals that are known, whenever there are more.
 
@@ -87,7 +88,7 @@ def combine(
     kept = [{key: row[key] for key in ordered} for row in begin if row.keys() == options.keys()]
     while True:
         excluded = excluder(options, owners=owners, max_ranks=max_ranks, refused=found)
-        rows = pairwise(ordered, excluded=excluded, beginnings=_NUM_BEGINNINGS, begin=kept)
+        rows = pairwise(ordered, excluded=excluded, beginnings=_NUM_BEGINNINGS, begin=_mended(kept, found))
         new: list[Refused] = []
         for row in rows:
             explained = {refusal.reason for refusal in new if _stands_in(refusal.choices, row)}
@@ -99,6 +100,20 @@ def combine(
             return Combined(rows=tuple(rows), refused=tuple(found))
         found += new
         learned(found)
+
+
+def _mended(rows: Sequence[Row], refused: Sequence[Refused]) -> list[Row]:
+    """Return rows without what is refused, as they were but for an option each; those that stay as they are first."""
+    whole: list[Row] = []
+    mended: list[Row] = []
+    for row in rows:
+        found = row
+        for refusal in refused:
+            options = [key for key, value in refusal.choices if plugin_of(key) and value not in (OFF, DEFAULT)]
+            if options and _stands_in(refusal.choices, found):
+                found = {**found, max(options): DEFAULT}
+        (whole if found is row else mended).append(found)
+    return [*whole, *mended]
 
 
 def excluder(

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.batch import cut, tensors
+from composer3d.errors import BatchError, InitialisationError, RankError
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
+from composer3d.protocol import Batch
 from composer3d.sampling import local_slice
 from composer3d.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from composer3d import Manifest
     from composer3d.proof import Subject, Verdict
-    from composer3d.protocol import Batch, LossFunction
+    from composer3d.protocol import Example, LossFunction
 
 __all__ = ["Parity", "assert_parity"]
 
@@ -57,6 +60,7 @@ def assert_parity(
     own_dtype: bool = True,
     optimizer: Callable[[Any], Any] | None = None,
     count_fn: Callable[[Any], int] | None = None,
+    tables: Mapping[str, type] | None = None,
 ) -> Parity:
     """Assert that a manifest's composition computes what one device computes; what `composer3d verify` asserts.
 
@@ -66,7 +70,7 @@ def assert_parity(
 
     Args:
         model_factory: Makes the model. Random numbers that it draws in its forward are switched off for the comparison.
-        manifest: A path, with the tables that embedding uses.
+        manifest: A path, with the tables that embedding uses, and `tables`.
         batch: The global batch of every step, on the CPU; each data-parallel rank takes its cut of dim 0.
         world_size: Ranks, 1 to 8; default: what the manifest's degrees multiply to.
         loss_fn: As for `compose`, and so `count_fn`.
@@ -76,32 +80,72 @@ def assert_parity(
         grad_clip: Gradients are scaled down to this norm.
         own_dtype: Compare in the default dtype too, with the precision plugins, by a bound derived from the reference.
         optimizer: Called with the composition; default: AdamW with a learning rate of 1e-3.
+        tables: As for `compose`: `composer3d.runner.TABLES` lets the manifest of a run pass.
 
     Raises:
         AssertionError: With all that differs, the five worst gradients, and what is likely the cause.
-        RankError: A rank failed.
+        InitialisationError: The factory is none.
+        BatchError: The batch is no `Batch`, or does not divide over the ranks and into micro-batches.
+        RankError: A rank failed; its text has that rank's traceback, and there is no other.
 
     Memory: full gradients and the reference on every rank. Collectives: those of the steps, and of `gather_full`.
     """
+    __tracebackhide__ = True
+    overrides = [] if microbatch is None else [f"train.microbatch={microbatch}"]
+    typed = load_manifest(manifest, overrides=overrides, tables=tables)
+    _refuse_mistakes(model_factory, batch)
+    verdict = _prove(
+        functools.partial(_subject, model_factory, typed, batch, loss_fn, grad_clip, optimizer, count_fn),
+        typed,
+        batch,
+        world_size=world_size,
+        num_steps=steps,
+        grad_clip=grad_clip,
+        passes=("float64", "own") if own_dtype else ("float64",),
+        tolerance=tolerance,
+    )
+    return _parity(verdict, tolerance)
+
+
+def _prove(
+    make_subject: Callable[[], Subject], typed: Manifest, batch: Batch, *, world_size: int | None, **options: Any
+) -> Verdict:
+    """Prove on forked ranks, once it is known that the batch can be cut for them."""
     __tracebackhide__ = True
     # Here, because the proof is written on this package's own parts.
     from composer3d.preparation import layout_of
     from composer3d.proof import prove
     from composer3d.registry import Hooks
 
-    typed = load_manifest(manifest, overrides=[] if microbatch is None else [f"train.microbatch={microbatch}"])
-    layout = layout_of(typed, Hooks(typed.plugins), world_size=world_size)
-    verdict = prove(
-        functools.partial(_subject, model_factory, typed, batch, loss_fn, grad_clip, optimizer, count_fn),
-        layout=layout,
-        launch=_launch,
-        num_steps=steps,
-        microbatches=_microbatches(_length(batch), layout.degree(Role.BATCH), typed.train.microbatch),
-        grad_clip=grad_clip,
-        passes=("float64", "own") if own_dtype else ("float64",),
-        tolerance=tolerance,
-    )
-    return _parity(verdict, tolerance)
+    layout, size = layout_of(typed, Hooks(typed.plugins), world_size=world_size), typed.train.microbatch
+    degree = layout.degree(Role.BATCH)
+    number = len(local_slice(range(_length(batch)), 0, degree))
+    cut(cut(batch, number)[0], size)
+    microbatches = _microbatches(_length(batch), degree, size)
+    try:
+        return prove(make_subject, layout=layout, launch=_launch, microbatches=microbatches, **options)
+    except RankError as error:
+        # What went on in this process is no concern of the test: the text has where the rank failed.
+        raise error.with_traceback(None) from None
+
+
+def _refuse_mistakes(model_factory: Any, batch: Any) -> None:
+    """Refuse, before ranks are started, what is of another kind than asked for."""
+    __tracebackhide__ = True
+    from torch import nn
+
+    if isinstance(model_factory, nn.Module) or not callable(model_factory):
+        raise InitialisationError(
+            f"assert_parity is given a {type(model_factory).__name__}, and takes a factory: the model is made once for "
+            "each composition, in float64 too; pass its class, or lambda: Model(...)"
+        )
+    if not isinstance(batch, Batch):
+        raise BatchError(
+            f"assert_parity is given a {type(batch).__name__} as its batch; pass composer3d.Batch(args=(inputs,), "
+            "target=targets), the whole batch of a step on the CPU"
+        )
+    if not any(tensor.dim() for tensor in tensors((batch.args, batch.kwargs, batch.target))):
+        raise BatchError("assert_parity is given a batch without samples: none of its tensors has a dim 0 to cut")
 
 
 def _microbatches(length: int, degree: int, size: int | None) -> int:
@@ -136,7 +180,14 @@ def _subject(
         average_buffers=None,
         device=torch.device("cpu"),
         count_fn=count_fn,
+        example=_example(batch, manifest.train.microbatch or 1),
     )
+
+
+def _example(batch: Batch, size: int) -> Example:
+    """Return the model's arguments of one micro-batch: plugins that follow a forward see what the run will see."""
+    first = cut(batch, size)[0]
+    return tuple(first.args), dict(first.kwargs)
 
 
 def _length(batch: Batch) -> int:

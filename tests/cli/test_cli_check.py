@@ -322,7 +322,7 @@ def test_what_an_optimizer_in_the_backward_excludes_is_found(folder, command):
         ),
         (
             ("precision.low_bit_optimizer.min_numel=10000000",),
-            "precision",
+            "precision.low_bit_optimizer",
             "min_numel = 10000000 leaves all moments in float32: the largest parameter has ",
         ),
     ],

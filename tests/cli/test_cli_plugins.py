@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 BUILT_IN = {"activation_checkpoint", "compile", "ddp", "fsdp2", "mixed"}
 
@@ -9,11 +10,22 @@ def test_every_plugin_is_listed(command):
     code, out, err = command("plugins")
     lines = out.splitlines()
     assert (code, err) == (0, "")
-    assert lines[0].split() == ["plugin", "family", "owns", "phases", "devices", "from"]
+    assert re.split(r"\s{2,}", lines[0]) == [
+        *("plugin", "family", "owns", "phases", "step points", "other hooks", "devices", "from")
+    ]
     assert {line.split()[0] for line in lines[1:]} >= BUILT_IN
     row = next(line for line in lines if line.startswith("fsdp2"))
     assert "sharding    dp_shard, dp_replicate" in row
     assert "composer3d_plugins.sharding.fsdp2:FSDP2 (composer3d " in row
+
+
+def test_what_plugins_without_phases_act_on(command):
+    _, out, _ = command("plugins")
+    rows = {cells[0]: cells[3:6] for cells in (re.split(r"\s{2,}", line) for line in out.splitlines()[1:])}
+    assert rows["wandb"] == ["-", "-", "metrics"]
+    assert rows["low_bit_optimizer"] == ["-", "-", "optimizer"]
+    assert rows["memory_snapshot"] == ["-", "BEGIN, END", "-"]
+    assert not [name for name, cells in rows.items() if cells == ["-", "-", "-"]]
 
 
 def test_plugins_for_programs(command):
@@ -30,6 +42,11 @@ def test_plugins_for_programs(command):
         "mixed": ["CONVERT", "DATA"],
     }
     assert all(plugin["error"] is None for plugin in found.values())
+    # Those that only look on, or make the optimizer, stand in no phase.
+    acting = {name: plugin["phases"] or plugin["points"] or plugin["hooks"] for name, plugin in found.items()}
+    assert all(acting.values())
+    assert found["throughput"]["points"] == ["BEGIN", "BEFORE_OPTIMIZER"]
+    assert found["float8"]["points"] == ["PARAMETERS_FINAL"]
     fsdp2 = found["fsdp2"]
     assert (fsdp2["family"], fsdp2["owns"], fsdp2["devices"]) == ("sharding", ["dp_shard", "dp_replicate"], None)
     assert "composer3d_shard" in fsdp2["hooks"]
@@ -49,7 +66,13 @@ def test_one_plugin_is_shown_with_its_options(command):
     lines = out.splitlines()
     assert (code, err) == (0, "")
     assert lines[0].startswith("[precision.mixed]  from composer3d_plugins.precision.mixed:Mixed")
-    assert lines[1:4] == ["owns: -", "phases: CONVERT, DATA", "devices: any"]
+    assert lines[1:6] == [
+        "owns: -",
+        "phases: CONVERT, DATA",
+        "step points: -",
+        "other hooks: dtypes, grad_scaler, measure, state",
+        "devices: any",
+    ]
     assert "Memory: float32 shards" in out
     row = next(line for line in lines if line.startswith("param_dtype"))
     assert row.split("  ")[1:] and '"bfloat16"' in row and '"bfloat16", "float16" or "float32"' in row

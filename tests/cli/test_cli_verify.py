@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -175,3 +177,55 @@ def test_sizes_are_halved_and_heads_stay_wide(folder):
         "model.args.ffn_dim": (28672, 56),
         "model.args.vocab_size": (128256, 512),
     }
+
+
+def test_a_collective_of_one_rank_alone_ends_within_the_timeout_and_is_named(folder, verify):
+    (folder / "lonely.py").write_text(
+        "import torch\n"
+        "import torch.distributed as dist\n"
+        "from composer3d import StepAction, StepPoint, hookimpl, plugin\n"
+        "@plugin(family='communication')\n"
+        "class Lonely:\n"
+        "    @hookimpl\n"
+        "    def composer3d_step_actions(self, context):\n"
+        "        return StepAction(name='lonely', point=StepPoint.GRADIENTS_REDUCED, run=self.run)\n"
+        "    def run(self, state):\n"
+        "        if state.context.rank == 1:\n"
+        "            dist.all_reduce(torch.ones(3))\n"
+    )
+    code, out, _ = verify("--steps", "1", "--set", "communication.lonely.use=lonely:Lonely", "--set", "run.timeout_s=2")
+    assert code == 1
+    assert "rank 1 (dp_shard 1) ran all_reduce of [3], while rank 0 ran all_reduce of []" in out
+    assert "lonely.py:11 in run" in out
+
+
+def test_what_all_ranks_warn_of_is_shown_once(folder):
+    models = folder / "cli_models.py"
+    text = models.read_text().replace("nn.Linear(dim, vocab_size)", "Warning_(dim, vocab_size)")
+    models.write_text(text + WARNING)
+    # As a command: what a test is told of as an error would end the ranks.
+    with limit_ranks(2):
+        command = [sys.executable, "-m", "composer3d", "verify", "run.toml", "--steps", "1"]
+        told = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert told.returncode == 0, told.stderr
+    for warning in ("made as 0", "made as 1", "UserWarning: forward of a kind", "a library says so"):
+        assert told.stderr.count(warning) == 1, told.stderr
+
+
+WARNING = """
+
+import logging
+import warnings
+
+
+class Warning_(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        for number in range(2):
+            logging.getLogger("some.library").warning("made as %d", number)
+
+    def forward(self, x):
+        warnings.warn("forward of a kind", UserWarning)
+        logging.getLogger("some.library").warning("a library says so")
+        return super().forward(x)
+"""

@@ -74,7 +74,7 @@ AFTER_THE_MODEL = r"every module .* returns .* what one device returns: what com
         pytest.param(
             FSDP + fault("sharding", "overlapping"),
             {"microbatch": 3},
-            r"the first module whose output is another one is tok on rank 1 \(dp_shard 1\)",
+            r"the model is given another argument 0 than the batch has on rank 1 \(dp_shard 1\)",
             id="a sample twice",
             marks=SLOW,
         ),

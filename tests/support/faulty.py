@@ -22,6 +22,7 @@ class Faulty:
         after: Names.
         requires: Names.
         conflicts: Names.
+        may_be_empty: Whether it may select nothing.
     """
 
     fault: (
@@ -45,6 +46,7 @@ class Faulty:
     after: tuple[str, ...] = ()
     requires: tuple[str, ...] = ()
     conflicts: tuple[str, ...] = ()
+    may_be_empty: bool = False
 
     @hookimpl
     def composer3d_shard(self, context):
@@ -56,6 +58,7 @@ class Faulty:
             after=self.after,
             requires=dict.fromkeys(self.requires, "it cannot stand alone"),
             conflicts=dict.fromkeys(self.conflicts, "they do not go together"),
+            may_be_empty=self.may_be_empty,
         )
 
     def _select(self, model, context):

@@ -206,7 +206,8 @@ class Sequence:
         target = cut(batch.target)
         if self.fault == "shifted":
             target = F.pad(target[:, 1:], (0, 1), value=-100)
-        return Batch(args=tuple(map(cut, batch.args)), target=target)
+        kwargs = {name: cut(tensor) for name, tensor in batch.kwargs.items()}
+        return Batch(args=tuple(map(cut, batch.args)), kwargs=kwargs, target=target)
 
 
 @plugin(family="communication")

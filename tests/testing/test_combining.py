@@ -125,6 +125,16 @@ def test_rows_that_were_made_before_stay_as_long_as_they_can():
     assert uncovered(more, again.rows) == uncovered(more, alone.rows)
 
 
+def test_of_a_row_that_is_refused_now_all_stays_but_an_option():
+    known = combine(OPTIONS, check=check, owners=OWNERS).refused
+    refused = {key: values[0] for key, values in OPTIONS.items()}
+    refused |= {"scheduling.stages": "on", "scheduling.stages.schedule": '"zb"', "scheduling.compile": "on"}
+    refused |= {"mesh.pp": "2", "train.accumulation": "2"}
+    assert check(refused)
+    rows = combine(OPTIONS, check=check, owners=OWNERS, known=known, begin=[refused]).rows
+    assert rows[0] == {**refused, "scheduling.stages.schedule": "default"}
+
+
 def test_a_reason_that_another_one_hides_blames_nothing_for_it():
     def one_at_a_time(row):
         # Compiled stages are refused before anybody looks at the accumulation.

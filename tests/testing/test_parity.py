@@ -1,15 +1,17 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import Net, mean_loss, padded, sum_loss, unpadded, write_manifest
+from support.models import Even, Net, mean_loss, padded, sum_loss, unpadded, write_manifest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from composer3d import Batch, RankError
+import composer3d
+from composer3d import Batch, BatchError, InitialisationError, ManifestError, RankError
 from composer3d.testing import assert_gradients_equal, assert_parity, full, gather_full, run_ranks
 
 
@@ -123,6 +125,7 @@ def test_without_a_world_the_tensors_are_copied():
 
 
 FSDP = "[sharding.fsdp2]\n"
+HYBRID = "[mesh]\ndp_replicate = 2\n[train]\nseed = 3\n" + FSDP
 STALE = '[sharding.stale]\nuse = "support.plugins:Stale"\n'
 SCALED = '[precision.scaled]\nuse = "support.plugins:Scaled"\n'
 
@@ -135,11 +138,10 @@ def global_batch(make=padded):
 @pytest.mark.parametrize(
     ("text", "world_size", "microbatch", "loss_fn", "make"),
     [
-        (FSDP, 2, None, sum_loss, padded),
-        ("[mesh]\ndp_replicate = 2\n[train]\nseed = 3\n" + FSDP, 4, 1, sum_loss, padded),
-        ("[sharding.ddp]\n", 2, 2, mean_loss, unpadded),
+        pytest.param(FSDP, 2, None, sum_loss, padded, id="fsdp2"),
+        pytest.param(HYBRID, 4, 1, sum_loss, padded, id="hsdp", marks=pytest.mark.slow),
+        pytest.param("[sharding.ddp]\n", 2, 2, mean_loss, unpadded, id="ddp"),
     ],
-    ids=["fsdp2", "hsdp", "ddp"],
 )
 def test_a_right_layout_is_in_parity(text, world_size, microbatch, loss_fn, make):
     path = write_manifest(text)
@@ -262,11 +264,90 @@ def test_floating_point_inputs_take_the_dtype():
         loss_fn=torch.nn.CrossEntropyLoss(reduction="sum"),
     )
     assert set(parity.gradients) == {"weight", "bias"}
-    with pytest.raises(RankError, match="a global batch of 3 samples does not divide over 2 data-parallel ranks"):
-        assert_parity(
-            Net,
-            write_manifest(FSDP),
-            Batch(args=(padded()[0][:3],), target=padded()[1][:3]),
-            world_size=2,
-            loss_fn=sum_loss,
-        )
+
+
+def first(number):
+    """Return the first samples of the batch."""
+    whole = global_batch()
+    return Batch(args=(whole.args[0][:number],), target=whole.target[:number])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (
+            lambda: (Net(), global_batch()),
+            InitialisationError,
+            "assert_parity is given a Net, and takes a factory: the model is made once for each composition, in "
+            "float64 too; pass its class, or lambda: Model(...)",
+        ),
+        (
+            lambda: (Net, Batch(args=(torch.tensor(3),), target=None)),
+            BatchError,
+            "assert_parity is given a batch without samples: none of its tensors has a dim 0 to cut",
+        ),
+        (
+            lambda: (Net, (global_batch().args[0], global_batch().target)),
+            BatchError,
+            "assert_parity is given a tuple as its batch; pass composer3d.Batch(args=(inputs,), target=targets), the "
+            "whole batch of a step on the CPU",
+        ),
+        (
+            lambda: (Net, first(3)),
+            BatchError,
+            "a global batch of 3 samples does not divide over 2 data-parallel ranks; use 2 or 4",
+        ),
+        (
+            lambda: (Net, first(4), {"microbatch": 3}),
+            BatchError,
+            "a batch of 2 samples cannot be cut into micro-batches of 3 ([train] microbatch); hand over a multiple of "
+            "3 samples a call",
+        ),
+    ],
+)
+def test_mistakes_are_refused_before_ranks_are_started(arguments, error, message):
+    factory, batch, *options = arguments()
+    with pytest.raises(error) as caught:
+        assert_parity(factory, write_manifest(FSDP), batch, world_size=2, loss_fn=sum_loss, **dict(*options))
+    assert str(caught.value) == message
+
+
+class Raising(Net):
+    """Fails in its forward."""
+
+    def forward(self, *args):
+        raise ValueError("a mistake of the model")
+
+
+def test_a_rank_that_fails_is_told_by_its_own_traceback_alone():
+    with pytest.raises(RankError, match="ValueError: a mistake of the model") as caught:
+        assert_parity(Raising, write_manifest(FSDP), global_batch(), world_size=2, loss_fn=sum_loss)
+    product = Path(composer3d.__file__).parent
+    inside = {entry.path.name for entry in caught.traceback if entry.path.is_relative_to(product)}
+    assert inside <= {"proving.py"}
+    assert "in forward" in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_the_manifest_of_a_run_passes_with_its_tables():
+    from composer3d.runner import TABLES
+
+    path = write_manifest('model = "nobody:reads_this"\ntrain.steps = 3\n' + FSDP)
+    options = {"world_size": 2, "loss_fn": sum_loss, "steps": 1, "own_dtype": False}
+    assert_parity(Net, path, global_batch(), tables=TABLES, **options)
+    with pytest.raises(ManifestError, match='unknown key "steps"'):
+        assert_parity(Net, path, global_batch(), **options)
+
+
+class Weighed(Even):
+    """Is called with more than tokens."""
+
+    def forward(self, tokens, *, weight):
+        return super().forward(tokens) * weight
+
+
+def test_plugins_that_follow_a_forward_see_the_batch():
+    tokens, targets = padded()
+    batch = Batch(args=(tokens,), kwargs={"weight": torch.rand(*tokens.shape, 1)}, target=targets)
+    path = write_manifest('[mesh]\ntp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n')
+    proven = assert_parity(Weighed, path, batch, loss_fn=sum_loss, steps=1, own_dtype=False)
+    assert proven.collectives[("all_reduce", "tp")][0] > 0

@@ -1,0 +1,60 @@
+"""Warnings of many ranks: each that is another one is shown once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["warning_once"]
+
+
+def warning_once(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """Run a function, in a rank of its own, so that of equal warnings of all ranks the first alone is shown.
+
+    A proof composes the same model a dozen times, on as many ranks, and a library that warns of it would warn as often.
+    What is equal is told by category and text, or by logger and text, whatever line it comes from; what is said but
+    once differs by nothing. The process is changed: it is to end with the function.
+
+    Args:
+        folder: Where it is left what was shown; the same for all who are to say a thing once.
+        function: What to run; importable by name where ranks are spawned.
+        args: Its arguments.
+
+    Memory: a file of no bytes for each warning. Collectives: none.
+    """
+    shown = folder / "shown"
+    shown.mkdir(exist_ok=True)
+
+    def is_first(*parts: str) -> bool:
+        name = hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
+        try:
+            (shown / name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
+
+    def passes(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.WARNING or is_first(record.name, str(record.msg), str(record.args))
+
+    show = warnings.showwarning
+
+    def show_first(message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+        if is_first(category.__name__, str(message)):
+            show(message, category, *where, **options)
+
+    # Libraries that a rank imports make their loggers then.
+    class Logger(logging.getLoggerClass()):  # type: ignore[misc]
+        def __init__(self, name: str, level: int = logging.NOTSET) -> None:
+            super().__init__(name, level)
+            self.addFilter(passes)
+
+    warnings.showwarning = show_first
+    logging.setLoggerClass(Logger)
+    for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
+        if isinstance(logger, logging.Logger):
+            logger.addFilter(passes)
+    return function(*args)

@@ -1,0 +1,93 @@
+"""What would explain the tensors of a step that differ: those of the step before, other digits, another multiple."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from composer3d.proof.comparison import difference
+from composer3d.proof.deviations import multiple, narrowed
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d.proof.reference import ReferenceStep
+
+__all__ = ["averages_of", "digits_of", "late_ones", "leftovers_of", "updates_of"]
+
+# Relative.
+_CLOSE = 1e-9
+
+
+def digits_of(
+    gradients: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    reduce_dtype: torch.dtype | None,
+    wrong: Sequence[str] | None,
+) -> dict[str, str]:
+    """Return the dtypes of gradients whose digits are gone, where no dtype of a reduction asks for that.
+
+    Args:
+        gradients: By FQN.
+        expected: Those of one device.
+        reduce_dtype: In which ranks sum up gradients, where something says it.
+        wrong: Those alone are looked at; None looks at all.
+    """
+    if wrong is not None:
+        return narrowed({fqn: gradients[fqn] for fqn in wrong if fqn in gradients}, expected)
+    return {} if reduce_dtype is not None and reduce_dtype.itemsize < 4 else narrowed(gradients, expected)
+
+
+def updates_of(
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    start: Mapping[str, Tensor],
+    wrong: Sequence[str],
+) -> dict[str, dict[str, float | None]]:
+    """Return, of each wrong update, which multiple of the right one it is, and of the parameter it is off by."""
+    off = [fqn for fqn in wrong if fqn in before and fqn in after and fqn in start and fqn in expected]
+    return {
+        "updates": {fqn: multiple(after[fqn] - before[fqn], expected[fqn] - start[fqn]) for fqn in off},
+        "decays": {fqn: _decay(after[fqn] - expected[fqn], before[fqn], expected[fqn]) for fqn in off},
+    }
+
+
+def _decay(off: Tensor, before: Tensor, updated: Tensor) -> float | None:
+    """Return which multiple of the parameter an update is off by: of the one before it, or of the updated one."""
+    found = multiple(off, before)
+    return multiple(off, updated) if found is None else found
+
+
+def late_ones(gradients: Mapping[str, Tensor], previous: ReferenceStep | None, wrong: Sequence[str]) -> tuple[str, ...]:
+    """Return the wrong gradients that are right ones of the step before."""
+    if previous is None:
+        return ()
+    there = [fqn for fqn in wrong if fqn in gradients and fqn in previous.gradients]
+    return tuple(fqn for fqn in there if difference(gradients[fqn], previous.gradients[fqn]) <= _CLOSE)
+
+
+def averages_of(
+    averaged: Mapping[str, Tensor], weights: Mapping[str, Tensor], before: Mapping[str, Tensor]
+) -> dict[str, float | None]:
+    """Return the share of the weights in each average, from how far both have come from the average before."""
+    return {
+        fqn: multiple(average - before[fqn].to(average), weights[fqn].to(average) - before[fqn].to(average))
+        for fqn, average in averaged.items()
+        if fqn in before
+    }
+
+
+def leftovers_of(
+    gradients: Mapping[str, Tensor], expected: ReferenceStep, previous: ReferenceStep | None, wrong: Sequence[str]
+) -> dict[str, float | None]:
+    """Return, of each wrong gradient, the multiple of the one of the step before that it is off by, None if none."""
+    if previous is None:
+        return {}
+    there = gradients.keys() & expected.gradients.keys() & previous.gradients.keys()
+    return {
+        fqn: multiple(gradients[fqn] - expected.gradients[fqn], previous.gradients[fqn])
+        for fqn in wrong
+        if fqn in there
+    }

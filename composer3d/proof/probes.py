@@ -1,0 +1,90 @@
+"""What one device is asked for once something differs, to tell where it begins: pieces, outputs, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from composer3d.proof.activations import Output, Outputs, watched_loss, watching
+from composer3d.proof.one_device import (
+    alone,
+    copies,
+    count_of,
+    loss_of,
+    microbatches,
+    objective_of,
+    rest_of_divisor,
+)
+from composer3d.proof.subject import Subject
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["first_outputs", "loss_with", "pieces_of"]
+
+
+def pieces_of(subject: Subject, number: int, *, degree: int, auxiliary_only: bool = False) -> list[dict[str, Tensor]]:
+    """Return, for every micro-batch of a step in float64, what it alone adds to the gradients; weights as at the start.
+
+    Args:
+        subject: What to run.
+        number: The step whose batch it is.
+        degree: Data-parallel degree.
+        auxiliary_only: Of the auxiliary losses; zeros where they do not reach, nothing where there are none.
+    """
+    result, losses = [], []
+    with alone(subject, "float64") as run, run.step(0):
+        pieces = microbatches(subject, number, degree, "float64")
+        counts = [count_of(subject, piece) for piece in pieces]
+        for piece, count in zip(pieces, counts, strict=True):
+            loss = loss_of(subject, run, piece, count, counts)
+            losses.append(replace(loss, sum=loss.sum.detach(), auxiliary=None))
+            if auxiliary_only and loss.auxiliary is None:
+                return []
+            objective_of(replace(loss, sum=0.0 * loss.sum) if auxiliary_only else loss, counts, backward=True)
+            result.append(copies({fqn: p.grad for fqn, p in run.named_parameters() if p.grad is not None}))
+            for _, parameter in run.named_parameters():
+                parameter.grad = None
+    rest = rest_of_divisor(losses, counts)
+    return [{fqn: rest * tensor for fqn, tensor in piece.items()} for piece in result]
+
+
+def first_outputs(subject: Subject, *, degree: int) -> list[Outputs]:
+    """Return what modules and the loss return on every data-parallel rank's micro-batches of the first step."""
+    result: list[Outputs] = []
+    # With a graph: a model may need one in its forward, as for a penalty on its own gradients.
+    with alone(subject, "float64") as run, run.step(0):
+        pieces = microbatches(subject, 0, degree, "float64")
+        number = len(pieces) // degree
+        for rank in range(degree):
+            of_loss: dict[str, list[Output]] = {}
+            loss_fn = watched_loss(subject.loss_fn, of_loss)
+            with watching(run) as found:
+                for piece in pieces[rank * number : (rank + 1) * number]:
+                    output = run.model(*piece.args, **piece.kwargs)
+                    if loss_fn is not None:
+                        loss_fn(output, piece.target)
+            result.append({**found, **of_loss})
+    return result
+
+
+def loss_with(subject: Subject, *, degree: int, factors: Mapping[str, float]) -> float:
+    """Return the loss of the first step on one device, with some parameters multiplied.
+
+    Args:
+        subject: What to run.
+        degree: Data-parallel degree.
+        factors: By FQN.
+    """
+    import torch
+
+    with alone(subject, "float64") as run, run.step(0):
+        with torch.no_grad():
+            for fqn, parameter in run.named_parameters():
+                parameter.mul_(factors.get(fqn, 1.0))
+        pieces = microbatches(subject, 0, degree, "float64")
+        counts = [count_of(subject, piece) for piece in pieces]
+        losses = [loss_of(subject, run, piece, count, counts) for piece, count in zip(pieces, counts, strict=True)]
+        shares = sum(float(objective_of(loss, counts, backward=False)) for loss in losses)
+        return shares * rest_of_divisor(losses, counts)
