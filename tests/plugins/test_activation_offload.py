@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import Net, composed, mine, one_step, padded, seeded, sum_loss, write_manifest
 from support.offloading import DDP, FSDP, PP, TP, Even, assert_same, resumed, trained
-from support.worlds import in_one_world
+from support.worlds import by_world_size, in_one_world
 
 from composer3d import Batch, ManifestError
 from composer3d.testing import assert_parity, run_ranks
@@ -17,7 +17,8 @@ TABLE = "[scheduling.activation_offload]\nmin_mib = 0.0\n"
 AC = "[scheduling.activation_checkpoint]\n"
 LAYOUTS = [
     pytest.param(1, "", id="plain"),
-    pytest.param(2, FSDP, id="fsdp2"),
+    # Of fsdp2 alone the gradients are below, and the bits with recomputation.
+    pytest.param(2, FSDP, id="fsdp2", marks=pytest.mark.slow),
     pytest.param(2, DDP, id="ddp"),
     pytest.param(2, PP, id="pp"),
     pytest.param(2, PP.replace("]\n[train]", ']\nschedule = "ZBVZeroBubble"\n[train]'), id="zero bubble"),
@@ -26,11 +27,21 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
-    factory = functools.partial(Even, num_layers=4) if "ZBV" in layout else Even
-    cases = ((layout + text, torch.optim.AdamW, {}, 2, factory) for text in ("", TABLE))
-    plain, ranks = in_one_world(trained, world_size, *cases)
+@pytest.mark.parametrize(("world_size", "layouts"), by_world_size(LAYOUTS))
+def test_every_bit_is_that_of_the_run_without_it(world_size, layouts):
+    factories = [functools.partial(Even, num_layers=4) if "ZBV" in layout else Even for layout in layouts]
+    cases = [
+        (layout + text, torch.optim.AdamW, {}, 2, factory)
+        for layout, factory in zip(layouts, factories, strict=True)
+        for text in ("", TABLE)
+    ]
+    results = in_one_world(trained, world_size, *cases)
+    for layout, plain, ranks in zip(layouts, results[::2], results[1::2], strict=True):
+        compare(layout, plain, ranks)
+
+
+def compare(layout, plain, ranks):
+    """Compare the ranks of a run with those of the run without it."""
     for found, wanted in zip(ranks, plain, strict=True):
         assert_same(found, wanted)
         assert found[3] == wanted[3]
@@ -42,15 +53,17 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
         assert 0.5 < times <= 2 if "pp" in layout else times == 1
 
 
-@pytest.mark.parametrize(("world_size", "layout"), [(1, ""), (2, FSDP), (2, DDP)])
-def test_gradients_equal_one_device_and_collectives_those_without_it(world_size, layout):
+@pytest.mark.parametrize(("world_size", "layouts"), [(1, [""]), (2, [FSDP, DDP])])
+def test_gradients_equal_one_device_and_collectives_those_without_it(world_size, layouts):
     step = functools.partial(one_step, microbatch=2)
-    plain, found = in_one_world(step, world_size, (layout,), (layout + TABLE,))
-    for (*error, collectives), (*_, wanted) in zip(found, plain, strict=True):
-        assert max(error) < 1e-12
-        assert collectives == wanted and collectives
+    results = in_one_world(step, world_size, *((layout + text,) for layout in layouts for text in ("", TABLE)))
+    for plain, found in zip(results[::2], results[1::2], strict=True):
+        for (*error, collectives), (*_, wanted) in zip(found, plain, strict=True):
+            assert max(error) < 1e-12
+            assert collectives == wanted and collectives
 
 
+@pytest.mark.slow  # the fast tests prove it beside cpu_offload, in tests/proof/test_proof_plugins.py
 def test_verify_passes():
     tokens, targets = padded()
     path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE)
@@ -79,7 +92,7 @@ def order(log):
 
 
 def test_units_are_fetched_ahead():
-    log, _, left = run_ranks(stepped, 1, TABLE)[0]
+    ((log, _, left),), ((one_by_one, *_),) = in_one_world(stepped, 1, (TABLE,), (TABLE + "prefetch = 0\n",))
     assert order(log) == [
         *(("store", f"layers.{index}") for index in range(3)),
         # The block before is on its way before the last one's activations are waited for.
@@ -91,9 +104,8 @@ def test_units_are_fetched_ahead():
         ("wait", "layers.0"),
     ]
     assert left == 0
-    log, *_ = run_ranks(stepped, 1, TABLE + "prefetch = 0\n")[0]
     backward = [("fetch", "layers.2"), ("wait", "layers.2"), ("fetch", "layers.1"), ("wait", "layers.1")]
-    assert order(log)[3:7] == backward
+    assert order(one_by_one)[3:7] == backward
 
 
 # Of a block of width 8 and inner width 17 the backward needs, of 60 tokens: its input, for the first weight's
@@ -160,8 +172,7 @@ def views(text):
 
 
 def test_views_of_one_storage_travel_once():
-    plain, _ = run_ranks(views, 1, "")[0]
-    found, metrics = run_ranks(views, 1, TABLE)[0]
+    ((plain, _),), ((found, metrics),) = in_one_world(views, 1, ("",), (TABLE,))
     assert all(torch.equal(found[name], plain[name]) for name in plain)
     # Input, fused projection, attention weights: three views of the projection are one storage, the buffer stays.
     assert metrics["activation_offload_out_bytes"] == 2 * 4 * 6 * 5 * (4 + 12 + 5)
@@ -201,25 +212,24 @@ def refusal(text):
     return str(caught.value).partition("run.toml")[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            TABLE + 'units = ["blocks.*"]\n',
-            ':4:1: [scheduling.activation_offload] the pattern "blocks.*" matches nothing in the model; '
-            "the model has tok, layers, layers.0, layers.0.up, layers.0.down, layers.0.dropout, layers.1, layers.1.up",
-        ),
-        (
-            TABLE + "[scheduling.compile]\n",
-            ':2:13: [scheduling.activation_offload] "activation_offload" cannot be combined with "compile": the '
-            "compiler decides itself what a block keeps for its backward, and cannot trace copies to the host",
-        ),
-        (
-            "[scheduling.activation_offload]\nmin_mib = -1.0\n",
-            ":3:1: [scheduling.activation_offload] scheduling.activation_offload.min_mib must be at least 0.0, "
-            "not -1.0",
-        ),
-    ],
-)
-def test_refusals(text, message):
-    assert run_ranks(refusal, 1, text)[0] == message
+REFUSED = [
+    (
+        TABLE + 'units = ["blocks.*"]\n',
+        ':4:1: [scheduling.activation_offload] the pattern "blocks.*" matches nothing in the model; '
+        "the model has tok, layers, layers.0, layers.0.up, layers.0.down, layers.0.dropout, layers.1, layers.1.up",
+    ),
+    (
+        TABLE + "[scheduling.compile]\n",
+        ':2:13: [scheduling.activation_offload] "activation_offload" cannot be combined with "compile": the '
+        "compiler decides itself what a block keeps for its backward, and cannot trace copies to the host",
+    ),
+    (
+        "[scheduling.activation_offload]\nmin_mib = -1.0\n",
+        ":3:1: [scheduling.activation_offload] scheduling.activation_offload.min_mib must be at least 0.0, not -1.0",
+    ),
+]
+
+
+def test_refusals():
+    found = in_one_world(refusal, 1, *((text,) for text, _ in REFUSED))
+    assert [message for (message,) in found] == [message for _, message in REFUSED]

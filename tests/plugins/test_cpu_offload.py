@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import offloading
 from support.models import Net, composed, full, mine, one_step, padded, seeded, sum_loss, write_manifest
-from support.worlds import in_one_world
+from support.worlds import by_world_size, in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -89,12 +89,15 @@ def assert_equal(ranks, plain):
         assert found[3] == wanted[3]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
-    optimizers = OPTIMIZERS if layout in ("", FSDP) else OPTIMIZERS[:1]
-    for cls, stated in optimizers:
-        options = {**stated, "foreach": False} if layout == "" and stated.get("fused") is None else stated
-        plain, ranks = in_one_world(trained, world_size, *((layout + text, cls, options) for text in ("", TABLE)))
+@pytest.mark.parametrize(("world_size", "layouts"), by_world_size(LAYOUTS))
+def test_every_bit_is_that_of_the_run_without_it(world_size, layouts):
+    cases = []
+    for layout in layouts:
+        for cls, stated in OPTIMIZERS if layout == "" else OPTIMIZERS[:1]:
+            options = {**stated, "foreach": False} if layout == "" and stated.get("fused") is None else stated
+            cases += [(layout + text, cls, options) for text in ("", TABLE)]
+    found = in_one_world(trained, world_size, *cases)
+    for plain, ranks in zip(found[::2], found[1::2], strict=True):
         assert_equal(ranks, plain)
 
 
@@ -103,19 +106,27 @@ def test_every_bit_is_that_of_the_run_without_it(world_size, layout):
 OTHERS = ["gradients", "parameters", "all"]
 
 
+def table(mode):
+    """Return the plugin's table; with "all" nothing moves by pieces."""
+    return (TABLE if mode != "all" else "[sharding.cpu_offload]\n") + f'mode = "{mode}"\n'
+
+
 @pytest.mark.parametrize(
-    ("world_size", "layout"),
+    ("world_size", "layouts"),
     [
-        LAYOUTS[2],
-        pytest.param(2, FSDP + LAYOUTS[3].values[1], id="pp"),
-        pytest.param(4, FSDP + LAYOUTS[4].values[1].replace("tp = 2", "tp = 2\ndp_shard = 2"), id="tp and fsdp2"),
+        (2, [LAYOUTS[2].values[1], FSDP + LAYOUTS[3].values[1]]),
+        pytest.param(
+            4, [FSDP + LAYOUTS[4].values[1].replace("tp = 2", "tp = 2\ndp_shard = 2")], marks=pytest.mark.slow
+        ),
     ],
 )
-def test_every_mode_gives_the_bits_and_collectives_of_the_run_without_it(world_size, layout):
-    texts = (layout, *(layout + TABLE + f'mode = "{mode}"\n' for mode in OTHERS))
-    plain, *others = in_one_world(trained, world_size, *((text, torch.optim.AdamW, {}, 2) for text in texts))
-    for ranks in others:
-        assert_equal(ranks, plain)
+def test_every_mode_gives_the_bits_and_collectives_of_the_run_without_it(world_size, layouts):
+    tables = ("", *map(table, OTHERS))
+    cases = [(layout + table, torch.optim.AdamW, {}, 2) for layout in layouts for table in tables]
+    found = in_one_world(trained, world_size, *cases)
+    for index in range(0, len(cases), len(tables)):
+        for ranks in found[index + 1 : index + len(tables)]:
+            assert_equal(ranks, found[index])
 
 
 @pytest.mark.parametrize(("world_size", "layout"), [(1, ""), (2, FSDP + "zero = 1\n")])
@@ -164,7 +175,7 @@ def test_gradients_are_on_the_host_until_they_are_used():
 def units_of(mode, patterns):
     from torch.distributed.fsdp import CPUOffloadPolicy
 
-    text = FSDP + TABLE + f'mode = "{mode}"\n' + (f"parameters = {patterns}\n" if patterns else "")
+    text = FSDP + table(mode) + (f"parameters = {patterns}\n" if patterns else "")
     run = composed(text, seeded(dim=8))
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
     groups = {
@@ -192,10 +203,12 @@ def test_units_are_told_to_the_data_parallel_plugin():
     assert log[:5] == [("fetch", 0), ("fetch", 1), ("wait", 0), ("store", 0), ("fetch", 2)]
 
 
-@pytest.mark.parametrize("mode", ["all", *(pytest.param(mode, marks=pytest.mark.slow) for mode in OTHERS[:2])])
+# The fast tests have one in tests/proof/test_proof_plugins.py, beside activations on the host.
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["all", *OTHERS[:2]])
 def test_verify_passes(mode):
     tokens, targets = padded()
-    path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE + f'mode = "{mode}"\n')
+    path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + table(mode))
     assert_parity(Net, path, Batch(args=(tokens,), target=targets), loss_fn=sum_loss)
 
 
@@ -279,18 +292,18 @@ def resumed(path, text, load, num_steps, shift=0):
 
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
-    paths = {mode: tmp_path / mode / "step-2" for mode in ("optimizer", *OTHERS)}
-    texts = {mode: FSDP + TABLE + f'mode = "{mode}"\n' for mode in paths}
+    # Saved where the optimizer's state is on the host, and where all is.
+    paths = {mode: tmp_path / mode / "step-2" for mode in ("optimizer", "all")}
+    texts = {mode: FSDP + table(mode) for mode in ("optimizer", *OTHERS)}
     cases = [(path, texts[mode], False, 4) for mode, path in paths.items()]
-    cases += [(path, texts[mode], True, 2, 2) for mode, path in paths.items()]
     # With it and without it, and in any mode: checkpoints are the same.
-    cases += [(paths["optimizer"], text, True, 2, 2) for text in (FSDP, texts["all"])]
+    cases += [(paths["all"], text, True, 2, 2) for text in (FSDP, texts["optimizer"], texts["parameters"])]
+    cases += [(paths["optimizer"], texts[mode], True, 2, 2) for mode in ("gradients", "all")]
     (whole, _), *others = in_one_world(resumed, 2, *cases)
     for again, _ in others:
         assert all(torch.equal(whole[name], again[name]) for name in whole)
-    for moved in in_one_world(resumed, 4, *((path, texts[mode], True, 2, 2) for mode, path in paths.items())):
-        for weights in moved:
-            assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
+    for (moved,) in in_one_world(resumed, 1, *((path, texts[mode], True, 2, 2) for mode, path in paths.items())):
+        assert all(torch.allclose(whole[name], moved[name], atol=1e-5) for name in whole)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
@@ -309,51 +322,66 @@ def refusal(text, options):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("text", "options", "message"),
-    [
-        (
-            "",
-            {"differentiable": True},
-            "cpu_offload does not do what differentiable = true asks: its pieces are stepped in place",
-        ),
-        (
-            'parameters = ["layers.*.ups"]',
-            {},
-            ':3:1: [sharding.cpu_offload] the pattern "layers.*.ups" matches nothing in the model; '
-            'did you mean "layers.*.up"?',
-        ),
-        (
-            'mode = "all"',
-            {},
-            ':2:11: [sharding.cpu_offload] mode = "all" needs a data-parallel plugin, which gathers parameters for '
-            "their use; add [sharding.fsdp2]; on one rank it works too",
-        ),
-        (
-            'mode = "parameters"\nparameters = ["layers.*.up"]\n[sharding.fsdp2]',
-            {},
-            'mode = "parameters": the data-parallel plugin does not gather layers.0.up as a unit; name its units in '
-            "[sharding.cpu_offload] parameters, or let fsdp2 or ddp's units gather it",
-        ),
-        (
-            'mode = "gradients"\n[sharding.ddp]\nreducer = "bucketed"',
-            {},
-            ':4:11: [sharding.ddp] reducer = "bucketed" reduces gradients where they lie, and they are to be '
-            'in host memory before; write reducer = "unit"',
-        ),
-        (
-            'mode = "all"\n[sharding.ddp]\nreducer = "bucketed"',
-            {},
-            ':4:11: [sharding.ddp] reducer = "bucketed" gathers no parameters for their use, and those of the model '
-            'are to be in host memory; write reducer = "unit"',
-        ),
-        (
-            "piece_mib = 0.0",
-            {},
-            ":3:1: [sharding.cpu_offload] sharding.cpu_offload.piece_mib must be greater than 0.0, not 0.0",
-        ),
-    ],
-)
-def test_refusals(text, options, message):
-    world_size = 2 if text.startswith('mode = "gradients"') else 1
-    assert run_ranks(refusal, world_size, "[sharding.cpu_offload]\n" + text, options)[0] == message
+REFUSED = [
+    (
+        "",
+        {"differentiable": True},
+        "cpu_offload does not do what differentiable = true asks: its pieces are stepped in place",
+    ),
+    (
+        'parameters = ["layers.*.ups"]',
+        {},
+        ':3:1: [sharding.cpu_offload] the pattern "layers.*.ups" matches nothing in the model; '
+        'did you mean "layers.*.up"?',
+    ),
+    (
+        'mode = "all"',
+        {},
+        ':2:11: [sharding.cpu_offload] mode = "all" needs a data-parallel plugin, which gathers parameters for '
+        "their use; add [sharding.fsdp2]; on one rank it works too",
+    ),
+    (
+        'mode = "parameters"\nparameters = ["layers.*.up"]\n[sharding.fsdp2]',
+        {},
+        'mode = "parameters": the data-parallel plugin does not gather layers.0.up as a unit; name its units in '
+        "[sharding.cpu_offload] parameters, or let fsdp2 or ddp's units gather it",
+    ),
+    (
+        'mode = "gradients"\n[sharding.ddp]\nreducer = "bucketed"',
+        {},
+        ':4:11: [sharding.ddp] reducer = "bucketed" reduces gradients where they lie, and they are to be '
+        'in host memory before; write reducer = "unit"',
+    ),
+    (
+        'mode = "all"\n[sharding.ddp]\nreducer = "bucketed"',
+        {},
+        ':4:11: [sharding.ddp] reducer = "bucketed" gathers no parameters for their use, and those of the model '
+        'are to be in host memory; write reducer = "unit"',
+    ),
+    (
+        "parameters = []",
+        {},
+        ":2:11: [sharding.cpu_offload] parameters = [] names none, so nothing is offloaded; leave it out for all of "
+        "them",
+    ),
+    (
+        'mode = "all"\npiece_mib = 1.0\n[sharding.fsdp2]',
+        {},
+        ':2:11: [sharding.cpu_offload] piece_mib has no effect with mode = "all", in which units move, and nothing by '
+        "pieces; remove piece_mib",
+    ),
+    (
+        "piece_mib = 0.0",
+        {},
+        ":3:1: [sharding.cpu_offload] sharding.cpu_offload.piece_mib must be greater than 0.0, not 0.0",
+    ),
+]
+
+
+def test_refusals():
+    # On one rank gradients are where they are reduced; with ddp on two they would be reduced elsewhere.
+    for world_size, is_reduced in ((1, False), (2, True)):
+        chosen = [case for case in REFUSED if case[0].startswith('mode = "gradients"') == is_reduced]
+        cases = (("[sharding.cpu_offload]\n" + text, options) for text, options, _ in chosen)
+        found = in_one_world(refusal, world_size, *cases)
+        assert [ranks[0] for ranks in found] == [message for *_, message in chosen]

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
+import functools
 
 import pytest
 import torch
-from support.float8 import CONVERTED, NUM_LAYERS, Wide, table
+from support.float8 import CONVERTED, NUM_LAYERS, Wide, float8, table
 from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
 from support.worlds import in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import Batch, ManifestError, torch_compat
+from composer3d import Batch, ManifestError
 from composer3d.models import llama
 from composer3d.testing import assert_parity, count_collectives, run_ranks
-
-# Before ranks are forked: each of them would import it anew.
-float8 = torch_compat.import_torchao("torchao.float8")
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
@@ -31,6 +28,7 @@ def converted(recipe):
     )
 
 
+@functools.cache
 def reference(recipe, chunks, num_steps):
     """Train one device, chunk by chunk as ranks do; return losses, the last gradients, and weights."""
     model = converted(recipe)
@@ -123,8 +121,35 @@ def test_gradients_of_both_halves_of_a_backward_are_reduced_together():
     text = """[mesh]\npp = 2\ndp_shard = 2\n[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n[sharding.fsdp2]
 [precision.mixed]\nparam_dtype = "bfloat16"\nreduce_dtype = "float32"\n"""
     batch = Batch(args=(padded()[0],), target=padded()[1])
-    model = partial(llama, dim=32, num_layers=4, num_heads=4, vocab_size=16)
+    model = functools.partial(llama, dim=32, num_layers=4, num_heads=4, vocab_size=16)
     assert_parity(model, write_manifest(text + table("tensorwise")), batch, loss_fn=sum_loss, microbatch=6)
+
+
+class Turned(Wide):
+    """Its blocks are given views whose rows do not follow each other, as behind a convolution."""
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x.transpose(0, 1)).transpose(0, 1)
+        return self.out(self.norm(x)) + 0.0
+
+
+def gradients_of(factory, recipe):
+    run = composed(table(recipe), seeded(factory))
+    run.optimizer(torch.optim.SGD, lr=0.2)
+    with run.step(0):
+        run.forward_backward(padded()[0], target=padded()[1])
+    found = {name: full(p.grad) for name, p in run.named_parameters()}
+    run.close()
+    return found
+
+
+def test_inputs_need_not_be_contiguous():
+    cases = [(factory, recipe) for recipe in RECIPES for factory in (Wide, Turned)]
+    found = in_one_world(gradients_of, 1, *cases)
+    for (plain,), (turned,) in zip(found[::2], found[1::2], strict=True):
+        assert all((turned[name] - grad).abs().max() <= 2e-6 * grad.abs().max() for name, grad in plain.items())
 
 
 def test_auto_decides_as_torchao():
@@ -146,7 +171,7 @@ def test_auto_decides_as_torchao():
 # ---- collectives -----------------------------------------------------------------------------------------------------
 
 
-def counted(text, number=1):
+def counted(text, number=0):
     """Return the collectives of one step as (op, axis): (count, bytes), and what all-gathers carry."""
     run = composed(text, seeded(Wide))
     optimizer = run.optimizer(torch.optim.SGD, lr=0.2)
@@ -169,7 +194,7 @@ def test_data_parallel_collectives_are_those_without_it():
 
 def test_all_gathers_carry_bytes_and_scales_need_one_all_reduce():
     texts = (FSDP, FSDP + table("tensorwise", "all_gather = true"))
-    (plain, _), (gathered, dtypes) = (ranks[0] for ranks in in_one_world(counted, 2, *((text,) for text in texts)))
+    (plain, _), (gathered, dtypes) = (ranks[0] for ranks in in_one_world(counted, 2, *((text, 1) for text in texts)))
     assert dtypes == {"torch.uint8"}
     gather, scales = ("all_gather", "dp_shard"), ("all_reduce", "dp_shard")
     assert gathered[gather][0] == plain[gather][0]
@@ -219,8 +244,8 @@ def test_a_resumed_run_is_the_same_and_reshards(tmp_path, more):
     (whole, _), (resumed, _), (two, _) = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
     # What is saved are the weights themselves: they load without float8, in any layout.
-    four, _ = run_ranks(saved, 4, tmp_path / "step-2", "[sharding.fsdp2]\n", True, 0)[0]
-    assert all(torch.equal(two[name], four[name]) for name in two)
+    one, _ = run_ranks(saved, 1, tmp_path / "step-2", "", True, 0)[0]
+    assert all(torch.equal(two[name], one[name]) for name in two)
 
 
 def names(text, tied=False):
@@ -249,6 +274,21 @@ def test_a_tied_weight_is_gathered_as_it_is():
     assert classes["out"] == "Float8Linear"
 
 
+def kept_by_verify(text):
+    from composer3d.proof.one_device import copies
+
+    run = composed(text, seeded(Wide))
+    wrapped = {type(p.to_local()).__name__ for _, p in run.named_parameters()}
+    copied = {type(value) for value in copies(dict(run.named_parameters())).values()}
+    run.close()
+    return wrapped, copied
+
+
+def test_verify_writes_no_tensors_of_torchao():
+    wrapped, copied = run_ranks(kept_by_verify, 1, FSDP + table("tensorwise", "all_gather = true"))[0]
+    assert "WeightWithDynamicFloat8CastTensor" in wrapped and copied == {torch.Tensor}
+
+
 def test_which_layers():
     cases = {
         'modules = ["layers.0", "layers.2.down"]': "layers.0.up, layers.0.down, layers.2.down",
@@ -274,49 +314,49 @@ LEFT = (
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            'recipe = "rowwise"\nall_gather = true\n[sharding.fsdp2]',
-            ':2:12: [precision.float8] all_gather = true needs one scale a weight, and recipe = "rowwise" has one a '
-            'row; a rank holds only some of a weight\'s rows; write recipe = "tensorwise", or leave all_gather out',
-        ),
-        (
-            "all_gather = true",
-            ':2:12: [precision.float8] "float8" requires "fsdp2", which the manifest does not have: all_gather = true: '
-            "weights are gathered in float8 by FSDP2; nothing else gathers them",
-        ),
-        (
-            'recipe = "rowwise_with_gw_hp"\nauto = true',
-            ':2:12: [precision.float8] auto = true has no thresholds for recipe = "rowwise_with_gw_hp": none were '
-            "measured; state min_dim, modules or exclude",
-        ),
-        (
-            "emulate = false",
-            ":2:12: [precision.float8] emulate = false, and this device (cpu) has no float8 products; leave emulate "
-            "out; the plan says where products are emulated",
-        ),
-        ("min_dim = 17", LEFT),
-        ("auto = true", LEFT),
-        (
-            'modules = ["out"]',
-            ':2:12: [precision.float8] "out" is a linear layer of 16 x 11; float8 products need multiples of 16; '
-            "exclude it",
-        ),
-        (
-            'modules = ["norm"]',
-            ':2:12: [precision.float8] the pattern "norm" matches modules without linear layers',
-        ),
-        (
-            'recipe = "blockwise"',
-            ':3:1: [precision.float8] recipe = "blockwise" is not one of "tensorwise", "rowwise", '
-            '"rowwise_with_gw_hp"; did you mean "rowwise"?',
-        ),
-    ],
-)
-def test_refusals(text, message):
-    assert run_ranks(refusal, 1, "[precision.float8]\n" + text)[0] == message
+REFUSED = [
+    (
+        'recipe = "rowwise"\nall_gather = true\n[sharding.fsdp2]',
+        ':2:12: [precision.float8] all_gather = true needs one scale a weight, and recipe = "rowwise" has one a '
+        'row; a rank holds only some of a weight\'s rows; write recipe = "tensorwise", or leave all_gather out',
+    ),
+    (
+        "all_gather = true",
+        ':2:12: [precision.float8] "float8" requires "fsdp2", which the manifest does not have: all_gather = true: '
+        "weights are gathered in float8 by FSDP2; nothing else gathers them",
+    ),
+    (
+        'recipe = "rowwise_with_gw_hp"\nauto = true',
+        ':2:12: [precision.float8] auto = true has no thresholds for recipe = "rowwise_with_gw_hp": none were '
+        "measured; state min_dim, modules or exclude",
+    ),
+    (
+        "emulate = false",
+        ":2:12: [precision.float8] emulate = false, and this device (cpu) has no float8 products; leave emulate "
+        "out; the plan says where products are emulated",
+    ),
+    ("min_dim = 17", LEFT),
+    ("auto = true", LEFT),
+    (
+        'modules = ["out"]',
+        ':2:12: [precision.float8] "out" is a linear layer of 16 x 11; float8 products need multiples of 16; '
+        "exclude it",
+    ),
+    (
+        'modules = ["norm"]',
+        ':2:12: [precision.float8] the pattern "norm" matches modules without linear layers',
+    ),
+    (
+        'recipe = "blockwise"',
+        ':3:1: [precision.float8] recipe = "blockwise" is not one of "tensorwise", "rowwise", '
+        '"rowwise_with_gw_hp"; did you mean "rowwise"?',
+    ),
+]
+
+
+def test_refusals():
+    found = in_one_world(refusal, 1, *(("[precision.float8]\n" + text,) for text, _ in REFUSED))
+    assert [message for (message,) in found] == [message for _, message in REFUSED]
 
 
 def test_torchao_is_imported_only_where_it_is_named():

@@ -6,15 +6,10 @@ import dataclasses
 
 import pytest
 import torch
-from support.float8 import Wide, table
+from support.float8 import Wide, float8, table
 from support.models import composed, full, mine, seeded, sum_loss
 from support.worlds import in_one_world
 from torch import nn
-
-from composer3d import torch_compat
-
-# Before ranks are forked: each of them would import it anew.
-float8 = torch_compat.import_torchao("torchao.float8")
 
 SEQUENCE = (
     "[mesh]\ntp = 2\n{}[sharding.tensor_parallel]\nsequence_parallel = true\nsequence_dim = 1\n"

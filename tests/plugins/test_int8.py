@@ -69,24 +69,25 @@ def test_collectives_of_data_parallelism_are_those_without_it():
     assert found == plain
 
 
-@pytest.mark.parametrize(("more", "num_products"), [("", 2), ("output = false\n", 1), ("grad_input = false\n", 1)])
-def test_collectives_of_tensor_parallelism(more, num_products):
-    (found, *_), (plain, *_) = in_one_world(counted, 2, (TP + TABLE + more,), (TP,))
+def test_collectives_of_tensor_parallelism():
+    products = {"": 2, "output = false\n": 1, "grad_input = false\n": 1}
+    (plain, *_), *others = in_one_world(counted, 2, (TP,), *((TP + TABLE + more,) for more in products))
     key, tokens = ("all_reduce", "tp"), 16 * SEQ_LEN
-    # `down` agrees in its forward on scales of tokens and outputs, `up` in its backward on those of tokens and inputs.
-    numbers = NUM_LAYERS * num_products * (tokens + SIZE)
-    assert found[key] == (plain[key][0] + NUM_LAYERS * num_products, plain[key][1] + 4 * numbers)
-    assert {k: v for k, v in found.items() if k != key} == {k: v for k, v in plain.items() if k != key}
+    for num_products, (found, *_) in zip(products.values(), others, strict=True):
+        # `down` agrees in its forward on scales of tokens and outputs, `up` in its backward on those of tokens and
+        # inputs.
+        numbers = NUM_LAYERS * num_products * (tokens + SIZE)
+        assert found[key] == (plain[key][0] + NUM_LAYERS * num_products, plain[key][1] + 4 * numbers)
+        assert {k: v for k, v in found.items() if k != key} == {k: v for k, v in plain.items() if k != key}
 
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
-    cases = ((path, text, *case) for case in ((False, 4), (True, 2), (True, 0)))
-    whole, again, two = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
     # What is saved are the weights themselves: they load in any layout, also without it.
-    four = run_ranks(saved, 4, path, TP_FSDP, True, 0)[0]
-    assert all(torch.equal(two[name], four[name]) for name in two)
+    cases = (*((path, text, *case) for case in ((False, 4), (True, 2), (True, 0))), (path, TP, True, 0))
+    whole, again, two, cut = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert all(torch.equal(two[name], cut[name]) for name in two)
 
 
 def test_the_plan_says_what_is_converted():
@@ -97,8 +98,8 @@ def test_the_plan_says_what_is_converted():
     ]
 
 
-def loss_in(dtype):
-    run = composed(f'[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "{dtype}"\n' + TABLE, seeded(Wide))
+def loss_in(mixed):
+    run = composed("[sharding.fsdp2]\n" + mixed + TABLE, seeded(Wide))
     run.optimizer(torch.optim.SGD, lr=0.1)
     tokens, targets = batch()
     with run.step(0):
@@ -109,7 +110,8 @@ def loss_in(dtype):
 
 
 def test_sums_of_products_are_not_bound_by_float16():
-    wide, narrow = (run_ranks(loss_in, 1, dtype)[0] for dtype in ("float32", "float16"))
+    float16 = '[precision.mixed]\nparam_dtype = "float16"\n'
+    (wide,), (narrow,) = in_one_world(loss_in, 1, ("",), (float16,))
     assert narrow == pytest.approx(wide, rel=2**-6)  # what float16 rounds moves single elements by a step of int8
 
 
@@ -131,24 +133,24 @@ def refusal(text):
     return str(caught.value).partition("run.toml")[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "output = false\ngrad_input = false\ngrad_weight = false\n",
-            ":2:12: [precision.int8] output, grad_input and grad_weight are false, so nothing is multiplied in int8",
-        ),
-        (
-            'exclude = ["layers"]\n',
-            ":2:12: [precision.int8] no layer is left to convert: of 5 linear layers, 5 are "
-            "named, and exclude or sizes that are no multiples of 16 leave out the rest",
-        ),
-        (
-            "[precision.mxfp8]\n",
-            ':2:12: [precision.int8] "int8" cannot be combined with "mxfp8": both replace what the '
-            "same linear layers compute",
-        ),
-    ],
-)
-def test_refusals(text, message):
-    assert run_ranks(refusal, 1, TABLE + text)[0] == message
+REFUSED = [
+    (
+        "output = false\ngrad_input = false\ngrad_weight = false\n",
+        ":2:12: [precision.int8] output, grad_input and grad_weight are false, so nothing is multiplied in int8",
+    ),
+    (
+        'exclude = ["layers"]\n',
+        ":2:12: [precision.int8] no layer is left to convert: of 5 linear layers, 5 are "
+        "named, and exclude or sizes that are no multiples of 16 leave out the rest",
+    ),
+    (
+        "[precision.mxfp8]\n",
+        ':2:12: [precision.int8] "int8" cannot be combined with "mxfp8": both replace what the '
+        "same linear layers compute",
+    ),
+]
+
+
+def test_refusals():
+    found = in_one_world(refusal, 1, *((TABLE + text,) for text, _ in REFUSED))
+    assert [message for (message,) in found] == [message for _, message in REFUSED]

@@ -74,13 +74,19 @@ def trained(text):
     return losses, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize(
-    "table",
-    [name if name in ("int8", "qlora") else pytest.param(name, marks=pytest.mark.slow) for name in TABLES],
-)
-def test_compiled_layers_compute_what_others_do(table):
-    texts = [layout + TABLES[table] + end for layout in (FSDP, TP) for end in ("", COMPILE)]
-    plain, compiled, plain_cut, compiled_cut = in_one_world(trained, 2, *((text,) for text in texts))
+TOGETHER = ("int8", "qlora")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tables", [TOGETHER, *((name,) for name in TABLES if name not in TOGETHER)])
+def test_compiled_layers_compute_what_others_do(tables):
+    texts = [layout + TABLES[n] + end for n in tables for layout in (FSDP, TP) for end in ("", COMPILE)]
+    found = in_one_world(trained, 2, *((text,) for text in texts))
+    for index, table in enumerate(tables):
+        compare(table, *found[4 * index : 4 * index + 4])
+
+
+def compare(table, plain, compiled, plain_cut, compiled_cut):
     for one, other in ((plain, compiled), (plain_cut, compiled_cut)):
         for (losses, weights, graphs), (wanted, reference, none) in zip(other, one, strict=True):
             assert losses == pytest.approx(wanted, rel=1e-6) and losses[-1] < losses[0]

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+import torch.nn.functional as F
 from support.models import Net, composed, mine, padded, seeded, sum_loss
 from support.narrow import FLOAT16, LAYOUTS, narrow_reference
 from support.planned import Case, figures, measured, tracer_of
-from support.worlds import in_one_world
+from support.worlds import by_world_size, in_one_world
 from torch import nn
 
 from composer3d import ManifestError
 from composer3d.testing import count_collectives, full, run_ranks
 
+BF16 = torch.bfloat16
 PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 6\n"
 
 
@@ -33,9 +37,9 @@ def step(text):
     return error, kinds, set(seen), dtypes
 
 
-@pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
-def test_means_the_same_in_every_layout(world_size, text):
-    for error, kinds, seen, _ in run_ranks(step, world_size, text):
+@pytest.mark.parametrize(("world_size", "texts"), by_world_size(LAYOUTS))
+def test_means_the_same_in_every_layout(world_size, texts):
+    for error, kinds, seen, _ in itertools.chain(*in_one_world(step, world_size, *((text,) for text in texts))):
         # The same roundings in the same places: what is left is the order of float32 sums.
         assert error < 2e-6
         assert kinds == {(torch.float32, torch.float32)}
@@ -103,11 +107,17 @@ def in_float32(module):
     return module
 
 
-@pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
-def test_norms_compute_in_float32(world_size, text):
-    wide = torch.float32
+@pytest.mark.parametrize(("world_size", "texts"), by_world_size(LAYOUTS))
+def test_norms_compute_in_float32(world_size, texts):
     modes = ("as_others", "float32", "float32_units")
-    ((reference, _, plain, _), *_), *others = in_one_world(normed_step, world_size, *((text, mode) for mode in modes))
+    found = in_one_world(normed_step, world_size, *((text, mode) for text in texts for mode in modes))
+    for index, text in enumerate(texts):
+        assert_norms_are_wide(text, modes, found[3 * index : 3 * index + 3])
+
+
+def assert_norms_are_wide(text, modes, found):
+    wide = torch.float32
+    ((reference, _, plain, _), *_), *others = found
     for mode, (gradients, seen, counts, _) in (
         (mode, one) for mode, r in zip(modes[1:], others, strict=True) for one in r
     ):
@@ -156,6 +166,72 @@ def test_buffers_are_kept_in_their_dtype():
         assert (x, weight, buffer) == (torch.bfloat16,) * 3
 
 
+class Statistics(nn.BatchNorm1d):
+    """Of all tokens."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+class Counted(Net):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.norm = Statistics(7)
+
+
+def wide_statistics(model):
+    """Let a narrow reference's norm compute in float32 on rounded weights, and keep its statistics in float32."""
+    norm, mean, variance = model.norm, torch.zeros(7), torch.ones(7)
+
+    def forward(x):
+        flat, weight, bias = x.flatten(0, 1).float(), norm.weight.float(), norm.bias.float()
+        return F.batch_norm(flat, mean, variance, weight, bias, training=True).to(x.dtype).view_as(x)
+
+    norm.forward = forward
+    model.expected = mean, variance
+    return model
+
+
+def counted_step(text, dtype):
+    """Return the error of gradients, those of the running statistics, and the statistics' dtype and the plan's row."""
+    tokens, targets = padded()
+    run = composed(text, seeded(Counted))
+    references = []
+    wanted = narrow_reference(
+        *(tokens, targets, run.context.data_parallel_degree, dtype, 1024.0 if dtype is torch.float16 else 1.0),
+        change=lambda model: references.append(wide_statistics(model)) or references[-1],
+        factory=Counted,
+    )
+    run.optimizer(torch.optim.SGD, lr=0.1)
+    with run.step(0):
+        run.forward_backward(mine(run, tokens), target=mine(run, targets))
+        run.clip_grad_norm_(float("inf"))
+    named = dict(run.named_parameters())
+    errors = [float((full(named[name].grad) - grad).abs().max() / grad.abs().max()) for name, grad in wanted.items()]
+    norm, expected = run.parts[0].module.norm, references[run.context.data_parallel_rank].expected
+    found = norm.running_mean, norm.running_var
+    apart = max(float((one.float() - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    plan, kept = run.describe(), norm.running_mean.dtype
+    run.close()
+    return max(errors), apart, kept, [row for row in plan.splitlines() if "mixed" in row]
+
+
+@pytest.mark.parametrize(("world_size", "layout"), [LAYOUTS[0], LAYOUTS[1]])
+def test_norms_with_running_statistics_compute_in_float32(world_size, layout):
+    row = f"CONVERT      {'mixed.statistics':<24} norm"
+    text = layout + '\n[precision.mixed]\nparam_dtype = "{}"\n{}'
+    cases = [(text.format("bfloat16", ""), BF16), (text.format("float16", "initial_scale = 1024.0\n"), torch.float16)]
+    cases += [(text.format("bfloat16", 'norms = "float32"\n'), BF16)]
+    cases += [(text.format("bfloat16", 'norms = "float32"\nbuffer_dtype = "bfloat16"\n'), BF16)]
+    *wide, narrow = in_one_world(counted_step, world_size, *cases)
+    for ranks in wide:
+        for error, apart, kept, _ in ranks:
+            assert error < 2e-6 and apart < 1e-6 and kept is torch.float32
+    assert row in wide[0][0][3] and row not in wide[2][0][3]
+    for error, apart, kept, _ in narrow:
+        assert error < 2e-6 and 0.0 < apart <= 2**-8 and kept is BF16
+
+
 def described(text):
     run = composed(text, seeded(Normed))
     plan = run.describe()
@@ -197,12 +273,12 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize(("world_size", "text"), [*LAYOUTS[:4], (2, PP)])
-def test_outputs_are_cast(world_size, text):
-    found = in_one_world(outputs, world_size, *((text, table) for table in OUTPUTS))
-    for ranks, wanted in zip(found, OUTPUTS.values(), strict=True):
+@pytest.mark.parametrize(("world_size", "texts"), by_world_size([*LAYOUTS[:4], pytest.param(2, PP)]))
+def test_outputs_are_cast(world_size, texts):
+    cases = [(text, table) for text in texts for table in OUTPUTS]
+    for (text, table), ranks in zip(cases, in_one_world(outputs, world_size, *cases), strict=True):
         # Of a pipeline the last stage alone has outputs.
-        assert [*filter(None, ranks)] == [{wanted}] * (1 if text == PP else world_size)
+        assert [*filter(None, ranks)] == [{OUTPUTS[table]}] * (1 if text == PP else world_size)
 
 
 # ---- training and refusals -------------------------------------------------------------------------------------------
@@ -210,10 +286,10 @@ def test_outputs_are_cast(world_size, text):
 
 def trains(text):
     run = composed(text)
-    optimizer = run.optimizer(torch.optim.AdamW, lr=3e-2)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=0.1)
     tokens, targets = (mine(run, tensor) for tensor in padded())
     losses = []
-    for number in range(60):
+    for number in range(20):
         with run.step(number):
             losses.append(float(run.forward_backward(tokens, target=targets)))
             optimizer.step()
@@ -237,40 +313,50 @@ def refusal(text):
     return str(caught.value).partition("run.toml")[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            'param_dtype = "bf16"',
-            ':3:1: [precision.mixed] param_dtype = "bf16" is not one of "bfloat16", "float16", "float32"; '
-            'did you mean "bfloat16"?',
-        ),
-        (
-            "initial_scale = 2.0",
-            ':2:12: [precision.mixed] initial_scale has no effect with param_dtype = "bfloat16": its exponents need no '
-            'loss scale; write param_dtype = "float16"',
-        ),
-        (
-            'param_dtype = "float16"\ninitial_scale = inf',
-            ":4:1: [precision.mixed] precision.mixed.initial_scale must be a finite number, not inf",
-        ),
-        (
-            'norm_modules = ["norm"]',
-            ':2:12: [precision.mixed] norm_modules has no effect with norms = "as_others"; '
-            'write norms = "float32" or "float32_units"',
-        ),
-        (
-            'buffer_dtype = "bfloat16"',
-            ":2:12: [precision.mixed] buffer_dtype has no effect: the model has no floating-point buffer",
-        ),
-        (
-            'norms = "float32"\nnorm_modules = ["layer_norm"]',
-            ':4:1: [precision.mixed] the pattern "layer_norm" matches nothing in the model; did you mean "layers"?',
-        ),
-    ],
-)
-def test_refusals(text, message):
-    assert run_ranks(refusal, 1, "[precision.mixed]\n" + text)[0] == message
+REFUSED = [
+    (
+        'param_dtype = "bf16"',
+        ':3:1: [precision.mixed] param_dtype = "bf16" is not one of "bfloat16", "float16", "float32"; '
+        'did you mean "bfloat16"?',
+    ),
+    (
+        "initial_scale = 2.0",
+        ':2:12: [precision.mixed] initial_scale has no effect with param_dtype = "bfloat16": its exponents need no '
+        'loss scale; write param_dtype = "float16"',
+    ),
+    (
+        'param_dtype = "float16"\ninitial_scale = inf',
+        ":4:1: [precision.mixed] precision.mixed.initial_scale must be a finite number, not inf",
+    ),
+    (
+        'norm_modules = ["norm"]',
+        ':2:12: [precision.mixed] norm_modules has no effect with norms = "as_others"; '
+        'write norms = "float32" or "float32_units"',
+    ),
+    (
+        'param_dtype = "float32"\nnorms = "float32"',
+        ':2:12: [precision.mixed] norms = "float32" has no effect with param_dtype = "float32", in which all '
+        "modules compute; remove norms",
+    ),
+    (
+        'param_dtype = "float32"',
+        ':2:12: [precision.mixed] param_dtype = "float32" has no effect with reduce_dtype = "float32": the model '
+        'is in float32, and so are its gradients; write param_dtype = "bfloat16", or remove the table',
+    ),
+    (
+        'buffer_dtype = "bfloat16"',
+        ":2:12: [precision.mixed] buffer_dtype has no effect: the model has no floating-point buffer",
+    ),
+    (
+        'norms = "float32"\nnorm_modules = ["layer_norm"]',
+        ':4:1: [precision.mixed] the pattern "layer_norm" matches nothing in the model; did you mean "layers"?',
+    ),
+]
+
+
+def test_refusals():
+    found = in_one_world(refusal, 1, *(("[precision.mixed]\n" + text,) for text, _ in REFUSED))
+    assert [message for (message,) in found] == [message for _, message in REFUSED]
 
 
 def test_refuses_a_model_without_norms():
@@ -283,6 +369,25 @@ def test_refuses_a_model_without_norms():
         ':2:12: [precision.mixed] norms = "float32", and the model has no norm that is known as one; '
         "name them: norm_modules = [...]"
     )
+
+
+def composed_in_float32():
+    """Return the dtypes of outputs: of a model in another dtype, of inputs in another, and what else has an effect."""
+    table = '[precision.mixed]\nparam_dtype = "float32"\n'
+    found = []
+    for model in (nn.Linear(3, 3, dtype=torch.float64), nn.Linear(3, 3)):
+        x = torch.ones(2, 3, dtype=torch.float64)
+        run = composed(table, model, loss_fn=lambda y, _: found.append(y.dtype) or y.sum(), example=((x,), {}))
+        with run.step(0):
+            run.forward_backward(x, target=x)
+        run.close()
+    for more in ('reduce_dtype = "bfloat16"\n', 'output_dtype = "bfloat16"\n', 'norms = "float32_units"\n'):
+        composed(table + more).close()
+    return found
+
+
+def test_float32_throughout_is_kept_where_it_casts_something():
+    assert run_ranks(composed_in_float32, 1) == [[torch.float32] * 2]
 
 
 def test_buckets_refuse_a_narrow_reduction():

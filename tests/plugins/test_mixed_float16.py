@@ -6,6 +6,7 @@ import pytest
 import torch
 from support.models import composed, mine, padded
 from support.narrow import FLOAT16, LAYOUTS, narrow_reference
+from support.worlds import by_world_size, in_one_world
 from torch.distributed.tensor import DTensor
 
 from composer3d import StepAction, StepError, StepPoint, hookimpl, plugin
@@ -31,9 +32,10 @@ def float16_step(text):
     return error, dtypes
 
 
-@pytest.mark.parametrize(("world_size", "text"), LAYOUTS)
-def test_float16_means_the_same_in_every_layout(world_size, text):
-    for error, dtypes in run_ranks(float16_step, world_size, text):
+@pytest.mark.parametrize(("world_size", "texts"), by_world_size(LAYOUTS))
+def test_float16_means_the_same_in_every_layout(world_size, texts):
+    found = in_one_world(float16_step, world_size, *((text,) for text in texts))
+    for text, (error, dtypes) in ((text, rank) for text, ranks in zip(texts, found, strict=True) for rank in ranks):
         assert error < 2e-6
         if "fsdp2" in text:
             assert ("all_gather", "dp_shard", "torch.float16") in dtypes
@@ -66,6 +68,7 @@ class Overflowing:
             local(gradient).view(-1)[0] = float("inf")
 
 
+PP = "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"
 OVERFLOWING = '[profiling.overflowing]\nuse = "plugins.test_mixed_float16:Overflowing"\n'
 
 
@@ -91,22 +94,21 @@ def overflowing(text, num_steps=4):
 
 
 @pytest.mark.parametrize(
-    ("world_size", "text"),
+    ("world_size", "layouts"),
     [
-        (2, "[sharding.fsdp2]\n"),
-        (2, "[sharding.ddp]\n"),
-        # Stages have other parameters: torch's own scaler would desynchronise here.
-        (2, "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"),
-        (4, "[mesh]\npp = 2\ndp_shard = 2\n[scheduling.pipeline]\n[sharding.fsdp2]\n[train]\nmicrobatch = 3\n"),
+        # Stages have other parameters: torch's own scaler would desynchronise there.
+        (2, ["[sharding.fsdp2]\n", "[sharding.ddp]\n", PP]),
+        (4, ["[sharding.fsdp2]\n" + PP.replace("pp = 2", "pp = 2\ndp_shard = 2")]),
     ],
 )
-def test_an_overflow_on_one_rank_is_agreed_over_all(world_size, text):
+def test_an_overflow_on_one_rank_is_agreed_over_all(world_size, layouts):
     settings = "initial_scale = 1024.0\ngrowth_interval = 1\nbackoff_factor = 0.25\ngrowth_factor = 4.0\n"
-    manifest = text + FLOAT16 + settings + OVERFLOWING + f"rank = {world_size - 1}\n"
-    for scales, skipped, unchanged in run_ranks(overflowing, world_size, manifest):
-        assert scales == [4096.0, 1024.0, 4096.0, 16384.0]
-        assert skipped == [0, 1, 1, 1]
-        assert unchanged == [False, True, False, False]
+    more = FLOAT16 + settings + OVERFLOWING + f"rank = {world_size - 1}\n"
+    for ranks in in_one_world(overflowing, world_size, *((layout + more,) for layout in layouts)):
+        for scales, skipped, unchanged in ranks:
+            assert scales == [4096.0, 1024.0, 4096.0, 16384.0]
+            assert skipped == [0, 1, 1, 1]
+            assert unchanged == [False, True, False, False]
 
 
 def test_a_scale_that_is_too_high_comes_down_by_itself():
@@ -129,14 +131,15 @@ def test_the_vote_is_the_only_collective_of_its_own():
         run.close()
         return {key: count for key, (count, _) in collectives.summary().items()}
 
-    plain, scaled = (run_ranks(counts, 2, f"[sharding.fsdp2]\n{text}")[0] for text in ("[precision.mixed]", FLOAT16))
+    texts = (f"[sharding.fsdp2]\n{text}" for text in ("[precision.mixed]", FLOAT16))
+    (plain, _), (scaled, _) = in_one_world(counts, 2, *((text,) for text in texts))
     (key,) = (key for key in scaled if scaled[key] != plain.get(key, 0))
     assert (key[0], scaled.pop(key) - plain.pop(key)) == ("all_reduce", 1)
     assert scaled == plain
 
 
-def resumed(path, text, cut):
-    """Train six steps, or load after three and train the other three; return scale, weights and state."""
+def resumed(path, text, cut, end=6):
+    """Train six steps, or load after three and train the other three; return weights and metrics."""
     run = composed(text)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
     tokens, targets = (mine(run, tensor) for tensor in padded())
@@ -144,7 +147,7 @@ def resumed(path, text, cut):
     if cut:
         run.load(path)
         start = 3
-    for number in range(start, 6):
+    for number in range(start, end):
         if number == 3 and not cut:
             run.save(path)
         with run.step(number):
@@ -159,21 +162,36 @@ def resumed(path, text, cut):
 
 @pytest.mark.parametrize(
     "layout",
-    [pytest.param("", marks=pytest.mark.slow), "[mesh]\npp = 2\n[scheduling.pipeline]\n[train]\nmicrobatch = 3\n"],
+    [pytest.param("", marks=pytest.mark.slow), PP],
 )
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path, layout):
     settings = "initial_scale = 64.0\ngrowth_interval = 2\n" + OVERFLOWING + "steps = [1]\n"
     sharded = "[sharding.fsdp2]\n" + FLOAT16 + settings
-    whole = run_ranks(resumed, 2, tmp_path / "step-3", sharded, False)
-    again = run_ranks(resumed, 2, tmp_path / "step-3", sharded, True)
+    path = tmp_path / "step-3"
+    whole, again = in_one_world(resumed, 2, (path, sharded, False), (path, sharded, True))
     for (weights, row), (other, other_row) in zip(whole, again, strict=True):
         assert row == other_row == {"loss_scale": 128.0, "overflow_steps": 1.0}
         assert all(torch.equal(weights[name], other[name]) for name in weights)
     # In another layout the same scale goes on, and the same weights up to float16's rounding.
-    for weights, row in run_ranks(resumed, 2 if layout else 1, tmp_path / "step-3", layout + FLOAT16 + settings, True):
+    for weights, row in run_ranks(resumed, 2 if layout else 1, path, layout + FLOAT16 + settings, True):
         assert row == {"loss_scale": 128.0, "overflow_steps": 1.0}
         for name, weight in weights.items():
             assert torch.allclose(weight, whole[0][0][name], atol=2e-2)
+
+
+def test_a_run_goes_on_in_the_other_precision(tmp_path):
+    texts = ["[sharding.fsdp2]\n[precision.mixed]\n", f"[sharding.fsdp2]\n{FLOAT16}growth_interval = 2\n"]
+    cases = [(tmp_path / str(index), text, False) for index, text in enumerate(texts)]
+    # From each the same weights; with the other one the scale begins anew, or is left behind.
+    cases += [(path, text, True, 3) for path, *_ in cases for text in texts]
+    cases += [(tmp_path / "0", texts[1], True), (tmp_path / "1", texts[0], True)]
+    *whole, bf16, to_fp16, to_bf16, fp16, scaled, narrow = (ranks[0] for ranks in in_one_world(resumed, 2, *cases))
+    for (weights, _), (other, _) in ((bf16, to_fp16), (fp16, to_bf16)):
+        assert all(torch.equal(weights[name], other[name]) for name in weights)
+    assert to_fp16[1] == {"loss_scale": 65536.0, "overflow_steps": 0.0} and to_bf16[1] == {}
+    assert scaled[1] == {"loss_scale": 131072.0, "overflow_steps": 0.0}
+    for (weights, _), (other, _) in zip((scaled, narrow), whole, strict=True):
+        assert all(torch.allclose(weights[name], other[name], atol=2e-2) for name in weights)
 
 
 def test_a_scale_that_finds_no_end_stops_the_run():

@@ -82,12 +82,11 @@ def test_collectives_are_those_without_it():
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
-    cases = ((path, text, *case) for case in ((False, 4), (True, 2), (True, 0)))
-    whole, again, two = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
     # What is saved are the weights themselves: they load in any layout, also without it.
-    four = run_ranks(saved, 4, path, TP_FSDP, True, 0)[0]
-    assert all(torch.equal(two[name], four[name]) for name in two)
+    cases = (*((path, text, *case) for case in ((False, 4), (True, 2), (True, 0))), (path, TP, True, 0))
+    whole, again, two, cut = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert all(torch.equal(two[name], cut[name]) for name in two)
 
 
 def test_the_plan_says_what_is_converted():
@@ -98,8 +97,8 @@ def test_the_plan_says_what_is_converted():
     ]
 
 
-def in_half_precision(dtype):
-    run = composed(f'[sharding.fsdp2]\n[precision.mixed]\nparam_dtype = "{dtype}"\n' + TABLE, seeded(Wide))
+def in_precision(mixed):
+    run = composed("[sharding.fsdp2]\n" + mixed + TABLE, seeded(Wide))
     run.optimizer(torch.optim.SGD, lr=0.1)
     tokens, targets = batch()
     with run.step(0):
@@ -111,7 +110,8 @@ def in_half_precision(dtype):
 
 
 def test_float16_is_multiplied_too():
-    wide, narrow = (run_ranks(in_half_precision, 1, dtype)[0] for dtype in ("float32", "float16"))
+    float16 = '[precision.mixed]\nparam_dtype = "float16"\n'
+    (wide,), (narrow,) = in_one_world(in_precision, 1, ("",), (float16,))
     assert narrow[0] == pytest.approx(wide[0], rel=2**-8)
     for fqn, gradient in wide[1].items():
         # float8 rounds to 3 bits after the leading one, so what float16 rounds moves single elements by that.
@@ -169,24 +169,24 @@ def refusal(text):
     return str(caught.value).partition("run.toml")[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (
-            "emulate = false\n",
-            ":2:12: [precision.mxfp8] emulate = false, and this device (cpu) has no MXFP8 products; "
-            "leave emulate out; the plan says where products are emulated",
-        ),
-        (
-            'modules = ["out"]\n',
-            ':2:12: [precision.mxfp8] "out" is a linear layer of 32 x 11, and both must be multiples of 32; exclude it',
-        ),
-        (
-            "[precision.float8]\n",
-            ':2:12: [precision.mxfp8] "mxfp8" cannot be combined with "float8": both replace what '
-            "the same linear layers compute",
-        ),
-    ],
-)
-def test_refusals(text, message):
-    assert run_ranks(refusal, 1, TABLE + text)[0] == message
+REFUSED = [
+    (
+        "emulate = false\n",
+        ":2:12: [precision.mxfp8] emulate = false, and this device (cpu) has no MXFP8 products; "
+        "leave emulate out; the plan says where products are emulated",
+    ),
+    (
+        'modules = ["out"]\n',
+        ':2:12: [precision.mxfp8] "out" is a linear layer of 32 x 11, and both must be multiples of 32; exclude it',
+    ),
+    (
+        "[precision.float8]\n",
+        ':2:12: [precision.mxfp8] "mxfp8" cannot be combined with "float8": both replace what '
+        "the same linear layers compute",
+    ),
+]
+
+
+def test_refusals():
+    found = in_one_world(refusal, 1, *((TABLE + text,) for text, _ in REFUSED))
+    assert [message for (message,) in found] == [message for _, message in REFUSED]

@@ -9,8 +9,6 @@ import mmap
 import os
 import resource
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -19,9 +17,9 @@ import torch
 from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, Range, StateFile
 from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
 from support.offloading import DDP, FSDP, PP, TP, Even, assert_same, local, resumed, trained
-from support.worlds import in_one_world
+from support.worlds import by_world_size, in_one_world
 
-from composer3d import Batch, ComposerError, PluginError
+from composer3d import Batch, ComposerError, PluginError, RankError
 from composer3d.testing import assert_parity, run_ranks
 
 # A piece is 20 KiB; a run of a large matrix, of 64 KiB, has 4096 elements.
@@ -31,8 +29,9 @@ LAYOUTS = [
     pytest.param(2, FSDP, id="fsdp2"),
     pytest.param(2, DDP, id="ddp"),
     pytest.param(2, PP, id="pp"),
-    pytest.param(2, TP, id="tp", marks=pytest.mark.slow),  # below with fsdp2
-    pytest.param(4, TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, id="tp and fsdp2"),
+    pytest.param(2, TP, id="tp"),
+    # Each of the two is above.
+    pytest.param(4, TP.replace("tp = 2", "tp = 2\ndp_shard = 2") + FSDP, id="tp and fsdp2", marks=pytest.mark.slow),
 ]
 OPTIMIZERS = [
     (torch.optim.AdamW, {"fused": True}),
@@ -42,12 +41,16 @@ OPTIMIZERS = [
 ]
 
 
-@pytest.mark.parametrize(("world_size", "layout"), LAYOUTS)
-def test_every_bit_is_that_of_the_run_in_memory_and_so_are_the_collectives(tmp_path, world_size, layout):
-    optimizers = OPTIMIZERS if layout == "" else OPTIMIZERS[:1]
-    for cls, options in optimizers:
-        texts = (layout, layout + TABLE.format(str(tmp_path)))
-        plain, ranks = in_one_world(trained, world_size, *((text, cls, options) for text in texts))
+@pytest.mark.parametrize(("world_size", "layouts"), by_world_size(LAYOUTS))
+def test_every_bit_is_that_of_the_run_in_memory_and_so_are_the_collectives(tmp_path, world_size, layouts):
+    cases = [
+        (layout + text, *chosen)
+        for layout in layouts
+        for chosen in (OPTIMIZERS if layout == "" else OPTIMIZERS[:1])
+        for text in ("", TABLE.format(str(tmp_path)))
+    ]
+    results = in_one_world(trained, world_size, *cases)
+    for plain, ranks in zip(results[::2], results[1::2], strict=True):
         for found, wanted in zip(ranks, plain, strict=True):
             assert_same(found, wanted)
             assert found[3] == wanted[3] and found[3]
@@ -106,8 +109,8 @@ def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     assert all(torch.equal(whole[name], weights[name]) for weights, _ in again for name in whole)
     for weights in cut:
         assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in weights)
-    for weights in run_ranks(resumed, 4, path, FSDP + table, True, 2, 2):
-        assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
+    (weights,) = run_ranks(resumed, 1, path, table, True, 2, 2)
+    assert all(torch.allclose(whole[name], weights[name], atol=1e-5) for name in whole)
     assert list((tmp_path / "disk").iterdir()) == []
 
 
@@ -133,6 +136,27 @@ def test_state_that_a_checkpoint_does_not_have_is_forgotten(tmp_path):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_what_is_proven_is_kept_in_memory_and_steps_alike(tmp_path):
+    def rank(text, purpose):
+        run = composed(text, seeded(Even), purpose=purpose)
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+        tokens, targets = padded()
+        for number in range(2):
+            with run.step(number):
+                run.forward_backward(tokens, target=targets)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights = {name: full(p).clone() for name, p in run.named_parameters()}
+        run.close()
+        return weights
+
+    folder = tmp_path / "never made"
+    (plain,), (away,) = in_one_world(rank, 1, ("", "run"), (TABLE.format(str(folder)), "verify"))
+    assert all(torch.equal(away[name], weight) for name, weight in plain.items())
+    assert not folder.exists()
+
+
+@pytest.mark.slow  # what it adds to the proof of fsdp2 is above
 def test_verify_passes_and_opens_no_file(tmp_path):
     folder = tmp_path / "never made"
     path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE.format(str(folder)))
@@ -141,34 +165,21 @@ def test_verify_passes_and_opens_no_file(tmp_path):
     assert not folder.exists()
 
 
-KILLED = """
-import sys
-sys.path[:0] = [{tests!r}]
-import torch
-from support.models import composed, padded, seeded
-from support.offloading import Even
-run = composed({text!r}, seeded(Even))
-optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
-tokens, targets = padded()
-for number in range(10**6):
-    with run.step(number):
-        run.forward_backward(tokens, target=targets)
-        optimizer.step()
-        optimizer.zero_grad()
-    if number == 1:
-        print("stepped", flush=True)
-"""
-
-
 def test_a_killed_run_leaves_no_file(tmp_path):
-    script = KILLED.format(tests=str(Path(__file__).parent.parent), text=TABLE.format(str(tmp_path)))
-    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "stepped\n"
-    descriptors = [os.readlink(entry) for entry in Path(f"/proc/{process.pid}/fd").iterdir() if entry.is_symlink()]
-    assert any(target.startswith(str(tmp_path)) and target.endswith("(deleted)") for target in descriptors)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.stdout.close()
+    def rank():
+        run = composed(TABLE.format(str(tmp_path)), seeded(Even))
+        optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+        tokens, targets = padded()
+        for number in range(2):
+            with run.step(number):
+                run.forward_backward(tokens, target=targets)
+                optimizer.step()
+        names = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+        assert any(name.startswith(str(tmp_path)) and name.endswith("(deleted)") for name in names)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankError, match="rank 0 of 1 failed: killed by SIGKILL"):
+        run_ranks(rank, 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -322,24 +333,24 @@ def refusal(text, options):
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("folder", "options", "message"),
-    [
-        # Not writable for anyone, root included.
-        ("/sys/kernel", {}, "/sys/kernel takes no files: Permission denied; "),
-        ("/proc/self/fdinfo", {}, "/proc/self/fdinfo takes no files: "),
-        ("/dev/null/states", {}, "/dev/null/states takes no files: Not a directory; "),
-        (
-            "",
-            {"differentiable": True},
-            "nvme_offload does not do what differentiable = true asks: its pieces are stepped in place",
-        ),
-    ],
-)
-def test_refusals(folder, options, message):
-    found = run_ranks(refusal, 1, f'[sharding.nvme_offload]\nfolder = "{folder}"\n', options)[0]
-    end = "name another folder in [sharding.nvme_offload]" if folder else ""
-    assert found.startswith(message) and found.endswith(end)
+REFUSED = [
+    # Not writable for anyone, root included.
+    ("/sys/kernel", {}, "/sys/kernel takes no files: Permission denied; "),
+    ("/proc/self/fdinfo", {}, "/proc/self/fdinfo takes no files: "),
+    ("/dev/null/states", {}, "/dev/null/states takes no files: Not a directory; "),
+    (
+        "",
+        {"differentiable": True},
+        "nvme_offload does not do what differentiable = true asks: its pieces are stepped in place",
+    ),
+]
+
+
+def test_refusals():
+    cases = ((f'[sharding.nvme_offload]\nfolder = "{folder}"\n', options) for folder, options, _ in REFUSED)
+    for (folder, _, message), (found,) in zip(REFUSED, in_one_world(refusal, 1, *cases), strict=True):
+        end = "name another folder in [sharding.nvme_offload]" if folder else ""
+        assert found.startswith(message) and found.endswith(end)
 
 
 def test_values_are_checked():

@@ -72,11 +72,12 @@ def assert_equal_to_one_device(world_size, cases):
 # ---- numerics --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_gradients_and_evaluation_equal_one_device(family):
     assert_equal_to_one_device(4, [(family, layout() + table(family, settings)) for settings in SETTINGS])
 
 
+@pytest.mark.slow
 def test_gradients_of_encoders_and_of_images():
     # Where nothing puts the sequence together before a head, sequence_parallel has no place: vision transformers.
     cases = [("bert", layout() + table("bert", settings)) for settings in ("", SP)]
@@ -87,9 +88,8 @@ def test_gradients_of_encoders_and_of_images():
     "schedule",
     [
         "Interleaved1F1B",
-        "ZBVZeroBubble",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPipe", "LoopedBFS")),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("InterleavedZeroBubble", "DualPipeV")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("GPipe", "LoopedBFS", "InterleavedZeroBubble")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("ZBVZeroBubble", "DualPipeV")),
     ],
 )
 def test_every_schedule(schedule):

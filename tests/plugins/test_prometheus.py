@@ -96,7 +96,9 @@ def test_a_real_prometheus_scrapes_shows_and_alerts(tmp_path):
     assert "Composer3dLossNotFinite" in alerts and set(health) == {"ok"} and len(health) == 4
     values = {query: [float(row["value"][1]) for row in rows] for query, rows in found.items()}
     assert len(values) == 8 and all(values.values())
-    assert values["composer3d_grad_norm"] == [2.0] and values["composer3d_tokens_per_s"] == [5.0]
+    assert values["composer3d_grad_norm"] == [2.0] and values["{__name__=~'composer3d_(tokens|samples)_per_s'}"] == [
+        5.0
+    ]
 
 
 def test_refuses_to_run_without_the_library(monkeypatch):

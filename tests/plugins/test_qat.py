@@ -84,13 +84,15 @@ def test_tensor_parallel_rounds_as_one_device(world_size, layout):
 
 # Sums in another order may be rounded to other integers, and torchao's rounding knows no float64.
 @pytest.mark.parametrize(
-    ("world_size", "layout", "chunks"),
-    [pytest.param(2, TP, 1, marks=pytest.mark.slow), (4, TP_FSDP, 2), (4, CUT_GROUPS, 1)],
+    ("world_size", "layouts"),
+    [pytest.param(2, [(TP, 1)], marks=pytest.mark.slow), (4, [(TP_FSDP, 2), (CUT_GROUPS, 1)])],
 )
-def test_tensor_parallel_trains_as_one_device(world_size, layout, chunks):
-    for losses, losses_1, *_ in run_ranks(trained, world_size, layout + TABLE, converted, chunks):
-        assert losses == pytest.approx(losses_1, rel=1e-3)
-        assert losses[-1] < losses[0]
+def test_tensor_parallel_trains_as_one_device(world_size, layouts):
+    cases = ((layout + TABLE, converted, chunks) for layout, chunks in layouts)
+    for ranks in in_one_world(trained, world_size, *cases):
+        for losses, losses_1, *_ in ranks:
+            assert losses == pytest.approx(losses_1, rel=1e-3)
+            assert losses[-1] < losses[0]
 
 
 def test_collectives_of_data_parallelism_are_those_without_it():
@@ -99,16 +101,17 @@ def test_collectives_of_data_parallelism_are_those_without_it():
     assert found == plain
 
 
-@pytest.mark.parametrize(("degree", "activations"), [(2, "int8"), (2, "none"), (4, "int8")])
+@pytest.mark.parametrize(("degree", "activations"), [(2, ["int8", "none"]), (4, ["int8"])])
 def test_collectives_of_tensor_parallelism(degree, activations):
     layout = TP.replace("tp = 2", f"tp = {degree}")
-    text = layout + TABLE + f'activations = "{activations}"\n'
-    (found, *_), (plain, *_) = in_one_world(counted, degree, (text,), (layout,))
+    tables = (TABLE + f'activations = "{each}"\n' for each in activations)
+    (plain, *_), *others = in_one_world(counted, degree, (layout,), *((layout + table,) for table in tables))
     key = ("all_reduce", "tp")
-    # `down` agrees on the range of every token, and where ranks have halves of groups on two numbers a row.
-    numbers = [2 * 16 * SEQ_LEN] * (activations == "int8") + [2 * SIZE] * (degree == 4)
-    assert found[key] == (plain[key][0] + NUM_LAYERS * len(numbers), plain[key][1] + 4 * NUM_LAYERS * sum(numbers))
-    assert {k: v for k, v in found.items() if k != key} == {k: v for k, v in plain.items() if k != key}
+    for each, (found, *_) in zip(activations, others, strict=True):
+        # `down` agrees on the range of every token, and where ranks have halves of groups on two numbers a row.
+        numbers = [2 * 16 * SEQ_LEN] * (each == "int8") + [2 * SIZE] * (degree == 4)
+        assert found[key] == (plain[key][0] + NUM_LAYERS * len(numbers), plain[key][1] + 4 * NUM_LAYERS * sum(numbers))
+        assert {k: v for k, v in found.items() if k != key} == {k: v for k, v in plain.items() if k != key}
 
 
 @pytest.mark.parametrize("own", [range(8, 24), [0, 1, 2, 12, 13, 14, 24, 25], range(3)])
@@ -133,12 +136,11 @@ def test_pieces_of_groups_are_rounded_with_the_scales_of_the_whole(own):
 
 def test_a_resumed_run_is_the_same_and_reshards(tmp_path):
     path, text = tmp_path / "step-2", "[sharding.fsdp2]\n" + TABLE
-    cases = ((path, text, *case) for case in ((False, 4), (True, 2), (True, 0)))
-    whole, again, two = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
-    assert all(torch.equal(whole[name], again[name]) for name in whole)
     # What is saved are the weights themselves: they load in any layout, also without it.
-    four = run_ranks(saved, 4, path, TP_FSDP, True, 0)[0]
-    assert all(torch.equal(two[name], four[name]) for name in two)
+    cases = (*((path, text, *case) for case in ((False, 4), (True, 2), (True, 0))), (path, TP, True, 0))
+    whole, again, two, cut = (ranks[0] for ranks in in_one_world(saved, 2, *cases))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
+    assert all(torch.equal(two[name], cut[name]) for name in two)
 
 
 def test_the_plan_says_what_is_converted():
@@ -172,22 +174,21 @@ def refusal(text):
     return str(caught.value).partition("run.toml")[2]
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('modules = ["norm"]\n', ':2:12: [precision.qat] the pattern "norm" matches modules without linear layers'),
-        ("group_size = 1\n", ":3:1: [precision.qat] precision.qat.group_size must be at least 2, not 1"),
-        (
-            "group_size = 64\n",
-            ":2:12: [precision.qat] no layer is left to convert: of 5 linear layers, 5 are named, and "
-            "exclude or sizes that are no multiples of 64 leave out the rest",
-        ),
-        (
-            "[precision.int8]\n",
-            ':2:12: [precision.qat] "qat" cannot be combined with "int8": both replace what the same '
-            "linear layers compute",
-        ),
-    ],
-)
-def test_refusals(text, message):
-    assert run_ranks(refusal, 1, TABLE + text)[0] == message
+REFUSED = [
+    ('modules = ["norm"]\n', ':2:12: [precision.qat] the pattern "norm" matches modules without linear layers'),
+    ("group_size = 1\n", ":3:1: [precision.qat] precision.qat.group_size must be at least 2, not 1"),
+    (
+        "group_size = 64\n",
+        ":2:12: [precision.qat] no layer is left to convert: of 5 linear layers, 5 are named, and "
+        "exclude or sizes that are no multiples of 64 leave out the rest",
+    ),
+    (
+        "[precision.int8]\n",
+        ':2:12: [precision.qat] "qat" cannot be combined with "int8": both replace what the same linear layers compute',
+    ),
+]
+
+
+def test_refusals():
+    found = in_one_world(refusal, 1, *((TABLE + text,) for text, _ in REFUSED))
+    assert [message for (message,) in found] == [message for _, message in REFUSED]

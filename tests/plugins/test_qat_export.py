@@ -57,8 +57,10 @@ def trained_for(run, text, options):
     return logits.detach()
 
 
-@pytest.mark.parametrize("tied", ["false", "true"])
-@pytest.mark.parametrize("options", ["", 'weights = "int8"\nactivations = "none"\ngroup_size = 64\n'])
+@pytest.mark.parametrize("tied", ["false", pytest.param("true", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options", ["", pytest.param('weights = "int8"\nactivations = "none"\ngroup_size = 64\n', marks=pytest.mark.slow)]
+)
 def test_what_was_trained_for_is_what_is_exported(tmp_path, options, tied):
     start(write(tmp_path, TEXT.format(tied=tied) + QAT + options), 2)
     assert main(["export", str(tmp_path / "out"), "--to", str(tmp_path / "q"), "--quantise"]) == 0

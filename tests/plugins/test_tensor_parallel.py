@@ -74,6 +74,7 @@ def test_gradients_with_data_parallelism():
     assert_equal_to_one_device(4, cases)
 
 
+@pytest.mark.slow
 def test_gradients_with_hybrid_sharding():
     text = f"[mesh]\ntp = 2\ndp_shard = 2\ndp_replicate = 2\n{FSDP}\n" + table("gpt2", SP)
     assert_equal_to_one_device(8, [("gpt2", text)])

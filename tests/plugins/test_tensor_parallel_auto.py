@@ -55,6 +55,7 @@ def test_gradients_with_sequence_parallel():
         assert max(max(result[:3]) for result in results) < TIGHT
 
 
+@pytest.mark.slow
 def test_gradients_with_four_ranks_and_data_parallelism():
     cases = [(name, auto(4)) for name in ("gpt2", "vit", "Interleaved")]
     cases += [(name, auto(2, SP, "[sharding.fsdp2]")) for name in ("gpt2", "GroupedNormed")]

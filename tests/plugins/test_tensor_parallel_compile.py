@@ -29,6 +29,7 @@ CASES = [("gpt2", text("", COMPILE)), ("gpt2", text(SP, COMPILE)), ("llama", tex
 CASES += [("Alibi", text("", COMPILE)), ("Alibi", text("", COMPILE + AC)), ("llama", text("", COMPILE + AC))]
 
 
+@pytest.mark.slow
 def test_gradients_equal_one_device():
     for results in run_ranks(steps_of, 2, CASES, timeout_s=120):
         assert max(max(result[:3]) for result in results) < TIGHT
@@ -63,6 +64,7 @@ def test_compiled_blocks_draw_what_others_do(more):
             assert largest(float((plain[name] - compiled[name]).abs().max()) / scale for name in plain) < TIGHT
 
 
+@pytest.mark.slow
 def test_numbers_that_hooks_hold_are_no_symbols():
     """With `dynamic`, the compiler makes a symbol of every number that a function holds, and of products of sizes."""
     with fake_world(2):

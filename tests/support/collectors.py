@@ -48,7 +48,8 @@ def oteltap(folder):
     command = [str(Path(sys.executable).with_name("oteltap"))]
     command = command if os.access(command[0], os.X_OK) else [sys.executable, "-m", "oteltap"]
     with path.open("w") as out:
-        process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=subprocess.DEVNULL)
+        env = {**os.environ, "PYTHONUNBUFFERED": "1"}  # else what it says stays with it
+        process = subprocess.Popen([*command, "--port", str(port)], stdout=out, stderr=subprocess.DEVNULL, env=env)
     try:
         deadline = time.monotonic() + 20
         while not path.read_text():  # it says that it listens

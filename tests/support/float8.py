@@ -5,7 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from composer3d import torch_compat
 from support.models import VOCAB
+
+# Before ranks are forked: each of them would import it anew, and what torchao imports when it converts, inductor's code
+# generators, which takes longer than most of what is compared.
+float8 = torch_compat.import_torchao("torchao.float8")
+float8.convert_to_float8_training(nn.Linear(16, 16))
 
 NUM_LAYERS, CONVERTED = 3, 3 * 2 * 16 * 32
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -54,6 +56,7 @@ def inside(module, fqn):
     return isinstance(module, nn.Linear) and fqn.startswith("layers.")
 
 
+@functools.cache
 def reference(converted, chunks, num_steps, dtype=torch.float32):
     """Train one device, chunk by chunk as ranks do; return losses, the last gradients, and weights."""
     model = converted(seeded(Wide).to(dtype))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 import weakref
 from unittest import mock
 
@@ -68,6 +70,17 @@ class LiveBytes(TorchDispatchMode):
             self._sizes[storage._cdata] = storage.nbytes()
             self._change(storage.nbytes())
             weakref.finalize(storage, self._gone, storage._cdata)
+
+    def settled(self, at_most, limit_s=5.0):
+        """Bytes alive once they are no more than ``at_most``, or those of after ``limit_s`` seconds.
+
+        Gloo's thread holds the tensors of a collective that has ended until it gets the interpreter's lock, which the
+        thread that waited for the collective has.
+        """
+        deadline = time.monotonic() + limit_s
+        while self.live > at_most and time.monotonic() < deadline:
+            threading.Event().wait(0.001)
+        return self.live
 
     def reset(self):
         self.peak = self.live

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from support.models import seeded, sum_loss
+from support.models import Net, seeded, sum_loss
 
 FLOAT16 = '[precision.mixed]\nparam_dtype = "float16"\n'
 LAYOUTS = [
@@ -17,13 +17,13 @@ LAYOUTS = [
 ]
 
 
-def narrow_reference(tokens, targets, chunks, dtype=torch.bfloat16, scale=1.0, change=lambda model: model):
+def narrow_reference(tokens, targets, chunks, dtype=torch.bfloat16, scale=1.0, change=lambda model: model, factory=Net):
     """One device that cuts the batch as the run does: narrow compute, float32 weights and sums of gradients."""
     total = {}
     count = (targets != -100).sum()
-    model = seeded()
+    model = seeded(factory)
     for part in range(chunks):
-        narrow = change(seeded().to(dtype))
+        narrow = change(seeded(factory).to(dtype))
         size = tokens.shape[0] // chunks
         cut = slice(part * size, (part + 1) * size)
         logits = narrow(tokens[cut])

@@ -153,7 +153,8 @@ class Float8:
         recipe = float8.Float8LinearConfig.from_recipe_name(self.recipe)
         config = replace(recipe, emulate=self._emulates(context.device))
         gathered = replace(config, enable_fsdp_float8_all_gather=True) if self.all_gather else config
-        tied, cls = {fqn for group in context.ties for fqn in group}, layer_class()
+        tied = {fqn for group in context.ties for fqn in group}
+        cls = layer_class(by_row=self.recipe != "tensorwise")
         for fqn in fqns:
             # A tied weight is also what an embedding looks up, in full precision.
             convert(model.get_submodule(fqn), config if f"{fqn}.weight" in tied else gathered, cls)

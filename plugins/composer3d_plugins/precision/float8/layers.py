@@ -88,8 +88,13 @@ def is_worthwhile(in_features: int, out_features: int, *, recipe: str) -> bool:
     return out_features > 2048 and in_features > 1024 and not (out_features <= 4096 and in_features <= 2048)
 
 
-def layer_class() -> type[nn.Module]:
-    """Return torchao's layer, whose outputs are no views: FSDP2 warns about a head that hands one out."""
+def layer_class(*, by_row: bool) -> type[nn.Module]:
+    """Return torchao's layer, whose outputs are no views: FSDP2 warns about a head that hands one out.
+
+    Args:
+        by_row: Whether rows of the input have scales of their own. torchao cannot copy what has, and makes one row of
+            all dims but the last, which of some views needs a copy.
+    """
     from torch.distributed.tensor import DTensor
 
     float8: Any = torch_compat.import_torchao("torchao.float8.float8_linear")
@@ -99,7 +104,7 @@ def layer_class() -> type[nn.Module]:
 
         def forward(self, input: Tensor) -> Tensor:
             """Multiply."""
-            y: Tensor = super().forward(input)
+            y: Tensor = super().forward(input.contiguous() if by_row else input)
             return y if isinstance(y, DTensor) else torch_compat.unviewed(y)
 
     Multiplied.__name__ = Multiplied.__qualname__ = "Float8Linear"

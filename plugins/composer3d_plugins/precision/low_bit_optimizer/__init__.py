@@ -22,9 +22,11 @@ class LowBitOptimizer:
     """Keep the moments of Adam or AdamW block-wise quantised; the step itself computes in float32.
 
     A block of elements shares a float32 scale. "8bit" and "4bit" look elements up in a table that is denser near zero,
-    "fp8" rounds them to float8. It works on what a rank holds of a parameter, so every layout does. Checkpoints hold
-    the moments in float32: they load in any layout, and into AdamW itself; in the same layout a resumed run is the same
-    to the last bit.
+    "fp8" rounds them to float8. A second moment above zero stays above it; as torchao rounds, that of a gradient below
+    a 2500th ("fp8": a 700th) of its block's greatest becomes zero, and the element steps by thousands of learning rates
+    once it has no gradient. It works on what a rank holds of a parameter, so every layout does. Checkpoints hold the
+    moments in float32: they load in any layout, and into AdamW itself; in the same layout a resumed run is the same to
+    the last bit.
     Memory: a byte ("4bit": half) an element and moment, 4 bytes a block, for the tables 1 KiB ("4bit": 64 bytes, "fp8":
         none) a moment and parameter; small tensors keep float32. One parameter's moments in float32 while it is
         stepped; all of them while a checkpoint is saved or loaded.

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from composer3d_plugins.precision.low_bit_optimizer.moments import Format, dequantised, requantise_
+from composer3d_plugins.precision.low_bit_optimizer.moments import Format, dequantised, kept_above_zero, requantise_
 
 if TYPE_CHECKING:
     import torch
@@ -71,7 +71,8 @@ def _plain_state(states: Any, *, write: bool) -> Iterator[None]:
         yield
         if write:
             for state, name, moment in kept:
-                requantise_(moment, _local(state[name]))
+                values = _local(state[name])
+                requantise_(moment, values if name == "exp_avg" else kept_above_zero(moment, values))
     finally:
         for state, name, moment in kept:
             state[name] = moment
@@ -89,7 +90,10 @@ def _initialise(state: dict[str, Any], parameter: Tensor, form: Format, *, has_m
 
 
 def _update(parameter: Any, state: dict[str, Any], group: dict[str, Any], *, decays_weights: bool) -> None:
-    """Step one parameter in float32, on what this rank holds of it; the operations are those of torchao, in order."""
+    """Step one parameter in float32, on what this rank holds of it.
+
+    The operations are those of torchao, in order, but that no second moment above zero is rounded to zero.
+    """
     import torch
 
     state["step"] += 1
@@ -104,10 +108,10 @@ def _update(parameter: Any, state: dict[str, Any], group: dict[str, Any], *, dec
     mean = dequantised(state["exp_avg"]).lerp(grad, 1 - beta1)
     square = dequantised(state["exp_avg_sq"]).lerp(grad.square(), 1 - beta2)
     state["exp_avg"].copy_(mean)
-    state["exp_avg_sq"].copy_(square)
+    state["exp_avg_sq"].copy_(kept_above_zero(state["exp_avg_sq"], square))
     if "max_exp_avg_sq" in state:
         square = torch.maximum(dequantised(state["max_exp_avg_sq"]), square)
-        state["max_exp_avg_sq"].copy_(square)
+        state["max_exp_avg_sq"].copy_(kept_above_zero(state["max_exp_avg_sq"], square))
     denominator = (square.sqrt() / (1 - beta2**step).sqrt()) + group["eps"]
     local.copy_(values - lr * (mean / (1 - beta1**step)) / denominator)
 

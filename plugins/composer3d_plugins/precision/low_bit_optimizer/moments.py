@@ -10,7 +10,7 @@ from composer3d import torch_compat
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FORMATS", "Format", "dequantised", "requantise_"]
+__all__ = ["FORMATS", "Format", "dequantised", "kept_above_zero", "requantise_"]
 
 _NEIGHBOURS = 2
 
@@ -59,6 +59,30 @@ def dequantised(moment: Any) -> Tensor:
     return result
 
 
+def kept_above_zero(moment: Any, values: Tensor) -> Tensor:
+    """Raise what is above zero and would be rounded to zero to the smallest number that the format has.
+
+    A second moment reaches zero long before the first one beside it does, for it is a square. Adam then divides by eps
+    alone, or by what the last gradient gave alone: an element whose gradient is 1e-4 of its block's greatest would step
+    by thousands of learning rates once it has none. A second moment that is too large makes the step too short instead.
+    Source: Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, on the zero point.
+
+    Args:
+        moment: That will hold the values; quantised or not.
+        values: Of second moments, not negative, float32.
+    """
+    import torch
+
+    if not hasattr(moment, "codes"):
+        return values
+    blocks = values.reshape(moment.scale.numel(), -1)
+    # torchao takes no smaller number for a block's largest.
+    smallest = _smallest(moment) * blocks.amax(-1, keepdim=True).clamp(min=1e-12)
+    # What is near the smallest is rounded to it, and what came out of a moment is to go into it as it is.
+    raised = (blocks > 0) & (blocks < 0.75 * smallest)
+    return torch.where(raised, smallest, blocks).view(values.shape)
+
+
 def requantise_(moment: Any, values: Tensor) -> None:
     """Write values into a moment so that values which came out of such a moment come out of it again, bit for bit.
 
@@ -95,6 +119,16 @@ def requantise_(moment: Any, values: Tensor) -> None:
             done |= fits
     moment.codes.copy_(best_codes)
     moment.scale.copy_(best_scale)
+
+
+def _smallest(moment: Any) -> Tensor | float:
+    """Return the smallest number above zero of a format for second moments, where a block's largest is one."""
+    import torch
+
+    if not hasattr(moment, "qmap"):
+        limits = torch.finfo(moment.codes.dtype)
+        return limits.tiny * limits.eps / limits.max
+    return torch.where(moment.qmap > 0, moment.qmap, 1.0).min()
 
 
 def _entries(moment: Any) -> list[float]:

@@ -18,11 +18,12 @@ from composer3d import (
     Stateful,
     Transform,
     hookimpl,
+    map_tensors,
     plugin,
     select_fqns,
     torch_compat,
 )
-from composer3d_plugins.precision.mixed.norms import compute_in_float32, find_norms
+from composer3d_plugins.precision.mixed.norms import compute_in_float32, find_norms, find_statistics
 from composer3d_plugins.precision.mixed.scaler import DynamicScaler
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Mixed:
     so that it means the same thing in every layout. Parameters without dims stay float32: they widen no result. With
     float16 the loss is scaled, so that small gradients survive; a step in which a gradient of any rank is not finite is
     skipped on all ranks, and all of them lower the scale. The metrics then have `loss_scale` and `overflow_steps`, the
-    number of steps skipped so far.
+    number of steps skipped so far. What is saved is float32, so a run may go on in another precision.
     Memory: float32 shards, and the unit at work in param_dtype.
     Collectives: none of its own; all-gathers carry param_dtype, reductions reduce_dtype. float16: the one vote a step
         that every reason to skip shares. norms = "float32_units": those of one unit more for every norm.
@@ -55,7 +56,8 @@ class Mixed:
             would overflow.
         buffer_dtype: Floating-point buffers are kept in it; default: as they are.
         norms: "as_others": on weights and inputs in param_dtype. "float32": the same weights and inputs, computed on in
-            float32. "float32_units": on float32 weights, which are gathered and reduced as units of their own.
+            float32, as norms with running statistics of another dtype (BatchNorm) are in any case. "float32_units": on
+            float32 weights, which are gathered and reduced as units of their own.
         norm_modules: Patterns of the norms; default: torch's norms, and modules whose class name ends in "Norm".
         initial_scale: Of the loss; default 65536. Only with float16, as all that follow.
         growth_factor: What the scale is multiplied with after growth_interval steps without overflow; default 2.
@@ -90,6 +92,12 @@ class Mixed:
                 'norm_modules has no effect with norms = "as_others"', hint='write norms = "float32" or "float32_units"'
             )
 
+        if self.norms == "float32" and self.param_dtype == "float32":
+            raise PluginError(
+                'norms = "float32" has no effect with param_dtype = "float32", in which all modules compute',
+                hint="remove norms",
+            )
+
     @hookimpl
     def composer3d_dtypes(self, context: RunContext, fqn: str) -> Dtypes:
         """Give units their dtypes: norms that are units of their own compute in float32, and only the root is cast."""
@@ -113,6 +121,15 @@ class Mixed:
                     own_units=self.norms == "float32_units",
                 )
             )
+        transforms.append(
+            Transform(
+                name="mixed.statistics",
+                phase=Phase.CONVERT,
+                select=self._select_statistics,
+                apply=_compute_in_float32,
+                may_be_empty=True,
+            )
+        )
         if self.buffer_dtype is not None:
             transforms.append(
                 Transform(name="mixed.buffers", phase=Phase.CONVERT, select=_select_buffers, apply=self._apply_buffers)
@@ -172,10 +189,32 @@ class Mixed:
         return found
 
     def _apply_norms(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        if self.norms == "float32":
-            for fqn in fqns:
-                compute_in_float32(model.get_submodule(fqn))
-        return list(fqns)
+        return _compute_in_float32(model, fqns, context) if self.norms == "float32" else list(fqns)
+
+    def _select_statistics(self, model: nn.Module, context: RunContext) -> list[str]:
+        """Return norms whose running statistics would be of another dtype than their weights, and compute in that."""
+        self._refuse_float32_throughout(model, context)
+        buffer_dtype = None if self.buffer_dtype is None else _dtype(self.buffer_dtype)
+        found = find_statistics(model, _dtype(self.param_dtype), buffer_dtype)
+        others = self._select_norms(model, context) if found and self.norms == "float32" else []
+        return [fqn for fqn in found if fqn not in others]
+
+    def _refuse_float32_throughout(self, model: nn.Module, context: RunContext) -> None:
+        """Refuse a table that casts nothing: weights, inputs and gradients are float32 without it.
+
+        A model or inputs of another dtype are cast to float32, so the model has to be seen.
+        """
+        stated = (self.param_dtype, self.reduce_dtype, self.output_dtype, self.buffer_dtype, self.norms)
+        if stated != ("float32", "float32", None, None, "as_others"):
+            return
+        given: list[torch.Tensor] = [*model.parameters(), *model.buffers()]
+        map_tensors(given.append, context.example)
+        if all(tensor.dtype == _dtype("float32") for tensor in given if tensor.is_floating_point()):
+            raise PluginError(
+                'param_dtype = "float32" has no effect with reduce_dtype = "float32": the model is in float32, and so '
+                "are its gradients",
+                hint='write param_dtype = "bfloat16", or remove the table',
+            )
 
     def _apply_buffers(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         assert self.buffer_dtype is not None, "declared only with it"
@@ -201,6 +240,12 @@ class Mixed:
                 ignored_params=torch_compat.scalar_parameters(model),
             )
         return list(fqns)
+
+
+def _compute_in_float32(model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+    for fqn in fqns:
+        compute_in_float32(model.get_submodule(fqn))
+    return list(fqns)
 
 
 def _select_buffers(model: nn.Module, context: RunContext) -> list[str]:

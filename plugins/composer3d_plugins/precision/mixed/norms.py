@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 from composer3d import map_tensors
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
-__all__ = ["compute_in_float32", "find_norms"]
+__all__ = ["compute_in_float32", "find_norms", "find_statistics"]
 
 
 def find_norms(model: nn.Module) -> list[str]:
@@ -25,10 +26,27 @@ def find_norms(model: nn.Module) -> list[str]:
     ]
 
 
+def find_statistics(model: nn.Module, dtype: torch.dtype, buffer_dtype: torch.dtype | None) -> list[str]:
+    """Return the FQNs of torch's norms whose running statistics are of another dtype than their weights will be.
+
+    Args:
+        model: As it is before it is changed.
+        dtype: Of weights and inputs.
+        buffer_dtype: That buffers will be kept in; None for the one they have.
+    """
+    from torch import nn
+
+    batch = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    known = (*batch, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    means = [(fqn, module.running_mean) for fqn, module in model.named_modules() if isinstance(module, known)]
+    return [fqn for fqn, mean in means if mean is not None and (buffer_dtype or mean.dtype) != dtype]
+
+
 def compute_in_float32(module: nn.Module) -> None:
     """Let a module compute on its parameters and inputs in float32, and return what it returns in its input's dtype.
 
     The casts are inside the forward, so that recomputation repeats them; gradients reach the weights through them.
+    Running statistics that are kept in a narrower dtype are rounded to it once they are updated.
     """
     forward = module.forward
 
@@ -38,12 +56,17 @@ def compute_in_float32(module: nn.Module) -> None:
 
         narrow = [tensor.dtype for tensor in (*args, *kwargs.values()) if _is_narrow(tensor)]
         parameters: dict[str, Any] = module._parameters
-        kept = dict(parameters)
+        buffers: dict[str, Any] = module._buffers
+        kept, held = dict(parameters), {name: buffer for name, buffer in buffers.items() if _is_narrow(buffer)}
         try:
             parameters.update({name: _cast(parameter, torch.float32) for name, parameter in kept.items()})
+            buffers.update({name: _cast(buffer, torch.float32) for name, buffer in held.items()})
             output = forward(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+            for name, buffer in held.items():
+                buffer.copy_(buffers[name])
         finally:
             parameters.update(kept)
+            buffers.update(held)
         if not narrow:
             return output
         return map_tensors(lambda tensor: tensor.to(narrow[0]) if tensor.is_floating_point() else tensor, output)

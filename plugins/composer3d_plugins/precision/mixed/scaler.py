@@ -30,6 +30,9 @@ class DynamicScaler:
         interval: Steps.
     """
 
+    # A run in float16 may go on in bfloat16, and the other way round: the scale is found by trying.
+    is_dispensable = True
+
     def __init__(self, *, scale: float, growth: float, backoff: float, interval: int) -> None:
         self.factor, self.num_good, self.num_overflows = scale, 0, 0
         self._growth, self._backoff, self._interval = growth, backoff, interval

@@ -65,7 +65,7 @@ class QLoRA:
             the model's blocks.
         quantize: "nf4", or "none".
         keep: Patterns of layers that are not quantised.
-        scale_block: Scales that share a factor; fewer, where it does not divide the scales of a row.
+        scale_block: Scales that share a factor; fewer, where it does not divide the scales of a row; default 32.
     """
 
     rank: int = Field(default=16, ge=1)
@@ -74,13 +74,18 @@ class QLoRA:
     modules: tuple[str, ...] | None = None
     quantize: Literal["nf4", "none"] = "nf4"
     keep: tuple[str, ...] = ()
-    scale_block: int = Field(default=32, ge=1)
+    scale_block: int | None = Field(default=None, ge=1)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse options that would do nothing."""
         if self.keep and self.quantize == "none":
             raise PluginError('keep = [...] with quantize = "none", which keeps all weights', hint="remove keep")
+        if self.scale_block is not None and self.quantize == "none":
+            raise PluginError(
+                'scale_block has no effect with quantize = "none": weights that are kept have no scales',
+                hint="remove scale_block",
+            )
 
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> Transform:
@@ -142,7 +147,7 @@ class QLoRA:
         tied = {fqn for group in context.ties for fqn in group}
         kept = set(_inside(self.keep, layers, context))
         quantised = {
-            fqn: Format.of(layers[fqn].weight.shape[1], group=self.scale_block)
+            fqn: Format.of(layers[fqn].weight.shape[1], group=32 if self.scale_block is None else self.scale_block)
             for fqn in dict.fromkeys([*inside, *adapted])
             if self.quantize == "nf4"
             and layers[fqn].weight.shape[1] % BLOCK == 0

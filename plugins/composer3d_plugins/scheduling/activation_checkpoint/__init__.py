@@ -104,6 +104,10 @@ class ActivationCheckpoint:
         if self.mode == "sqrt" and self.every != 1:
             raise PluginError('every has no effect with mode = "sqrt"', hint="leave it out")
         self._check_budget()
+        if self.mode == "budget":  # units are measured in it
+            context.claim("first_step", by=self)
+        if self.mode in ("sqrt", "budget"):
+            context.claim("depth", by=self)
         if self.policy is not None and self.save is not None:
             raise PluginError("policy and save both say what is kept", hint="leave one of them out")
         if self.policy is not None and ":" not in self.policy and self.policy not in POLICIES:

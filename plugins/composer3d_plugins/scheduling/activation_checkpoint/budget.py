@@ -161,6 +161,8 @@ class Budget:
         import torch
         import torch.distributed as dist
 
+        if torch_compat.active_fake_mode() is not None:
+            return self.measured  # all ranks of a plan make the same guesses
         layout, mesh = self._context.layout, self._context.mesh
         axes = [axis for axis in layout.names(Role.TENSOR, Role.SEQUENCE) if self._context.degrees[axis] > 1]
         times = [result.time_s for unit in self.measured.values() for result in unit.results.values()]
@@ -242,6 +244,8 @@ class _Probe:
         # By storage: its size, and the tensor, so that no other storage takes its place.
         self.needed: dict[int, tuple[int, Tensor]] = {}
         self._alive: list[Any] = []
+        # A plan runs operators on tensors without values, which take no time and draw nothing.
+        self._is_planned = torch_compat.active_fake_mode() is not None
 
     def now(self) -> float:
         """Return the time when the device has done everything, seconds."""
@@ -260,18 +264,25 @@ class _Probe:
         before = self._random_state() if torch.Tag.nondeterministic_seeded in operator.tags else None
         begin_s = self.now()
         result = operator(*args, **kwargs)
-        time_s = self.now() - begin_s
+        time_s = self.now() - begin_s if not self._is_planned else _guessed_s(operator, args, kwargs, result)
         written = {_key(each) for each in torch_compat.written_tensors(operator, args, kwargs)}
         self._spoilt |= written
         given = {_key(each) for each in torch_compat.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
         # What draws is drawn again with everything else that draws, else the numbers after it would be others.
-        draws = before is not None and not torch.equal(before, self._random_state())
+        draws = before is not None and self._draws(operator, before)
         for each in torch_compat.tree_leaves(result):
             if isinstance(each, torch.Tensor) and _key(each) not in given:
                 self._alive.append(each)
                 if not draws:
                     self._made[_key(each)] = key, time_s
         return result
+
+    def _draws(self, operator: Any, before: Tensor) -> bool:
+        import torch
+
+        if self._is_planned:  # attention draws only with dropout, and so may everything else that says so
+            return "attention" not in operator.name()
+        return not torch.equal(before, self._random_state())
 
     def saved(self, tensor: Tensor) -> Tensor:
         """Note what autograd saves, parameters and buffers excepted."""
@@ -283,8 +294,10 @@ class _Probe:
         """Return what may be kept instead of being computed again."""
         sizes: Counter[Key] = Counter()
         times: dict[Key, float] = {}
+        # Of an operator with several results all are kept: one that is changed afterwards spoils the others.
+        spoilt = {self._made[storage][0] for storage in self._spoilt if storage in self._made}
         for storage, (num_bytes, _) in self.needed.items():
-            if storage in self._made and storage not in self._spoilt:
+            if storage in self._made and self._made[storage][0] not in spoilt:
                 key, times[key] = self._made[storage][0], self._made[storage][1]
                 sizes[key] += num_bytes
         return {key: Result(num_bytes=size, time_s=times[key]) for key, size in sizes.items()}
@@ -293,6 +306,18 @@ class _Probe:
         import torch
 
         return torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else torch.get_rng_state()
+
+
+def _guessed_s(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Return what an operator takes beside others, where nothing is run: a byte as long as a hundred operations.
+
+    That is what accelerators have in common, give or take a factor of three.
+    """
+    import torch
+
+    leaves = torch_compat.tree_leaves((args, kwargs, result))
+    num_bytes = sum(_local(each).nbytes for each in leaves if isinstance(each, torch.Tensor))
+    return (torch_compat.num_flops(operator, args, kwargs, result) + 100.0 * num_bytes) * 1e-14
 
 
 def _key(tensor: Any) -> int:

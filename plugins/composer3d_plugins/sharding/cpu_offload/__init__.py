@@ -58,17 +58,26 @@ class CPUOffload:
         parameters: Patterns of modules or parameters that are meant; default: all. For "parameters" and "all", of units
             of the data-parallel plugin.
         piece_mib: Parameters of at most this size, MiB, are stepped at once; a larger one by itself. "gradients": so
-            much may be on its way to the host while the backward goes on.
+            much may be on its way to the host while the backward goes on. Default 64; not with "all", where nothing
+            but units moves.
     """
 
     mode: Literal["optimizer", "gradients", "parameters", "all"] = "optimizer"
     parameters: tuple[str, ...] | None = None
-    piece_mib: float = Field(default=64.0, gt=0)
+    piece_mib: float | None = Field(default=None, gt=0)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse patterns that match nothing, and parameters that nobody would bring to the device."""
-        self._chosen(context)
+        if not self._chosen(context):
+            raise PluginError(
+                "parameters = [] names none, so nothing is offloaded", hint="leave it out for all of them"
+            )
+        if self.mode == "all" and self.piece_mib is not None:
+            raise PluginError(
+                'piece_mib has no effect with mode = "all", in which units move, and nothing by pieces',
+                hint="remove piece_mib",
+            )
         if self.mode in ("optimizer", "parameters"):
             context.claim("optimizer", by=self)
         if self.mode in ("gradients", "all"):
@@ -129,7 +138,7 @@ class CPUOffload:
         if self.parameters is None:  # one number frees nothing, and is reduced where it lies
             mine = {fqn: parameter for fqn, parameter in mine.items() if parameter.dim()}
         refuse_foreign(context, mine)
-        gradients = HostGradients(mine.values(), transfers_for(context.device, ahead_bytes=int(self.piece_mib * MIB)))
+        gradients = HostGradients(mine.values(), transfers_for(context.device, ahead_bytes=self._piece_bytes))
         context.state[self] = gradients
         return (
             StepAction(name="cpu_offload.away", point=StepPoint.AFTER_MICROBATCH, run=gradients.sweep),
@@ -152,8 +161,12 @@ class CPUOffload:
         transfers = transfers_for(context.device)
         context.state[self] = transfers
         make = offloaded if self.mode == "optimizer" else visiting
-        made: Optimizer = make(cls, kept=kept, piece_bytes=int(self.piece_mib * MIB), transfers=transfers)(groups)
+        made: Optimizer = make(cls, kept=kept, piece_bytes=self._piece_bytes, transfers=transfers)(groups)
         return made
+
+    @property
+    def _piece_bytes(self) -> int:
+        return int((64.0 if self.piece_mib is None else self.piece_mib) * MIB)
 
     @property
     def _moves_parameters(self) -> bool:

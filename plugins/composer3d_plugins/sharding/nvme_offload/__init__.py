@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 
-from composer3d import Metric, PluginError, RunContext, hookimpl, plugin
-from composer3d_plugins.sharding.nvme_offload.disk import StateFile
+from composer3d import Metric, PluginError, RunContext, hookimpl, plugin, torch_compat
+from composer3d_plugins.sharding.nvme_offload.disk import Foreseen, StateFile
 from composer3d_plugins.sharding.nvme_offload.optimizer import on_disk
 
 if TYPE_CHECKING:
@@ -66,7 +66,13 @@ class NVMeOffload:
                 "nvme_offload does not do what differentiable = true asks: its pieces are stepped in place"
             )
         piece_bytes = max(int(self.chunk_mib * MIB) // 4096, 1) * 4096
-        file = StateFile(self._folder(context), chunk_bytes=piece_bytes, num_threads=self.threads)
+        # A check makes no step, and a plan steps on tensors without values.
+        is_foreseen = context.purpose in ("check", "plan") or torch_compat.active_fake_mode() is not None
+        file = (
+            Foreseen()
+            if is_foreseen
+            else StateFile(self._folder(context), chunk_bytes=piece_bytes, num_threads=self.threads)
+        )
         context.state[self] = file
         made: Optimizer = on_disk(cls, file=file, piece_bytes=piece_bytes, depth=self.depth, device=context.device)(
             groups

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from composer3d import PluginError
 
-__all__ = ["BLOCK", "Range", "StateFile", "padded"]
+__all__ = ["BLOCK", "Foreseen", "Range", "StateFile", "padded"]
 
 BLOCK = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
 MIB = 2**20
@@ -151,6 +151,34 @@ class StateFile:
             f"of it, {num_bytes / MIB:.1f} MiB more are needed, {free / MIB:.1f} MiB are free",
             hint="name another folder in [sharding.nvme_offload]",
         )
+
+
+class Foreseen(StateFile):
+    """What a rank would keep on disk, counted and kept nowhere: a plan may be of a model that no machine holds."""
+
+    def __init__(self) -> None:
+        self.folder, self.is_direct = None, False
+        self.num_bytes = self.read_bytes = self.written_bytes = 0
+        self.waited_s = 0.0
+
+    def reserve(self, num_bytes: int) -> int:
+        """Count."""
+        offset = self.num_bytes
+        self.num_bytes += padded(num_bytes)
+        return offset
+
+    def read(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
+        """Count."""
+        self.read_bytes += sum(each.num_bytes for each in ranges)
+        return []
+
+    def write(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
+        """Count."""
+        self.written_bytes += sum(each.num_bytes for each in ranges)
+        return []
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def _open(folder: Path) -> tuple[int, bool]:

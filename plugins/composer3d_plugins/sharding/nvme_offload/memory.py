@@ -6,6 +6,7 @@ import mmap
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, StateFile
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ class Buffer:
 
         self.num_bytes = num_bytes
         self._device = device
+        if torch_compat.active_fake_mode() is not None:  # of a plan, in which nothing has values
+            self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
+            self.memory = memoryview(b"")
+            return
         if device.type == "cuda":
             # What CUDA pins is page-aligned, as a mapping is.
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

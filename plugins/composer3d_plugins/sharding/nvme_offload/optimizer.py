@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import StateFile
 from composer3d_plugins.sharding.nvme_offload.memory import Buffer, Buffers
 from composer3d_plugins.sharding.nvme_offload.pieces import Fields, Layout, Member, cut, cut_as, local, moments
@@ -119,7 +120,7 @@ class Stepper:
             buffer = self._buffers.take(layout.num_bytes, self._file)
         for member, name, position, dtype in layout.places:
             view, value = buffer.view(position, member.num_elements, dtype), local(values[member][name])
-            if view.data_ptr() != value.data_ptr():
+            if not _is_same(view, value):
                 view.view(member.shape).copy_(value, non_blocking=True)
         for member in piece:
             member.end(optimizer.state)
@@ -150,3 +151,9 @@ class Stepper:
         finally:
             for parameter, name, _ in shown:
                 optimizer.state[parameter].pop(name, None)
+
+
+def _is_same(view: Tensor, value: Tensor) -> bool:
+    """Tell whether two tensors of one dtype are the same memory, which has no address in a plan."""
+    same_storage = torch_compat.storage_key(view) == torch_compat.storage_key(value)
+    return same_storage and view.storage_offset() == value.storage_offset()

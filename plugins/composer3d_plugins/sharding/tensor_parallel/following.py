@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,21 +20,17 @@ from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d_plugins.sharding.tensor_parallel.cuts import (
-    ATTRIBUTE,
     Cut,
     Unfollowed,
-    common_parts,
     cut_of,
     cuts_in,
     run_of,
-    sources_of,
 )
 from composer3d_plugins.sharding.tensor_parallel.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
 from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
     EXPANDS,
-    JOINS,
     SIZES,
     SPLITS,
     VIEWS,
@@ -44,6 +41,7 @@ from composer3d_plugins.sharding.tensor_parallel.functions import (
 )
 from composer3d_plugins.sharding.tensor_parallel.meeting import Meeting, is_in_place
 from composer3d_plugins.sharding.tensor_parallel.memory import Decision, Memory
+from composer3d_plugins.sharding.tensor_parallel.pairing import marked, pair
 from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Placed, Unplaceable, inside, regroup
 
@@ -234,7 +232,7 @@ class Following(TorchFunctionMode):
                 if sizes[dim] == cut.shadow.shape[cut.placed.dim]:
                     sizes[dim] = x.shape[cut.placed.dim]
                 self._work = lambda func, args, options: args[0].expand(sizes)
-                return self._pair(x.expand(sizes), whole, cuts, name)
+                return self._paired(x.expand(sizes), whole, cuts, name)
             if name in SPLITS:
                 dim = options.get("dim", args[2] if len(args) > 2 else 0)
                 if dim % x.ndim == cut.placed.dim:
@@ -248,8 +246,9 @@ class Following(TorchFunctionMode):
                 self._refuse_indices(args[1], x.ndim, cut)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
                 return self._glu(func, x, cut, args, options, whole)
-        self._work = None if name == "__setitem__" else (lambda func, args, options: func(*args, **options))
-        return self._pair(func(*args, **options), whole, cuts, name)
+        hidden = TorchFunctionMode if self.mesh is None else Following  # modes of others see runs, and no rehearsal
+        self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, hidden)
+        return self._paired(torch_compat.call_beside(hidden, func, args, options), whole, cuts, name)
 
     def _convolved(
         self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
@@ -261,7 +260,7 @@ class Following(TorchFunctionMode):
         for name in ("weight", "bias"):
             if given.get(name) is not None:
                 given[name] = self._meeting.narrowed(given[name], 0, cut.placed.parts)
-        return self._pair(func(**{**given, "groups": channels // self._degree}), whole, cuts, "convolution")
+        return self._paired(func(**{**given, "groups": channels // self._degree}), whole, cuts, "convolution")
 
     def _view(self, name: str, x: Tensor, cut: Cut, whole: Tensor) -> Tensor:
         placed = regroup(cut.shadow.shape, cut.placed, whole.shape, degree=self._degree)
@@ -271,7 +270,7 @@ class Following(TorchFunctionMode):
         self._work = lambda func, args, options: args[0].view(shape) if strictly else args[0].reshape(shape)
         result = self._work(None, [x], {})
         scale = cut.scale * sum(cut.placed.parts) // sum(placed.parts) if len(cut.placed.parts) == 1 else cut.scale
-        return self._mark(result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1))
+        return marked(result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1))
 
     def _split(self, x: Tensor, cut: Cut, whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
         dim = cut.placed.dim
@@ -291,7 +290,7 @@ class Following(TorchFunctionMode):
             edge = (cut.start + start * cut.scale, cut.start + stop * cut.scale)
             raise Unfollowed(f"{start}:{stop} of {size} is no whole part", sources=cut.sources, edge=edge)
         first, last, parts = share
-        return self._mark(
+        return marked(
             x.narrow(cut.placed.dim, first, last - first),
             whole,
             Placed(dim=cut.placed.dim, parts=parts),
@@ -306,7 +305,7 @@ class Following(TorchFunctionMode):
         """Repeat: along the cut dim the parts come one after another again."""
         dim = cut.placed.dim + whole.ndim - x.ndim
         times = whole.shape[dim] // cut.shadow.shape[cut.placed.dim]
-        return self._mark(func(*args, **options), whole, Placed(dim=dim, parts=cut.placed.parts * times), cut.sources)
+        return marked(func(*args, **options), whole, Placed(dim=dim, parts=cut.placed.parts * times), cut.sources)
 
     def _glu(
         self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
@@ -317,7 +316,7 @@ class Following(TorchFunctionMode):
             raise Unfollowed(
                 "its halves are no parts", sources=cut.sources, edge=(cut.start, cut.start + half * cut.scale)
             )
-        return self._mark(func(*args, **options), whole, Placed(dim=cut.placed.dim, parts=(half,)), cut.sources)
+        return marked(func(*args, **options), whole, Placed(dim=cut.placed.dim, parts=(half,)), cut.sources)
 
     def _take(self, x: Tensor, cut: Cut, index: Any, whole: Any, cuts: Sequence[Cut]) -> Any:
         entries = list(index) if isinstance(index, tuple) else [index]
@@ -341,47 +340,16 @@ class Following(TorchFunctionMode):
             self._work = lambda func, args, options: (args[0] if run is None else args[0].narrow(dim, *run))[
                 tuple(entries)
             ]
-        return self._pair(x[tuple(entries)], whole, [c for c in (cut_of(x), *cuts) if c is not None], "__getitem__")
+        return self._paired(x[tuple(entries)], whole, [c for c in (cut_of(x), *cuts) if c is not None], "__getitem__")
+
+    def _paired(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
+        return pair(share, whole, cuts, name, degree=self._degree)
 
     def _refuse_indices(self, index: Any, ndim: int, cut: Cut) -> None:
         entries = list(index) if isinstance(index, tuple) else [index]
         at = next((at for at, dim in dims_of(entries, ndim).items() if dim == cut.placed.dim), None)
         if (at is not None and entries[at] != slice(None)) or any(isinstance(entry, Tensor) for entry in entries):
             raise Unfollowed("it writes into some of the dim that is cut")
-
-    def _pair(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
-        """Find out, result by result, which dim is cut."""
-        shares, wholes = torch_compat.tree_leaves(share), torch_compat.tree_leaves(whole)
-        if len(shares) != len(wholes):
-            raise Unfollowed("it takes the dim that is cut apart")
-        for one, other in zip(shares, wholes, strict=True):
-            if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-                continue
-            differing = [dim for dim in range(one.ndim) if one.ndim != other.ndim or one.shape[dim] != other.shape[dim]]
-            if not differing:
-                if name.startswith("new_"):
-                    continue
-                raise Unfollowed("it mixes the features of all ranks")
-            dim = differing[0]
-            if one.ndim != other.ndim or len(differing) > 1 or one.shape[dim] * self._degree != other.shape[dim]:
-                raise Unfollowed(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
-            joined = name in JOINS and all(cut.placed.dim == dim for cut in cuts) and len(cuts) > 1
-            parts = (
-                tuple(part for cut in cuts for part in cut.placed.parts)
-                if joined and sum(sum(cut.placed.parts) for cut in cuts) == other.shape[dim]
-                else common_parts(cuts, other.shape[dim])
-            )
-            alike = {(cut.start, cut.scale) for cut in cuts if cut.sources == cuts[0].sources}
-            start, scale = alike.pop() if len(alike) == 1 else (0, 1)
-            self._mark(one, other, Placed(dim=dim, parts=parts), sources_of(cuts), start=start, scale=scale)
-        return share
-
-    def _mark(
-        self, share: Tensor, whole: Tensor, placed: Placed, sources: frozenset[str], *, start: int = 0, scale: int = 1
-    ) -> Tensor:
-        shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
-        setattr(share, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale))
-        return share
 
 
 def _shadow(value: Any) -> Any:

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from composer3d import BatchError, RunContext, TransformError, torch_compat
+from composer3d import RunContext, TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.activations import Activations
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
@@ -80,6 +81,10 @@ class Applier:
         return None if self.sequence_dim is None else Shard(self.sequence_dim)
 
     @cached_property
+    def _activations(self) -> Activations:
+        return Activations(self.mesh)
+
+    @cached_property
     def _held(self) -> dict[str, nn.Module]:
         """The modules of this part; a stage lacks the blocks of the others, or what is in them."""
         return dict(self.model.named_modules())
@@ -119,7 +124,7 @@ class Applier:
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
-                regions[name] = Region(self._share, is_known=self._is_followed(name))
+                regions[name] = Region(self._activations.share, is_known=self._is_followed(name))
         self._prepare_code()
         for fqn in self.made.gathered:
             inside = [name for name in fqns if self.rules[name].style in EXPANDING and name.startswith(f"{fqn}.")]
@@ -162,28 +167,6 @@ class Applier:
     def _cut(self, rule: Rule) -> Shard | None:
         """Return how activations outside the region are cut there, None where they are whole."""
         return self._sequence if rule.is_cut else None
-
-    def _wrap(self, x: Tensor, cut: Shard | None) -> Tensor:
-        import torch
-        from torch.distributed.tensor import DTensor, Replicate
-
-        if torch.compiler.is_compiling() and x.is_contiguous():
-            # The stride of a batch of one is whatever made it, so the compiler takes it for a symbol, and torch looks
-            # DTensors up by their strides (2.13). Seen anew, it follows from the shape.
-            x = x.flatten().view(x.shape)
-        return DTensor.from_local(x, self.mesh, [cut or Replicate()], run_check=False)
-
-    def _unwrap(self, x: Any, cut: Shard | None) -> Any:
-        """Return this rank's plain tensor, whole or its share."""
-        from torch.distributed.tensor import Replicate
-
-        return torch_compat.unviewed(x.redistribute(placements=[cut or Replicate()]).to_local())
-
-    def _share(self, x: Tensor, cut: Shard | None) -> Tensor:
-        from torch.distributed.tensor import Replicate
-
-        wrapped: Any = self._wrap(x, cut)
-        return wrapped if cut is None else wrapped.redistribute(placements=[Replicate()])
 
     def _place(self, fqn: str, module: nn.Module, name: str, dim: int | None) -> None:
         from torch.distributed.tensor import Replicate, Shard
@@ -252,11 +235,11 @@ class Applier:
                     f'"{fqn}" was given {x.shape[-1]} features, and its share is {share}: the code before it computes '
                     "with sizes of the whole model"
                 )
-            return (self._wrap(x, Shard(x.ndim - 1)), *args[1:])
+            return (self._activations.wrap(x, Shard(x.ndim - 1)), *args[1:])
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            self._refuse_uneven(output, cut)
-            local: Tensor = self._unwrap(output, cut)
+            self._activations.refuse_uneven(output, cut)
+            local: Tensor = self._activations.unwrap(output, cut)
             if cut is not None and is_followed:
                 self._sequence_marks.mark(local, Placed(dim=cut.dim, parts=(output.shape[cut.dim],)))
             return local
@@ -269,20 +252,20 @@ class Applier:
         cut = self._cut(rule)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            self._refuse_uneven(output, cut)
-            return self._unwrap(output, cut)
+            self._activations.refuse_uneven(output, cut)
+            return self._activations.unwrap(output, cut)
 
-        module.register_forward_pre_hook(lambda module, args: (self._wrap(args[0], None), *args[1:]))
+        module.register_forward_pre_hook(lambda module, args: (self._activations.wrap(args[0], None), *args[1:]))
         module.register_forward_hook(after)
 
     def _head(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         self._place_linear(fqn, module, rule, along="outputs")
         cut = self._cut(rule)
-        module.register_forward_pre_hook(lambda module, args: (self._share(args[0], cut), *args[1:]))
+        module.register_forward_pre_hook(lambda module, args: (self._activations.share(args[0], cut), *args[1:]))
         if self.loss_parallel:
             module.register_forward_hook(lambda module, args, output: self._cut_logits(output))
         else:
-            module.register_forward_hook(lambda module, args, output: self._unwrap(output, None))
+            module.register_forward_hook(lambda module, args, output: self._activations.unwrap(output, None))
 
     def _cut_logits(self, output: Any) -> CutLogits:
         local: Tensor = torch_compat.unviewed(output.to_local())
@@ -326,7 +309,7 @@ class Applier:
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 cut = cut_of(x)
                 output: Any = forward(
-                    self._wrap(strip(x), None if is_known and cut is None else share), *args, **kwargs
+                    self._activations.wrap(strip(x), None if is_known and cut is None else share), *args, **kwargs
                 )
                 local: Tensor = torch_compat.unviewed(output.to_local())
                 # A projection gives other features; a sequence that is cut stays so.
@@ -360,9 +343,9 @@ class Applier:
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             from torch.distributed.tensor import Shard
 
-            indices: Any = self._wrap(args[0], None)
+            indices: Any = self._activations.wrap(args[0], None)
             share = Shard(indices.ndim - 1)
-            self._refuse_uneven(indices, share)
+            self._activations.refuse_uneven(indices, share)
             return (indices.redistribute(placements=[share]), *args[1:])
 
         module.register_forward_pre_hook(before)
@@ -373,8 +356,8 @@ class Applier:
         share = self._sequence
 
         def cut(x: Tensor) -> Tensor:
-            self._refuse_uneven(x, share)
-            return self._unwrap(self._wrap(x, None), share)
+            self._activations.refuse_uneven(x, share)
+            return self._activations.unwrap(self._activations.wrap(x, None), share)
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             key = activation_of(args, kwargs)
@@ -384,17 +367,10 @@ class Applier:
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
-            whole = self._unwrap(self._wrap(strip(first), share), None)
+            whole = self._activations.unwrap(self._activations.wrap(strip(first), share), None)
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         if rule.style != "gather":
             module.register_forward_pre_hook(before, with_kwargs=True)
         if rule.style != "split":
             module.register_forward_hook(after)
-
-    def _refuse_uneven(self, x: Tensor, cut: Shard | None) -> None:
-        if cut is not None and x.shape[cut.dim] % self.mesh.size():
-            raise BatchError(
-                f"a sequence of {x.shape[cut.dim]} does not divide by tp = {self.mesh.size()}, as sequence_parallel "
-                "needs"
-            )

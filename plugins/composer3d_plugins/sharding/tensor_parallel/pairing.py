@@ -1,0 +1,64 @@
+"""What of a result is cut: the share that a function returned beside the shadow, whose sizes are those of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, common_parts, sources_of
+from composer3d_plugins.sharding.tensor_parallel.functions import JOINS
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+
+__all__ = ["marked", "pair"]
+
+
+def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int) -> Any:
+    """Find out, result by result, which dim is cut, and mark it; return the share.
+
+    Args:
+        share: What a function returned for the shares: a tensor, or a tree of them.
+        whole: What it returned for the shadows.
+        cuts: Of its arguments.
+        name: Of the function.
+        degree: Of tp.
+
+    Raises:
+        Unfollowed: The results do not differ by one dim that is `degree` times as long in the whole.
+    """
+    shares, wholes = torch_compat.tree_leaves(share), torch_compat.tree_leaves(whole)
+    if len(shares) != len(wholes):
+        raise Unfollowed("it takes the dim that is cut apart")
+    for one, other in zip(shares, wholes, strict=True):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            continue
+        differing = [dim for dim in range(one.ndim) if one.ndim != other.ndim or one.shape[dim] != other.shape[dim]]
+        if not differing:
+            if name.startswith("new_"):
+                continue
+            raise Unfollowed("it mixes the features of all ranks")
+        dim = differing[0]
+        if one.ndim != other.ndim or len(differing) > 1 or one.shape[dim] * degree != other.shape[dim]:
+            raise Unfollowed(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
+        joined = name in JOINS and all(cut.placed.dim == dim for cut in cuts) and len(cuts) > 1
+        parts = (
+            tuple(part for cut in cuts for part in cut.placed.parts)
+            if joined and sum(sum(cut.placed.parts) for cut in cuts) == other.shape[dim]
+            else common_parts(cuts, other.shape[dim])
+        )
+        alike = {(cut.start, cut.scale) for cut in cuts if cut.sources == cuts[0].sources}
+        start, scale = alike.pop() if len(alike) == 1 else (0, 1)
+        marked(one, other, Placed(dim=dim, parts=parts), sources_of(cuts), start=start, scale=scale)
+    return share
+
+
+def marked(
+    share: Tensor, whole: Tensor, placed: Placed, sources: frozenset[str], *, start: int = 0, scale: int = 1
+) -> Tensor:
+    """Say that a tensor is the share of one with the sizes of `whole`; return it."""
+    shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
+    setattr(share, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale))
+    return share
