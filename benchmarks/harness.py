@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import select
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["World", "conditions", "fail", "note", "say"]
+__all__ = ["World", "child", "children_cpu_s", "conditions", "fail", "note", "say", "say_rows"]
 
 # glibc gives freed memory back to the system, and takes it page by page again, where it happens to be the last of the
 # heap: a loop written by hand was seen to fault on 5 to 12000 pages in steps of the same process. Ranks of all worlds
@@ -36,6 +38,30 @@ def fail(text: str) -> NoReturn:
     """End the benchmark with exit code 1 and a reason."""
     note(text)
     raise SystemExit(1)
+
+
+def say_rows(rows: Iterable[Mapping[str, Any]], stated: Mapping[str, Any], *, as_json: bool) -> None:
+    """Write rows a line each, or as one JSON object with the conditions and the load after them."""
+    if as_json:
+        after = {"load_1min_after": round(os.getloadavg()[0], 2)}
+        say(json.dumps({"rows": list(rows), "conditions": {**stated, **after}}, indent=1))
+        return
+    for row in rows:
+        say("  ".join(f"{value}" if key == "name" else f"{key} {value}" for key, value in row.items()))
+
+
+def child(*command: str, timeout_s: float) -> str:
+    """Run a fresh process and return what it writes; where it fails, so does the benchmark."""
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s)
+    if done.returncode:
+        fail(f"{' '.join(command)} ended with exit code {done.returncode}\n{done.stdout[:500]}{done.stderr.rstrip()}")
+    return done.stdout
+
+
+def children_cpu_s() -> float:
+    """Return the CPU time of the processes that were started and have ended."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def conditions() -> dict[str, Any]:

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from harness import conditions, fail, note, say
+from harness import child, children_cpu_s, conditions, note, say, say_rows
 
 WORLD_SIZE, STAGE_SIZE = 512, 128
 LAYOUT_LIMIT_S, CHECK_LIMIT_S, TIMEOUT_S = 5.0, 15.0, 120.0
@@ -87,14 +85,6 @@ def lay_out(path: Path, rank: int) -> dict[str, Any]:
     return {"seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2), "parameters": own}
 
 
-def child(*command: str) -> str:
-    """Run a fresh process and return what it writes."""
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=TIMEOUT_S)
-    if done.returncode:
-        fail(f"{' '.join(command)} ended with exit code {done.returncode}\n{done.stdout[:500]}{done.stderr.rstrip()}")
-    return done.stdout
-
-
 def measure() -> list[dict[str, Any]]:
     """Return a row for the layout of a rank of every stage, and one for the check."""
     rows = []
@@ -104,22 +94,18 @@ def measure() -> list[dict[str, Any]]:
         # The second rank of a stage's second node, and so on: none of them is the first of anything.
         for stage in range(WORLD_SIZE // STAGE_SIZE):
             rank = stage * STAGE_SIZE + 9 * stage
-            found = json.loads(child(sys.executable, __file__, "--rank", str(rank), "--manifest", str(path)))
+            command = (sys.executable, __file__, "--rank", str(rank), "--manifest", str(path))
+            found = json.loads(child(*command, timeout_s=TIMEOUT_S))
             rows.append({"name": f"layout, stage {stage}", "rank": rank, **found, "budget_s": LAYOUT_LIMIT_S})
             note(f"{rows[-1]['name']}: {found['seconds']} s")
         started, cpu_started = time.monotonic(), children_cpu_s()
-        child(sys.executable, "-m", "composer3d", "check", str(path), "--world-size", str(WORLD_SIZE), "--json")
+        command = (sys.executable, "-m", "composer3d", "check", str(path), "--world-size", str(WORLD_SIZE), "--json")
+        child(*command, timeout_s=TIMEOUT_S)
         seconds, cpu_s = time.monotonic() - started, children_cpu_s() - cpu_started
         rows.append(
             {"name": "check", "seconds": round(seconds, 2), "cpu_s": round(cpu_s, 2), "budget_s": CHECK_LIMIT_S}
         )
     return rows
-
-
-def children_cpu_s() -> float:
-    """Return the CPU time of the processes that were started and have ended."""
-    times = os.times()
-    return times.children_user + times.children_system
 
 
 def main() -> int:
@@ -134,12 +120,7 @@ def main() -> int:
         return 0
     stated = conditions()
     rows = measure()
-    if arguments.json:
-        stated["load_1min_after"] = round(os.getloadavg()[0], 2)
-        say(json.dumps({"rows": rows, "conditions": stated}, indent=1))
-    else:
-        for row in rows:
-            say("  ".join(f"{value}" if key == "name" else f"{key} {value}" for key, value in row.items()))
+    say_rows(rows, stated, as_json=arguments.json)
     return 0 if all(row["cpu_s"] <= row["budget_s"] for row in rows) else 1
 
 

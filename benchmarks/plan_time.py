@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -18,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from harness import conditions, note, say
-from layout_time import MANIFEST, child, children_cpu_s
+from harness import child, children_cpu_s, conditions, note, say_rows
+from layout_time import MANIFEST, TIMEOUT_S
 
 _OF_405B = {
     "pp = 4": "pp = 16",
@@ -58,7 +57,7 @@ def _planned(path: Path, world_size: int) -> tuple[float, float]:
     """Return the seconds that pass and the CPU time of a plan."""
     started, cpu_started = time.monotonic(), children_cpu_s()
     options = ("--world-size", str(world_size), "--hardware", "h100", "--json")
-    told = json.loads(child(sys.executable, "-m", "composer3d", "plan", str(path), *options))
+    told = json.loads(child(sys.executable, "-m", "composer3d", "plan", str(path), *options, timeout_s=TIMEOUT_S))
     assert told["world_size"] == world_size, "another world was planned"
     return time.monotonic() - started, children_cpu_s() - cpu_started
 
@@ -71,12 +70,7 @@ def main() -> int:
     arguments = parser.parse_args()
     stated = conditions()
     rows = measure(arguments.rounds)
-    if arguments.json:
-        stated["load_1min_after"] = round(os.getloadavg()[0], 2)
-        say(json.dumps({"rows": rows, "conditions": stated}, indent=1))
-    else:
-        for row in rows:
-            say("  ".join(f"{value}" if key == "name" else f"{key} {value}" for key, value in row.items()))
+    say_rows(rows, stated, as_json=arguments.json)
     return 0 if all(row["seconds"] <= row["budget_s"] for row in rows) else 1
 
 

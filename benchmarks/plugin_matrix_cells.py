@@ -6,8 +6,10 @@ which is part of README's; or failed, which is a defect of composer3d or of a pl
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import math
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -15,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer3d.errors import ComposerError, ManifestError, RankError
+from composer3d.errors import ComposerError, ManifestError, PluginError, RankError
+from composer3d.mesh import AXES, Role
+from composer3d.registry import Catalogue, info_of
 from composer3d.testing import run_ranks
 from composer3d.testing.options import installed_options, owners_of, tables_of
 
@@ -83,7 +87,7 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(row="`mixed` where no plugin asks for dtypes", message=r"gives dtypes, but no plugin"),
     Permitted(
         row="`mixed`: options of the loss scale without float16",
-        message=r"(growth_interval|buffer_dtype|norm_modules) has no effect",
+        message=r'(growth_interval|buffer_dtype|norm_modules|(norms|param_dtype) = "float32") has no effect',
     ),
     Permitted(
         row="`pipeline`: fewer micro-batches or blocks than the schedule needs",
@@ -112,6 +116,10 @@ PERMITTED: tuple[Permitted, ...] = (
     Permitted(
         row="two of `float8`, `mxfp8`, `int8`, `qat` and `qlora` in one manifest",
         message=r"both replace what the same (linear )?layers compute",
+    ),
+    Permitted(
+        row='`qlora` with `float8`; `keep` or `scale_block` with `quantize = "none"`',
+        message=r"scale_block has no effect",
     ),
     Permitted(row="`int8` with all three products switched off", message=r"so nothing is multiplied in int"),
     Permitted(
@@ -167,7 +175,7 @@ def owners() -> dict[str, tuple[str, ...]]:
 def manifest_of(row: Mapping[str, str]) -> str:
     """Return a row as the text of a manifest; `train.accumulation` is the number of micro-batches of a rank."""
     degrees = {key.removeprefix("mesh."): int(value) for key, value in row.items() if key.startswith("mesh.")}
-    ranks = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    ranks = math.prod(degrees.get(axis, 1) for axis in _batch_axes())
     clip = row.get("train.grad_clip", "default")
     # Two stages a rank at most.
     layers = 2 * degrees.get("pp", 1)
@@ -189,6 +197,18 @@ def manifest_of(row: Mapping[str, str]) -> str:
             "",
         ]
     )
+
+
+@functools.cache
+def _batch_axes() -> tuple[str, ...]:
+    """Return the axes whose ranks hold other samples, those of third-party plugins too."""
+    catalogue = Catalogue.installed()
+    found = [*AXES]
+    for name in catalogue.names():
+        with contextlib.suppress(PluginError):  # without its extra it is in no row
+            info = info_of(catalogue.load(name))
+            found += info.axes if info is not None else ()
+    return tuple(axis.name for axis in found if axis.role is Role.BATCH)
 
 
 def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]:

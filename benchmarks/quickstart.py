@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from harness import conditions, fail, note, say
+from harness import conditions, fail, note, say_rows
 
 COMMAND = [sys.executable, "-m", "composer3d"]
 TIMEOUT_S = 300.0
@@ -96,12 +95,7 @@ def main() -> None:
         for number, measure in enumerate(measures):
             rows.append(measure(Path(folder) / str(number)))
             note(f"{rows[-1]['name']}: {rows[-1]['seconds']} s")
-    if arguments.json:
-        found["load_1min_after"] = round(os.getloadavg()[0], 2)
-        say(json.dumps({"rows": rows, "conditions": found}, indent=1))
-        return
-    for row in rows:
-        say("  ".join(f"{value}" if key == "name" else f"{key} {value}" for key, value in row.items()))
+    say_rows(rows, found, as_json=arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Layouts beside one device: a covering set of the matrix that benchmarks/matrix.py runs whole."""
+"""Layouts beside one device: a covering set of the matrix that benchmarks/matrix.py runs whole.
+
+Of its groups of eight ranks the fast tests take another one each day, the slow ones all: see support/rotation.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from matrix import groups, report, run
 from matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, factory, judge, one_device
 from matrix_progress import Progress, row_of
 from support.models import write_manifest
+from support.rotation import PART
 
 import composer3d
 from composer3d.testing import fake_world
@@ -31,7 +35,18 @@ def test_every_layout_is_a_cell():
     assert [str(cell) for cell in cells()] == ["/".join(options) for options in product_of]
 
 
-@pytest.mark.parametrize("group", groups(covering()), ids=lambda group: f"{group[0].world_size}-{group[0]}")
+def groups_of_the_day():
+    """Return the groups of the covering set, those of eight ranks marked as slow but for one."""
+    found = groups(covering())
+    large = [group for group in found if group[0].world_size == 8]
+    slow = [group for number, group in enumerate(large) if number != PART % len(large)]
+    return [
+        pytest.param(group, id=f"{group[0].world_size}-{group[0]}", marks=[pytest.mark.slow] * (group in slow))
+        for group in found
+    ]
+
+
+@pytest.mark.parametrize("group", groups_of_the_day())
 def test_every_two_options_together_give_one_device(group, reference):
     assert outcomes(judge(group, reference)) == {str(cell): "proven" for cell in group}
 

@@ -8,23 +8,21 @@ tests/test_plugin_matrix.py` runs the part of another day.
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from plugin_matrix import FAILED, RESULT, known_refusals, neutral_left_out, whole
 from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, options, say_row
+from support.rotation import PART
 
 # Cells have what torch warns of: models that return views, options of DistributedDataParallel that exclude each other.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 NUM_QUICK, QUICK_S = 3, 10.0  # of a fast part: cells, and seconds that one took
 NUM_CELLS = 6  # of a slow part; each takes up to 30 s on 2 cores
-ONCE_FAILED_S = 25.0  # what once failed and is run by the fast tests took no more, all together
-PART = int(os.environ.get("COMPOSER3D_MATRIX_PART", datetime.now(UTC).toordinal()))
+ONCE_FAILED_S = 15.0  # what once failed and is run by the fast tests took no more, all together
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 

@@ -30,9 +30,17 @@ DOCUMENTS = {
 }
 
 
-def paths(value: object, path: tuple[str | int, ...] = ()) -> set[tuple[str | int, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return {path for path in [path] if path}.union(*(paths(item, (*path, key)) for key, item in items))
+def paths(document: object) -> set[tuple[str | int, ...]]:
+    found: dict[tuple[str | int, ...], object] = {(): document}
+    left = [()]
+    while left:  # not recursive: documents are nested as deep as Python's stack
+        path = left.pop()
+        value = found[path]
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        inside = {(*path, key): item for key, item in items}
+        found |= inside
+        left += inside
+    return found.keys() - {()}
 
 
 def assert_located(text: str) -> None:

@@ -91,3 +91,46 @@ def test_a_wrong_key_of_its_table_is_found(environment, tmp_path):
     )
     said = output(environment, "-c", script, "run.toml", folder=tmp_path)
     assert said == 'run.toml:4:1: [profiling.nvtx] unknown key "evry"; did you mean "every"?\n'
+
+
+ISLAND = '''
+from composer3d import Axis, Phase, Role, Transform, hookimpl, plugin
+
+
+@plugin(family="sharding", owns=("island",), axes=(Axis(name="island", role=Role.BATCH, inside="dp_replicate"),))
+class Islands:
+    """Averages over an axis of its own. Memory: none. Collectives: none here."""
+
+    backward: bool = False
+
+    @hookimpl
+    def composer3d_shard(self, context):
+        return Transform(
+            name="islands",
+            phase=Phase.DATA,
+            select=lambda model, context: [""],
+            apply=lambda module, fqns, context: fqns,
+            averages=("island",),
+        )
+'''
+
+
+def test_an_axis_of_its_own_is_in_the_matrix(tmp_path):
+    (tmp_path / "islands.py").write_text(ISLAND)
+    described = tmp_path / "islands-1.0.dist-info"
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: islands\nVersion: 1.0\n")
+    (described / "entry_points.txt").write_text("[composer3d]\nislands = islands:Islands\n")
+    script = (
+        "from plugin_matrix_cells import check, manifest_of, options, owners\n"
+        "row = {'mesh.island': '4', 'mesh.tp': '1', 'sharding.islands': 'on', 'train.accumulation': '2'}\n"
+        "print(options()['mesh.island'], options()['sharding.islands.backward'], owners()['mesh.island'])\n"
+        "print('global_batch = 8' in manifest_of(row), check(row))\n"
+    )
+    benchmarks = Path(__file__).parents[2] / "benchmarks"
+    path = os.pathsep.join([str(tmp_path), str(benchmarks), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    said = output({**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, "-c", script)
+    assert said.splitlines() == [
+        "('1', '2', '4') ('off', 'default', 'true') ('sharding.islands',)",
+        "True ()",
+    ]
