@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["World", "child", "children_cpu_s", "conditions", "fail", "note", "say", "say_rows"]
+__all__ = ["World", "child", "children_cpu_s", "conditions", "fail", "note", "say", "say_rows", "with_marked"]
 
 # glibc gives freed memory back to the system, and takes it page by page again, where it happens to be the last of the
 # heap: a loop written by hand was seen to fault on 5 to 12000 pages in steps of the same process. Ranks of all worlds
@@ -48,6 +48,14 @@ def say_rows(rows: Iterable[Mapping[str, Any]], stated: Mapping[str, Any], *, as
         return
     for row in rows:
         say("  ".join(f"{value}" if key == "name" else f"{key} {value}" for key, value in row.items()))
+
+
+def with_marked(readme: str, name: str, text: str) -> str:
+    """Return README.md with a text between the two marks of a name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, _, rest = readme.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}{text}{end}{after}"
 
 
 def child(*command: str, timeout_s: float) -> str:

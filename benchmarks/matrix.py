@@ -1,12 +1,11 @@
-"""The matrix: every data parallelism x tensor parallelism x schedule x number of micro-batches, beside one device.
+"""The matrix: every layout, and every two options of all installed plugins, beside one device.
 
-A cell is two steps in float64 with clipping and momentum; losses, gradient norms, every gradient and the parameters
-afterwards are compared with one device, relative to the largest value of each tensor. Every cell ends proven, or
-refused for a reason on the list in `matrix_cells.py`; anything else is a failure, and the exit code is 1.
+Both parts are run in turn, or the one that is named; each has its table in benchmarks/results/, and its summary in
+README.md. The exit code is 1 if a cell failed, which is a defect.
 
-The whole matrix is written to benchmarks/results/matrix.json, and its summary to README.md. Its largest worlds have 16
-ranks, which takes 6 GiB of memory.
-Usage: python benchmarks/matrix.py [--only 'zero3/*/1F1B/*'] [--pairwise] [--resume] [--json]
+Usage: python benchmarks/matrix.py [--json]
+       python benchmarks/matrix.py layouts [--only 'zero3/*/1F1B/*'] [--pairwise] [--resume] [--json]
+       python benchmarks/matrix.py plugins [--plan] [--known] [--part K/N] [--cells N] [--only TEXT] [--again] [--json]
 """
 
 from __future__ import annotations
@@ -15,136 +14,38 @@ import argparse
 import json
 import os
 import sys
-import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
-from pathlib import Path
-from typing import Any
 
-from harness import conditions, note, say
-from matrix_cells import OPTIONS, PERMITTED, Cell, cells, covering, judge, one_device
-from matrix_progress import Progress, fingerprint, row_of
+# Read when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "matrix.json"
-PROGRESS = RESULT.with_suffix(".partial.jsonl")
-README, BEGIN, END = ROOT / "README.md", "<!-- matrix -->\n", "<!-- end of matrix -->\n"
-CELLS_A_WORLD = 6
-MARKS = {"proven": "=", "refused": "-", "failed": "X"}
+import layout_matrix
+import plugin_matrix
+from harness import say
 
-
-def groups(some: Iterable[Cell]) -> list[list[Cell]]:
-    """Put cells together that share a world."""
-    by_size: dict[int, list[Cell]] = {}
-    for cell in some:
-        by_size.setdefault(cell.world_size, []).append(cell)
-    return [
-        same[start : start + CELLS_A_WORLD]
-        for _, same in sorted(by_size.items())
-        for start in range(0, len(same), CELLS_A_WORLD)
-    ]
-
-
-def run(some: Sequence[Cell], progress: Progress) -> list[dict[str, Any]]:
-    """Judge those cells that have no verdict yet, writing verdicts down; return all rows in the order of the cells."""
-    left = [cell for cell in some if str(cell) not in progress.rows]
-    if len(left) < len(some):
-        note(f"{len(some) - len(left)} of {len(some)} cells have their verdict already")
-    reference = one_device() if left else {}
-    for group in groups(left):
-        started = time.monotonic()
-        verdicts = judge(group, reference)
-        progress.add([row_of(verdict) for verdict in verdicts], time.monotonic() - started)
-        for verdict in verdicts:
-            if verdict.outcome == "failed":
-                note(f"{verdict.cell} failed: {verdict.detail}")
-        note(f"{sum(str(cell) in progress.rows for cell in some)} of {len(some)} cells, {progress.wall_s:.0f} s")
-    return [progress.rows[str(cell)] for cell in some]
-
-
-def report(rows: Sequence[dict[str, Any]], stated: dict[str, Any], wall_s: float) -> dict[str, Any]:
-    """Return what `--json` prints."""
-    largest: dict[str, float] = {}
-    for row in rows:
-        for kind, value in row["largest"].items():
-            largest[kind] = max(largest.get(kind, 0.0), value)
-    return {
-        "summary": {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in MARKS},
-        "refused": Counter(row["detail"] for row in rows if row["outcome"] == "refused"),
-        "permitted": [refusal.reason for refusal in PERMITTED],
-        "largest": largest,
-        "conditions": stated,
-        "wall_s": round(wall_s, 1),
-        "cells": list(rows),
-    }
-
-
-def summary(found: dict[str, Any] | None) -> str:
-    """Return what README.md says of a whole run; None: there was none."""
-    if found is None:
-        return "The whole matrix has not been run on this version.\n"
-    counts, stated = found["summary"], found["conditions"]
-    refused = "; ".join(f"{number} for {reason}" for reason, number in sorted(found["refused"].items()))
-    largest = ", ".join(f"{kind} {value:.1e}" for kind, value in found["largest"].items())
-    return (
-        f"Of {len(found['cells'])} layouts {counts['proven']} are proven, {counts['refused']} refused as they must be "
-        f"({refused}), {counts['failed']} failed.\n"
-        f"Largest relative differences from one device: {largest}.\n"
-        f"Run on {stated['date']} in {found['wall_s'] / 60:.0f} minutes: {stated['machine']}; Python "
-        f"{stated['python']}, torch {stated['torch']}.\n"
-    )
-
-
-def with_summary(readme: str, found: dict[str, Any] | None) -> str:
-    """Return README.md with the summary between its two marks."""
-    before, _, rest = readme.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{summary(found)}{END}{after}"
-
-
-def show(rows: Sequence[dict[str, Any]], found: dict[str, Any]) -> None:
-    """Print a table: a line a schedule and number of micro-batches, a column a data and tensor parallelism."""
-    outcomes = {row["cell"]: MARKS[row["outcome"]] for row in rows}
-    heads = [f"{data}/{tensor}" for data in OPTIONS["data"] for tensor in OPTIONS["tensor"]]
-    say(" " * 28 + "  ".join(heads))
-    for schedule in OPTIONS["schedule"]:
-        for number in OPTIONS["microbatches"]:
-            marks = (outcomes.get(f"{head}/{schedule}/{number}", ".").center(len(head)) for head in heads)
-            say(f"{schedule + '/' + number:<28}" + "  ".join(marks))
-    say(", ".join(f"{number} {outcome} ({MARKS[outcome]})" for outcome, number in found["summary"].items()))
-    say("largest differences: " + ", ".join(f"{kind} {value:.1e}" for kind, value in found["largest"].items()))
-    for reason, number in found["refused"].items():
-        say(f"refused: {number} for {reason}")
+MATRICES = {"layouts": layout_matrix, "plugins": plugin_matrix}
 
 
 def main() -> int:
-    """Read the command line, run the cells, print."""
-    parser = argparse.ArgumentParser(description="Compare every layout with one device.")
-    parser.add_argument("--only", metavar="PATTERN", default="*", help="cells to run, as in 'zero3/tp2*/*/4P'")
-    parser.add_argument("--pairwise", action="store_true", help="few cells, in which every two options stand together")
-    parser.add_argument("--resume", action="store_true", help="go on with the verdicts that a whole run has left")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    """Read the command line, run, print."""
+    parser = argparse.ArgumentParser(description="Prove layouts and every two options of plugins beside one device.")
+    parsers = {"": parser}
+    chosen = parser.add_subparsers(dest="which", metavar="[layouts | plugins]", help="one alone; it has more options")
+    for name, matrix in MATRICES.items():
+        parsers[name] = chosen.add_parser(name, description=f"Prove {name} beside one device.")
+        matrix.add_options(parsers[name])
+    for name, each in parsers.items():
+        # A word more on the line does not undo what stands before it.
+        default = argparse.SUPPRESS if name else False
+        each.add_argument("--json", action="store_true", default=default, help="print one JSON object")
     arguments = parser.parse_args()
-    some = [c for c in (covering() if arguments.pairwise else cells()) if fnmatchcase(str(c), arguments.only)]
-    if not some:
-        parser.error(f"no cell matches {arguments.only}; cells are like {next(cells())}")
-    stated, is_whole = conditions(), len(some) == len(list(cells()))
-    # A few cells alone do not end what a whole run has begun.
-    path = PROGRESS if is_whole or arguments.resume else None
-    progress = Progress(path, stated={**stated, "code": fingerprint(ROOT)}, resume=arguments.resume)
-    rows = run(some, progress)
-    found = report(rows, {**stated, "load_1min_after": round(os.getloadavg()[0], 2)}, progress.wall_s)
-    text = json.dumps(found, indent=1)
-    if is_whole:
-        RESULT.write_text(text + "\n")
-        README.write_text(with_summary(README.read_text(encoding="utf-8"), found), encoding="utf-8")
-        progress.close()
+    found = {}
+    for name in [arguments.which] if arguments.which else MATRICES:
+        found[name] = MATRICES[name].prove(arguments if arguments.which else parsers[name].parse_args([]))
+        if not arguments.json:
+            MATRICES[name].show(found[name])
     if arguments.json:
-        say(text)
-    else:
-        show(rows, found)
-    return 1 if found["summary"]["failed"] else 0
+        say(json.dumps(found[arguments.which] if arguments.which else found, indent=1))
+    return 1 if any(each["summary"]["failed"] for each in found.values()) else 0
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ benchmarks/results/plugin_matrix.json is written after every cell, and a run tha
 that are proven stay so until `--again`. A row that fails is kept in plugin_matrix_failed.json, which the tests run.
 
 Several processes may share the rows (`--known --part 1/2`, `--known --part 2/2`): each writes into the same result.
-
-Usage: python benchmarks/plugin_matrix.py [--plan] [--known] [--part K/N] [--cells N] [--only TEXT] [--again] [--json]
+`matrix.py` runs it.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import fcntl
 import json
 import math
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,7 +28,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # Kernels are made once and run a few times: without optimising, g++ takes a quarter of the time for them.
 os.environ.setdefault("TORCHINDUCTOR_DEBUG_COMPILE", "1")
 
-from harness import conditions, note, say
+from harness import conditions, note, say, with_marked
 from plugin_matrix_cells import PERMITTED, check, judge, options, owners, say_row
 
 from composer3d.testing import Refused, Row, combine
@@ -39,6 +37,7 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "plugin_matrix.json"
 REFUSALS = HERE / "plugin_matrix_refusals.json"
 FAILED = HERE / "plugin_matrix_failed.json"
+README = HERE.parent / "README.md"
 
 
 def known_refusals() -> list[Refused]:
@@ -143,8 +142,11 @@ def _written(rows: Sequence[Row], stated: dict[str, Any], cell: Mapping[str, Any
     """Write down a cell, beside what other processes have written, and return the whole result."""
     with Path(__file__).open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        old = json.loads(RESULT.read_text())["cells"] if RESULT.exists() else []
-        if cell is not None:
+        before = json.loads(RESULT.read_text()) if RESULT.exists() else {"cells": [], "conditions": stated}
+        old = before["cells"]
+        if cell is None:
+            stated = before["conditions"]
+        else:
             old.append(cell)
             if cell["outcome"] == "failed":
                 _keep(cell["row"])
@@ -152,9 +154,14 @@ def _written(rows: Sequence[Row], stated: dict[str, Any], cell: Mapping[str, Any
         shorts = map(neutral_left_out, rows)
         left = {"outcome": "left", "detail": "", "wall_s": 0.0}
         entries = [known.get(json.dumps(short, sort_keys=True), {"row": short, **left}) for short in shorts]
-        result = _result(entries, stated)
+        result = _result(entries, stated if cell is None else {**stated, "load_1min_after": _load()})
         RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        README.write_text(with_marked(README.read_text(encoding="utf-8"), "plugins", summary(result)), encoding="utf-8")
     return result
+
+
+def _load() -> float:
+    return round(os.getloadavg()[0], 2)
 
 
 def _keep(row: Mapping[str, str]) -> None:
@@ -173,7 +180,7 @@ def _result(cells: Sequence[Mapping[str, Any]], stated: dict[str, Any]) -> dict[
         "options": sum(len(values) for values in here.values()),
         "refusals": len(known_refusals()),
         "permitted": [permitted.row for permitted in PERMITTED],
-        "conditions": {**stated, "load_1min_after": round(os.getloadavg()[0], 2)},
+        "conditions": stated,
         "cells": list(cells),
     }
 
@@ -185,17 +192,18 @@ def _part(text: str) -> tuple[int, int]:
     return number, total
 
 
-def main() -> int:
-    """Read the command line, run, print."""
-    parser = argparse.ArgumentParser(description="Prove every two options of all installed plugins together.")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Declare what a command line says of this matrix."""
     parser.add_argument("--plan", action="store_true", help="make the rows, find what is refused, and stop")
     parser.add_argument("--known", action="store_true", help="take what is refused from the file, and look for no more")
     parser.add_argument("--part", type=_part, default=(1, 1), metavar="K/N", help="one of N processes: every N-th row")
     parser.add_argument("--cells", type=int, metavar="N", help="at most so many cells, then stop")
     parser.add_argument("--only", metavar="TEXT", default="", help="rows that have it, as in 'schedule=\"1F1B\"'")
     parser.add_argument("--again", action="store_true", help="run proven rows too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    arguments = parser.parse_args()
+
+
+def prove(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make the rows and run those that a command line asks for, writing down each; return what `--json` prints."""
     from composer3d.forking import prewarm
 
     prewarm()
@@ -203,9 +211,8 @@ def main() -> int:
     rows = rows_of(learn=not arguments.known)
     note(f"{len(rows)} rows")
     if arguments.plan:
-        _written(rows, stated)
-        return 0
-    found = run(
+        return _written(rows, stated)
+    return run(
         rows,
         again=arguments.again,
         limit=arguments.cells,
@@ -213,12 +220,22 @@ def main() -> int:
         part=arguments.part,
         chosen=arguments.only,
     )
-    if arguments.json:
-        say(json.dumps(found, indent=1))
-    else:
-        say(", ".join(f"{number} {outcome}" for outcome, number in found["summary"].items()))
-    return 1 if found["summary"]["failed"] else 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def summary(found: Mapping[str, Any]) -> str:
+    """Return what README.md says of a result."""
+    counts, stated = found["summary"], found["conditions"]
+    return (
+        f"Of {len(found['cells'])} cells that hold every two of {found['options']} options of plugins "
+        f"{counts['proven']} are proven, {counts['refused']} refused, {counts['failed']} failed, "
+        f"{counts['left']} were not run; no cell holds what `check` refuses ({found['refusals']} combinations).\n"
+        f"Last written on {stated['date']}: {stated['machine']}; Python {stated['python']}, torch {stated['torch']}.\n"
+    )
+
+
+def show(found: Mapping[str, Any]) -> None:
+    """Print a line a cell that is not proven, and the counts."""
+    for cell in found["cells"]:
+        if cell["outcome"] in ("refused", "failed"):
+            say(f"{cell['outcome']}: {say_row(cell['row'])}: {cell['detail']}")
+    say(", ".join(f"{number} {outcome}" for outcome, number in found["summary"].items()))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 import torch
-from matrix_cells import batch, factory, loss_fn
+from layout_matrix_cells import batch, factory, loss_fn
 from support.models import write_manifest
 
 import composer3d

@@ -13,7 +13,9 @@ import subprocess
 import sys
 import tomllib
 
-import matrix
+import harness
+import layout_matrix
+import plugin_matrix
 import pytest
 import torch
 from support.documents import ROOT, blocks, code, files, read, table
@@ -307,22 +309,23 @@ def test_figures_are_those_measured():
     }
 
 
-def test_the_summary_of_the_matrix_is_that_of_its_run():
-    found = results("matrix") if matrix.RESULT.is_file() else None
-    assert README.count(matrix.BEGIN) == README.count(matrix.END) == 1
-    assert matrix.with_summary(README, found) == README
-    # It is the whole of it, and nothing failed.
-    assert found is None or [row["cell"] for row in found["cells"]] == [str(cell) for cell in matrix.cells()]
-    assert found is None or found["summary"]["failed"] == 0
+def test_the_summaries_of_the_matrices_are_those_of_their_runs():
+    layouts, plugins = results("layout_matrix"), results("plugin_matrix")
+    assert harness.with_marked(README, "layouts", layout_matrix.summary(layouts)) == README
+    assert harness.with_marked(README, "plugins", plugin_matrix.summary(plugins)) == README
+    assert [README.count(f"<!-- {name} -->") for name in ("layouts", "plugins")] == [1, 1]
+    # They are whole, and nothing failed.
+    assert [row["cell"] for row in layouts["cells"]] == [str(cell) for cell in layout_matrix.cells()]
+    assert layouts["summary"]["failed"] == plugins["summary"]["failed"] == plugins["summary"]["left"] == 0
 
 
-def test_what_a_run_of_the_matrix_says():
+def test_what_a_run_of_the_layouts_says():
     rows = [
         {"cell": "a", "outcome": "proven", "detail": "", "largest": {"loss": 1.5e-16, "gradients": 2e-14}},
         {"cell": "b", "outcome": "refused", "detail": "too few", "largest": {}},
     ]
     stated = {"date": "2026-01-02", "machine": "2 cores", "python": "3.11.7", "torch": "2.13.0"}
-    told = matrix.summary(matrix.report(rows, stated, 600.0))
+    told = layout_matrix.summary(layout_matrix.report(rows, stated, 600.0))
     assert told == (
         "Of 2 layouts 1 are proven, 1 refused as they must be (1 for too few), 0 failed.\n"
         "Largest relative differences from one device: loss 1.5e-16, gradients 2.0e-14.\n"

@@ -1,4 +1,4 @@
-"""Layouts beside one device: a covering set of the matrix that benchmarks/matrix.py runs whole.
+"""Layouts beside one device: a covering set of the matrix that `benchmarks/matrix.py layouts` runs whole.
 
 Of its groups of eight ranks the fast tests take another one each day, the slow ones all: see support/rotation.py.
 """
@@ -9,9 +9,9 @@ from collections import Counter
 from itertools import combinations, product
 
 import pytest
-from matrix import groups, report, run
-from matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, factory, judge, one_device
-from matrix_progress import Progress, row_of
+from layout_matrix import groups, report, run
+from layout_matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, factory, judge, one_device
+from layout_matrix_progress import Progress, row_of
 from support.models import write_manifest
 from support.rotation import PART
 
@@ -116,7 +116,7 @@ def test_a_wrong_gradient_a_missing_one_and_a_refusal_too_many_are_failures(refe
     assert verdict.outcome == "failed" and verdict.detail.startswith("gradients 1 norm.weight differs by ")
     (verdict,) = judge([CELL], {**reference, "parameters of another": reference["loss 0"]})
     assert (verdict.outcome, verdict.detail) == ("failed", "no rank has parameters of another")
-    monkeypatch.setattr("matrix_cells.PERMITTED", ())
+    monkeypatch.setattr("layout_matrix_cells.PERMITTED", ())
     (verdict,) = judge([Cell(data="ddp-bucketed", tensor="tp2", schedule="no-pp", microbatches="P")], reference)
     assert verdict.outcome == "failed"
     assert verdict.detail.startswith("refused on 4 of 4 ranks: ") and 'reducer = "bucketed"' in verdict.detail
@@ -125,13 +125,13 @@ def test_a_wrong_gradient_a_missing_one_and_a_refusal_too_many_are_failures(refe
 def test_a_cell_that_is_permitted_a_refusal_it_does_not_need_is_a_failure(reference, monkeypatch):
     (bucketed, _) = PERMITTED
     stale = type(bucketed)(reason="stale", message=bucketed.message, applies=lambda cell: True)
-    monkeypatch.setattr("matrix_cells.PERMITTED", (stale,))
+    monkeypatch.setattr("layout_matrix_cells.PERMITTED", (stale,))
     (verdict,) = judge([CELL], reference)
     assert (verdict.outcome, verdict.detail) == ("failed", "not refused, although: stale")
 
 
 def test_too_few_blocks_are_refused(reference, monkeypatch):
-    monkeypatch.setattr("matrix_cells.NUM_LAYERS", 2)
+    monkeypatch.setattr("layout_matrix_cells.NUM_LAYERS", 2)
     cell = Cell(data="zero3", tensor="tp1", schedule="ZBVZeroBubble", microbatches="4P")
     assert outcomes(judge([cell], reference)) == {str(cell): "refused too few micro-batches or blocks for the schedule"}
 

@@ -1,4 +1,4 @@
-"""The cells of the matrix: which layouts there are, which may be refused and why, and one cell beside one device.
+"""Cells of the matrix of layouts: which there are, which may be refused and why, and one beside one device.
 
 Everything about a cell is computed from its four options. `PERMITTED` is the one list of refusals that are right; a
 cell that refuses for another reason has failed, and so has one that is on the list and does not refuse.

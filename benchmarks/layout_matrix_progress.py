@@ -1,4 +1,4 @@
-"""The verdicts of a matrix that is being run, in a file, so that a run that was cut off can go on."""
+"""The verdicts of layouts that are being run, in a file, so that a run that was cut off can go on."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import fail
-from matrix_cells import Verdict
+from layout_matrix_cells import Verdict
 
 __all__ = ["Progress", "fingerprint", "row_of"]
 
@@ -21,7 +21,9 @@ def fingerprint(root: Path) -> str:
     """Return a hash of all code that verdicts depend on."""
     digest = hashlib.sha256()
     folders = [root / "composer3d", root / "plugins"]
-    files = [path for folder in folders for path in folder.rglob("*.py")] + [root / "benchmarks" / "matrix_cells.py"]
+    files = [path for folder in folders for path in folder.rglob("*.py")] + [
+        root / "benchmarks" / "layout_matrix_cells.py"
+    ]
     for path in sorted(files):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
