@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import io
+import logging
 
 import pytest
 import torch
@@ -83,7 +85,7 @@ def stepped(text):
     traffic = next(value for value in run.context.state.values() if type(value).__name__ == "Traffic")
     metrics = run.report(0, {})
     run.close()
-    return traffic.transfers.log, metrics, traffic.host_bytes
+    return list(traffic.transfers.log), metrics, traffic.host_bytes
 
 
 def order(log):
@@ -128,6 +130,29 @@ def test_bytes_out_and_back():
             "activation_offload_host_bytes": num_bytes,
         }
         assert left == 0
+
+
+def warned(text):
+    """Run three forwards; return what is warned of, and how often."""
+    with io.StringIO() as told:
+        handler = logging.StreamHandler(told)
+        logging.getLogger("composer3d_plugins").addHandler(handler)
+        run = composed(text, seeded(dim=8))
+        tokens, targets = (mine(run, tensor) for tensor in padded())
+        for number in range(3):
+            with run.step(number):
+                run.forward_backward(tokens, target=targets)
+        run.close()
+        return told.getvalue().splitlines()
+
+
+def test_that_nothing_travels_is_said_once():
+    least = f"{60 * 17 * 4 / 2**20:.3g}"
+    (nothing,), (some,) = in_one_world(warned, 1, (TABLE.replace("0.0", "0.5"),), (TABLE,))
+    assert nothing == [
+        f"activation_offload moves nothing: the largest storage that was saved has {least} MiB, less than min_mib = 0.5"
+    ]
+    assert some == []
 
 
 def test_bytes_are_those_of_all_ranks():

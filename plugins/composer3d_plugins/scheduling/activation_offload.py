@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 MIB = 2**20
+log = logging.getLogger(__name__)
 
 
 @plugin(family="scheduling")
@@ -66,13 +68,12 @@ class ActivationOffload:
         transfers: Transfers = HostTransfers()
         if context.device.type == "cuda":
             transfers = StreamTransfers(context.device, ahead=self.prefetch)
-        traffic: Traffic = context.state.setdefault(self, Traffic(transfers))
+        traffic: Traffic = context.state.setdefault(self, Traffic(transfers, min_bytes=int(self.min_mib * MIB)))
         # A forward of the model begins: what it saves is not needed right before what an earlier one saved.
         model.register_forward_pre_hook(lambda *_: traffic.begin())
         for fqn in fqns:
             unit: Any = model.get_submodule(fqn)
-            options = {"fqn": fqn, "min_bytes": int(self.min_mib * MIB), "prefetch": self.prefetch}
-            unit.forward = _offloading(unit, unit.forward, model, traffic, options)
+            unit.forward = _offloading(unit, unit.forward, model, traffic, fqn=fqn, prefetch=self.prefetch)
         return list(fqns)
 
     @hookimpl
@@ -90,23 +91,44 @@ class ActivationOffload:
 class Traffic:
     """What travels on one rank, in bytes; and which unit ran last.
 
-    Attributes:
+    Args:
         transfers: Between device and host.
+        min_bytes: Of a storage that travels.
+
+    Attributes:
         last: The run of a unit that came last in this forward.
         host_bytes: In host memory now.
     """
 
-    def __init__(self, transfers: Transfers) -> None:
-        self.transfers = transfers
+    def __init__(self, transfers: Transfers, *, min_bytes: int) -> None:
+        self.transfers, self.min_bytes = transfers, min_bytes
         self.last: Run | None = None
+        self._largest_left = 0
+        self._known = False
         self.host_bytes = self._out = self._back = self._peak = 0
 
     def begin(self) -> None:
-        """Begin a forward of the model."""
+        """Begin a forward of the model, and warn once if those before it saved, and nothing of it travelled."""
         self.last = None
+        if not self._known and self._largest_left:
+            self._known = True
+            log.warning(
+                "activation_offload moves nothing: the largest storage that was saved has %.3g MiB, less than "
+                "min_mib = %g",
+                self._largest_left / MIB,
+                self.min_bytes / MIB,
+            )
+
+    def travels(self, num_bytes: int) -> bool:
+        """Tell whether a storage is large enough."""
+        if num_bytes >= max(self.min_bytes, 1):
+            return True
+        self._largest_left = max(self._largest_left, num_bytes)
+        return False
 
     def went(self, num_bytes: int) -> None:
         """Count bytes to the host."""
+        self._known = True
         self._out += num_bytes
         self.host_bytes += num_bytes
         self._peak = max(self._peak, self.host_bytes)
@@ -195,7 +217,7 @@ class Away:
 
 
 def _offloading(
-    unit: nn.Module, forward: Callable[..., Any], model: nn.Module, traffic: Traffic, options: dict[str, Any]
+    unit: nn.Module, forward: Callable[..., Any], model: nn.Module, traffic: Traffic, *, fqn: str, prefetch: int
 ) -> Callable[..., Any]:
     import torch
     from torch.distributed.tensor import DTensor
@@ -204,7 +226,7 @@ def _offloading(
     def offloading(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        run = traffic.last = Run(options["fqn"], traffic.last)
+        run = traffic.last = Run(fqn, traffic.last)
         # Until the unit is done its saved storages are kept, so that none is taken for another at the same address.
         known: dict[tuple[int, int], tuple[Away, Tensor]] = {}
         stay = {torch_compat.storage_key(_local(each)) for each in (*unit.parameters(), *model.buffers())}
@@ -214,10 +236,10 @@ def _offloading(
                 return tensor
             local = _local(tensor.detach())
             storage = local.untyped_storage()
-            if type(local) is not torch.Tensor or storage.nbytes() < max(options["min_bytes"], 1):
+            if type(local) is not torch.Tensor or (traffic.transfers.is_device and local.device.type == "cpu"):
                 return tensor
             key = torch_compat.storage_key(local), tensor._version
-            if key[0] in stay or (traffic.transfers.is_device and local.device.type == "cpu"):
+            if key[0] in stay or not traffic.travels(storage.nbytes()):
                 return tensor
             if key not in known:
                 known[key] = Away(_as_bytes(local), run, traffic), local
@@ -226,7 +248,7 @@ def _offloading(
             return _Saved(away, tensor, local)
 
         def unpack(saved: Any) -> Any:
-            return saved.restored(options["prefetch"]) if isinstance(saved, _Saved) else saved
+            return saved.restored(prefetch) if isinstance(saved, _Saved) else saved
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             result = forward(*args, **kwargs)
@@ -265,14 +287,14 @@ class HostTransfers:
     """Host memory for both: every copy is made at once, so what is proven is their order.
 
     Attributes:
-        log: (what, unit) of everything since the plugin was made.
+        log: (what, unit) of the latest that happened.
         is_device: Whether there is other memory than the host's.
     """
 
     is_device = False
 
     def __init__(self) -> None:
-        self.log: list[tuple[str, str]] = []
+        self.log: deque[tuple[str, str]] = deque(maxlen=1000)
 
     def store(self, unit: str, storage: Tensor) -> Tensor:
         """Copy a storage to the host."""
