@@ -9,7 +9,6 @@ import mmap
 import os
 import resource
 import signal
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -355,10 +354,14 @@ def test_refusals():
 
 def test_values_are_checked():
     def rank():
-        with pytest.raises(ComposerError) as caught:
-            composed(textwrap.dedent("[sharding.nvme_offload]\ndepth = 0\n"))
-        return str(caught.value).partition("run.toml")[2]
+        found = []
+        for option in ("depth = 0", "chunk_mib = 0.003"):
+            with pytest.raises(ComposerError) as caught:
+                composed(f"[sharding.nvme_offload]\n{option}\n")
+            found.append(str(caught.value).partition("run.toml")[2])
+        return found
 
-    assert run_ranks(rank, 1)[0] == (
-        ":3:1: [sharding.nvme_offload] sharding.nvme_offload.depth must be at least 1, not 0"
-    )
+    assert run_ranks(rank, 1)[0] == [
+        ":3:1: [sharding.nvme_offload] sharding.nvme_offload.depth must be at least 1, not 0",
+        ":3:1: [sharding.nvme_offload] sharding.nvme_offload.chunk_mib must be at least 0.00390625, not 0.003",
+    ]

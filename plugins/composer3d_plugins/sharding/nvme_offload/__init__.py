@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field
 
 from composer3d import Metric, PluginError, RunContext, hookimpl, plugin, torch_compat
-from composer3d_plugins.sharding.nvme_offload.disk import Foreseen, StateFile
+from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, MIB, Foreseen, StateFile
 from composer3d_plugins.sharding.nvme_offload.optimizer import on_disk
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-MIB = 2**20
 
 
 @plugin(family="sharding")
@@ -36,14 +34,15 @@ class NVMeOffload:
 
     Args:
         folder: On the disk that is to be used; default: the run's folder.
-        chunk_mib: The most that one request reads or writes, and that is stepped at once of a moment, MiB. Only of
-            optimizers that torch does not have, or that look at whole matrices, a larger parameter is one piece.
+        chunk_mib: The most that one request reads or writes, and that is stepped at once of a moment, MiB; rounded
+            down to whole blocks of 4 KiB, of which it is one at least. Only of optimizers that torch does not have, or
+            that look at whole matrices, a larger parameter is one piece.
         depth: So many pieces are read ahead, and as many may be on their way back.
         threads: The number of requests under way at once.
     """
 
     folder: str | None = None
-    chunk_mib: float = Field(default=16.0, gt=0)
+    chunk_mib: float = Field(default=16.0, ge=BLOCK / MIB)
     depth: int = Field(default=3, ge=1)
     threads: int = Field(default=4, ge=1)
 
@@ -65,7 +64,7 @@ class NVMeOffload:
             raise PluginError(
                 "nvme_offload does not do what differentiable = true asks: its pieces are stepped in place"
             )
-        piece_bytes = max(int(self.chunk_mib * MIB) // 4096, 1) * 4096
+        piece_bytes = int(self.chunk_mib * MIB) // BLOCK * BLOCK
         # A check makes no step, and a plan steps on tensors without values.
         is_foreseen = context.purpose in ("check", "plan") or torch_compat.active_fake_mode() is not None
         file = (

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from composer3d import PluginError
 
-__all__ = ["BLOCK", "Foreseen", "Range", "StateFile", "padded"]
+__all__ = ["BLOCK", "MIB", "Foreseen", "Range", "StateFile", "padded"]
 
 BLOCK = 4096  # what O_DIRECT wants offsets, lengths and addresses to be multiples of
 MIB = 2**20
