@@ -44,14 +44,14 @@ class Even(torch.nn.Module):
         return self.out(x) + 0.0
 
 
-def reference(factory, chunks):
+def reference(factory, chunks, fused):
     model = seeded(factory)
     named = dict(model.named_parameters())
     hidden = [p for name, p in named.items() if name.startswith("layers.") and p.ndim == 2]
     others = [p for p in named.values() if not any(p is other for other in hidden)]
     optimizers = [
         torch.optim.Muon(hidden, lr=RATE, weight_decay=DECAY, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(others, lr=RATE, weight_decay=DECAY, betas=(0.9, 0.95), fused=True),
+        torch.optim.AdamW(others, lr=RATE, weight_decay=DECAY, betas=(0.9, 0.95), fused=fused),
     ]
     tokens, targets = padded()
     count = (targets != -100).sum()
@@ -64,12 +64,12 @@ def reference(factory, chunks):
     return {name: p.detach() for name, p in named.items()}
 
 
-def trained(text, factory, chunks):
+def trained(text, factory, chunks, fused=True):
     """Return the largest error of weights, losses, and the collectives of the last optimizer step."""
-    wanted = reference(factory, chunks)
+    wanted = reference(factory, chunks, fused)
     run = composed(text, seeded(factory))
     optimizer = run.optimizer(
-        Muon, groups=group_matrices([], matrices_of(run, None)), lr=RATE, weight_decay=DECAY, fused=True
+        Muon, groups=group_matrices([], matrices_of(run, None)), lr=RATE, weight_decay=DECAY, fused=fused
     )
     tokens, targets = (mine(run, tensor) for tensor in padded())
     found = []
@@ -91,9 +91,12 @@ def trained(text, factory, chunks):
 def test_data_parallel_equals_one_device_bit_for_bit(world_size, texts):
     from support.models import Net
 
-    for ranks in in_one_world(trained, world_size, *((text, Net, world_size) for text in texts)):
+    cases = [(text, Net, world_size, fused) for text in texts for fused in (False, True)]
+    for (text, *_, fused), ranks in zip(cases, in_one_world(trained, world_size, *cases), strict=True):
         for error, found, _ in ranks:
-            assert error == 0.0
+            # torch's fused AdamW rounds what fills no vector at a tensor's end otherwise than what does, so where
+            # a cut lies matters to it: in the last bit, and how much of a tensor that is, the processor decides.
+            assert error <= (2**-23 if fused and "fsdp2" in text else 0.0)
             assert found[-1] < found[0]
 
 
