@@ -14,6 +14,7 @@ from composer3d.proof.comparison import Limits, difference, fit
 from composer3d.proof.derived import stale_values
 from composer3d.proof.deviations import Deviation, deviations_of, gathered
 from composer3d.proof.explaining import averages_of, digits_of, late_ones, leftovers_of, updates_of
+from composer3d.proof.gains import Gain, gains_of
 from composer3d.proof.one_device import of_dtype
 from composer3d.proof.reached import noting_reached
 from composer3d.proof.reference import Reference, ReferenceStep
@@ -55,6 +56,7 @@ class RankStep:
         averages: By FQN, of the moving averages; empty where a run has none.
         averaged_with: By FQN, the share of the weights in the last update of a wrong average, None where there is none.
         narrowed: By FQN, the dtype of fewer digits that holds a gradient, where one device's has more.
+        gains: Of the gradients, beside those of one device; of the first step in the run's dtypes.
     """
 
     loss: float
@@ -74,6 +76,7 @@ class RankStep:
     averages: dict[str, Deviation]
     averaged_with: dict[str, float | None]
     narrowed: dict[str, str]
+    gains: dict[str, Gain]
 
 
 @dataclass(kw_only=True)
@@ -300,6 +303,7 @@ def _step(
         narrowed=digits_of(
             ran.gradients, expected.gradients, beginning.reduce_dtype, wrong if which == "float64" else None
         ),
+        gains=gains_of(ran.gradients, expected.gradients) if which == "own" and number == 0 else {},
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from composer3d.mesh import Role
 from composer3d.proof.activations import INPUTS, LOSS, TARGETS, Difference
 from composer3d.proof.deviations import Deviation
+from composer3d.proof.gains import multiplied
 from composer3d.proof.gradient_causes import GRADIENT_RULES, backward
 from composer3d.proof.shares import explain_shares
 from composer3d.proof.update_causes import UPDATE_RULES, initial, stale
@@ -123,6 +124,11 @@ def _roundings(evidence: Evidence) -> list[str]:
     """What differs in the run's own dtypes alone."""
     if "own" not in evidence.told.tolerances or evidence.first_wrong() is not None or evidence.is_loss_wrong():
         return []
+    if any(multiplied(evidence)):
+        return [
+            "in float64, without the plugins of precision, everything is right, and roundings add errors and do not "
+            "multiply: one of those plugins scales gradients, in what it converts, or before the optimizer steps"
+        ]
     for kind, what in (("gradients", "the gradients of"), ("parameters", "the updates of")):
         wrong = evidence.wrong(kind, "own")  # type: ignore[arg-type]
         if wrong and _median(wrong) > _MORE_THAN_ROUNDED:

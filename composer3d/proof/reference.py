@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.evaluation import let_go
 from composer3d.gradients import local
+from composer3d.proof.gains import Gain, gains_of
 from composer3d.proof.one_device import alone, copies, count_of, loss_of, microbatches, objective_of, rest_of_divisor
 from composer3d.proof.replicas import saved_buffers
 from composer3d.proof.rounding import larger, noise, rounding, signs, unrepeatable
@@ -70,6 +71,7 @@ class Reference:
         rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
             numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
         unrepeatable: How far a second run of the first step is apart; 0 where that is rounding.
+        gains: Of the first step's gradients, beside those of float64 on the same weights; empty in float64.
         buffers: Those that are saved, after the last step.
         kept: Those of them that the steps have changed.
     """
@@ -81,6 +83,7 @@ class Reference:
     samples: list[float] = field(default_factory=list)
     rounding: dict[str, dict[str, float]] = field(default_factory=dict)
     unrepeatable: float = 0.0
+    gains: dict[str, Gain] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
     kept: tuple[str, ...] = ()
 
@@ -108,6 +111,7 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
         )
         exact = exactly(keep=reference.replaced, sample=True)
         apart = noise(reference, exact)
+        reference.gains = gains_of(reference.steps[0].gradients, exact.steps[0].gradients, skip_zeros=True)
         nudged = exactly(keep=reference.replaced, nudge=apart)
         reference.rounding = larger(rounding(reference, exact, in_parts=True), rounding(nudged, exact, in_parts=False))
         for sign in (1.0, -1.0):

@@ -14,6 +14,7 @@ from composer3d.proof.activations import Outputs
 from composer3d.proof.communication import Counted, count_step, trace_step
 from composer3d.proof.comparison import Limits, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
+from composer3d.proof.gains import Gain
 from composer3d.proof.mixing import NOT_MIXED, Mixing, mixing
 from composer3d.proof.one_device import of_dtype
 from composer3d.proof.probes import first_outputs
@@ -48,6 +49,8 @@ class ReferenceReport:
         unrepeatable: How far a second run of the first step on one device is apart; 0 where that is rounding.
         mixing: Whether samples of a micro-batch are computed together.
         kept: Buffers that forwards change.
+        gains: Of one device's gradients in the run's dtypes, beside its own in float64.
+        unit: The spacing of the narrowest of those dtypes at 1.
     """
 
     losses: Mapping[str, list[float]]
@@ -59,6 +62,8 @@ class ReferenceReport:
     unrepeatable: float = 0.0
     mixing: Mixing = NOT_MIXED
     kept: tuple[str, ...] = ()
+    gains: Mapping[str, Gain] = field(default_factory=dict)
+    unit: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -160,6 +165,7 @@ def reference_rank(
     join_world(subject.device)
     references: dict[str, Reference] = {}
     limits: dict[str, Limits] = {}
+    unit = 0.0
     for which in passes:
         reference = references[which] = make_reference(subject, which, degree=degree, num_steps=num_steps)
         torch.save(reference, folder / f"reference-{which}.pt")
@@ -168,6 +174,7 @@ def reference_rank(
         dtypes |= set() if reference.reduce_dtype is None else {reference.reduce_dtype}
         narrowest = None if which == "float64" else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         limits[which] = tolerances(reference.rounding, narrowest)
+        unit = unit if narrowest is None else torch.finfo(narrowest).eps
     return ReferenceReport(
         losses={which: [step.loss for step in ref.steps] for which, ref in references.items()},
         grad_norms={which: [step.grad_norm for step in ref.steps] for which, ref in references.items()},
@@ -178,6 +185,8 @@ def reference_rank(
         unrepeatable=max(reference.unrepeatable for reference in references.values()),
         mixing=mixing(subject, degree=degree),
         kept=references[passes[0]].kept,
+        gains=references["own"].gains if "own" in references else {},
+        unit=unit,
     )
 
 

@@ -11,6 +11,7 @@ from composer3d.mesh import Layout, Role
 from composer3d.proof.activations import Difference, Outputs, first_difference
 from composer3d.proof.communication import Row, compare_collectives, silent_axes
 from composer3d.proof.comparison import relative
+from composer3d.proof.gains import multiplied
 from composer3d.proof.replicas import Drift, compare_replicas
 from composer3d.proof.streams import StreamFault, compare_streams
 
@@ -344,6 +345,7 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         narrow = evidence.narrowed(which)
         if narrow:
             yield f"{len(narrow)} gradients have fewer digits than those of one device, as {min(narrow)} ({label})"
+    yield from multiplied(evidence)
     for what in ("gradients", "parameters", "averages", "buffers"):
         drifted = [drift for drift in evidence.drifts if drift.what == what]
         if drifted:

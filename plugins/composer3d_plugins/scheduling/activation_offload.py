@@ -68,7 +68,10 @@ class ActivationOffload:
         transfers: Transfers = HostTransfers()
         if context.device.type == "cuda":
             transfers = StreamTransfers(context.device, ahead=self.prefetch)
-        traffic: Traffic = context.state.setdefault(self, Traffic(transfers, min_bytes=int(self.min_mib * MIB)))
+        # Said once for all ranks, of the run: verify may have made the model smaller.
+        is_told = context.rank == 0 and context.purpose == "run"
+        made = Traffic(transfers, min_bytes=int(self.min_mib * MIB), is_told=is_told)
+        traffic: Traffic = context.state.setdefault(self, made)
         # A forward of the model begins: what it saves is not needed right before what an earlier one saved.
         model.register_forward_pre_hook(lambda *_: traffic.begin())
         for fqn in fqns:
@@ -94,24 +97,25 @@ class Traffic:
     Args:
         transfers: Between device and host.
         min_bytes: Of a storage that travels.
+        is_told: Warn if nothing does.
 
     Attributes:
         last: The run of a unit that came last in this forward.
         host_bytes: In host memory now.
     """
 
-    def __init__(self, transfers: Transfers, *, min_bytes: int) -> None:
+    def __init__(self, transfers: Transfers, *, min_bytes: int, is_told: bool) -> None:
         self.transfers, self.min_bytes = transfers, min_bytes
         self.last: Run | None = None
         self._largest_left = 0
-        self._known = False
+        self._is_known = not is_told
         self.host_bytes = self._out = self._back = self._peak = 0
 
     def begin(self) -> None:
         """Begin a forward of the model, and warn once if those before it saved, and nothing of it travelled."""
         self.last = None
-        if not self._known and self._largest_left:
-            self._known = True
+        if not self._is_known and self._largest_left:
+            self._is_known = True
             log.warning(
                 "activation_offload moves nothing: the largest storage that was saved has %.3g MiB, less than "
                 "min_mib = %g",
@@ -128,7 +132,7 @@ class Traffic:
 
     def went(self, num_bytes: int) -> None:
         """Count bytes to the host."""
-        self._known = True
+        self._is_known = True
         self._out += num_bytes
         self.host_bytes += num_bytes
         self._peak = max(self._peak, self.host_bytes)
