@@ -5,7 +5,7 @@ README.md. The exit code is 1 if a cell failed, which is a defect.
 
 Usage: python benchmarks/matrix.py [--json]
        python benchmarks/matrix.py layouts [--only 'zero3/*/1F1B/*'] [--pairwise] [--resume] [--json]
-       python benchmarks/matrix.py plugins [--plan] [--known] [--part K/N] [--cells N] [--only TEXT] [--again] [--json]
+       python benchmarks/matrix.py plugins [--plan] [--known] [--part K/N] [--cells N] [--only TEXT] [--again|--failed]
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
             MATRICES[name].show(found[name])
     if arguments.json:
         say(json.dumps(found[arguments.which] if arguments.which else found, indent=1))
-    return 1 if any(each["summary"]["failed"] for each in found.values()) else 0
+    return 1 if any(each["summary"]["failed"] or each.get("wrong") for each in found.values()) else 0
 
 
 if __name__ == "__main__":

@@ -102,8 +102,9 @@ def run(
     stated: dict[str, Any],
     part: tuple[int, int] = (1, 1),
     chosen: str = "",
+    failed: bool = False,
 ) -> dict[str, Any]:
-    """Judge rows that were not proven before, writing down each; return the whole result.
+    """Judge rows that were not proven before, writing down each; return the whole result, and how many were wrong.
 
     What takes long comes last, so that a run that is stopped has more cells behind it.
 
@@ -114,11 +115,12 @@ def run(
         stated: Conditions of the measurement.
         part: (k, n): of the rows to judge every n-th from the k-th on; other processes may judge the others.
         chosen: Only rows in which this stands.
+        failed: Instead of the rows those that once failed, proven or not.
     """
-    cells = _written(rows, stated)["cells"]
     settled = () if again else ("proven", "refused")
-    todo = [cell["row"] for cell in cells if cell["outcome"] not in settled and chosen in say_row(whole(cell["row"]))]
-    todo = sorted(todo, key=_cost)[part[0] - 1 :: part[1]][:limit]
+    left = [cell for cell in _written(rows, stated)["cells"] if cell["outcome"] not in settled]
+    todo = [entry["row"] for entry in (once_failed() if failed else left) if chosen in say_row(whole(entry["row"]))]
+    todo, wrong = sorted(todo, key=_cost)[part[0] - 1 :: part[1]][:limit], 0
     for number, short in enumerate(todo, 1):
         started = time.monotonic()
         verdict = judge(whole(short))
@@ -127,9 +129,10 @@ def run(
         found = {"outcome": verdict.outcome, "detail": reason, "wall_s": round(time.monotonic() - started, 1)}
         _written(rows, stated, {"row": short, **found})
         note(f"{number} of {len(todo)}: {verdict.outcome} in {found['wall_s']} s: {say_row(short)}")
-        if verdict.detail and verdict.outcome == "failed":
+        if verdict.outcome == "failed":
+            wrong += 1
             note(verdict.detail[:2000])
-    return _written(rows, stated)
+    return {**_written(rows, stated), "wrong": wrong}
 
 
 def _cost(row: Mapping[str, str]) -> tuple[bool, int]:
@@ -148,8 +151,7 @@ def _written(rows: Sequence[Row], stated: dict[str, Any], cell: Mapping[str, Any
             stated = before["conditions"]
         else:
             old.append(cell)
-            if cell["outcome"] == "failed":
-                _keep(cell["row"])
+            _keep(cell)
         known = {json.dumps(entry["row"], sort_keys=True): entry for entry in old}
         shorts = map(neutral_left_out, rows)
         left = {"outcome": "left", "detail": "", "wall_s": 0.0}
@@ -164,10 +166,27 @@ def _load() -> float:
     return round(os.getloadavg()[0], 2)
 
 
-def _keep(row: Mapping[str, str]) -> None:
-    kept = json.loads(FAILED.read_text()) if FAILED.exists() else []
-    if row not in kept:
-        FAILED.write_text(json.dumps([*kept, dict(row)], indent=1) + "\n")
+def once_failed() -> list[dict[str, Any]]:
+    """Return rows that failed at some time, with the seconds that they took last; none of options that are gone."""
+    here = options()
+    return [entry for entry in _kept() if all(value in here.get(key, ()) for key, value in entry["row"].items())]
+
+
+def _kept() -> list[dict[str, Any]]:
+    kept: list[dict[str, Any]] = json.loads(FAILED.read_text()) if FAILED.exists() else []
+    return kept
+
+
+def _keep(cell: Mapping[str, Any]) -> None:
+    """Keep a row that failed, and the time of one that is kept."""
+    kept = _kept()
+    there = [entry for entry in kept if entry["row"] == cell["row"]]
+    if not there and cell["outcome"] == "failed":
+        there.append({"row": dict(cell["row"])})
+        kept += there
+    for entry in there:
+        entry["wall_s"] = cell["wall_s"]
+    FAILED.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 def _result(cells: Sequence[Mapping[str, Any]], stated: dict[str, Any]) -> dict[str, Any]:
@@ -200,6 +219,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--cells", type=int, metavar="N", help="at most so many cells, then stop")
     parser.add_argument("--only", metavar="TEXT", default="", help="rows that have it, as in 'schedule=\"1F1B\"'")
     parser.add_argument("--again", action="store_true", help="run proven rows too")
+    parser.add_argument("--failed", action="store_true", help="run what once failed instead")
 
 
 def prove(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -219,6 +239,7 @@ def prove(arguments: argparse.Namespace) -> dict[str, Any]:
         stated=stated,
         part=arguments.part,
         chosen=arguments.only,
+        failed=arguments.failed,
     )
 
 

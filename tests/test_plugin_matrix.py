@@ -1,18 +1,18 @@
 """The matrix of all installed plugins: a part of its cells that changes by the day, and every one that once failed.
 
 A part holds cells of which it is on record that they are proven: no day brings one that nobody has seen. The fast tests
-take what took few seconds when it was recorded, the slow ones take any. `COMPOSER3D_MATRIX_PART=7 pytest
+take what took few seconds when it was recorded, and one long one a day of what once failed; the slow ones take any, and
+all that once failed. `COMPOSER3D_MATRIX_PART=7 pytest
 tests/test_plugin_matrix.py` runs the part of another day.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from plugin_matrix import FAILED, RESULT, known_refusals, neutral_left_out, rows_of, whole
+from plugin_matrix import RESULT, known_refusals, neutral_left_out, once_failed, rows_of, whole
 from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, options, say_row
 from support.rotation import PART
 
@@ -20,12 +20,11 @@ from support.rotation import PART
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 NUM_QUICK, QUICK_S = 3, 10.0  # of a fast part: cells, and seconds that one took
+SHORT_S = 15.0  # that a cell took which once failed and is run every day
 NUM_CELLS = 6  # of a slow part; each takes up to 30 s on 2 cores
-ONCE_FAILED_S = 15.0  # what once failed and is run by the fast tests took no more, all together
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 
-VALUES = options()
 CELLS = json.loads(RESULT.read_text())["cells"]
 RECORDED = [cell["row"] for cell in CELLS if cell["outcome"] in ("proven", "refused")]
 # A compiler takes much longer where its cache is cold.
@@ -34,30 +33,16 @@ QUICK = [
     for cell in CELLS
     if cell["outcome"] == "proven" and cell["wall_s"] <= QUICK_S and "scheduling.compile" not in cell["row"]
 ]
-# What failed at its last run is told in README with its cause, and is a test once it does not. What failed for a value
-# that an option no longer has is told by the schema.
+# What failed at its last run is told in README with its cause, and is a test once it does not.
 MENDED = [
-    row
-    for row in (json.loads(FAILED.read_text()) if FAILED.exists() else [])
-    if row not in [cell["row"] for cell in CELLS if cell["outcome"] == "failed"]
-    and all(value in VALUES.get(key, ()) for key, value in row.items())
+    entry
+    for entry in once_failed()
+    if entry["row"] not in [cell["row"] for cell in CELLS if cell["outcome"] == "failed"]
 ]
-
-
-def once_failed() -> list[object]:
-    """Return what once failed, marked as slow but for the cheapest that take few seconds together."""
-    settled = [cell for cell in CELLS if cell["outcome"] in ("proven", "refused")]
-    seconds = {json.dumps(cell["row"], sort_keys=True): cell["wall_s"] for cell in settled}
-
-    def cost(row: Mapping[str, str]) -> float:
-        known = seconds.get(json.dumps(row, sort_keys=True))
-        return float("inf") if known is None or "scheduling.compile" in row else known
-
-    spent, found = 0.0, []
-    for row in sorted(MENDED, key=cost):
-        spent += cost(row)
-        found.append(pytest.param(row, id=say_row(row), marks=[] if spent <= ONCE_FAILED_S else [pytest.mark.slow]))
-    return found
+# What takes few seconds is run every day; of the rest another one each day, but of what is compiled.
+EAGER = [entry for entry in MENDED if "scheduling.compile" not in entry["row"]]
+LONG = [entry["row"] for entry in EAGER if entry["wall_s"] > SHORT_S]
+DAILY = [entry["row"] for entry in EAGER if entry["row"] not in LONG or entry["row"] == LONG[PART % len(LONG)]]
 
 
 @pytest.mark.parametrize("number", range(NUM_QUICK))
@@ -75,7 +60,13 @@ def test_this_days_part(number):
     assert verdict.outcome in ("proven", "refused"), f"COMPOSER3D_MATRIX_PART={PART}, {say_row(row)}\n{verdict.detail}"
 
 
-@pytest.mark.parametrize("row", once_failed())
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(entry["row"], id=say_row(entry["row"]), marks=[] if entry["row"] in DAILY else [pytest.mark.slow])
+        for entry in MENDED
+    ],
+)
 def test_a_cell_that_once_failed(row):
     verdict = judge(whole(row))
     assert verdict.outcome in ("proven", "refused"), verdict.detail
@@ -103,6 +94,15 @@ def test_known_refusals_are_permitted_ones_and_still_hold(part):
         assert refusal.reason in check(row), refusal
 
 
+def test_every_option_of_what_is_installed_is_in_the_record_or_refused_by_itself():
+    stood = {choice for cell in CELLS for choice in whole(cell["row"]).items()}
+    left = {(key, value) for key, values in options().items() for value in values} - stood
+    # What a refusal has beside an option is that its plugin is on.
+    refused = [{choice for choice in refusal.choices if choice[1] != "on"} for refusal in known_refusals()]
+    assert [choice for choice in left if {choice} not in refused] == []
+
+
+@pytest.mark.slow
 def test_the_record_is_the_matrix_of_what_is_installed():
     """Every two options stand together in a recorded row, or in a refusal; an option more asks for another run."""
     assert [neutral_left_out(row) for row in rows_of(learn=False)] == [cell["row"] for cell in CELLS]
