@@ -21,15 +21,17 @@ __all__ = ["Gain", "gains_of", "multiplied"]
 ALL = ""  # the name of all gradients together
 # Elements of a gradient, of which not all are rounded in one direction by chance.
 _MANY = 64
+# What no factor explains was at most 0.3 of the whole in the dtypes' own errors, with weights of four bits; a plugin
+# that leaves more than that, as one that clamps does, does something else than to multiply.
+_ALIKE = 0.3
 # Of a composition beside one device in the same dtypes: how many times as large as what no factor explains it must be,
 # and how many units of the dtype. Over 62 cells of the matrix it was 0.1 times for all gradients, 0.4 for one.
 _APART, _APART_ALONE = 0.5, 2.0
 _UNITS, _UNITS_ALONE = 1.0, 2.0
 _FINE = 1e-4  # in dtypes in which this is much, gradients are compared more tightly one by one
 # Of one device's own dtypes beside its float64, where errors are those of the dtypes: it was 0.3 times for all, 0.8 for
-# one, and what no factor explains was 0.3 of the whole, with weights of four bits.
+# one.
 _ROUNDED, _ROUNDED_ALONE, _LEAST = 1.0, 4.0, 0.01
-_OTHERS = 0.75
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +50,11 @@ class Gain:
     def off(self) -> float:
         """How far it is from being as large."""
         return abs(self.factor - 1.0)
+
+    @property
+    def is_multiple(self) -> bool:
+        """Whether no more is left than roundings leave."""
+        return self.rest <= _ALIKE * self.factor
 
 
 def gains_of(
@@ -82,29 +89,28 @@ def _gain(both: float, right: float, squared: float) -> Gain:
 
 
 def multiplied(evidence: Evidence) -> Iterator[str]:
-    """Yield what is multiplied in the run's dtypes, or nothing alike, where everything is right in float64."""
+    """Yield what is multiplied in the run's dtypes, where everything is right in float64."""
     if evidence.first_wrong() is not None:
         return
-    gains, alone = evidence.told.gains, "of one device with its precision plugins"
+    gains = evidence.told.gains
     factors = {fqn: gain.factor for fqn, gain in gains.items() if _is_multiplied_alone(fqn, gain)}
     if factors:
-        yield _said(factors, alone, "it has in float64")
-    elif ALL in gains and gains[ALL].rest > _OTHERS:
-        yield f"all gradients {alone} are others than it has in float64, by {gains[ALL].rest:.2g} of their norm"
+        yield _said(factors, "of one device with its precision plugins", "it has in float64")
     found: dict[str, float] = {}
     for report in evidence.ranks:
         beside = report.steps["own"].steps[0].gains if "own" in report.steps else {}
         for fqn, gain in beside.items():
             units, apart = (_UNITS, _APART) if fqn == ALL else (_UNITS_ALONE, _APART_ALONE)
             usual = gains[fqn].off if fqn in gains else 0.0
-            if gain.off > max(units * evidence.told.unit, _FINE, usual, apart * gain.rest):
+            if gain.is_multiple and gain.off > max(units * evidence.told.unit, _FINE, usual, apart * gain.rest):
                 found.setdefault(fqn, gain.factor)
     if found:
         yield _said(found, "of the ranks", "one device has")
 
 
 def _is_multiplied_alone(fqn: str, gain: Gain) -> bool:
-    return gain.off > max(_LEAST, gain.rest * (_ROUNDED if fqn == ALL else _ROUNDED_ALONE))
+    apart = _ROUNDED if fqn == ALL else _ROUNDED_ALONE
+    return gain.is_multiple and gain.off > max(_LEAST, apart * gain.rest)
 
 
 def _said(factors: Mapping[str, float], whose: str, beside: str) -> str:
