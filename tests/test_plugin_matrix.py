@@ -20,6 +20,7 @@ from support.rotation import PART
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
 NUM_QUICK, QUICK_S = 3, 10.0  # of a fast part: cells, and seconds that one took
+AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 SHORT_S = 15.0  # that a cell took which once failed and is run every day
 NUM_CELLS = 6  # of a slow part; each takes up to 30 s on 2 cores
 README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
@@ -39,10 +40,17 @@ MENDED = [
     for entry in once_failed()
     if entry["row"] not in [cell["row"] for cell in CELLS if cell["outcome"] == "failed"]
 ]
-# What takes few seconds is run every day; of the rest another one each day, but of what is compiled.
+# What takes few seconds is run every day; of the rest another one each day. What is compiled on one rank is run every
+# day as the compiler traces it, without the kernels, whose cache is cold.
 EAGER = [entry for entry in MENDED if "scheduling.compile" not in entry["row"]]
 LONG = [entry["row"] for entry in EAGER if entry["wall_s"] > SHORT_S]
 DAILY = [entry["row"] for entry in EAGER if entry["row"] not in LONG or entry["row"] == LONG[PART % len(LONG)]]
+
+TRACED = [
+    {**entry["row"], "scheduling.compile.backend": '"aot_eager"'}
+    for entry in MENDED
+    if "scheduling.compile" in entry["row"] and all(entry["row"][f"mesh.{axis}"] == "1" for axis in AXES)
+]
 
 
 @pytest.mark.parametrize("number", range(NUM_QUICK))
@@ -68,6 +76,12 @@ def test_this_days_part(number):
     ],
 )
 def test_a_cell_that_once_failed(row):
+    verdict = judge(whole(row))
+    assert verdict.outcome in ("proven", "refused"), verdict.detail
+
+
+@pytest.mark.parametrize("row", TRACED, ids=say_row)
+def test_a_compiled_cell_that_once_failed_without_its_kernels(row):
     verdict = judge(whole(row))
     assert verdict.outcome in ("proven", "refused"), verdict.detail
 
