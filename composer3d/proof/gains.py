@@ -85,7 +85,7 @@ def gains_of(
 
 def _gain(both: float, right: float, squared: float) -> Gain:
     factor = both / right
-    return Gain(factor=factor, rest=math.sqrt(max(squared / right - factor**2, 0.0)))
+    return Gain(factor=factor, rest=math.sqrt(max(squared / right - factor * factor, 0.0)))
 
 
 def multiplied(evidence: Evidence) -> Iterator[str]:
