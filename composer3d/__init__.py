@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from composer3d.linears import Share, linear_layers, on_shares, share_of
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
+    from composer3d.object_exchange import all_gather_json, broadcast_json
     from composer3d.patterns import select as select_fqns
     from composer3d.preparation import PlanRow
     from composer3d.protocol import (
@@ -90,6 +91,7 @@ _MODULES = {
     "linears": ("Share", "linear_layers", "on_shares", "share_of"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
+    "object_exchange": ("all_gather_json", "broadcast_json"),
     "preparation": ("PlanRow",),
     "protocol": (
         "Action",
@@ -159,7 +161,9 @@ __all__ = [
     "StepState",
     "Transform",
     "TransformError",
+    "all_gather_json",
     "average_whole",
+    "broadcast_json",
     "compose",
     "hookimpl",
     "linear_layers",

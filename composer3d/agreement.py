@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
+from composer3d.object_exchange import all_gather_json
 
 if TYPE_CHECKING:
     from composer3d.mesh import Layout
@@ -81,18 +82,14 @@ def agree(own: Mapping[str, str], *, layout: Layout, what: tuple[str, str], advi
 
     Collectives: one all-gather of a number, one more of everything where ranks differ.
     """
-    import torch.distributed as dist
-
     number = fingerprint(own)
-    if layout.world_size == 1 or dist.get_backend() == "fake":
+    if layout.world_size == 1:
         return number
-    numbers: list[Any] = [None] * layout.world_size
-    dist.all_gather_object(numbers, number)
+    numbers = all_gather_json(number)
     usual = Counter(numbers).most_common(1)[0][0]
     odd = [rank for rank, other in enumerate(numbers) if other != usual]
     if odd:
-        everything: list[Any] = [None] * layout.world_size
-        dist.all_gather_object(everything, dict(own))
+        everything = all_gather_json(own)
         first = numbers.index(usual)
         ranks = ", ".join(layout.who(rank) for rank in odd[:_SHOWN]) + (
             f" and {len(odd) - _SHOWN} more" if len(odd) > _SHOWN else ""

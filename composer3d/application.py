@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from composer3d import gradients, guard, initialisation
 from composer3d.errors import InitialisationError, TransformError
 from composer3d.initialisation import Slab
+from composer3d.object_exchange import all_gather_json
 from composer3d.protocol import Part
 from composer3d.transform import Phase, Transform
 
@@ -138,10 +139,7 @@ def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) 
             dist.broadcast(full, src=0)
             tensor.data.copy_(full)
         return
-    own = initialisation.fingerprints(model)
-    everyone: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everyone, own)
-    difference = initialisation.first_difference(everyone)
+    difference = initialisation.first_difference(all_gather_json(initialisation.fingerprints(model)))
     if difference is not None:
         fqn, ranks = difference
         shown = " and ".join(f"rank {rank}" for rank in ranks[:4])
@@ -153,12 +151,9 @@ def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) 
 
 def agree_on_factory(recipe: Recipe, context: RunContext) -> None:
     """Refuse ranks whose factories did different things: their shards would be of different models."""
-    import torch.distributed as dist
-
     if context.world_size == 1:
         return
-    everyone: list[Any] = [None] * context.world_size
-    dist.all_gather_object(everyone, recipe.fingerprint())
+    everyone = all_gather_json(recipe.fingerprint())
     other = next((rank for rank, digest in enumerate(everyone) if digest != everyone[0]), None)
     if other is not None:
         raise InitialisationError(

@@ -8,8 +8,9 @@ from typing import TypeVar
 from torch import distributed as dist
 
 from composer3d.errors import CheckpointError
+from composer3d.object_exchange import all_gather_json
 
-__all__ = ["everyone", "rank_of", "together"]
+__all__ = ["rank_of", "together"]
 
 T = TypeVar("T")
 
@@ -19,15 +20,6 @@ MAX_RANKS_NAMED = 3
 def rank_of(group: dist.ProcessGroup | None) -> int:
     """Return this process's rank in the group, 0 where there is no process group."""
     return dist.get_rank(group) if dist.is_initialized() else 0
-
-
-def everyone(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return every rank's value, in the order of ranks. Collectives: one all-gather of objects."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
 
 
 def together(group: dist.ProcessGroup | None, place: object, action: Callable[[], T]) -> T:
@@ -43,7 +35,7 @@ def together(group: dist.ProcessGroup | None, place: object, action: Callable[[]
     Raises:
         CheckpointError: With the failed ranks and their reasons.
 
-    Collectives: one all-gather of objects, after the action.
+    Collectives: those of one `all_gather_json`, after the action.
     """
     failure: BaseException | None = None
     try:
@@ -54,7 +46,7 @@ def together(group: dist.ProcessGroup | None, place: object, action: Callable[[]
         if not hasattr(error, "failures"):
             raise
         failure = error
-    texts = everyone(None if failure is None else reason(failure), group)
+    texts = all_gather_json(None if failure is None else reason(failure), group=group)
     if any(text is not None for text in texts):
         raise CheckpointError(report(place, texts)) from failure
     return result

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from composer3d.checkpoint.agreement import everyone, together
+from composer3d.checkpoint.agreement import together
 from composer3d.checkpoint.reader import TensorInfo, contents, read_into, read_metadata
 from composer3d.checkpoint.state_file import read_state
 from composer3d.errors import CheckpointError
+from composer3d.object_exchange import all_gather_json
 
 __all__ = ["load"]
 
@@ -42,9 +43,9 @@ def load(path: Path, *, tensors: Mapping[str, Tensor], allow_extra: Sequence[str
     """
     state, known = together(None, path, partial(_open, path))
     keys = sorted(known)
-    surplus = bytes(key not in tensors and not key.startswith(tuple(allow_extra)) for key in keys)
-    reports = everyone((_differences(tensors, known), surplus), None)
-    extra = [key for key, *flags in zip(keys, *(flags for _, flags in reports), strict=True) if all(flags)]
+    surplus = "".join("01"[key not in tensors and not key.startswith(tuple(allow_extra))] for key in keys)
+    reports = all_gather_json((_differences(tensors, known), surplus))
+    extra = [key for key, *flags in zip(keys, *(flags for _, flags in reports), strict=True) if "0" not in flags]
     differences = list(dict.fromkeys(text for texts, _ in reports for text in texts))
     differences += [f"the checkpoint also holds {key}" for key in extra]
     if differences:

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from composer3d.checkpoint.agreement import together
 from composer3d.checkpoint.state_file import encode_state
 from composer3d.errors import CheckpointError
+from composer3d.object_exchange import gather_json
 
 __all__ = [
     "initialise_optimizer_state",
@@ -70,7 +70,7 @@ def optimizer_tensors(
         return {"class": type(optimizer).__name__, "groups": groups, "values": values, "tensors": held}
 
     own = together(None, "optimizer state", describe)
-    gathered = _gather(own)
+    gathered = gather_json(own) or [own]  # rank 0's state is written
     return tensors, together(None, "optimizer state", lambda: _merge(gathered))
 
 
@@ -232,18 +232,6 @@ def _restored(current: Any, saved: Any) -> Any:
     if isinstance(current, (list, tuple)) and isinstance(saved, list) and len(current) == len(saved):
         return type(current)(_restored(*pair) for pair in zip(current, saved, strict=True))
     return saved
-
-
-def _gather(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return all ranks' descriptions on rank 0, whose state is written, and the own one elsewhere."""
-    if not dist.is_initialized():
-        return [own]
-    if dist.get_rank() != 0:
-        dist.gather_object(own)
-        return [own]
-    gathered = [own] * dist.get_world_size()
-    dist.gather_object(own, gathered)
-    return gathered
 
 
 def _merge(gathered: list[dict[str, Any]]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -95,20 +96,18 @@ def _forked(num_ranks: int, seconds: float) -> list[Measurement]:
 
 def _joined(device: Any, seconds: float) -> list[Measurement]:
     """Measure on the ranks of a launcher, or on one device alone."""
-    import torch.distributed as dist
-
-    from composer3d.planning.hardware.calibration import measure
+    from composer3d.object_exchange import all_gather_json
+    from composer3d.planning.hardware.calibration import Measurement, measure
     from composer3d.world import join_world
 
     release = join_world(device)
     try:
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         mine = measure(device, seconds=seconds, per_node=per_node)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+        everyone = all_gather_json(asdict(mine))
     finally:
         release()
-    return everyone
+    return [Measurement(**each) for each in everyone]
 
 
 def _machine(num_ranks: int) -> str:

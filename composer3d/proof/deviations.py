@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.gradients import local
 from composer3d.mesh import Role
+from composer3d.object_exchange import all_gather_json
 from composer3d.proof.comparison import Limits, difference, fit, scale_of
 from composer3d.testing.parity import full, gather_full
 from composer3d.torch_compat import without_torch_functions
@@ -72,8 +73,6 @@ def deviations_of(
     run: Composition, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], limits: Limits, kind: str
 ) -> dict[str, Deviation]:
     """Compare every tensor; look closer, on all ranks together, at those beyond the tolerance on some rank."""
-    import torch.distributed as dist
-
     scale = scale_of(reference.values())
     result: dict[str, Deviation] = {}
     for fqn in sorted({*actual, *reference}):
@@ -85,9 +84,7 @@ def deviations_of(
         else:
             result[fqn] = Deviation(rel=math.inf if bool(reference[fqn].any()) else 0.0, missing=True)
     wrong = [fqn for fqn, deviation in result.items() if not deviation.rel <= limits.of(kind, fqn)]
-    everyone: list[Any] = [None] * run.context.world_size
-    dist.all_gather_object(everyone, wrong)
-    examined = sorted({fqn for names in everyone for fqn in names} & reference.keys())
+    examined = sorted({fqn for names in all_gather_json(wrong) for fqn in names} & reference.keys())
     holders = _holders(run, examined[:_MAX_EXAMINED])
     for fqn in examined[:_MAX_EXAMINED]:
         found = _examine(run, actual.get(fqn), reference[fqn], result[fqn], scale)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint
 from composer3d.errors import CheckpointError
+from composer3d.object_exchange import broadcast_json
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -64,18 +65,13 @@ def choose_checkpoint(run: Composition, output: Path, how: str) -> Path | None:
 
     Collectives: one broadcast of a path.
     """
-    import torch.distributed as dist
-
-    found: list[Any] = [None]
-    if run.context.rank == 0:
-        found[0] = _find(output, how)
     # One rank looks: on a network disk, others may not see yet what was just written.
-    dist.broadcast_object_list(found, src=0)
-    if how not in ("auto", "never") and found[0] is None:
+    found = broadcast_json(_find(output, how) if run.context.rank == 0 else None)
+    if how not in ("auto", "never") and found is None:
         raise CheckpointError(
             f"--resume {how}: there is no complete checkpoint here; give a checkpoint or a run's folder"
         )
-    return None if found[0] is None else Path(found[0])
+    return None if found is None else Path(found)
 
 
 def _find(output: Path, how: str) -> str | None:

@@ -24,7 +24,14 @@ _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
 _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
 # Modules that stand between a collective and who called for it: this one, and modes that hand calls on.
-_TRANSPARENT = ("torch.", f"{__name__}.", "composer3d.torch_compat.", "composer3d.proof.arithmetic.", "contextlib.")
+_TRANSPARENT = (
+    "torch.",
+    f"{__name__}.",
+    "composer3d.torch_compat.",
+    "composer3d.object_exchange.",
+    "composer3d.proof.arithmetic.",
+    "contextlib.",
+)
 
 # Operator -> collective, and the position of the tensors that are its payload: the result of a gather, else the input.
 _OPERATORS: Mapping[str, tuple[str, int]] = {

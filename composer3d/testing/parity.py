@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from composer3d.object_exchange import all_gather_json
 
 __all__ = ["assert_gradients_equal", "full", "gather_full"]
 
@@ -41,19 +42,22 @@ def gather_full(named_tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor
     own = {fqn: full(tensor).clone() for fqn, tensor in items}
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return dict(sorted(own.items()))
-    held: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(held, {fqn: (tensor.shape, tensor.dtype, tensor.device) for fqn, tensor in own.items()})
+    held = all_gather_json({fqn: _described(tensor) for fqn, tensor in own.items()})
     for fqn in sorted({fqn for names in held for fqn in names}):
         owners = [rank for rank, names in enumerate(held) if fqn in names]
         if len(owners) == len(held):
             continue
         shape, dtype, device = held[owners[0]][fqn]
-        tensor = own[fqn] if fqn in own else torch.empty(shape, dtype=dtype, device=torch.device(device.type))
+        tensor = own[fqn] if fqn in own else torch.empty(shape, dtype=getattr(torch, dtype), device=device)
         # A rank that has the tensor keeps its own: a difference between owners stays visible.
         received = tensor.clone(memory_format=torch.contiguous_format)
         dist.broadcast(received, src=owners[0])
         own.setdefault(fqn, received)
     return dict(sorted(own.items()))
+
+
+def _described(tensor: Tensor) -> tuple[list[int], str, str]:
+    return list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.device.type
 
 
 def assert_gradients_equal(

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 from torch import distributed as dist
 
-from composer3d.checkpoint.agreement import everyone, together
+from composer3d.checkpoint.agreement import together
 from composer3d.errors import CheckpointError
+from composer3d.object_exchange import all_gather_json
 from composer3d.testing import run_ranks
 
 
@@ -17,7 +18,7 @@ def act(failing, text):
         return rank * 10
 
     try:
-        return together(None, "here", work), everyone(rank, None)
+        return together(None, "here", work), all_gather_json(rank)
     except CheckpointError as error:
         return str(error), isinstance(error.__cause__, ValueError)
 

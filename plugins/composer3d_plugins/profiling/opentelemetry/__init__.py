@@ -7,13 +7,13 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from composer3d import PluginError, Recorder, RunContext, hookimpl, plugin
+from composer3d import PluginError, Recorder, RunContext, broadcast_json, hookimpl, plugin
 from composer3d_plugins.profiling.opentelemetry.blocks import watch_blocks
 from composer3d_plugins.profiling.opentelemetry.courier import Counts, Courier
 from composer3d_plugins.profiling.opentelemetry.exporters import make_exporters
@@ -197,11 +197,7 @@ def _start(options: OpenTelemetry, context: RunContext) -> Session:
 
 def _agree(context: RunContext) -> Identity:
     """Let the first rank name the trace."""
-    import torch.distributed as dist
-
-    carrier = [Identity.make(os.environ.get("TRACEPARENT")) if context.rank == 0 else None]
-    dist.broadcast_object_list(carrier, src=0)
-    return carrier[0] or Identity.make(None)  # in an imagined world nothing comes from the first rank
+    return Identity(**broadcast_json(asdict(Identity.make(os.environ.get("TRACEPARENT")))))
 
 
 def _resource(context: RunContext, identity: Identity) -> Resource:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import Part, RunContext, StepState, TransformError
+from composer3d import Part, RunContext, StepState, TransformError, all_gather_json
 
 __all__ = ["Ties"]
 
@@ -139,12 +139,11 @@ def _settle(copy: nn.Parameter) -> None:
 
 def _check_alike(tie: _Tie, copy: nn.Parameter) -> None:
     """Refuse copies that are cut differently; collective, once."""
-    layouts: list[Any] = [None] * dist.get_world_size(tie.group)
     placements = str(copy.placements) if isinstance(copy, DTensor) else "plain"
-    dist.all_gather_object(layouts, (placements, tuple(_local(copy).shape)), group=tie.group)
+    layouts = all_gather_json(f"{placements} with local shape {tuple(_local(copy).shape)}", group=tie.group)
     if len(set(layouts)) > 1:
         raise TransformError(
             f'"{tie.fqn}" is one tensor on several stages, which are placed as '
-            + " and as ".join(f"{placed} with local shape {shape}" for placed, shape in dict.fromkeys(layouts))
+            + " and as ".join(dict.fromkeys(layouts))
             + "; plan its names alike"
         )
