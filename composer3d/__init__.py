@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from composer3d.registry import hookimpl, plugin
     from composer3d.sampling import Sampler
+    from composer3d.secret import Secret
     from composer3d.step import StepState
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
@@ -109,6 +110,7 @@ _MODULES = {
     ),
     "registry": ("hookimpl", "plugin"),
     "sampling": ("Sampler",),
+    "secret": ("Secret",),
     "step": ("StepState",),
     "transform": ("Phase", "StepAction", "StepPoint", "Transform"),
 }
@@ -152,6 +154,7 @@ __all__ = [
     "RunContext",
     "Sampler",
     "Schedule",
+    "Secret",
     "Share",
     "Split",
     "Stateful",

@@ -14,6 +14,7 @@ from composer3d.manifest.layers import Layer, Place, merge, override, parse
 from composer3d.manifest.positions import KeyPath
 from composer3d.manifest.sources import Source, find, find_base, missing, missing_base, read_source
 from composer3d.manifest.writer import dotted, dump, inline
+from composer3d.secret import hide
 
 __all__ = ["FORMAT", "Document", "Place", "read", "read_text"]
 
@@ -32,6 +33,7 @@ class Document:
         folder: From where references and relative paths count: the file's folder; the working folder for text and
             shipped manifests.
         stem: The file's name without folder and suffix.
+        secrets: Key paths that hold a secret, known once the tables are typed.
     """
 
     tables: Mapping[str, Any]
@@ -40,6 +42,7 @@ class Document:
     path: Path | None
     folder: Path
     stem: str
+    secrets: frozenset[KeyPath] = frozenset()
 
     def place(self, key_path: Iterable[str | int]) -> Place:
         """Return where a key path was written, or its nearest ancestor that was; the file's start if none was."""
@@ -93,14 +96,16 @@ class Document:
         )
 
     def to_toml(self) -> str:
-        """Return the merged manifest as one TOML text, which reads back equal."""
-        return dump({"composer3d": FORMAT, **self.tables})
+        """Return the merged manifest as one TOML text, which reads back equal but for secrets, which are hidden."""
+        return dump({"composer3d": FORMAT, **hide(self.tables, self.secrets)})
 
     def digest(self) -> str:
-        """Return the SHA-256 of what the manifest says, in hex; the order of tables and keys does not count."""
+        """Return the SHA-256 of what the manifest says, in hex; neither the order of its keys nor secrets count."""
         # Dates are no JSON; as an object, a date differs from the string that looks like it.
         text = json.dumps(
-            {"composer3d": FORMAT, **self.tables}, sort_keys=True, default=lambda date: {"date": str(date)}
+            {"composer3d": FORMAT, **hide(self.tables, self.secrets)},
+            sort_keys=True,
+            default=lambda date: {"date": str(date)},
         )
         return hashlib.sha256(text.encode()).hexdigest()
 

@@ -11,6 +11,7 @@ import tomli
 
 from composer3d.errors import Problem
 from composer3d.manifest.positions import KeyPath, locate, split_key
+from composer3d.secret import HIDDEN, hide_passwords, names_a_secret
 
 __all__ = ["SUGAR_TABLES", "Layer", "Place", "merge", "override", "parse"]
 
@@ -54,12 +55,19 @@ def parse(text: str, *, file: str) -> Layer | Problem:
             file=file,
             line=error.lineno,
             column=error.colno,
-            hint=f"the line reads: {written}" if written else "the line is empty",
+            hint=_shown(written),
         )
     except RecursionError:
         return Problem(message="not valid TOML: nested too deeply", file=file, line=1, column=1)
     places = {path: Place(file, line, column) for path, (line, column) in locate(text).items()}
     return _expand(Layer(tables=tables, places=places))
+
+
+def _shown(line: str) -> str:
+    """Return a hint that shows a line, unless it may hold a secret."""
+    if any(map(names_a_secret, re.findall(r"[\w-]+", line))):
+        return "the line is not shown: it names a secret"
+    return f"the line reads: {hide_passwords(line)}" if line else "the line is empty"
 
 
 def merge(base: Layer, top: Layer) -> Layer:
@@ -76,12 +84,14 @@ def override(layer: Layer, text: str) -> Layer | Problem:
         layer: What the files say.
         text: A dotted TOML key, `=`, and a TOML value; what is no TOML value is a string.
     """
-    file = f"--set {text}"
+    file = f"--set {hide_passwords(text)}"
     found = split_key(text)
     if found is None:
         return Problem(message="does not start with a key", file=file, hint="write --set table.key=value")
     path, end = found
     value = text[end + 1 :].strip()
+    if any(map(names_a_secret, path)):
+        file = f"--set {text[:end]}={HIDDEN}"
     if text[end : end + 1] != "=" or not value:
         return Problem(message="has no value", file=file, hint="write --set table.key=value")
     if path[0] in ("composer3d", "extends"):

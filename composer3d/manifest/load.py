@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
@@ -13,6 +13,7 @@ from composer3d.errors import ComposerError, ManifestError, PluginError, Problem
 from composer3d.manifest.document import Document, read
 from composer3d.manifest.references import resolve_reference
 from composer3d.manifest.tables import CORE_TABLES, MeshTable, ModelTable, TrainTable, mesh_table, validate
+from composer3d.manifest.validation import secret_paths
 from composer3d.manifest.writer import dotted
 from composer3d.registry import FAMILIES, Catalogue, Registered, info_of
 
@@ -134,6 +135,13 @@ def inspect_manifest(
         if instance is not None:
             instances[name] = instance
     known = {(plugin.info.family, plugin.name) for plugin in plugins}
+    typed = {(name,): cls for name, cls in classes.items()} | {
+        (plugin.info.family, plugin.name): type(plugin.instance) for plugin in plugins
+    }
+    secrets = frozenset(
+        found for path, cls in typed.items() for found in secret_paths(cls, document.get(path, {}), path)
+    )
+    document = replace(document, secrets=secrets)
     return InspectedManifest(
         manifest=Manifest(document=document, tables=instances, plugins=tuple(plugins)),
         problems=tuple(problems),

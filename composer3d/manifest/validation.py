@@ -17,11 +17,12 @@ from composer3d.manifest.descriptions import describe_keys, fields
 from composer3d.manifest.positions import KeyPath
 from composer3d.manifest.wording import alternatives, bare, choices, count, describe, expected
 from composer3d.manifest.writer import dotted, inline
+from composer3d.secret import HIDDEN, Secret, hide, names_a_secret
 
 if TYPE_CHECKING:
     from composer3d.manifest.document import Document
 
-__all__ = ["validate"]
+__all__ = ["secret_paths", "validate"]
 
 T = TypeVar("T")
 
@@ -96,6 +97,33 @@ def validate(
         problems += [_problem(document, base, fault) for fault in _select(faults) if fault.path not in dates]
         return None, list(dict.fromkeys(problems))
     return (None, problems) if problems else (instance, [])
+
+
+def secret_paths(annotation: Any, value: Any, path: KeyPath) -> Iterable[KeyPath]:
+    """Yield the key paths below a path whose values are secrets by their type.
+
+    Args:
+        annotation: A table class, or the annotation of a key.
+        value: What the manifest has there.
+        path: Where that stands.
+    """
+    for member in map(bare, alternatives(annotation)):
+        if member is Secret:
+            yield path
+        elif isinstance(value, Mapping):
+            for key, item in value.items():
+                known = fields(member)
+                inside = _inside(member, key) if key in known or not known else None
+                yield from () if inside is None else secret_paths(inside, item, (*path, key))
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                inside = _inside(member, index)
+                yield from () if inside is None else secret_paths(inside, item, (*path, index))
+
+
+def _holds_secrets(annotation: Any) -> bool:
+    plain = bare(annotation)
+    return plain is Secret or any(_holds_secrets(argument) for argument in get_args(plain))
 
 
 def _dates(value: Any, path: KeyPath) -> Iterable[KeyPath]:
@@ -198,7 +226,10 @@ def _select(faults: Sequence[_Fault]) -> list[_Fault]:
 
 def _problem(document: Document, base: KeyPath, fault: _Fault) -> Problem:
     path = base + fault.path
-    message, hint = _sentence(fault, path)
+    is_secret = _holds_secrets(fault.annotation) or any(map(names_a_secret, path))
+    # The text of a secret at the wrong place is a secret too.
+    value = HIDDEN if is_secret and not isinstance(fault.value, Mapping | list) else hide(fault.value)
+    message, hint = _sentence(replace(fault, value=value), path)
     return document.problem(path, message, hint=hint, whole_table=not fault.path)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from composer3d.manifest.descriptions import fields
 from composer3d.manifest.writer import inline
+from composer3d.secret import WANTED, Secret
 
 __all__ = ["alternatives", "bare", "choices", "count", "describe", "expected"]
 
@@ -20,6 +21,7 @@ _NOUNS = {
     float: ("a number", "numbers"),
     str: ("a string", "strings"),
     Path: ("a path", "paths"),
+    Secret: (WANTED, "secrets"),
     re.Pattern: ("a regular expression", "regular expressions"),
 }
 _BOUNDS = {"ge": "of at least", "gt": "greater than", "le": "of at most", "lt": "less than"}

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.runner.tables import RunTable
 
-__all__ = ["GarbageCollection", "configure_torch", "environment", "requested_device", "seed_step", "set_timeout"]
+__all__ = [
+    "GarbageCollection",
+    "configure_torch",
+    "environment",
+    "requested_device",
+    "seed_step",
+    "set_timeout",
+    "write_private",
+]
 
 
 def configure_torch(table: RunTable, *, seed: int) -> None:
@@ -156,6 +164,18 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
         "packages": _packages(),
         "commit": _commit(folder),
     }
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write a file that its owner alone may read; a link in its place is an error, and not followed.
+
+    Args:
+        path: The file; one that is there is replaced, its mode too.
+        text: Its content.
+    """
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(text)
 
 
 def _packages() -> dict[str, str]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import ComposerError, LossError, ManifestError, ModelError, PatternError
 from composer3d.manifest import Manifest, resolve_reference
+from composer3d.secret import hide
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -76,7 +77,7 @@ class ModelFactory:
         """Return what must be the same when a run goes on."""
         if self.hf is not None:
             return {"hf": self.hf.record()}
-        return {"use": self._manifest.tables["model"].reference, "args": self.args}
+        return {"use": self._manifest.tables["model"].reference, "args": hide(self.args)}
 
     @property
     def vocab_size(self) -> int | None:

@@ -22,6 +22,7 @@ from composer3d.runner.housekeeping import (
     requested_device,
     seed_step,
     set_timeout,
+    write_private,
 )
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.metrics import MetricsFile
@@ -221,9 +222,9 @@ class Trainer:
             self.display.message(f"moved what was saved after step {start} to {aside}")
         self.metrics.keep(start)
         self.output.mkdir(parents=True, exist_ok=True)
-        (self.output / "manifest.toml").write_text(self.manifest.document.to_toml(), encoding="utf-8")
+        write_private(self.output / "manifest.toml", self.manifest.document.to_toml())
         described = environment(self.manifest, self.run, self.source.record())
-        (self.output / "environment.json").write_text(json.dumps(described, indent=1, default=str) + "\n")
+        write_private(self.output / "environment.json", json.dumps(described, indent=1, default=str) + "\n")
         if self.factory.hf is not None:
             self.factory.hf.save_description(self.output / "huggingface")
         where = f"going on from {path}" if path is not None else f"training to {self.output}"

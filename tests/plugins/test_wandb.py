@@ -32,6 +32,22 @@ def test_every_metric_is_logged(tmp_path, monkeypatch):
     assert len(list(tmp_path.glob("runs/run/wandb/offline-run-*/*.wandb"))) == 1
 
 
+@needs_wandb
+def test_its_key_is_in_none_of_its_files(tmp_path, monkeypatch):
+    key = "c0ffee" * 6 + "abcd"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    monkeypatch.setenv("COMPOSER3D_TEST_KEY", key)
+
+    def known():
+        text = TABLE + 'api_key = { env = "COMPOSER3D_TEST_KEY" }\n'
+        return train(text, inside=lambda run: next(iter(run.context.state.values())).settings.api_key)[1]
+
+    assert run_ranks(known, 1) == [key]
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert files and not [path for path in files if key.encode() in path.read_bytes()]
+
+
 def test_refuses_to_run_without_the_library(monkeypatch):
     def refused():
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -104,6 +104,9 @@ def serve_http(kind):
         def do_POST(self):  # noqa: N802
             self.rfile.read(int(self.headers["content-length"]))
             answer, content_type = b"<html><body>It works!</body></html>", "text/html"
+            if kind == "echo":
+                answer = str(self.headers).encode()
+                say(self.headers.get("x-tenant"))
             if kind == "partial" and self.path == "/v1/traces":
                 body = ExportTraceServiceResponse()
                 body.partial_success.rejected_spans, body.partial_success.error_message = 2, "quota"

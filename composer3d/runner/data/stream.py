@@ -12,6 +12,7 @@ from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.source import Sample
 from composer3d.runner.data.table import DataTable
 from composer3d.sampling import local_slice
+from composer3d.secret import hide
 
 __all__ = ["STREAM_LOSES", "StreamBatches", "StreamSource"]
 
@@ -105,7 +106,7 @@ class StreamSource:
         return {
             "kind": "stream",
             "use": self._table.use,
-            "args": self._table.args,
+            "args": hide(self._table.args),
             "num_samples": None,
             "num_evaluation_samples": 0,
             "tokenizer": None,

@@ -22,6 +22,7 @@ from composer3d.runner.data.prepare import launch_key, prepare_once
 from composer3d.runner.data.source import Report, Sample, Source, num_held_out
 from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.table import DataTable
+from composer3d.secret import hide
 
 __all__ = ["UserSource", "call_user", "open_user", "seeded"]
 
@@ -75,12 +76,12 @@ class UserSource(Source):
         return {
             "kind": "user",
             "use": self._table.use,
-            "args": self._table.args,
+            "args": hide(self._table.args),
             "num_samples": len(self),
             "num_evaluation_samples": len(self.evaluation) if self.evaluation is not None else 0,
             "tokenizer": None,
             "vocab_size": self.vocab_size,
-            **({"dataset": record()} if callable(record) else {}),
+            **({"dataset": hide(record())} if callable(record) else {}),
         }
 
 

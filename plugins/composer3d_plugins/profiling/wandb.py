@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from composer3d import PluginError, RunContext, hookimpl, plugin
+from composer3d import PluginError, RunContext, Secret, hookimpl, plugin
 
 __all__ = ["Wandb"]
 
@@ -23,17 +23,22 @@ class Wandb:
         project: The project; default: the library's.
         name: The run's; default: the library makes one.
         mode: `online` sends, `offline` writes into the run's folder for `wandb sync`.
+        api_key: A secret, which is neither shown nor written: a string, `{ env = "NAME" }` or `{ file = "PATH" }`;
+            default: `WANDB_API_KEY`, or where the library's login put it.
     """
 
     project: str | None = None
     name: str | None = None
     mode: Literal["online", "offline"] = "online"
+    api_key: Secret | None = None
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
         """Refuse a run without the library."""
         if importlib.util.find_spec("wandb") is None:
             raise PluginError("wandb is not installed", hint='pip install "composer3d[wandb]"')
+        if context.purpose == "run":
+            self._key(context)
 
     @hookimpl
     def composer3d_metrics(self, context: RunContext, step: int, metrics: Mapping[str, float]) -> None:
@@ -50,12 +55,18 @@ class Wandb:
         if self in context.state:
             context.state[self].finish(exit_code=0 if error is None else 1)
 
+    def _key(self, context: RunContext) -> str | None:
+        return None if self.api_key is None else self.api_key.reveal(context.manifest.document.folder)
+
     def _start(self, context: RunContext) -> Any:
         context.output.mkdir(parents=True, exist_ok=True)
-        return importlib.import_module("wandb").init(
+        wandb = importlib.import_module("wandb")
+        key = self._key(context)
+        return wandb.init(
             project=self.project,
             name=self.name,
             mode=self.mode,
+            settings=None if key is None else wandb.Settings(api_key=key),
             dir=str(context.output),
             config={"manifest": context.manifest.document.to_toml(), "layout": str(context.layout)},
         )

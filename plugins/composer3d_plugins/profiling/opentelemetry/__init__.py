@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 
-from composer3d import PluginError, Recorder, RunContext, broadcast_json, hookimpl, plugin
+from composer3d import PluginError, Recorder, RunContext, Secret, broadcast_json, hookimpl, plugin
 from composer3d_plugins.profiling.opentelemetry.blocks import watch_blocks
 from composer3d_plugins.profiling.opentelemetry.courier import Counts, Courier
 from composer3d_plugins.profiling.opentelemetry.exporters import make_exporters
@@ -47,7 +48,8 @@ class OpenTelemetry:
             `console` writes to standard error.
         protocol: Of `otlp`.
         endpoint: Of `otlp`: the collector's base URL; default: this machine, port 4318 (http) or 4317 (grpc).
-        headers: Of `otlp`, sent with every export.
+        headers: Of `otlp`, sent with every export; secrets, which are neither shown nor written: a value is a string,
+            `{ env = "NAME" }` or `{ file = "PATH" }`.
         folder: Of `file`; default: `traces` in the run's folder.
         detail: `step` steps alone; `phase` forward, backward and so on, each once a step; `microbatch` every action of
             every micro-batch, and every collective; `layer` every block's forward and backward as well.
@@ -62,7 +64,7 @@ class OpenTelemetry:
     exporter: Literal["file", "otlp", "console"] = "file"
     protocol: Literal["http", "grpc"] = "http"
     endpoint: str | None = None
-    headers: dict[str, str] = Field(default_factory=dict)
+    headers: dict[str, Secret] = Field(default_factory=dict)
     folder: str | None = None
     detail: Literal["step", "phase", "microbatch", "layer"] = "phase"
     every: int = Field(default=1, ge=1)
@@ -87,6 +89,11 @@ class OpenTelemetry:
             raise PluginError(
                 f"the OTLP exporter for {self.protocol} is not installed", hint='pip install "composer3d[otlp]"'
             )
+        if context.purpose == "run":
+            self._reveal_headers(context)
+
+    def _reveal_headers(self, context: RunContext) -> dict[str, str]:
+        return {name: value.reveal(context.manifest.document.folder) for name, value in self.headers.items()}
 
     @hookimpl
     def composer3d_recorder(self, context: RunContext) -> Recorder | None:
@@ -148,11 +155,12 @@ def _start(options: OpenTelemetry, context: RunContext) -> Session:
 
     identity = _agree(context)
     resource = _resource(context, identity)
+    headers = options._reveal_headers(context)
     exporters = make_exporters(
         options.exporter,
         protocol=options.protocol,
         endpoint=options.endpoint,
-        headers=options.headers,
+        headers=headers,
         timeout_s=options.timeout_s,
         folder=context.output / "traces" if options.folder is None else Path(options.folder),
         rank=context.rank,
@@ -185,6 +193,7 @@ def _start(options: OpenTelemetry, context: RunContext) -> Session:
         name=f"rank {context.rank}",
         counts=counts,
         release=exporters.close,
+        secrets=[*headers.values(), *_password_of(options.endpoint)],
     )
     recorder = SpanRecorder(
         courier.put,
@@ -219,6 +228,11 @@ def _resource(context: RunContext, identity: Identity) -> Resource:
             **mesh,
         }
     )
+
+
+def _password_of(endpoint: str | None) -> list[str]:
+    password = urlsplit(endpoint or "").password
+    return [password] if password else []
 
 
 def _device_event() -> Any:

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +76,7 @@ class Courier:
         name: Of this rank, for what is reported.
         release: Lets go of connections and files, at the end.
         counts: Where every span went.
+        secrets: Texts that are hidden in what is reported; a collector may answer with what it was sent.
     """
 
     convert: Callable[[Batch], Sequence[Any]]
@@ -88,6 +89,7 @@ class Courier:
     name: str
     release: Callable[[], None]
     counts: Counts = field(default_factory=Counts)
+    secrets: Collection[str] = ()
 
     def __post_init__(self) -> None:
         """Start the thread."""
@@ -218,6 +220,9 @@ class Courier:
         lost = max(lost, counts.lost) if final else lost
         if lost and (final or lost >= 10 * self._told):
             self._told = lost
+            reason = self._reason
+            for secret in filter(None, self.secrets):
+                reason = reason.replace(secret, "**********")
             logging.getLogger(__name__).warning(
                 "telemetry of %s: %d spans are lost (%d found the queue full, %d were refused, %d could not be sent, "
                 "%d were left at the end), %d were delivered%s",
@@ -228,7 +233,7 @@ class Courier:
                 counts.failed,
                 counts.unconverted + counts.made - counts.delivered - counts.refused - counts.failed,
                 counts.delivered,
-                f"; {self._reason}" if self._reason else "",
+                f"; {reason}" if reason else "",
             )
 
 

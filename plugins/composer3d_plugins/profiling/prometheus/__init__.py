@@ -32,11 +32,12 @@ class Prometheus:
 
     Args:
         port: On which the node's first rank listens; 0 takes a free one, which the log names.
-        address: On which it listens.
+        address: On which it listens: `127.0.0.1` is reached from this machine alone, `0.0.0.0` from everywhere; nothing
+            asks for a password.
     """
 
     port: int = Field(default=9464, ge=0, le=65535)
-    address: str = "0.0.0.0"
+    address: str = "127.0.0.1"
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
