@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
@@ -13,6 +14,12 @@ if TYPE_CHECKING:
     from composer3d.runner.tables import StabilityTable
 
 __all__ = ["Stability", "StabilityError"]
+
+_GO_BACK = "go on from an earlier checkpoint (--resume PATH) with a lower optimizer.lr"
+_OVERFLOW = (
+    'float16 overflows in the model\'s own values at any loss scale; write param_dtype = "bfloat16" in '
+    "[precision.mixed], lower its initial_scale, or raise stability.max_skips"
+)
 
 
 class StabilityError(ComposerError):
@@ -41,6 +48,8 @@ class Stability:
         self._losses: deque[float] = deque(maxlen=table.spike_window)
         self._in_a_row = 0
         self.num_skipped = 0
+        self._any_taken = False
+        self._last = math.nan, math.nan
 
     def judge(self, step: int, *, loss: float, grad_norm: float) -> str | None:
         """Return why a step must be skipped, None if it may be taken.
@@ -56,10 +65,7 @@ class Stability:
         reason = self._objection(loss, grad_norm)
         if reason is None:
             self._losses.append(loss)
-            self._in_a_row = 0
             return None
-        self.num_skipped += 1
-        self._in_a_row += 1
         figures = f"step {step}: {reason} (loss {loss:.6g}, gradient norm {grad_norm:.6g})"
         if self._table.on_nonfinite == "stop":
             raise StabilityError(
@@ -69,19 +75,58 @@ class Stability:
                 loss=loss,
                 grad_norm=grad_norm,
             )
+        self._count(figures, _GO_BACK, step=step, loss=loss, grad_norm=grad_norm)
+        return figures
+
+    def taken(self) -> None:
+        """Note that the optimizer has taken the step that was judged."""
+        self._in_a_row = 0
+        self._any_taken = True
+
+    def vetoed(self, step: int, *, by: Collection[str], loss: float, grad_norm: float) -> None:
+        """Count a step that plugins skipped, a loss scaler that found an overflow for one.
+
+        Args:
+            step: As for `judge`, and so are `loss` and `grad_norm`.
+            by: Who skipped it.
+
+        Raises:
+            StabilityError: Too many steps in a row were skipped.
+        """
+        figures = f"step {step}: skipped by {', '.join(by)} (loss {loss:.6g}, gradient norm {grad_norm:.6g})"
+        advice = _OVERFLOW if "grad_scaler" in by else _GO_BACK
+        self._count(figures, advice, step=step, loss=loss, grad_norm=grad_norm)
+
+    def finish(self, step: int) -> None:
+        """Refuse a run that ends without a step that was taken: what it would save is what it began with.
+
+        Args:
+            step: Optimizer steps done.
+
+        Raises:
+            StabilityError: Every step was skipped.
+        """
+        if self.num_skipped and not self._any_taken:
+            raise StabilityError(
+                f"all {step} steps were skipped, so nothing is trained; see skipped_steps in metrics.jsonl, and lower "
+                'optimizer.lr, or write param_dtype = "bfloat16" where float16 overflows',
+                step=step,
+                loss=self._last[0],
+                grad_norm=self._last[1],
+            )
+
+    def _count(self, figures: str, advice: str, *, step: int, loss: float, grad_norm: float) -> None:
+        self.num_skipped += 1
+        self._in_a_row += 1
+        self._last = loss, grad_norm
         if self._in_a_row >= self._table.max_skips:
             raise StabilityError(
                 f"{figures}: step {self._in_a_row} in a row that was skipped (stability.max_skips = "
-                f"{self._table.max_skips}); go on from an earlier checkpoint (--resume PATH) with a lower optimizer.lr",
+                f"{self._table.max_skips}); {advice}",
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,
             )
-        return figures
-
-    def vetoed(self) -> None:
-        """Count a step that plugins skipped."""
-        self.num_skipped += 1
 
     def _objection(self, loss: float, grad_norm: float) -> str | None:
         if not math.isfinite(loss):
@@ -97,10 +142,16 @@ class Stability:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the losses that spikes are measured against, and the counts."""
-        return {"losses": list(self._losses), "in_a_row": self._in_a_row, "num_skipped": self.num_skipped}
+        return {
+            "losses": list(self._losses),
+            "in_a_row": self._in_a_row,
+            "num_skipped": self.num_skipped,
+            "any_taken": self._any_taken,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take them back."""
         self._losses.clear()
         self._losses.extend(float(loss) for loss in state["losses"])
         self._in_a_row, self.num_skipped = int(state["in_a_row"]), int(state["num_skipped"])
+        self._any_taken = bool(state.get("any_taken", True))  # checkpoints of before say nothing

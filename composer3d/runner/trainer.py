@@ -262,6 +262,7 @@ class Trainer:
                 self._save(done, asynchronous=tables["checkpoint"].asynchronous)
             garbage.step(step)
             clock.restart()
+        self.stability.finish(self.state.num_steps)
         if tables["checkpoint"].final and self.until >= self.num_steps:
             self._save(self.num_steps, asynchronous=False)
         return self._outcome("finished", step=min(self.num_steps, self.until))
@@ -278,9 +279,11 @@ class Trainer:
             if objection is None:
                 self.optimizer.step()
                 if state.vetoes:
-                    self.stability.vetoed()
-                elif self.ema is not None:
-                    self.ema.update(step)
+                    self.stability.vetoed(step + 1, by=state.vetoes, loss=loss, grad_norm=grad_norm)
+                else:
+                    self.stability.taken()
+                    if self.ema is not None:
+                        self.ema.update(step)
             else:
                 self.display.message(f"skipped {objection}")
             self.optimizer.zero_grad()

@@ -3,13 +3,20 @@ from __future__ import annotations
 import math
 
 import pytest
+from support.training import start, write
 
+from composer3d import RankError
 from composer3d.runner.stability import Stability, StabilityError
 from composer3d.runner.tables import StabilityTable
 
 
 def judge(stability, *losses, grad_norm=1.0):
-    return [stability.judge(step, loss=loss, grad_norm=grad_norm) is not None for step, loss in enumerate(losses, 1)]
+    found = []
+    for step, loss in enumerate(losses, 1):
+        found.append(stability.judge(step, loss=loss, grad_norm=grad_norm) is not None)
+        if not found[-1]:
+            stability.taken()
+    return found
 
 
 def test_what_is_not_finite_is_skipped_and_counted():
@@ -57,3 +64,50 @@ def test_too_many_skips_in_a_row_stop_the_run():
         "step 4: the loss is not finite (loss nan, gradient norm 1): step 2 in a row that was skipped "
         "(stability.max_skips = 2); go on from an earlier checkpoint (--resume PATH) with a lower optimizer.lr"
     )
+
+
+def test_steps_that_plugins_skip_count_as_skipped_in_a_row():
+    stability = Stability(StabilityTable(max_skips=2), overflow_is_expected=True)
+    figures = {"loss": 1.5, "grad_norm": math.inf}
+    stability.judge(1, **figures)
+    stability.vetoed(1, by=("grad_scaler",), **figures)
+    stability.judge(2, loss=1.5, grad_norm=1.0)
+    stability.taken()
+    stability.vetoed(3, by=("grad_scaler",), **figures)
+    with pytest.raises(StabilityError) as caught:
+        stability.vetoed(4, by=("grad_scaler",), **figures)
+    assert str(caught.value) == (
+        "step 4: skipped by grad_scaler (loss 1.5, gradient norm inf): step 2 in a row that was skipped "
+        "(stability.max_skips = 2); float16 overflows in the model's own values at any loss scale; write param_dtype = "
+        '"bfloat16" in [precision.mixed], lower its initial_scale, or raise stability.max_skips'
+    )
+
+
+def test_a_run_without_a_step_that_was_taken_is_not_finished():
+    stability = Stability(StabilityTable(on_nonfinite="skip"))
+    judge(stability, math.nan, math.nan)
+    with pytest.raises(StabilityError) as caught:
+        stability.finish(2)
+    assert str(caught.value).startswith("all 2 steps were skipped, so nothing is trained; ")
+    judge(stability, 1.0)
+    stability.finish(3)
+
+
+OVERFLOWING = """
+composer3d = 1
+model.args = { dim = 16, num_layers = 1, num_heads = 2 }
+data = { use = "synthetic", seq_len = 8, vocab_size = 32 }
+run.device = "cpu"
+[sharding.fsdp2]
+[precision.mixed]
+param_dtype = "float16"
+initial_scale = 1e30
+"""
+
+
+@pytest.mark.parametrize(("steps", "said"), [(12, "step 10: skipped by grad_scaler"), (3, "all 3 steps were skipped")])
+def test_float16_that_overflows_in_every_step_is_not_finished(steps, said, tmp_path):
+    path = write(tmp_path, f"{OVERFLOWING}[train]\nsteps = {steps}\n")
+    with pytest.raises(RankError) as caught:
+        start(path, 2)
+    assert said in str(caught.value)
