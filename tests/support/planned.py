@@ -29,7 +29,19 @@ _STEPS = 3  # that are compared, of each real run
 def factory(num_layers, source="composer3d"):
     if source in ("llama", "mixtral"):
         return lambda: huggingface(num_layers, source)
-    return lambda: llama(dim=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, vocab_size=VOCAB)
+    if source == "unused":
+        return lambda: unused(num_layers)
+    tied = source == "tied"
+    return lambda: llama(
+        dim=32, num_layers=num_layers, num_heads=4, num_kv_heads=2, vocab_size=VOCAB, tie_embeddings=tied
+    )
+
+
+def unused(num_layers):
+    """Return a model with a parameter that no forward uses."""
+    model = factory(num_layers)()
+    model.spare = torch.nn.Parameter(torch.ones(4096))
+    return model
 
 
 def huggingface(num_layers, family):
@@ -69,7 +81,7 @@ class Case:
 
     def manifest(self, folder):
         path = folder / f"{os.getpid()}.toml"
-        blocks = "layers.*" if self.source == "composer3d" else "model.layers.*"
+        blocks = "model.layers.*" if self.source in ("llama", "mixtral") else "layers.*"
         path.write_text(f'composer3d = 1\nmodel.blocks = "{blocks}"\ntrain.microbatch = {MICROBATCH}\n{self.text}\n')
         return load_manifest(path)
 

@@ -16,6 +16,7 @@ __all__ = ["shape_of"]
 
 _HEADS = ("num_heads", "n_heads", "num_attention_heads", "n_head", "nhead")
 _HEAD_DIM = 128  # where a model does not say
+_TOLERANCE = 0.02  # of the parameters; what formulas say of a model that has others is not about this model
 
 
 def shape_of(model: nn.Module, blocks: str) -> ModelShape:
@@ -26,7 +27,8 @@ def shape_of(model: nn.Module, blocks: str) -> ModelShape:
         blocks: The pattern of its repeated blocks, such as `layers.*`.
 
     Raises:
-        ModelError: It has no embedding, or its blocks have no linear layers.
+        ModelError: It has no embedding, its blocks have no linear layers, or it has other parameters than a decoder of
+            these dimensions: a mixture of experts, an encoder besides.
     """
     pattern = re.compile(re.escape(blocks).replace(r"\*", r"[^.]+"))
     held = [module for fqn, module in model.named_modules() if pattern.fullmatch(fqn)]
@@ -45,10 +47,11 @@ def shape_of(model: nn.Module, blocks: str) -> ModelShape:
         raise ModelError(
             f"has blocks without linear layers of its width {hidden}, and the search knows decoders only", key="blocks"
         )
-    ffn, attention = _ffn(linears, hidden)
+    last, attention = _ffn(linears, hidden)
+    ffn = last.in_features
     heads, head_dim = _heads(model, held[0], attention, hidden)
     others = [module.num_embeddings for module in tables if module is not table and module.embedding_dim == hidden]
-    return ModelShape(
+    shape = ModelShape(
         num_layers=len(held),
         hidden=hidden,
         num_heads=heads,
@@ -56,21 +59,39 @@ def shape_of(model: nn.Module, blocks: str) -> ModelShape:
         head_dim=head_dim,
         ffn=ffn,
         vocab_size=table.num_embeddings,
-        gated=sum(_dims(module) == (hidden, ffn) for module in linears if module not in attention) > 1,
+        gated=sum(module.out_features for module in linears if module not in attention and module is not last) > ffn,
         tied=_is_tied(model, table),
         positions=sum(others),
+        biases=max(0, sum(p.numel() for p in held[0].parameters() if p.dim() == 1) - 2 * hidden),
     )
+    _refuse_other(shape, sum(parameter.numel() for parameter in model.parameters()))
+    return shape
+
+
+def _refuse_other(shape: ModelShape, num_parameters: int) -> None:
+    """Raise for a model that is not what the formulas take it for."""
+    if abs(shape.num_parameters - num_parameters) > _TOLERANCE * num_parameters:
+        raise ModelError(
+            f"has {num_parameters:,} parameters, and a decoder of {shape.num_layers} layers of width {shape.hidden}, "
+            f"{shape.num_heads} heads, a feed-forward part of {shape.ffn} and a vocabulary of {shape.vocab_size} has "
+            f"{shape.num_parameters:,}: the formulas know dense decoders only",
+            key="use",
+            hint="composer3d plan traces any model, and says what a layout needs",
+        )
 
 
 def _dims(module: nn.Linear) -> tuple[int, int]:
     return module.in_features, module.out_features
 
 
-def _ffn(linears: Sequence[nn.Linear], hidden: int) -> tuple[int, list[nn.Linear]]:
-    """Return the feed-forward part's width and the layers of attention: the last layer ends the feed-forward part."""
+def _ffn(linears: Sequence[nn.Linear], hidden: int) -> tuple[nn.Linear, list[nn.Linear]]:
+    """Return the layer that ends the feed-forward part, the last one, and the layers of attention.
+
+    The feed-forward part's other layers are as wide as what it takes, or twice as wide: gate and value in one.
+    """
     last = next((module for module in reversed(linears) if module.out_features == hidden), linears[-1])
-    ffn = last.in_features
-    return ffn, [module for module in linears if module is not last and _dims(module) != (hidden, ffn)]
+    own = ((hidden, last.in_features), (hidden, 2 * last.in_features))
+    return last, [module for module in linears if module is not last and _dims(module) not in own]
 
 
 def _heads(model: nn.Module, block: nn.Module, attention: Sequence[nn.Linear], hidden: int) -> tuple[int, int]:

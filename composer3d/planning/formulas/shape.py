@@ -1,4 +1,4 @@
-"""What of a decoder's shape decides what it costs."""
+"""Dimensions of a decoder that the cost formulas use."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class ModelShape:
         gated: Three matrices in the feed-forward part (SwiGLU) instead of two.
         tied: Whether embedding and output projection are one tensor.
         positions: Rows of a learned embedding of positions.
+        biases: Parameters of one block beside its matrices and two norms' weights.
     """
 
     num_layers: int
@@ -34,6 +35,7 @@ class ModelShape:
     gated: bool = True
     tied: bool = False
     positions: int = 0
+    biases: int = 0
 
     @property
     def attention_parameters(self) -> int:
@@ -46,9 +48,14 @@ class ModelShape:
         return (3 if self.gated else 2) * self.hidden * self.ffn
 
     @property
+    def layer_vectors(self) -> int:
+        """Parameters of one block that tensor parallelism leaves whole: norms and biases."""
+        return 2 * self.hidden + self.biases
+
+    @property
     def layer_parameters(self) -> int:
-        """Of one block, its two norms included."""
-        return self.attention_parameters + self.ffn_parameters + 2 * self.hidden
+        """Of one block, norms and biases included."""
+        return self.attention_parameters + self.ffn_parameters + self.layer_vectors
 
     @property
     def embedding_parameters(self) -> int:

@@ -70,7 +70,7 @@ def parameters_of(shape: ModelShape, setup: Setup, pp_rank: int) -> tuple[float,
         outer += shape.embedding_parameters
     if setup.num_stages - 1 in stages and not (shape.tied and setup.pp == 1):
         outer += shape.head_parameters
-    norms = 2 * shape.hidden * layers
+    norms = shape.layer_vectors * layers
     cut = (layers * shape.layer_parameters - norms + outer) / setup.tp
     return cut + norms, outer / setup.tp
 

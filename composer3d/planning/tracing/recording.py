@@ -103,6 +103,7 @@ class _Observer:
         self._messages: list[tuple[Collective, bool]] = []
         self._is_quiet = self._is_forward_backward = False
         self._births: list[tuple[int, int]] = []
+        self._unused: list[Any] = []
 
     def _stretch(self, kind: SegmentKind, stage: int, microbatch: int | None) -> Stretch:
         made = Stretch(kind=kind, stage=stage, microbatch=microbatch)
@@ -188,6 +189,17 @@ class _Observer:
         gradients = [p.grad for part in self.run.parts for p in part.module.parameters() if p.grad is not None]
         self.result.gradients = self.storages.bytes_of(gradients)
         self._births = self.storages.births_of(gradients)
+        stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
+        # Where no gradient is left at all, the backward stepped, or a plugin holds them elsewhere.
+        known = gradients and not self.run.context.claimants("moved_gradients")
+        self._unused = [p for p in stepped if p.grad is None] if known else []
+
+    def free_unused_state(self) -> bool:
+        """Free the optimizer state of parameters that got no gradient; return whether there was some.
+
+        State is made before the step that is recorded, when nobody knows yet which parameters the model uses.
+        """
+        return any([self._optimizer.state.pop(parameter, None) for parameter in self._unused])
 
     def finish(self) -> None:
         """Put gradients in the place of clocks."""

@@ -211,7 +211,8 @@ class Tracer:
                     for step in (1, 2):
                         observer.restart()
                         run_step(run, optimizer, args, target, inputs=inputs, grad_clip=job.grad_clip, number=step)
-                        if not (buckets or differs):
+                        freed = observer.free_unused_state()
+                        if not (buckets or differs or freed):
                             break
                 sketch = sketch_of(observer.result, cut.places_of)
                 return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
+from composer3d.errors import ModelError
 from composer3d.models import llama
 from composer3d.models.flops import num_flops_per_token
 from composer3d.planning.formulas.block import block
@@ -61,6 +63,48 @@ def test_a_tied_model_counts_its_embedding_once():
     assert shape.tied
     assert shape.num_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert flops_per_token(shape, 32, "palm") == num_flops_per_token(model, 32)
+
+
+class Experts(nn.Module):
+    """A block whose feed-forward part stands there several times."""
+
+    def __init__(self, num_experts):
+        super().__init__()
+        self.attention = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 64)) for _ in range(num_experts))
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(2))
+
+
+def mixture(num_experts):
+    layers = nn.ModuleList(Experts(num_experts) for _ in range(2))
+    return nn.ModuleDict({"tok": nn.Embedding(96, 64), "layers": layers, "norm": nn.LayerNorm(64)})
+
+
+def test_a_shape_that_is_not_the_models_is_refused_with_both_numbers():
+    dense = mixture(1)
+    assert shape_of(dense, "layers.*").num_parameters == sum(p.numel() for p in dense.parameters()) - 64
+    experts = mixture(8)
+    count = sum(p.numel() for p in experts.parameters())
+    with pytest.raises(
+        ModelError, match=f"has {count:,} parameters, and a decoder of 2 layers of width 64.*has [0-9,]+: "
+    ):
+        shape_of(experts, "layers.*")
+
+
+def test_a_gate_fused_with_its_value_is_no_part_of_attention():
+    block = nn.ModuleDict(
+        {
+            "qkv": nn.Linear(64, 3 * 64, bias=False),
+            "o": nn.Linear(64, 64, bias=False),
+            "gate_up": nn.Linear(64, 2 * 160, bias=False),
+            "down": nn.Linear(160, 64, bias=False),
+            "norms": nn.ModuleList(nn.RMSNorm(64) for _ in range(2)),
+        }
+    )
+    model = nn.ModuleDict({"tok": nn.Embedding(96, 64), "layers": nn.ModuleList([block]), "norm": nn.RMSNorm(64)})
+    shape = shape_of(model, "layers.*")
+    assert (shape.gated, shape.ffn) == (True, 160)
+    assert shape.num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_conventions_of_model_flops():

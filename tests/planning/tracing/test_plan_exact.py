@@ -14,6 +14,9 @@ FAST = (
     "cpu_offload",
     "1f1b",
     "stranger",
+    "unused",
+    "unused_1f1b",
+    "tied_1f1b",
 )
 CASES = {
     "zero3": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n"),
@@ -69,6 +72,9 @@ CASES = {
     "huggingface_tp": Case('mesh.tp = 2\n[sharding.tensor_parallel]\nplan = "auto"\n', source="llama"),
     # Experts are multiplied in groups, in float32.
     "huggingface_experts": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="mixtral"),
+    "unused": Case("mesh.dp_shard = 2\n[sharding.fsdp2]\n", source="unused"),
+    "unused_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="unused", num_microbatches=4),
+    "tied_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="tied", num_microbatches=4),
     "stranger": Case(
         'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned:Stranger"\n'
     ),
