@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Stability", "StabilityError"]
 
+_NO_TARGETS = "no target of the global batch is valid (every one is -100), so there is no loss"
 _GO_BACK = "go on from an earlier checkpoint (--resume PATH) with a lower optimizer.lr"
 _OVERFLOW = (
     'float16 overflows in the model\'s own values at any loss scale; write param_dtype = "bfloat16" in '
@@ -51,26 +52,27 @@ class Stability:
         self._any_taken = False
         self._last = math.nan, math.nan
 
-    def judge(self, step: int, *, loss: float, grad_norm: float) -> str | None:
+    def judge(self, step: int, *, loss: float, grad_norm: float, count: int = 1) -> str | None:
         """Return why a step must be skipped, None if it may be taken.
 
         Args:
             step: Optimizer steps done with this one.
             loss: Of the global batch.
             grad_norm: Of the full model, before clipping.
+            count: Valid targets of the global batch.
 
         Raises:
             StabilityError: The manifest says to stop, or too many steps in a row were skipped.
         """
-        reason = self._objection(loss, grad_norm)
+        reason = self._objection(loss, grad_norm) if count or math.isfinite(loss) else _NO_TARGETS
         if reason is None:
             self._losses.append(loss)
             return None
         figures = f"step {step}: {reason} (loss {loss:.6g}, gradient norm {grad_norm:.6g})"
         if self._table.on_nonfinite == "stop":
+            cure = "lower optimizer.lr or train.grad_clip" if reason != _NO_TARGETS else "mend the data"
             raise StabilityError(
-                f'{figures}; lower optimizer.lr or train.grad_clip, or set stability.on_nonfinite = "skip" to leave '
-                "such steps out",
+                f'{figures}; {cure}, or set stability.on_nonfinite = "skip" to leave such steps out',
                 step=step,
                 loss=loss,
                 grad_norm=grad_norm,

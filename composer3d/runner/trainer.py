@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import checkpoint
+from composer3d.errors import DataError
 from composer3d.runner.batch_size import BatchSize
 from composer3d.runner.blackbox import BlackBox
 from composer3d.runner.clock import StepClock
-from composer3d.runner.data.agreement import agree_on_data
+from composer3d.runner.data.agreement import agree_on_data, compare_streams
 from composer3d.runner.display import Display
 from composer3d.runner.ema import EMA
 from composer3d.runner.housekeeping import (
@@ -162,6 +163,7 @@ class Trainer:
             degree=context.data_parallel_degree,
             batch_size_of=self.batch_size.of,
             position_of=self.batch_size.position_of,
+            compare=compare_streams(context),
             vocab_size=self.factory.vocab_size,
         )
 
@@ -275,7 +277,7 @@ class Trainer:
             inputs = self.factory.inputs(batch.targets)
             loss = float(self.run.forward_backward(batch.tokens, target=batch.targets, **inputs))
             grad_norm = float(self.run.clip_grad_norm_(self.manifest.tables["train"].grad_clip))
-            objection = self.stability.judge(step + 1, loss=loss, grad_norm=grad_norm)
+            objection = self.stability.judge(step + 1, loss=loss, grad_norm=grad_norm, count=state.count)
             if objection is None:
                 self.optimizer.step()
                 if state.vetoes:
@@ -302,8 +304,10 @@ class Trainer:
             for batch in self.loader.evaluation_batches(table.batches, batch_size=self.batch_size.largest):
                 inputs = self.factory.inputs(batch.targets)
                 result = self.run.evaluate(batch.tokens, target=batch.targets, **inputs)
-                total += float(result.loss) * result.count
+                total += float(result.loss) * result.count if result.count else 0.0
                 count += result.count
+        if not count:
+            raise DataError("[evaluation] no target of the samples held out is valid, so there is no loss to tell")
         return total / count
 
     def _save(self, done: int, *, asynchronous: bool) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import pickle
 import tracemalloc
 from pydoc_data.topics import topics
@@ -123,7 +124,7 @@ def test_token_files_are_mapped_and_never_read_whole(tmp_path, name):
         tokens[start : start + 64].tolist() for start in (0, 64_000, 64 * (len(source) - 1))
     ]
     assert [sample[1].tolist() for sample in seen[:2]] == [tokens[1:65].tolist(), tokens[64_001:64_065].tolist()]
-    # The file has 8 MiB, of which 4 MiB are read for the digest, 64 KiB at a time.
+    # The file has 8 MiB, which are read for the digest, 256 KiB at a time.
     assert isinstance(mapped, MappedTokens) and isinstance(mapped[:1], np.memmap) and peak_bytes < 1 << 20
     assert len(pickle.dumps(source)) < 10_000
     assert pickle.loads(pickle.dumps(source))[5][0].tolist() == source[5][0].tolist()
@@ -136,7 +137,7 @@ def test_the_digest_of_a_token_file_changes_with_its_tokens(tmp_path):
         if place is not None:
             tokens[place] += 1
         tokens.tofile(tmp_path / "t.bin")
-        digests.add(opened(tmp_path, "t.bin", seq_len=8)[0].record()["sha256_sampled"])
+        digests.add(opened(tmp_path, "t.bin", seq_len=8)[0].record()["sha256"])
     assert len(digests) == 4
 
 
@@ -303,3 +304,77 @@ def test_a_character_across_two_blocks_is_text(tmp_path):
     assert source.record()["num_bytes"] == len(text)
     (tmp_path / "b.txt").write_bytes(b"a" * ((1 << 20) - 1) + b"\xc3(" + b"b" * 10)
     assert "b.txt is not UTF-8 (at byte 1048575)" in refusal(tmp_path, use="b.txt")
+
+
+# ---- token files that are not what they seem -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("written", "keys", "said"),
+    [
+        ("<u4", {}, 'dtype = "uint16", the default: every other one is 0; set dtype = "uint32"'),
+        (
+            "<i8",
+            {"dtype": "uint32"},
+            'dtype = "uint32": every other one is 0; write them as uint32 again',
+        ),
+        (
+            "<i8",
+            {},
+            'dtype = "uint16", the default: every other one is 0; it looks like 64-bit integers; write them as uint32 '
+            "again",
+        ),
+        (">u4", {}, 'dtype = "uint16", the default: every other one is 0; set dtype = "uint32"'),
+        ("<u2", {"dtype": "uint32"}, 'dtype = "uint32": half of them are above 16,777,216; set dtype = "uint16"'),
+    ],
+)
+def test_tokens_of_another_dtype_than_stated_are_refused(tmp_path, written, keys, said):
+    tokens = np.random.default_rng(0).integers(0, 50_000, 20_000)
+    tokens.astype(written).tofile(tmp_path / "t.bin")
+    assert (
+        refusal(tmp_path, use="t.bin", seq_len=8, **keys)
+        == f'[data] use = "t.bin": t.bin does not hold tokens of {said}'
+    )
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("uint16", 40), ("uint32", 40), ("uint16", 100_000), ("uint32", 100_000)])
+def test_tokens_of_the_stated_dtype_are_taken(tmp_path, dtype, size):
+    for tokens in (np.random.default_rng(0).integers(0, 60_000, size), np.arange(size) % 3, np.zeros(size)):
+        tokens.astype(dtype).tofile(tmp_path / "t.bin")
+        assert len(opened(tmp_path, "t.bin", seq_len=8, dtype=dtype)[0]) > 0
+
+
+def test_a_file_changed_in_its_middle_is_another_one_in_the_record(tmp_path):
+    (tmp_path / "t").mkdir()
+    tokens = np.arange(5_000_000) % 50_000
+    for name in ("a.bin", "b.bin"):
+        tokens.astype(np.uint16).tofile(tmp_path / "t" / name)
+    before = opened(tmp_path, "t", seq_len=8)[0].record()["files"]
+    changed = np.memmap(tmp_path / "t" / "b.bin", dtype=np.uint16, mode="r+")
+    changed[2_534_567] += 1
+    changed.flush()
+    after = opened(tmp_path, "t", seq_len=8)[0].record()["files"]
+    assert before.keys() == {"a.bin", "b.bin"} and before["a.bin"] == after["a.bin"]
+    assert before["b.bin"] != after["b.bin"]
+
+
+def test_a_file_that_is_too_large_to_be_read_whole_says_when_it_was_changed(tmp_path, monkeypatch):
+    monkeypatch.setattr("composer3d.runner.data.token_digest._WHOLE_BYTES", 1000)
+    (np.arange(5000) % 500).astype(np.uint16).tofile(tmp_path / "t.bin")
+    source, _ = opened(tmp_path, "t.bin", seq_len=8)
+    assert "sha256_sampled" in source.record() and "sha256" not in source.record()
+    assert source.modified == {str(tmp_path / "t.bin"): (tmp_path / "t.bin").stat().st_mtime_ns}
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_noticed(tmp_path):
+    path = tmp_path / "t.bin"
+    (np.arange(5000) % 500).astype(np.uint16).tofile(path)
+    source, _ = opened(tmp_path, "t.bin", seq_len=8)
+    assert source[0][0].tolist() == list(range(8))
+    with path.open("r+b") as file:
+        file.seek(4000)
+        file.write(b"\x01\x00")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))  # a clock's tick may be longer than this test
+    with pytest.raises(DataError, match=r"^\[data\] t.bin was changed while the run reads it, so its samples"):
+        for index in range(64):
+            source[index]

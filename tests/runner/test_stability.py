@@ -111,3 +111,28 @@ def test_float16_that_overflows_in_every_step_is_not_finished(steps, said, tmp_p
     with pytest.raises(RankError) as caught:
         start(path, 2)
     assert said in str(caught.value)
+
+
+MASKED = """
+import torch
+
+
+class Masked(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        return torch.arange(8), torch.full((8,), -100)
+"""
+
+
+@pytest.mark.parametrize("more", ["", '[stability]\non_nonfinite = "skip"\nmax_skips = 2\n'], ids=["stop", "skip"])
+def test_a_batch_without_a_valid_target_says_so(more, tmp_path):
+    (tmp_path / "masked_rows.py").write_text(MASKED)
+    text = OVERFLOWING.partition("[precision")[0].replace('"synthetic"', '"masked_rows:Masked"')
+    path = write(tmp_path, f"{text}[train]\nsteps = 4\n{more}")
+    with pytest.raises(RankError) as caught:
+        start(path, 2)
+    step = 2 if more else 1
+    said = f"step {step}: no target of the global batch is valid (every one is -100), so there is no loss (loss nan"
+    assert said in str(caught.value)

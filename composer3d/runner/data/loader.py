@@ -15,7 +15,7 @@ from composer3d.errors import ComposerError, DataError
 from composer3d.runner.data.batches import MapBatches, num_batches
 from composer3d.runner.data.collate import Batch, check_vocabulary
 from composer3d.runner.data.source import Source
-from composer3d.runner.data.stream import StreamBatches, StreamSource
+from composer3d.runner.data.stream import Comparison, StreamBatches, StreamSource
 from composer3d.runner.data.table import DataTable
 
 __all__ = ["Loader"]
@@ -40,6 +40,7 @@ class Loader:
         degree: Data-parallel degree.
         batch_size_of: The global batch of a step, in samples.
         position_of: Samples before a step: the sum of the batches of all steps before it.
+        compare: Of a stream: compares what this rank read with the other ranks; see `compare_streams`.
         vocab_size: Of the model; the first 16 batches are checked against it. None checks nothing.
 
     Raises:
@@ -58,6 +59,7 @@ class Loader:
         degree: int,
         batch_size_of: Callable[[int], int],
         position_of: Callable[[int], int],
+        compare: Comparison | None = None,
         vocab_size: int | None = None,
     ) -> None:
         self._source, self._table, self._seed = source, table, seed
@@ -65,7 +67,9 @@ class Loader:
         _refuse(source, table, vocab_size)
         self._batches: MapBatches | StreamBatches
         if isinstance(source, StreamSource):
-            self._batches = StreamBatches(source, table, rank=rank, degree=degree, batch_size_of=batch_size_of)
+            self._batches = StreamBatches(
+                source, table, rank=rank, degree=degree, batch_size_of=batch_size_of, compare=compare
+            )
         else:
             self._batches = MapBatches(
                 source,
@@ -127,6 +131,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the step that comes next, what the order depends on, and the place of a stream."""
         state: dict[str, Any] = {"step": self._next_step, **self._dependencies()}
+        state |= {"modified": modified} if (modified := self._modified()) else {}
         if isinstance(self._batches, StreamBatches):
             state["stream"] = self._batches.state_dict()
         return state
@@ -149,6 +154,13 @@ class Loader:
                     state.get(key),
                     mine,
                 )
+        changed = [name for name, when in self._modified().items() if state.get("modified", {}).get(name, when) != when]
+        if changed:
+            log.warning(
+                "[data] changed since the checkpoint was saved, and too large to be compared whole: %s; sizes and 64 "
+                "blocks of each are as they were, other samples may not be",
+                ", ".join(changed[:4]) + (f" and {len(changed) - 4} more" if len(changed) > 4 else ""),
+            )
         self._next_step, self._ahead = int(state["step"]), None
         if isinstance(self._batches, StreamBatches):
             self._batches.load_state_dict(state["stream"], step=self._next_step)
@@ -156,6 +168,9 @@ class Loader:
     def close(self) -> None:
         """End the workers."""
         self._ahead = None
+
+    def _modified(self) -> dict[str, int]:
+        return {} if isinstance(self._source, StreamSource) else self._source.modified
 
     def _dependencies(self) -> dict[str, Any]:
         size = None if isinstance(self._source, StreamSource) else len(self._source)

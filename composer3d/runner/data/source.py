@@ -38,6 +38,11 @@ class Source(ABC):
         return None
 
     @property
+    def modified(self) -> dict[str, int]:
+        """Return when each file was last changed, of files that no digest covers whole; nanoseconds since 1970."""
+        return {}
+
+    @property
     def draws(self) -> bool:
         """Tell whether reading a sample may draw random numbers; they are then seeded by the sample's position."""
         return False

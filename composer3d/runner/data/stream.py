@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeAlias
+
+import torch
 
 from composer3d.errors import DataError
 from composer3d.runner.data.collate import Batch, collate, padded_width
@@ -14,7 +17,9 @@ from composer3d.runner.data.table import DataTable
 from composer3d.sampling import local_slice
 from composer3d.secret import hide
 
-__all__ = ["STREAM_LOSES", "StreamBatches", "StreamSource"]
+__all__ = ["STREAM_LOSES", "Comparison", "StreamBatches", "StreamSource"]
+
+Comparison: TypeAlias = Callable[[int, Sequence[int]], None]
 
 STREAM_LOSES = (
     'order = "stream" takes the data as the iterable gives it: step n cannot be computed without the steps before it, '
@@ -139,12 +144,21 @@ class StreamBatches:
         rank: Data-parallel rank.
         degree: Data-parallel degree.
         batch_size_of: The global batch of a step.
+        compare: Called with the number of the first item of a batch and a number for each item, to compare with those
+            of other ranks.
     """
 
     def __init__(
-        self, source: StreamSource, table: DataTable, *, rank: int, degree: int, batch_size_of: Callable[[int], int]
+        self,
+        source: StreamSource,
+        table: DataTable,
+        *,
+        rank: int,
+        degree: int,
+        batch_size_of: Callable[[int], int],
+        compare: Comparison | None = None,
     ) -> None:
-        self._source, self._table = source, table
+        self._source, self._table, self._compare = source, table, compare
         self._rank, self._degree, self._batch_size_of = rank, degree, batch_size_of
         self.next_step = 0
 
@@ -163,11 +177,16 @@ class StreamBatches:
         mine = local_slice(range(size), self._rank, self._degree)
         kept: list[Sample] = []
         lengths: list[int] = []
+        seen: list[int] = []
         for place in range(size):
             sample = self._source.take()
+            if self._compare is not None:
+                seen.append(_checksum(sample))
             lengths.append(len(sample[0]) if sample[0].dim() else 1)
             if place in mine:
                 kept.append(sample)
+        if self._compare is not None:
+            self._compare(first, seen)
         width = padded_width(lengths, self._table)
         numbers = [first + place for place in mine]
         batch = collate(kept, step=step, indices=numbers, width=width, table=self._table)
@@ -182,3 +201,11 @@ class StreamBatches:
         """Go on at a saved place, with the step that came next there."""
         self._source.load_state_dict(state)
         self.next_step = step
+
+
+def _checksum(sample: Sample) -> int:
+    found = 0
+    for tensor in sample:
+        found = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+        found = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy(), found)
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import os
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -16,12 +16,16 @@ from numpy.typing import NDArray
 from composer3d.errors import DataError
 from composer3d.runner.data.source import Sample, Source, num_held_out
 from composer3d.runner.data.table import DataTable
+from composer3d.runner.data.token_digest import file_facts
 
 __all__ = ["TOKEN_SUFFIXES", "MappedTokens", "TokenSource", "held_out", "map_token_file", "open_token_files"]
 
 TOKEN_SUFFIXES = (".bin", ".npy")
-_BLOCK_BYTES = 1 << 16
-_NUM_BLOCKS = 64
+_READS_BETWEEN_LOOKS = 64
+# What is looked at to know a wrong dtype: so many stretches over the file, of so many tokens.
+_NUM_STRETCHES, _STRETCH = 64, 1024
+# No vocabulary is that large; half of all tokens above it are no tokens.
+_LARGEST_VOCABULARY = 1 << 24
 
 
 class MappedTokens:
@@ -39,6 +43,16 @@ class MappedTokens:
     def __init__(self, path: Path, *, dtype: np.dtype[Any], size: int, offset: int = 0) -> None:
         self.path, self.dtype, self.size, self.offset = path, dtype, size, offset
         self._map: np.memmap[Any, np.dtype[Any]] | None = None
+        self._opened, self._num_reads = self._state(), 0
+
+    @property
+    def modified_ns(self) -> int:
+        """When the file was last changed before it was opened, in nanoseconds since 1970."""
+        return self._opened[1]
+
+    def _state(self) -> tuple[int, int]:
+        found = os.stat(self.path)
+        return found.st_size, found.st_mtime_ns
 
     def __len__(self) -> int:
         return self.size
@@ -46,6 +60,12 @@ class MappedTokens:
     def __getitem__(self, part: slice) -> NDArray[Any]:
         if self._map is None:
             self._map = np.memmap(self.path, dtype=self.dtype, mode="r", offset=self.offset, shape=(self.size,))
+        if self._num_reads % _READS_BETWEEN_LOOKS == 0 and self._state() != self._opened:
+            raise DataError(
+                f"[data] {self.path.name} was changed while the run reads it, so its samples are others than those of "
+                "the steps before; write new data to a new file, and go on from the last checkpoint with the old one"
+            )
+        self._num_reads += 1
         return self._map[part]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,6 +102,12 @@ class TokenSource(Source):
         self._arrays, self._seq_len, self._facts, self._first = tuple(arrays), seq_len, facts, first
         self._ends = list(accumulate(max(0, len(array) - 1) // seq_len for array in self._arrays))
         self._num_samples = self._ends[-1] - first if num_samples is None else num_samples
+
+    @property
+    def modified(self) -> dict[str, int]:
+        """Return when each file was last changed, where the record's digest is of blocks alone."""
+        mapped = [array for array in self._arrays if isinstance(array, MappedTokens)]
+        return {str(array.path): array.modified_ns for array in mapped} if "sha256_sampled" in self._facts else {}
 
     def __len__(self) -> int:
         return self._num_samples
@@ -154,10 +180,7 @@ def open_token_files(files: Sequence[Path], table: DataTable) -> TokenSource:
     Memory: the pages that samples touch, which the system takes back when it needs them.
     """
     arrays = [map_token_file(file, table) for file in files]
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(_sampled_digest(file))
-    facts = {"kind": "tokens", "use": table.use, "sha256_sampled": digest.hexdigest(), "tokenizer": None}
+    facts = {"kind": "tokens", "use": table.use, **file_facts(files), "tokenizer": None}
     return held_out(arrays, table, vocab_size=table.vocab_size, facts=facts)
 
 
@@ -178,7 +201,36 @@ def map_token_file(path: Path, table: DataTable) -> MappedTokens:
             f'[data] use = "{table.use}": {path.name} has {path.stat().st_size} bytes, which is no whole number of '
             f"{dtype} tokens; set dtype, or write the file again"
         )
-    return MappedTokens(path, dtype=dtype, size=size)
+    tokens = MappedTokens(path, dtype=dtype, size=size)
+    _refuse_other_dtype(tokens, table)
+    return tokens
+
+
+def _refuse_other_dtype(tokens: MappedTokens, table: DataTable) -> None:
+    """Refuse raw tokens that are plainly not of the stated dtype: read as another one, they are ids all the same.
+
+    Half of 32-bit tokens read as 16-bit ones are zeros, at every other place; 16-bit tokens read in pairs as 32-bit
+    ones are larger than any vocabulary.
+
+    Raises:
+        DataError: Names the dtype that fits.
+    """
+    step = max(_STRETCH, tokens.size // _NUM_STRETCHES // 4 * 4)
+    seen = np.concatenate([tokens[start : start + _STRETCH] for start in range(0, tokens.size, step)])
+    stated = f'dtype = "{tokens.dtype}"' + ("" if table.dtype else ", the default")
+    what = f'[data] use = "{table.use}": {tokens.path.name} does not hold tokens of {stated}'
+    halves = [int(np.count_nonzero(seen[place::2])) for place in (0, 1)]
+    if len(seen) >= 16 and min(halves) == 0 and max(halves) > len(seen) // 8:
+        wider = "; it looks like 64-bit integers" if _is_sparse(seen[halves.index(max(halves)) :: 2]) else ""
+        advice = 'set dtype = "uint32"' if tokens.dtype.itemsize == 2 and not wider else "write them as uint32 again"
+        raise DataError(f"{what}: every other one is 0{wider}; {advice}")
+    if tokens.dtype.itemsize == 4 and np.count_nonzero(seen >= _LARGEST_VOCABULARY) > len(seen) // 2:
+        raise DataError(f'{what}: half of them are above {_LARGEST_VOCABULARY:,}; set dtype = "uint16"')
+
+
+def _is_sparse(values: NDArray[Any]) -> bool:
+    """Tell whether every other one of the halves that are not zero is zero again."""
+    return min(np.count_nonzero(values[0::2]), np.count_nonzero(values[1::2])) == 0
 
 
 def _map_npy(path: Path, table: DataTable) -> MappedTokens:
@@ -199,15 +251,3 @@ def _map_npy(path: Path, table: DataTable) -> MappedTokens:
             f'[data] dtype = "{table.dtype}", and {path.name} says {array.dtype}; remove dtype: a .npy file carries it'
         )
     return MappedTokens(path, dtype=array.dtype, size=array.shape[0], offset=array.offset)
-
-
-def _sampled_digest(path: Path) -> bytes:
-    """Return sha256 of the size and of 64 blocks spread over the file: hashing all of a large file takes minutes."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    step = max(_BLOCK_BYTES, (size - _BLOCK_BYTES) // (_NUM_BLOCKS - 1))
-    with path.open("rb") as file:
-        for start in range(0, size, step):
-            file.seek(start)
-            digest.update(file.read(_BLOCK_BYTES))
-    return digest.digest()
