@@ -207,5 +207,5 @@ def _checksum(sample: Sample) -> int:
     found = 0
     for tensor in sample:
         found = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), found)
-        found = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy(), found)
+        found = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), found)
     return found
