@@ -266,14 +266,8 @@ def refusals(cases):
 
 REFUSALS = [
     (
-        ("llama", auto(4), {"num_kv_heads": 2}),
-        '"layers.0.attention.wk" cannot be cut: "layers.0": view on cut features: 2 (of [2, 8, 2, 4]) does '
-        "not divide by "
-        "tp = 4",
-    ),
-    (
-        ("Convolutions", auto()),
-        "no plan can be derived for this model: it has no linear layers; write it",
+        ("Convolutions", auto(5)),
+        'no plan can be derived for this model: "fc": its 12 rows do not divide by tp = 5; write it',
     ),
     (
         ("mixer", auto(2, SP)),
@@ -289,7 +283,7 @@ REFUSALS = [
 
 
 def test_refusals():
-    for degree in (2, 4):
+    for degree in (2, 5):
         chosen = [(case, message) for case, message in REFUSALS if f"tp = {degree}\n" in case[1]]
         found = run_ranks(refusals, degree, [case for case, _ in chosen])[0]
         for (_, message), said in zip(chosen, found, strict=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from support import unowned_weights
 from support.architectures import class_loss
 from support.models import write_manifest
 from support.strangers import STRANGERS
-from support.tensor_parallel import AUTO, built, one_step
+from support.tensor_parallel import AUTO, built, one_step, steps_of
 
 import composer3d
 from composer3d import ManifestError
@@ -14,14 +15,14 @@ from composer3d.testing import run_ranks
 
 TIGHT = 1e-12
 SP = "sequence_parallel = true"
-UNPLANNED = "no plan can be derived for this model: it has no linear layers; write it"
+WHOLE = "sequence_parallel is not for this model: it returns a tensor that is whole; leave it out"
 VALUES = (
     "sequence_parallel is not for this model: it does what depends on values, of which a rank has a share; leave it out"
 )
 REFUSED = {
-    "plain": {"Convolutions": UNPLANNED},
+    "plain": {},
     "four": {},
-    "sequence": {"Convolutions": UNPLANNED, "Picked": VALUES},
+    "sequence": {"Convolutions": WHOLE, "Picked": VALUES},
 }
 FOUR = ["MultiQuery", "Falcon", "Latent", "Alibi", "Gated", "Encoder"]
 SETTINGS = {"plain": (2, ""), "four": (4, ""), "sequence": (2, SP)}
@@ -62,6 +63,10 @@ CUT = {
     "Alibi": ["k", "o", "q", "v"],
     "Gated": ["head_gate", "k", "o", "q", "v"],
     "Depthwise": ["inp", "out", "select"],
+    # Its one head does not divide.
+    "UnevenHeads": ["down", "up"],
+    "ReadWeight": ["first", "second"],
+    "Parametrised": ["first", "second"],
 }
 
 
@@ -81,6 +86,19 @@ def cut(names):
 
 def test_what_is_cut():
     assert run_ranks(cut, 2, list(CUT))[0] == {name: sorted(modules) for name, modules in CUT.items()}
+
+
+def test_weights_of_several_owners_with_shards_of_them_and_of_the_sequence():
+    names = [each.__name__ for each in (*unowned_weights.BLOCKS, *unowned_weights.MODELS)]
+    text = f"[mesh]\ntp = 2\ndp_shard = 2\n{AUTO}{SP}\n[sharding.fsdp2]\n"
+    for found in run_ranks(outcomes, 4, names, text):
+        assert max(found.values()) < TIGHT
+
+
+def test_key_value_heads_that_are_fewer_than_ranks_stay_whole():
+    text = f"[mesh]\ntp = 4\n{AUTO}"
+    for [(loss, norm, gradient, _)] in run_ranks(steps_of, 4, [("llama", text, {"num_kv_heads": 2})]):
+        assert max(loss, norm, gradient) < TIGHT
 
 
 def test_a_cut_sequence_is_put_together_where_code_needs_all_of_it():

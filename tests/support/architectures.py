@@ -212,7 +212,7 @@ def batch_of(family, num_samples=4, seed=3):
     if family == "Vectors":
         inputs = torch.randn(num_samples, 8, generator=generator, dtype=torch.float64)
         return inputs, torch.randint(0, VOCAB, (num_samples,), generator=generator)
-    if family in ("vit", "mixer", "Convolutions"):
+    if family in ("vit", "mixer", "Convolutions", "ChannelsFirst"):
         shape = (6, 5) if family == "mixer" else (3, 12, 20)
         inputs = torch.randn(num_samples, *shape, generator=generator, dtype=torch.float64)
         return inputs, torch.randint(0, VOCAB, (num_samples,), generator=generator)

@@ -29,6 +29,8 @@ from support.strange_blocks import (
     Sliced,
     Uneven,
 )
+from support.unowned_weights import BLOCKS as UNOWNED
+from support.unowned_weights import MODELS as UNOWNED_MODELS
 
 
 class Encoder(nn.Module):
@@ -120,7 +122,7 @@ class T5Layer(nn.Module):
 
 
 class Convolutions(nn.Module):
-    """Nothing to cut."""
+    """Nothing to shard but the head."""
 
     def __init__(self):
         super().__init__()
@@ -217,6 +219,7 @@ BLOCKS = {
         Scaled,
         Depthwise,
         Picked,
+        *UNOWNED,
     )
 }
 STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for name, block in BLOCKS.items()} | {
@@ -227,4 +230,5 @@ STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for 
     "TiedBias": TiedBias,
     "TiedHead": TiedHead,
     "Convolutions": Convolutions,
+    **{model.__name__: model for model in UNOWNED_MODELS},
 }

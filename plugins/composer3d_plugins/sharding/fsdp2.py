@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -23,6 +24,7 @@ from composer3d import (
 )
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
@@ -53,6 +55,8 @@ class FSDP2:
     Args:
         zero: The ZeRO stage.
         units: Patterns of the modules that are gathered as one; default: the model's blocks. The root is always a unit.
+            A unit has one dtype, which is gathered and reduced as one: in a unit with several, modules of another one
+            than most of its elements have become units of their own.
         reshard_after_forward: Instead of the stage's choice: true, false, or the number of ranks among which
             parameters are kept after the forward (it divides dp_shard): less memory than keeping them whole, and a
             backward all-gather inside that smaller group. Only with zero = 3.
@@ -60,7 +64,8 @@ class FSDP2:
         forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch.
         backward_prefetch: The same in the backward.
         ignored: Patterns of parameters that stay whole on every rank; their gradients are averaged in one all-reduce.
-            Parameters without dims, which have nothing to cut, are always among them.
+            Parameters without dims, which have nothing to cut, are always among them, and those of another dtype than
+            others of the same module.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -123,13 +128,26 @@ class FSDP2:
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         for pattern in self.ignored:
             select_fqns(pattern, context.parameter_fqns)
-        return context.units(self.units)
+        units = context.units(self.units)
+        more = self._dtypes_of(model, units, context).units
+        return units if not more else [fqn for fqn in context.fqns if fqn and fqn in {*units, *more}] + [""]
+
+    def _dtypes_of(self, model: nn.Module, units: Sequence[str], context: RunContext) -> Dtypes:
+        """Divide units by dtype; of what is tied to another module nothing is taken out of its unit."""
+        tied = {name for group in context.ties for name in group}
+        whole = {id(parameter) for parameter in self._ignored_parameters(model, context)}
+        shared = {id(p) for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in tied}
+        found = Dtypes()
+        for fqn in sorted((fqn for fqn in units if fqn in context.fqns), key=lambda name: -len(name)):
+            found.divide(model, fqn, others=set(units), whole=whole, shared=shared)
+        return found
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
         torch_compat.shard_integers()
         mesh = context.mesh["dp_shard"] if context.degrees["dp_replicate"] == 1 else context.mesh[AXES]
+        context.state.setdefault(self, set()).update(self._dtypes_of(model, fqns, context).whole)
         ignored = self._ignored_parameters(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
@@ -167,6 +185,7 @@ class FSDP2:
 
     def _ignored_parameters(self, model: nn.Module, context: RunContext) -> set[nn.Parameter]:
         names = {fqn for pattern in self.ignored for fqn in select_fqns(pattern, context.parameter_fqns)}
+        names |= context.state.get(self, set())
         named = {p for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in names}
         return named | torch_compat.scalar_parameters(model)
 
@@ -175,6 +194,57 @@ class FSDP2:
             ignored = self._ignored_parameters(part.module, state.context)
             ordered = [parameter for parameter in part.module.parameters() if parameter in ignored]
             average_whole(ordered, axes=AXES, context=state.context)
+
+
+@dataclass(kw_only=True)
+class Dtypes:
+    """What units of several dtypes are divided into: torch gathers and reduces the parameters of a unit as one.
+
+    Attributes:
+        units: FQNs of the modules that become units of their own.
+        whole: FQNs of the parameters that stay whole, because their module has another dtype too.
+    """
+
+    units: list[str] = field(default_factory=list)
+    whole: list[str] = field(default_factory=list)
+
+    def divide(
+        self, model: nn.Module, fqn: str, *, others: Collection[str], whole: Collection[int], shared: Collection[int]
+    ) -> None:
+        """Divide a unit.
+
+        Args:
+            model: The part that holds it.
+            fqn: Its name.
+            others: All units.
+            whole: Identities of parameters that no unit has.
+            shared: Identities of parameters that other modules have too.
+        """
+        held: dict[str, list[tuple[str, nn.Parameter]]] = {}
+        sizes: dict[torch.dtype, int] = {}
+        seen: set[int] = set()
+        for owner, module in model.get_submodule(fqn).named_modules(prefix=fqn):
+            if any(owner == other or owner.startswith(f"{other}.") for other in others if _is_inside(other, fqn)):
+                continue
+            for name, parameter in module.named_parameters(prefix=owner, recurse=False):
+                if parameter.requires_grad and id(parameter) not in seen and id(parameter) not in whole:
+                    seen.add(id(parameter))
+                    held.setdefault(owner, []).append((name, parameter))
+                    sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + parameter.numel()
+        most = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+        for owner, parameters in held.items():
+            if all(parameter.dtype == most for _, parameter in parameters):
+                continue
+            inside = [p for other, each in held.items() if f"{other}.".startswith(f"{owner}.") for _, p in each]
+            is_one = len({parameter.dtype for parameter in inside}) == 1
+            if is_one and owner != fqn and not any(id(parameter) in shared for parameter in inside):
+                self.units.append(owner)
+            else:
+                self.whole += [name for name, parameter in parameters if parameter.dtype != most]
+
+
+def _is_inside(fqn: str, other: str) -> bool:
+    return fqn != other and (not other or fqn.startswith(f"{other}."))
 
 
 def _policy(context: RunContext, fqn: str) -> MixedPrecisionPolicy:

@@ -28,6 +28,8 @@ __all__ = ["HeadsOf", "why_whole"]
 
 def why_whole(module: nn.MultiheadAttention, degree: int) -> str | None:
     """Return why a module's heads are not cut; None if they are."""
+    if "weight" not in module.out_proj._parameters or hasattr(module, "parametrizations"):
+        return "its weights are computed from other parameters"
     if module.num_heads % degree:
         return f"its {module.num_heads} heads do not divide by tp = {degree}"
     if module.bias_k is not None or module.add_zero_attn:

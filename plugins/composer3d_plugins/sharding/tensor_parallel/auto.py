@@ -20,17 +20,18 @@ from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
-from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Rules, Style, features
+from composer3d_plugins.sharding.tensor_parallel.plan import EXPANDING, Rule, Rules, Style, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.sequence import along_sequence, with_boundaries, without_sequence
 from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
 from composer3d_plugins.sharding.tensor_parallel.trace import Traced, gives_features, plain, trace
-from composer3d_plugins.sharding.tensor_parallel.weights import head_counts, kind_of, parent_of
+from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 __all__ = ["Derived", "derive"]
 
 log = logging.getLogger(__name__)
+READ = "code outside of it reads its parameters"
 
 
 @dataclass(kw_only=True)
@@ -42,12 +43,14 @@ class Derivation:
         edges: Where the code takes results apart.
         fused: Into how many equal parts layers may yet be taken apart.
         first: What went wrong first with a layer, before it was taken for a fused one.
+        read: FQNs in the model of modules whose parameters code outside of them reads.
     """
 
     block: nn.Module
     fqn: str
     call: Call
     degree: int
+    read: frozenset[str] = frozenset()
     expanding: dict[str, tuple[int, ...]] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     edges: dict[str, set[int]] = field(default_factory=dict)
@@ -86,6 +89,9 @@ class Derivation:
 
     def _consider(self, name: str, module: nn.Module) -> None:
         size = features(module)[1]
+        if self._full(name) in self.read:
+            self.reasons[name] = READ
+            return
         if not gives_features(module):
             self.reasons[name] = "it gives something else than features"
             return
@@ -110,12 +116,7 @@ class Derivation:
                 count = self.fused[name].pop(0)
                 self.expanding[name] = (size // count,) * count
                 return
-        for name in sources:
-            # What is told of its heads has to divide; a fused projection in another form may stay whole.
-            told = head_counts(parent_of(self.block, name))
-            if not self.first[name].divides and (not told or self.first[name].number in told):
-                raise PluginError(f'"{self._full(name)}" cannot be cut: {self.first[name]}')
-        # The rest may do without the smallest: keys that all heads share, say.
+        # The rest may do without the smallest: keys that all heads share, or that are fewer than ranks, say.
         least = min(sum(self.expanding[name]) for name in sources)
         for name in sources:
             if sum(self.expanding[name]) == least:
@@ -179,21 +180,26 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
     derivations: list[tuple[Derivation, Rules, list[str]]] = []
     for first, group in traced.forms.items():
         derivation = Derivation(
-            block=model.get_submodule(first), fqn=first, call=traced.calls[first], degree=context.degrees["tp"]
+            block=model.get_submodule(first),
+            fqn=first,
+            call=traced.calls[first],
+            degree=context.degrees["tp"],
+            read=traced.read,
         )
         found = _with_heads(derivation, _rules_of(derivation))
         derivations.append((derivation, found, group))
         reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
         rules |= _named(found, group)
-    if not any(rule.style in ("colwise", "packed_colwise", "attention") for rule in rules.values()):
+    outside = _outside(model, traced, context, unread, reasons)
+    rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
+    if not any(rule.style in (*EXPANDING, "attention", "vocab", "head") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
         raise PluginError(
-            f"no plan can be derived for this model: {shown or 'it has no linear layers'}", hint="write it"
+            f"no plan can be derived for this model: {shown or 'it has no linear layers and no embeddings'}",
+            hint="write it",
         )
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
-    outside = _outside(model, traced, context, unread)
-    rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
     uncut: frozenset[str] = frozenset()
     if sequence_dim is not None:
         rules, uncut = _with_sequence(rules, derivations, traced, sequence_dim)
@@ -218,7 +224,13 @@ def _with_sequence(
 
         try:
             found = along_sequence(
-                block, found, call=derivation.call, degree=derivation.degree, roles=roles, where=derivation.fqn
+                block,
+                found,
+                call=derivation.call,
+                degree=derivation.degree,
+                roles=roles,
+                where=derivation.fqn,
+                read=[name for name, _ in block.named_modules() if derivation._full(name) in derivation.read],
             )
             cut |= set(group)
         except Unfollowed as error:
@@ -247,7 +259,9 @@ def _rules_of(derivation: Derivation) -> Rules:
     for name in rehearsal.local:
         module = derivation.block.get_submodule(name)
         # A convolution needs its share of the weight, which it gets where it is followed.
-        if next(module.parameters(), None) is not None and not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+        is_read = derivation._full(name) in derivation.read
+        if next(module.parameters(), None) is not None and not is_convolution and not is_read:
             rules[name] = Rule(style="local")
     for name in derivation.reasons:
         rules.setdefault(name, Rule(style="replicate"))
@@ -270,8 +284,13 @@ def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
     return rules
 
 
-def _outside(model: nn.Module, traced: Traced, context: RunContext, unread: Collection[str]) -> Rules:
-    """Return the rules of the head and the embedding of tokens: cut where their rows divide by tp, else whole."""
+def _outside(
+    model: nn.Module, traced: Traced, context: RunContext, unread: Collection[str], reasons: dict[str, str]
+) -> Rules:
+    """Return the rules of the head and the embedding of tokens, sharded where their rows divide by tp, else whole.
+
+    Reasons for what stays whole are added.
+    """
     degree = context.degrees["tp"]
     modules: dict[str, Any] = {fqn: model.get_submodule(fqn) for fqn in traced.results}
     returned = [leaf for leaf in torch_compat.tree_leaves(plain(traced.output)) if isinstance(leaf, Tensor)]
@@ -290,9 +309,9 @@ def _outside(model: nn.Module, traced: Traced, context: RunContext, unread: Coll
     rules: Rules = {}
     for fqn in [*embeddings[:1], *heads]:
         style: Style = "vocab" if fqn not in heads else "head"
-        # A row of the plan says what stays whole: rows that do not divide, or that are rescaled as they are looked up.
-        if rows[fqn] % degree or getattr(modules[fqn], "max_norm", None) is not None:
-            style = "replicate"
+        # A row of the plan says what stays whole.
+        if (why := _why_whole(modules[fqn], is_read=fqn in traced.read, degree=degree)) is not None:
+            style, reasons[fqn] = "replicate", why
         rules[fqn] = Rule(style=style, is_cut=False)
     # One tensor has one layout: a tie with something that stays whole keeps both whole, and what these are tied to.
     for _ in context.ties:
@@ -302,3 +321,13 @@ def _outside(model: nn.Module, traced: Traced, context: RunContext, unread: Coll
             if any(cut) and not all(cut):
                 rules |= dict.fromkeys(owners, Rule(style="replicate"))
     return rules
+
+
+def _why_whole(module: Any, *, is_read: bool, degree: int) -> str | None:
+    """Return why the rows of a head or an embedding are not sharded; None if they are."""
+    rows = int(module.weight.shape[0])
+    if rows % degree:
+        return f"its {rows} rows do not divide by tp = {degree}"
+    if is_read:
+        return READ
+    return "its rows are rescaled as they are looked up" if getattr(module, "max_norm", None) is not None else None

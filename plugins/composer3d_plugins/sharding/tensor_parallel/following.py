@@ -87,6 +87,11 @@ class Following(TorchFunctionMode):
         """How often something was done that code alone, run on shares, would not do: whole tensors met cut ones."""
         return self._meeting.num_acts
 
+    @property
+    def num_moves(self) -> int:
+        """How often tensors were gathered or narrowed for a function."""
+        return self._meeting.num_moves
+
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -47,6 +47,10 @@ MIXING = (
     "response_norm",
     "shuffle",
     "as_strided",
+    "masked_scatter",
+    "index_put",
+    "gradient",
+    "trapezoid",
     "rot90",
     "fliplr",
     "flipud",
@@ -62,8 +66,17 @@ def name_of(func: Any) -> str:
 
 def mixes(name: str, args: Sequence[Any], options: Mapping[str, Any], *, ndim: int, dim: int) -> bool:
     """Tell whether a function gives other numbers on a share, cut along a dim of so many, though the shapes fit."""
+    if name == "pad" and _pads(args, options, ndim, dim):
+        return True
     along = (name in ALONG or name.rstrip("_") in ALONG) and _along(name, args, options, ndim, dim)
     return along or (name in LAST_TWO and dim >= ndim - 2) or any(name.find(word) >= 0 for word in MIXING)
+
+
+def _pads(args: Sequence[Any], options: Mapping[str, Any], ndim: int, dim: int) -> bool:
+    """Tell whether a dim is padded; a pair of sizes, which add up to 0 where a sequence is shifted, stands for each."""
+    pad = options.get("pad", args[1] if len(args) > 1 else ())
+    from_last = 2 * (ndim - 1 - dim)
+    return any(pad[from_last : from_last + 2])
 
 
 def _along(name: str, args: Sequence[Any], options: Mapping[str, Any], ndim: int, cut: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from composer3d import RunContext
@@ -42,6 +42,7 @@ class Made:
         apart: Modules that draw random numbers on nothing but cut tensors.
         uncut: Blocks whose activations are not cut along the sequence, though those of others are.
         unread: Names of tied parameters by which no code reads them.
+        is_stated: Whether the rules are the user's, whose `is_cut` says whether activations around them are cut.
     """
 
     rules: Rules
@@ -52,6 +53,7 @@ class Made:
     apart: tuple[str, ...] = ()
     uncut: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    is_stated: bool = False
 
 
 def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContext, *, sequence_dim: int | None) -> Made:
@@ -73,17 +75,19 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
     unread = unread_names(model, context)
     if stated is None:
         rules = declared(model, context) if sequence_dim is None else None
+        is_derived = not rules
         if not rules:
             derived = auto.derive(model, context, sequence_dim=sequence_dim, unread=unread)
             rules, uncut = derived.rules, derived.uncut
-        rules = check_rules(model, rules, context, unread)
+        rules = check_rules(model, rules, context, unread, is_derived=is_derived)
     else:
         rules = check_rules(model, resolve(stated, context), context, unread)
         if sequence_dim is not None:
             check_covered(model, rules)
     if context.degrees["tp"] == 1:
         return Made(rules=rules)
-    return _with_code(Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=uncut), unread)
+    codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=uncut)
+    return replace(_with_code(codes, unread), is_stated=stated is not None)
 
 
 def cuts_of(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:

@@ -45,13 +45,14 @@ class Meeting:
 
     Attributes:
         num_acts: How often something was done that code alone, run on shares, would not do.
+        num_moves: How often tensors were gathered or narrowed for it.
     """
 
     def __init__(self, degree: int, mesh: DeviceMesh | None) -> None:
         self._degree, self._mesh = degree, mesh
         self._rank = 0 if mesh is None else mesh.get_local_rank()
         self._summed: list[tuple[Tensor, Tensor]] = []
-        self.num_acts = 0
+        self.num_acts = self.num_moves = 0
 
     def prepare(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], cuts: Mapping[int, tuple[int, Placed]]
@@ -86,6 +87,7 @@ class Meeting:
             is_summed: Whether each rank does other work with the result, so that their gradients are added up.
         """
         self.num_acts += 1
+        self.num_moves += 1
         dim, num = placed.dim, len(placed.parts)
         if num > 1:
             share, dim = share.unflatten(dim, (num, -1)), dim + 1
@@ -156,6 +158,7 @@ class Meeting:
             parts: In which it is cut.
         """
         self.num_acts += 1
+        self.num_moves += 1
         pieces = []
         for piece, size in zip(whole.split(list(parts), dim), parts, strict=True):
             pieces.append(piece.narrow(dim, self._rank * (size // self._degree), size // self._degree))

@@ -95,7 +95,14 @@ def region_of(fqn: str, rules: Rules) -> str | None:
     return None
 
 
-def check_rules(model: nn.Module, rules: Rules, context: RunContext, unread: Collection[str] = ()) -> Rules:
+def check_rules(
+    model: nn.Module,
+    rules: Rules,
+    context: RunContext,
+    unread: Collection[str] = (),
+    *,
+    is_derived: bool = False,
+) -> Rules:
     """Refuse what cannot be cut, and fill in the parts of packed projections.
 
     Args:
@@ -103,6 +110,7 @@ def check_rules(model: nn.Module, rules: Rules, context: RunContext, unread: Col
         rules: By FQN.
         context: The run.
         unread: Names of tied parameters by which no code reads them.
+        is_derived: Whether the model's code was run with them, so that its heads divide.
 
     Raises:
         PluginError: With the module and the numbers.
@@ -129,7 +137,8 @@ def check_rules(model: nn.Module, rules: Rules, context: RunContext, unread: Col
         _check_divides(fqn, module, rule, degree)
         result[fqn] = rule
     _check_pairs(result)
-    _check_heads(model, result, degree)
+    if not is_derived:
+        _check_heads(model, result, degree)
     _check_ties(result, context, unread)
     return result
 

@@ -31,6 +31,7 @@ class Rehearsal:
         contracting: Layers that took cut features, with the layers these came from, and the parts they were cut in.
         local: Modules with parameters that worked on cut features without contracting them.
         whole: Modules that worked on whole features of a cut sequence, or where no sequence is cut.
+        moving: Modules for whose functions something was gathered or narrowed.
         along: Linear layers that took a cut sequence, or put one together from features of it.
         uncut: Linear layers that took a whole one although activations are cut.
         given: As in `Code`.
@@ -44,6 +45,7 @@ class Rehearsal:
     contracting: dict[str, tuple[frozenset[str], tuple[int, ...]]] = field(default_factory=dict)
     local: set[str] = field(default_factory=set)
     whole: set[str] = field(default_factory=set)
+    moving: set[str] = field(default_factory=set)
     along: set[str] = field(default_factory=set)
     uncut: set[str] = field(default_factory=set)
     given: dict[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -173,10 +175,19 @@ class Rehearsal:
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             self._note(fqn, [list(args), kwargs])
-            with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
+            with self._working(fqn):
                 return forward(*args, **kwargs)
 
         return answer
+
+    @contextlib.contextmanager
+    def _working(self, fqn: str) -> Iterator[None]:
+        """Have a module's functions run that is sharded in no way, and note whether something is moved for them."""
+        before = 0 if self._following is None else self._following.num_moves
+        with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
+            yield
+        if self._following is not None and self._following.num_moves > before:
+            self.moving.add(fqn)
 
     def _note(self, fqn: str, arguments: Any) -> None:
         cuts = [cut_of(leaf) for leaf in torch_compat.tree_leaves(arguments)]
@@ -194,7 +205,7 @@ class Rehearsal:
             contracts = self._contracts(fqn, x, inputs)
             if not contracts and fqn not in self.roles.expanding:
                 self._note(fqn, [x])
-                with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
+                with self._working(fqn):
                     return forward(x)
             with torch_compat.without_torch_functions():
                 sources = cut.sources if cut is not None else frozenset()

@@ -31,7 +31,14 @@ BOUNDARIES: Mapping[tuple[bool, bool], Style] = {
 
 
 def along_sequence(
-    block: nn.Module, rules: Rules, *, call: Call, degree: int, roles: Callable[[Rules], Roles], where: str
+    block: nn.Module,
+    rules: Rules,
+    *,
+    call: Call,
+    degree: int,
+    roles: Callable[[Rules], Roles],
+    where: str,
+    read: Collection[str],
 ) -> Rules:
     """Return a block's rules where it works on activations that are cut along the sequence.
 
@@ -45,28 +52,35 @@ def along_sequence(
         degree: Of tp.
         roles: Tells from rules what its linear layers are.
         where: Named in errors.
+        read: Modules whose parameters code outside of them reads.
 
     Raises:
         Unfollowed: Something in the block needs what cannot be put together.
     """
+
+    def followed(rules: Rules) -> Rules:
+        rehearsal = Rehearsal(block=block, degree=degree, roles=roles(rules))
+        rehearsal.follow(call, where)
+        return _rules_of(rehearsal, rules, read)
+
     try:
-        return _followed(block, rules, call=call, degree=degree, roles=roles, where=where)
+        return followed(rules)
     except Unfollowed:
         whole = {name: _whole(rule) for name, rule in rules.items()}
         if whole == rules:
             raise
-        return _followed(block, whole, call=call, degree=degree, roles=roles, where=where)
+        return followed(whole)
 
 
 def _whole(rule: Rule) -> Rule:
     return Rule(style="replicate") if rule.style == "attention" else rule
 
 
-def _followed(
-    block: nn.Module, rules: Rules, *, call: Call, degree: int, roles: Callable[[Rules], Roles], where: str
-) -> Rules:
-    rehearsal = Rehearsal(block=block, degree=degree, roles=roles(rules))
-    rehearsal.follow(call, where)
+def _rules_of(rehearsal: Rehearsal, rules: Rules, read: Collection[str]) -> Rules:
+    """Return the rules with those of modules that work on a share of the sequence element by element.
+
+    What mixes the sequence, or has its weights computed or read elsewhere, is followed function by function.
+    """
     uncut = rehearsal.uncut - rehearsal.along
     result = {
         name: replace(rule, is_cut=False) if name in uncut and rule.style in (*EXPANDING, *CONTRACTING) else rule
@@ -74,13 +88,15 @@ def _followed(
     }
     return result | {
         name: Rule(style="sequence")
-        for name in rehearsal.whole - rehearsal.contracting.keys()
-        if _matters(block.get_submodule(name))
+        for name in rehearsal.whole - rehearsal.contracting.keys() - rehearsal.moving - set(read)
+        if _matters(rehearsal.block.get_submodule(name))
     }
 
 
 def _matters(module: Any) -> bool:
     """Tell whether it makes a difference to a module that its input is cut: it has parameters, or draws numbers."""
+    if next(module.children(), None) is not None or module._forward_pre_hooks:
+        return False
     return next(module.parameters(), None) is not None or isinstance(getattr(module, "p", None), float)
 
 

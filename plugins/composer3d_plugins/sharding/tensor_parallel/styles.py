@@ -152,6 +152,8 @@ class Applier:
         """Return the dim along which the activation is cut that a followed module takes."""
         if any(not block or fqn == block or fqn.startswith(f"{block}.") for block in self.made.uncut):
             return None
+        if not self.made.is_stated:
+            return self.sequence_dim
         inside = [
             rule
             for name, rule in self.rules.items()

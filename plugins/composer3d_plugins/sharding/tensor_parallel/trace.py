@@ -20,6 +20,7 @@ from composer3d import PluginError, RunContext, TransformError, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel.reads import Reads
 from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
@@ -55,6 +56,7 @@ class Traced:
         flow: Where the activations went that blocks returned.
         call: How the model was called.
         outputs: What the first blocks returned.
+        read: Modules whose parameters are read by code outside of them; of equal blocks those in the first.
     """
 
     forms: dict[str, list[str]]
@@ -64,6 +66,7 @@ class Traced:
     output: Any = None
     results: dict[str, Tensor] = field(default_factory=dict)
     flow: Flow = field(default_factory=Flow)
+    read: frozenset[str] = frozenset()
 
 
 class Recorder(TorchFunctionMode):
@@ -142,8 +145,27 @@ def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]]
     if seen is not None:
         seen(tensors)
     # What the code makes without a device is on meta too.
-    with torch.enable_grad(), torch.device("meta"):
-        return torch.func.functional_call(module, tensors, call.args, dict(call.kwargs))
+    with torch.enable_grad(), torch.device("meta"), _replaced_tensors(module, tensors):
+        return module(*call.args, **call.kwargs)
+
+
+@contextlib.contextmanager
+def _replaced_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give a module other tensors inside, under every name that it has for them.
+
+    `torch.func.functional_call` leaves them there where one module has several names, as an embedding of encoder and
+    decoder does: it saves what stands under each name, and under the second that is the replacement already.
+    """
+    others = {id(tensor): tensors[name] for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    held = [each for inner in module.modules() for each in (inner._parameters, inner._buffers)]
+    before = [dict(each) for each in held]
+    try:
+        for each in held:
+            each.update({name: others[id(tensor)] for name, tensor in each.items() if tensor is not None})
+        yield
+    finally:
+        for each, own in zip(held, before, strict=True):
+            each.update(own)
 
 
 def gives_features(module: Any) -> bool:
@@ -203,10 +225,11 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
     """
     failures: list[str] = []
     for call in _examples(model, context, scale):
-        traced = Traced(forms=forms_of(model, blocks), call=call)
+        traced, reads = Traced(forms=forms_of(model, blocks), call=call), Reads(model)
+        forwards = {module: reads.around(module, each) for module, each in _watching(model, traced).items()}
         try:
-            with patched(_watching(model, traced)), traced.flow:
-                traced.output = on_meta(model, call)
+            with patched(forwards), traced.flow, reads:
+                traced.output = on_meta(model, call, seen=reads.watch)
         except Exception as error:  # a model's own code may raise anything
             failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
@@ -214,6 +237,7 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
         traced.forms = {first: group for first, group in traced.forms.items() if first in traced.calls}
         if traced.forms:
             traced.flow.end(plain(traced.output))
+            traced.read = frozenset(reads.owners)
             return traced
         failures.append("its blocks were not called")
     raise PluginError(

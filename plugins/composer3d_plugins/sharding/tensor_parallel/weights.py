@@ -33,9 +33,12 @@ HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head
 
 
 def kind_of(module: Any) -> Kind:
-    """Tell what a weight means: (out, in) of a linear layer, (in, out) of GPT-2's Conv1D, or rows to look up."""
-    weight = getattr(module, "weight", None)
-    if weight is None or getattr(weight, "ndim", 0) != 2:
+    """Tell what a weight means: (out, in) of a linear layer, (in, out) of GPT-2's Conv1D, or rows to look up.
+
+    A weight that is computed from other parameters, as parametrisations do, is none that can be sharded.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
         return "other"
     if hasattr(module, "in_features") and hasattr(module, "out_features"):
         return "linear"

@@ -1,0 +1,70 @@
+"""Parameters that code outside of their module reads, such as `x @ embedding.weight.T`, and that stay whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from composer3d import torch_compat
+
+__all__ = ["Reads"]
+
+
+class Reads(TorchFunctionMode):
+    """Notes which parameters functions take while none of the modules that own them is at work.
+
+    Args:
+        model: Whole.
+
+    Attributes:
+        owners: FQNs of the modules whose parameters are read so.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.owners: set[str] = set()
+        self._model = model
+        self._at_work: list[nn.Module] = [model]
+        # Of each tensor that stands for a parameter the modules that hold it, by their FQNs.
+        self._holders: dict[int, dict[str, nn.Module]] = {}
+
+    def watch(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the tensors that stand for the model's own, by their names."""
+        holders: dict[int, dict[str, nn.Module]] = {}
+        for fqn, module in self._model.named_modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    holders.setdefault(id(parameter), {})[fqn] = module
+        self._holders = {
+            id(tensors[name]): holders[id(parameter)] for name, parameter in self._model.named_parameters()
+        }
+
+    def around(self, module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the forward, during which the module is at work."""
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            self._at_work.append(module)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                self._at_work.pop()
+
+        return answer
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function."""
+        result = func(*args, **(kwargs or {}))
+        with torch_compat.without_torch_functions():
+            if any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result)):
+                for leaf in torch_compat.tree_leaves([list(args), dict(kwargs or {})]):
+                    self._note(self._holders.get(id(leaf), {}))
+        return result
+
+    def _note(self, holders: Mapping[str, nn.Module]) -> None:
+        if not any(module is other for module in holders.values() for other in self._at_work):
+            self.owners |= holders.keys()
