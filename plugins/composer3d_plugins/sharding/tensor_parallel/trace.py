@@ -157,7 +157,7 @@ def _replaced_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Itera
     decoder does: it saves what stands under each name, and under the second that is the replacement already.
     """
     others = {id(tensor): tensors[name] for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-    held = [each for inner in module.modules() for each in (inner._parameters, inner._buffers)]
+    held: list[Any] = [each for inner in module.modules() for each in (inner._parameters, inner._buffers)]
     before = [dict(each) for each in held]
     try:
         for each in held:
