@@ -14,6 +14,7 @@ __all__ = [
     "DataError",
     "ForkError",
     "InitialisationError",
+    "LockError",
     "LossError",
     "ManifestError",
     "MeshError",
@@ -25,6 +26,7 @@ __all__ = [
     "QueryError",
     "RankError",
     "ReferenceFailure",
+    "RendezvousError",
     "StepError",
     "TransformError",
     "did_you_mean",
@@ -156,8 +158,16 @@ class ForkError(ComposerError):
     """Ranks cannot be started by fork from this process, or there is no room for so many at once."""
 
 
+class LockError(ComposerError):
+    """Another run writes to the same folder."""
+
+
 class RankError(ComposerError):
     """A rank failed; the text holds its number and traceback."""
+
+
+class RendezvousError(ComposerError):
+    """Ranks cannot meet at the address that their environment names."""
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str | None:

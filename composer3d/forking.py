@@ -14,7 +14,6 @@ import importlib
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -23,9 +22,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from composer3d.errors import ForkError
+from composer3d.private_folder import open_private, user_folder
 from composer3d.torch_compat import lazy_modules, start_autograd
 
-__all__ = ["Gate", "fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
+__all__ = ["Gate", "die_with", "fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]
 
 _PROBE_LIMIT_S = 10.0
 _NO_BACKWARD = 3  # exit status of a probe
@@ -96,11 +96,21 @@ def fork() -> int:
     if pid == 0:
         # A collection would look at every object of the parent, and so copy the pages that both share.
         gc.freeze()
-    if pid == 0 and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(1)
+        die_with(parent)
     return pid
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies, whatever this process catches; elsewhere than Linux not.
+
+    Args:
+        parent: The parent's pid; where it is the parent no more, this process ends at once.
+    """
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the call, and no signal will come
+        os._exit(1)
 
 
 class Gate:
@@ -151,20 +161,22 @@ def limit_ranks(num_ranks: int, *, limit: int = 8, folder: Path | None = None) -
     Args:
         num_ranks: Places to take.
         limit: Places there are; the same for all that share a folder.
-        folder: Where the lock files lie; by default one of this user in the temporary folder.
+        folder: Where the lock files lie, open to this user alone; by default one in the temporary folder.
 
     Raises:
-        ForkError: `num_ranks` is above the limit, so it would wait for ever.
+        ForkError: `num_ranks` is above the limit, so it would wait for ever; or the folder is open to other users.
     """
     if not 1 <= num_ranks <= limit:
         raise ForkError(
             f"{num_ranks} ranks at once were asked for, and 1 to {limit} are allowed; "
             "composer3d.testing.fake_world stands in for larger worlds in one process"
         )
-    folder = folder or Path(tempfile.gettempdir()) / f"composer3d-ranks-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder is None:
+        folder = user_folder("composer3d-ranks")
+    else:
+        folder.mkdir(mode=0o700, exist_ok=True)
     with ExitStack() as places:
-        with (folder / "queue").open("w") as queue:
+        with os.fdopen(open_private(folder, "queue"), "r+") as queue:
             fcntl.flock(queue, fcntl.LOCK_EX)
             _take(folder, num_ranks, limit, places)
         yield
@@ -174,7 +186,7 @@ def _take(folder: Path, num_ranks: int, limit: int, places: ExitStack) -> None:
     left = set(range(limit))
     while True:
         for place in sorted(left):
-            file = (folder / f"place-{place}").open("w")
+            file = os.fdopen(open_private(folder, f"place-{place}"), "r+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from composer3d.rendezvous import keep_to_loopback, meeting_point
 from composer3d.torch_compat import set_group_timeout
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def join_world(device: torch.device) -> Callable[[], None]:
     """Initialise the default process group if there is none.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, it is theirs; otherwise a world of one. A GPU's group
-    gets gloo beside NCCL, so that counts and agreements never wait for the GPU.
+    gets gloo beside NCCL, so that counts and agreements never wait for the GPU. On one machine nothing that it opens
+    listens beyond loopback.
 
     Returns:
         A function that destroys the group, if this made it. In a group that was there before, those of the mesh stay
@@ -69,8 +71,10 @@ def join_world(device: torch.device) -> Callable[[], None]:
     else:
         torch.accelerator.set_device_index(device.index or 0)
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
+    leave_loopback = keep_to_loopback()
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        dist.init_process_group(backend, timeout=timedelta(seconds=_JOIN_S))
+        timeout = timedelta(seconds=_JOIN_S)
+        dist.init_process_group(backend, timeout=timeout, **meeting_point(timeout))
         if device.type == "cpu":  # NCCL's own default is _JOIN_S
             set_group_timeout(None, default_pg_timeout)
     else:
@@ -79,6 +83,7 @@ def join_world(device: torch.device) -> Callable[[], None]:
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
     def release() -> None:
+        leave_loopback()
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.inspection import device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
 from composer3d.cli.output import complain, print_problems, say
-from composer3d.errors import ComposerError, ManifestError, Problem
+from composer3d.errors import ComposerError, LockError, ManifestError, Problem
 
 if TYPE_CHECKING:
     import torch
@@ -59,18 +59,29 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _join(arguments: argparse.Namespace) -> int:
     """Be one rank; what goes wrong is told once for all of them."""
-    from composer3d.errors import ManifestError
+    from composer3d.forking import die_with
+    from composer3d.private_folder import user_folder
     from composer3d.runner.launch import rank_main
+    from composer3d.runner.lock import RunLock
 
+    die_with(os.getppid())  # torchrun; a rank of it would go on, or wait, without it
+    is_first, is_exclusive = os.environ["RANK"] == "0", True
     try:
         output = output_of(open_manifest(arguments.manifest, arguments.overrides).manifest)
     except ManifestError:
         # Every rank finds the same mistake, and they need a place to agree on who tells it.
-        output = Path(tempfile.gettempdir()) / f"composer3d-{os.getuid()}"
-    outcome: Outcome = rank_main(
-        _train, arguments.manifest, arguments.overrides, arguments.resume, arguments.strict, output=output
-    )
-    if os.environ["RANK"] == "0":
+        output, is_exclusive = user_folder("composer3d"), False
+    with ExitStack() as stack:
+        if is_exclusive and is_first:
+            try:
+                stack.enter_context(RunLock(output)).leave_children_out()
+            except LockError as error:
+                complain(str(error))
+                return FAILED
+        outcome: Outcome = rank_main(
+            _train, arguments.manifest, arguments.overrides, arguments.resume, arguments.strict, output=output
+        )
+    if is_first:
         _tell(outcome)
     return 0
 
@@ -94,15 +105,20 @@ def _start(arguments: argparse.Namespace) -> int:
         from composer3d.huggingface.folder import import_transformers
 
         import_transformers()  # once, for all ranks that are forked
-    result = launch_local(
-        _train,
-        (arguments.manifest, arguments.overrides, arguments.resume),
-        num_ranks=found["num_ranks"],
-        device=found["device"],
-        output=output,
-        max_restarts=found["max_restarts"],
-        grace_s=found["grace_s"],
-    )
+    try:
+        result = launch_local(
+            _train,
+            (arguments.manifest, arguments.overrides, arguments.resume),
+            num_ranks=found["num_ranks"],
+            device=found["device"],
+            output=output,
+            max_restarts=found["max_restarts"],
+            grace_s=found["grace_s"],
+            exclusive=True,
+        )
+    except LockError as error:
+        complain(str(error))
+        return FAILED
     if result.report is not None:
         complain(result.report.render(output).rstrip())
     elif 0 in result.values:

@@ -14,6 +14,7 @@ from composer3d.diagnosis import Account
 from composer3d.errors import ComposerError, MeshError
 from composer3d.mesh import AXES, Layout, resolve
 from composer3d.runner.blackbox import ASKED, accounts_folder
+from composer3d.runner.lock import attempts_of
 from composer3d.runner.progress import LastSeen
 
 __all__ = ["Evidence", "Span", "Witness", "read_evidence"]
@@ -106,7 +107,7 @@ def read_evidence(run: Path) -> Evidence:
     Raises:
         ComposerError: It is not one of a run.
     """
-    if not (run / "manifest.toml").is_file() and not (run / "error.json").is_file() and not (run / "ranks").is_dir():
+    if not (run / "manifest.toml").is_file() and not (run / "error.json").is_file() and not attempts_of(run).is_dir():
         raise ComposerError(f"{run}: is not the folder of a run, which has manifest.toml, or error.json")
     seen, moved = _ask(run)
     error = _json(run / "error.json") if not seen else None
@@ -148,7 +149,7 @@ def read_anomalies(run: Path) -> Iterable[Mapping[str, Any]]:
 
 def _ask(run: Path) -> tuple[dict[int, LastSeen], bool]:
     """Return where the living ranks are, and whether one went on, after having asked them to tell of themselves."""
-    attempts = sorted((run / "ranks").glob("*/"), key=lambda folder: folder.stat().st_mtime_ns)
+    attempts = sorted(attempts_of(run).glob("*/"), key=lambda folder: folder.stat().st_mtime_ns)
     if not attempts:
         return {}, False
     before = _living(attempts[-1])

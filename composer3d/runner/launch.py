@@ -7,16 +7,17 @@ import io
 import logging
 import os
 import pickle
-import shutil
 import signal
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from composer3d.runner.lock import RunLock
 from composer3d.runner.progress import attempt_folder
 from composer3d.runner.rank import rank_main, under_torchrun
 from composer3d.runner.report import FailureReport, wrong_manifest
@@ -29,6 +30,21 @@ if TYPE_CHECKING:
 __all__ = ["LaunchResult", "launch_local", "rank_main", "under_torchrun"]
 
 _QUIET = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Launcher:
+    """What a rank knows of the process that started it.
+
+    Args:
+        pid: Its process.
+        private: Its private folder.
+        restart: How often it restarted the ranks.
+    """
+
+    pid: int
+    private: Path
+    restart: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,11 +86,13 @@ def launch_local(
     max_restarts: int = 0,
     timeout_s: float | None = None,
     grace_s: float = 30.0,
+    exclusive: bool = False,
 ) -> LaunchResult:
     """Run a function on several ranks of this machine and wait for them.
 
-    The ranks are started by torch's elastic agent with a rendezvous on a free local port: by fork on CPU, by spawn on
-    CUDA. When one fails, the others get a second to notice and to say so, then SIGTERM and SIGKILL; one that is
+    The ranks are started by torch's elastic agent, by fork on CPU, by spawn on CUDA, and meet in a folder that only
+    this user can read: nothing listens but their backends, on loopback. When this process dies, the kernel kills them.
+    When one fails, the others get a second to notice and to say so, then SIGTERM and SIGKILL; one that is
     saving gets up to `grace_s`. SIGTERM to this process reaches the ranks as SIGTERM, and they have `grace_s` to save
     and return. Ctrl-C ends them; a second one kills them.
 
@@ -87,12 +105,14 @@ def launch_local(
         max_restarts: How often all ranks are started again after a crash; never after a user's mistake.
         timeout_s: Seconds after which ranks still running are a failure; None is no limit.
         grace_s: Seconds the ranks have after a SIGTERM, and their processes to exit once all have returned.
+        exclusive: Hold the output folder's lock, over all restarts.
 
     Returns:
         How it ended; nothing is printed, the report is in the result.
 
     Raises:
         ForkError: This process has run tensor operators, so forked ranks would hang.
+        LockError: Another run holds the output folder.
         ValueError: This is not the main thread, which alone may take signals.
 
     Memory: a forked rank shares what is imported. Collectives: none of its own.
@@ -103,27 +123,43 @@ def launch_local(
     if forked:
         prewarm()
         refuse_unsafe_fork()
+    with ExitStack() as stack:
+        private = Path(
+            stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-launch-", ignore_cleanup_errors=True))
+        )
+        lock = stack.enter_context(RunLock(output, attempts=private)) if exclusive else None
+        watch = Watch(
+            private=private, num_ranks=num_ranks, max_restarts=max_restarts, timeout_s=timeout_s, grace_s=grace_s
+        )
+        return _launch(watch, "fork" if forked else "spawn", (function, tuple(args), output), lock)
+
+
+def _launch(
+    watch: Watch,
+    start_method: Literal["fork", "spawn"],
+    args: tuple[Callable[..., Any], tuple[Any, ...], Path],
+    lock: RunLock | None,
+) -> LaunchResult:
+    """Run the ranks to their end, and return how it was."""
+    output = args[2]
+    output.mkdir(parents=True, exist_ok=True)
     (output / "error.json").unlink(missing_ok=True)
-    watch = Watch(output=output, num_ranks=num_ranks, max_restarts=max_restarts, timeout_s=timeout_s, grace_s=grace_s)
-    try:
-        with _quiet(), watch.taking_signals():
-            ended = _run(watch, "fork" if forked else "spawn", (function, tuple(args), output))
-        values = {} if ended.report else _values(watch)
-    finally:
-        shutil.rmtree(output / "ranks", ignore_errors=True)
+    with _quiet(), watch.taking_signals():
+        ended = _run(watch, start_method, args, lock)
     if ended.report is not None:
         ended.report.write_error_json(output)
+    values = {} if ended.report else _values(watch)
     return LaunchResult(outcome=ended.outcome, report=ended.report, values=values, num_restarts=watch.num_restarts)
 
 
-def _run(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple[Any, ...]) -> Ended:
+def _run(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple[Any, ...], lock: RunLock | None) -> Ended:
     """Start the ranks as often as the watch wants it; return how they ended."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     while True:
         try:
             try:
-                _run_agent(watch, start_method, args)
+                _run_agent(watch, start_method, args, lock)
             except SignalException as caught:
                 # The agent's own handler had the signal: the ranks were just being started, and it has ended them.
                 watch.stopped_while_starting(caught.sigval)
@@ -133,40 +169,32 @@ def _run(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple[Any, 
             return ended.with_traceback(None)  # whose frames hold the agent and its store
 
 
-def _run_agent(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple[Any, ...]) -> None:
+def _run_agent(
+    watch: Watch, start_method: Literal["fork", "spawn"], args: tuple[Any, ...], lock: RunLock | None
+) -> None:
     """Start the ranks and stay until the watch leaves the agent's loop.
 
-    The agent restarts nothing itself: its restarts share one store, where a rank then finds the addresses of the
-    attempt before and cannot connect (seen in about half of all restarts on a busy machine).
+    The agent restarts nothing itself: every attempt has a folder, and a store, of its own.
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
-    from torch.distributed.elastic.rendezvous import RendezvousParameters
-    from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
     from composer3d.forking import Gate
-    from composer3d.torch_compat import local_agent
+    from composer3d.torch_compat import local_agent, lone_rendezvous
 
-    handler = get_rendezvous_handler(
-        RendezvousParameters(
-            backend="c10d",
-            endpoint="localhost:0",  # a free port, chosen by the store that listens on it: none to collide on
-            run_id=watch.run_id,
-            min_nodes=1,
-            max_nodes=1,
-            local_addr="localhost",  # the machine's own name may have no address
-        )
-    )
+    watch.folder.mkdir()
     gate = Gate()
     spec = WorkerSpec(
         role="composer3d",
         local_world_size=watch.num_ranks,
-        rdzv_handler=handler,
+        rdzv_handler=lone_rendezvous(watch.run_id),
         entrypoint=_local_rank,
         args=(
             *args,
-            watch.num_restarts,
+            _Launcher(pid=os.getpid(), private=watch.private, restart=watch.num_restarts),
             max(1, len(os.sched_getaffinity(0)) // watch.num_ranks),
-            gate if start_method == "fork" else None,  # a spawned rank has no locks of its parent's
+            # A spawned rank has neither the locks of its parent's threads nor its open files.
+            gate if start_method == "fork" else None,
+            lock if start_method == "fork" else None,
         ),
         max_restarts=0,
         monitor_interval=POLL_S,
@@ -186,7 +214,6 @@ def _run_agent(watch: Watch, start_method: Literal["fork", "spawn"], args: tuple
     finally:
         gate.close()
         gc.unfreeze()
-        handler.shutdown()
 
 
 def _values(watch: Watch) -> dict[int, Any]:
@@ -199,12 +226,18 @@ def _local_rank(
     function: Callable[..., Any],
     args: tuple[Any, ...],
     output: Path,
-    restart: int,
+    launcher: _Launcher,
     num_threads: int,
     gate: Gate | None,
+    lock: RunLock | None,
 ) -> NoReturn:
     """Run a rank of the local world: threads first, since the first operator fixes their number."""
+    from composer3d.forking import die_with
+
+    die_with(launcher.pid)  # torch asked for SIGINT, which a rank may catch
     import torch
+
+    from composer3d.rendezvous import INTERFACES, LAUNCH, keep_to_loopback
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent hears it too, and asks for a save
@@ -212,7 +245,13 @@ def _local_rank(
     interrupt_once()
     if gate is not None:
         gate.wait()
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(restart)
+    if lock is not None:
+        lock.leave_children_out()
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(launcher.restart)
+    os.environ[LAUNCH] = str(launcher.private)
+    for name in ("MASTER_ADDR", "MASTER_PORT", *INTERFACES):
+        os.environ.pop(name, None)  # nobody serves a store, and an interface of a cluster's is not wanted here
+    keep_to_loopback()
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(num_threads)
         torch.set_num_threads(num_threads)

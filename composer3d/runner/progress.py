@@ -10,6 +10,8 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
+from composer3d.rendezvous import private_attempt
+
 __all__ = ["LastSeen", "Progress", "RunPhase", "attempt_folder"]
 
 _LAYOUT = struct.Struct("<qII")  # step, phase, pid: 16 bytes
@@ -100,17 +102,19 @@ class Progress:
         self.close()
 
 
-def attempt_folder(output: Path, run_id: str | None = None, restart: int | None = None) -> Path:
+def attempt_folder(output: Path, restart: int | None = None) -> Path:
     """Return the folder of this attempt's rank files; each start and restart has its own, so none reads stale files.
+
+    The local launcher has one of its own for them, which outlives a run's folder that is deleted or on a full disk;
+    under torchrun they lie in the run's folder, which ranks of several machines share.
 
     Args:
         output: The run's output folder.
-        run_id: The launcher's name of the run; by default what the launcher put into this rank's environment.
-        restart: How often the launcher restarted the ranks; by default likewise.
+        restart: How often the launcher restarted the ranks; by default what it put into this rank's environment.
     """
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "alone") if run_id is None else run_id
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if restart is None else str(restart)
-    return output / "ranks" / f"{run_id}-{count}"
+    return private_attempt(run_id, count) or output / "ranks" / f"{run_id}-{count}"
 
 
 def _file(folder: Path, rank: int) -> Path:

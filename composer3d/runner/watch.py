@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from composer3d.runner.progress import LastSeen, RunPhase, attempt_folder
+from composer3d.runner.progress import LastSeen, RunPhase
 from composer3d.runner.report import Ending, FailureKind, FailureReport, root_cause
 from composer3d.runner.signals import ParentSignals, kill
 
@@ -50,10 +50,10 @@ class Watch:
     """
 
     def __init__(
-        self, *, output: Path, num_ranks: int, max_restarts: int, timeout_s: float | None, grace_s: float
+        self, *, private: Path, num_ranks: int, max_restarts: int, timeout_s: float | None, grace_s: float
     ) -> None:
         self.run_id = uuid.uuid4().hex
-        self.output = output
+        self.private = private
         self.num_ranks = num_ranks
         self.max_restarts = max_restarts
         self.num_restarts = 0
@@ -69,7 +69,7 @@ class Watch:
     @property
     def folder(self) -> Path:
         """The rank files of the attempt that is running."""
-        return attempt_folder(self.output, self.run_id, self.num_restarts)
+        return self.private / f"{self.run_id}-{self.num_restarts}"
 
     @contextmanager
     def taking_signals(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from composer3d.errors import RankError
 from composer3d.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.rendezvous import keep_to_loopback
 
 __all__ = ["run_ranks"]
 
@@ -156,6 +157,7 @@ def _be_rank(job: _Job, rank: int) -> NoReturn:
 def _call(job: _Job, rank: int) -> Any:
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world_size, "LOCAL_WORLD_SIZE": job.world_size}
     os.environ.update({key: str(value) for key, value in environment.items()})
+    keep_to_loopback()
     if job.init:
         dist.init_process_group(
             job.backend,

@@ -19,6 +19,7 @@ __all__ = [
     "inherit_timeouts",
     "lazy_modules",
     "local_agent",
+    "lone_rendezvous",
     "process_group",
     "ranks_of_group",
     "reduce_scatter_single",
@@ -169,6 +170,45 @@ def local_agent(
             return result
 
     return Agent(spec, DefaultLogsSpecs(log_dir=os.devnull), start_method)
+
+
+def lone_rendezvous(run_id: str) -> Any:
+    """Return a rendezvous of an elastic agent that is alone: its store is memory of this process, and nothing listens.
+
+    torch's own, static ones too, open a TCP store on every interface, and c10d's unpickles what it finds in there; the
+    classes to derive one from are public in a module that documents nothing else of them (torch 2.11-2.15).
+
+    Args:
+        run_id: The name of the run.
+    """
+    import torch.distributed as dist
+    from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+    class Alone(RendezvousHandler):
+        def get_backend(self) -> str:
+            return "composer3d"
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            # Where ranks meet is none of the agent's business.
+            nowhere = RendezvousStoreInfo(master_addr="", master_port=0)
+            return RendezvousInfo(dist.HashStore(), 0, 1, nowhere)  # type: ignore[attr-defined]
+
+        def is_closed(self) -> bool:
+            return False
+
+        def set_closed(self) -> None:
+            pass
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def get_run_id(self) -> str:
+            return run_id
+
+        def shutdown(self) -> bool:
+            return True
+
+    return Alone()
 
 
 def flight_records(*, waiting: bool = False) -> list[dict[str, Any]]:

@@ -184,3 +184,11 @@ def test_the_timeouts_of_a_mesh_are_not_the_worlds_until_they_are_inherited():
 def test_a_backend_without_a_timeout_has_none():
     with fake_world(2):
         assert torch_compat.group_timeout(dist.group.WORLD, torch.device("cpu")) is None
+
+
+def test_a_lone_rendezvous_is_complete_at_once_and_its_store_is_memory():
+    rendezvous = torch_compat.lone_rendezvous("here")
+    found = rendezvous.next_rendezvous()
+    assert (found.rank, found.world_size, rendezvous.get_run_id()) == (0, 1, "here")
+    assert isinstance(found.store, dist.HashStore)
+    assert not rendezvous.use_agent_store and not rendezvous.is_closed() and rendezvous.num_nodes_waiting() == 0

@@ -16,9 +16,12 @@ from composer3d.runner.signals import Preemption
 
 
 def join():
+    import torch
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    from composer3d.world import join_world
+
+    join_world(torch.device("cpu"))
     return dist.get_rank()
 
 
@@ -174,6 +177,18 @@ def case_linger(output):
     if join() == 1:
         thread.start()
     return reduce_all()
+
+
+def case_deaf(output):
+    """Ignore and catch whatever asks a rank to end."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    print(os.getpid(), flush=True)
+    while True:
+        try:
+            threading.Event().wait(1)
+        except BaseException as error:
+            print("caught", error, flush=True)
 
 
 def case_threads(output):

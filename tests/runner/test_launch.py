@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from composer3d.forking import limit_ranks
+from composer3d.forking import die_with, limit_ranks
 from composer3d.runner.launch import launch_local
 
 CASES = Path(__file__).with_name("launch_cases.py")
@@ -258,15 +258,52 @@ def signalled(case, output, number):
     return out.splitlines(), err.removeprefix(f"== {case}\n")
 
 
+def await_end(pids):
+    """Wait until processes are gone, or only wait for somebody to reap them."""
+    deadline = time.monotonic() + LIMIT_S
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"{left} still run"
+        time.sleep(0.01)
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_ranks_that_catch_everything_end_with_their_launcher(tmp_path):
+    with subprocess.Popen(command(tmp_path, "deaf"), env=environment(), stdout=-1, text=True) as parent:
+        assert parent.stdout.readline() == "== deaf\n"
+        ranks = [int(parent.stdout.readline()) for _ in range(2)]
+        os.kill(ranks[0], signal.SIGSTOP)
+        assert all(is_running(rank) for rank in ranks)
+        parent.kill()
+        await_end(ranks)
+
+
+def test_a_process_whose_parent_is_gone_already_ends_at_once():
+    pid = os.fork()
+    if pid == 0:
+        die_with(os.getppid() + 1)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
 def torchrun(case, output, *options):
-    arguments = ["--standalone", "--nproc-per-node", "2", *options, str(CASES), str(output), case]
     return subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        torchrun_command(case, output, *options),
         env=environment(),
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
     )
+
+
+def torchrun_command(case, output, *options):
+    arguments = ["--standalone", "--nproc-per-node", "2", *options, str(CASES), str(output), case]
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
 
 
 def test_under_torchrun_the_failed_rank_reports_once_before_torchrun_does(tmp_path):

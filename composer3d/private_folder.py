@@ -1,0 +1,65 @@
+"""Folder of this user in the temporary folder, which no other user can have prepared."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from composer3d.errors import ForkError
+
+__all__ = ["open_private", "user_folder"]
+
+
+def user_folder(name: str) -> Path:
+    """Return a folder in the temporary folder that belongs to this user alone; made if it is not there.
+
+    Its name is known beforehand, so that processes of this user meet there; whatever another user has put in its place,
+    a symbolic link or a folder, is refused. Inside of it nobody else can change anything.
+
+    Args:
+        name: Of the folder; the user's number is added.
+
+    Raises:
+        ForkError: What is there is no folder, belongs to another user, or others may read or write in it.
+    """
+    folder = Path(tempfile.gettempdir()) / f"{name}-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    os.close(_open_folder(folder))
+    return folder
+
+
+def open_private(folder: Path, name: str) -> int:
+    """Open a file in a folder of `user_folder` for reading and writing; no link is followed, and nothing truncated.
+
+    Args:
+        folder: The folder.
+        name: Of the file; made if it is not there.
+
+    Raises:
+        ForkError: The folder is not this user's alone.
+        OSError: The file is a symbolic link.
+    """
+    there = _open_folder(folder)
+    try:
+        return os.open(name, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=there)
+    finally:
+        os.close(there)
+
+
+def _open_folder(folder: Path) -> int:
+    advice = "remove it, or set TMPDIR to a folder of your own"
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise ForkError(f"{folder}: is no folder of this user's ({error.strerror}); {advice}") from error
+    found = os.fstat(descriptor)
+    if found.st_uid == os.getuid() and not stat.S_IMODE(found.st_mode) & 0o077:
+        return descriptor
+    os.close(descriptor)
+    if found.st_uid != os.getuid():
+        raise ForkError(f"{folder}: belongs to user {found.st_uid}, not to this one ({os.getuid()}); {advice}")
+    raise ForkError(f"{folder}: other users have access (mode {stat.S_IMODE(found.st_mode):o}); {advice}")

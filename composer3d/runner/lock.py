@@ -1,0 +1,160 @@
+"""The lock on a run's folder: one run at a time writes there, whatever started it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from composer3d.errors import LockError
+
+__all__ = ["RunLock", "attempts_of"]
+
+_FILE = ".lock"
+_DYING_S = 10.0  # how long ranks of a launcher that was killed may take to end, with the memory they hold
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+log = logging.getLogger(__name__)
+
+
+class RunLock:
+    """An exclusive hold on a run's folder: flock on a file in it, which says who holds it.
+
+    The kernel releases it when the last process that has it is gone, however it ended; forked ranks share it with their
+    launcher, so it lasts as long as one of them writes. A run that comes to its end removes the file.
+
+    Args:
+        output: The run's folder; made if it is not there.
+        attempts: Where the ranks of this run leave their files, for `composer3d doctor` to find.
+
+    Raises:
+        LockError: Another run holds it; the text names both.
+
+    Memory: none. Collectives: none.
+    """
+
+    def __init__(self, output: Path, *, attempts: Path | None = None) -> None:
+        self._path = output / _FILE
+        self._owner = os.getpid()
+        output.mkdir(parents=True, exist_ok=True)
+        self._descriptor = self._acquire(output)
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": _now(), "attempts": str(attempts or "")}
+        os.ftruncate(self._descriptor, 0)
+        os.pwrite(self._descriptor, (json.dumps(holder) + "\n").encode(), 0)
+
+    def _acquire(self, output: Path) -> int:
+        deadline = time.monotonic() + _DYING_S
+        while True:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _holder(self._path)
+                os.close(descriptor)
+                if not _is_dead(holder) or time.monotonic() > deadline:
+                    raise LockError(_refusal(output, holder)) from None
+                time.sleep(0.05)
+                continue
+            except OSError as error:
+                if error.errno not in _NO_LOCKS:
+                    os.close(descriptor)
+                    raise
+                log.warning(
+                    "%s: this disk has no locks (%s): a second run in this folder would not be noticed",
+                    output,
+                    error.strerror,
+                )
+            if _is_at(descriptor, self._path):
+                return descriptor
+            os.close(descriptor)  # the run before removed the file between the two calls
+
+    def leave_children_out(self) -> None:
+        """Have processes that this one forks give the lock up: workers that outlive a killed rank must not keep it."""
+        os.register_at_fork(after_in_child=self._close)
+
+    def release(self) -> None:
+        """Remove the file and give the lock up, in the process that took it."""
+        if os.getpid() == self._owner and self._descriptor >= 0 and _is_at(self._descriptor, self._path):
+            try:
+                self._path.unlink(missing_ok=True)
+            except OSError as error:  # a folder that became read-only: the kernel's lock ends all the same
+                log.debug("%s: not removed: %s", self._path, error)
+        self._close()
+
+    def _close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+def attempts_of(output: Path) -> Path:
+    """Return the folder in which the ranks of the run that holds a folder leave their files.
+
+    Args:
+        output: The run's folder.
+    """
+    return Path(_holder(output / _FILE).get("attempts") or output / "ranks")
+
+
+def _refusal(output: Path, holder: Mapping[str, Any]) -> str:
+    pid, host = holder.get("pid", "unknown"), holder.get("host", "unknown")
+    if _is_dead(holder):
+        state = f"its launcher (pid {pid} on {host}) is gone, and ranks of it have not ended yet; end them"
+    else:
+        state = (
+            f"pid {pid} on {host}, since {holder.get('start', 'unknown')}; wait for it, or stop it: kill {pid} saves "
+            "and ends it"
+        )
+    return (
+        f"{output}: another run is in this folder: {state}. This one (pid {os.getpid()} on {socket.gethostname()}) has "
+        "changed nothing; another run.output lets it start beside the other"
+    )
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """Return what the holder wrote; empty where it has not yet."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _is_dead(holder: Mapping[str, Any]) -> bool:
+    """Tell whether the holder was a process of this machine that is gone, or is a zombie."""
+    if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
+        return False
+    try:
+        return Path(f"/proc/{holder['pid']}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return Path("/proc/self").exists()
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        there = path.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    own = os.fstat(descriptor)
+    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

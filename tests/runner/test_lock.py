@@ -1,0 +1,149 @@
+"""One run at a time in a folder: who holds it, who is refused, and when it is free again."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import signal
+import socket
+import time
+
+import pytest
+
+from composer3d.errors import LockError
+from composer3d.runner import lock as locks
+from composer3d.runner.lock import RunLock, attempts_of
+
+HOST = re.escape(socket.gethostname())
+TIME = r"\d{4}-\d\d-\d\dT[\d:]+\+00:00"
+
+
+def held(folder, then=None, **options):
+    """Hold a folder in a child of this process; return its pid once it does."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            lock = RunLock(folder, **options)
+            if then is not None:
+                then(lock)
+            os.write(writer, b"1")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(reader, 1) == b"1"
+    os.close(reader)
+    return pid
+
+
+def end(pid, number=signal.SIGKILL):
+    os.kill(pid, number)
+    os.waitpid(pid, 0)
+
+
+def refused(folder):
+    with pytest.raises(LockError) as caught:
+        RunLock(folder)
+    return str(caught.value)
+
+
+def test_a_second_run_is_refused_with_both_names_and_changes_nothing(tmp_path):
+    pid = held(tmp_path / "out")
+    try:
+        before = (tmp_path / "out" / ".lock").read_bytes()
+        pattern = (
+            rf"{tmp_path}/out: another run is in this folder: pid {pid} on {HOST}, since {TIME}; wait for it, or stop "
+            rf"it: kill {pid} saves and ends it. This one \(pid {os.getpid()} on {HOST}\) has changed nothing; another "
+            r"run.output lets it start beside the other"
+        )
+        assert re.fullmatch(pattern, refused(tmp_path / "out"))
+        assert (tmp_path / "out" / ".lock").read_bytes() == before
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    finally:
+        end(pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_any_death_releases_it(tmp_path, number):
+    end(held(tmp_path), number)
+    with RunLock(tmp_path):
+        assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_keeps_it_after_its_launcher_and_its_own_workers_do_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_DYING_S", 0.2)
+    reader, writer = os.pipe()
+
+    def rank(lock):
+        if os.fork() == 0:
+            lock.leave_children_out()
+            if os.fork() == 0:
+                signal.pause()  # a worker
+            os.write(writer, str(os.getpid()).encode() + b" " + str(_child_of_this()).encode())
+            signal.pause()
+
+    launcher = held(tmp_path, rank)
+    rank_pid, worker = map(int, os.read(reader, 100).split())
+    try:
+        end(launcher)
+        assert f"its launcher (pid {launcher} on {socket.gethostname()}) is gone, and ranks of it" in refused(tmp_path)
+        os.kill(rank_pid, signal.SIGKILL)
+        RunLock(tmp_path).release()
+        os.kill(worker, 0)  # it lives, and does not count
+    finally:
+        os.kill(worker, signal.SIGKILL)
+
+
+def _child_of_this():
+    with open(f"/proc/self/task/{os.getpid()}/children") as children:
+        return int(children.read().split()[0])
+
+
+def test_a_run_whose_predecessor_is_just_dying_waits_for_it(tmp_path):
+    # The one that holds it is named as gone, as a launcher is whose ranks the kernel ends.
+    descriptor = os.open(tmp_path / ".lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    ended = os.fork()
+    if ended == 0:
+        os._exit(0)
+    os.waitpid(ended, 0)
+    os.write(descriptor, json.dumps({"pid": ended, "host": socket.gethostname()}).encode())
+    if os.fork() == 0:
+        time.sleep(0.3)
+        os._exit(0)
+    os.close(descriptor)
+    RunLock(tmp_path).release()
+    os.wait()
+
+
+def test_a_link_in_its_place_is_not_followed(tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / ".lock").symlink_to(victim)
+    with pytest.raises(OSError, match="symbolic links") as caught:
+        RunLock(tmp_path / "out")
+    assert (caught.value.errno, victim.read_text()) == (errno.ELOOP, "precious")
+
+
+def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, caplog):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with RunLock(tmp_path):
+        pass
+    assert caplog.messages == [
+        f"{tmp_path}: this disk has no locks (No locks available): a second run in this folder would not be noticed"
+    ]
+
+
+def test_where_ranks_leave_their_files_is_found_through_it(tmp_path):
+    assert attempts_of(tmp_path) == tmp_path / "ranks"
+    with RunLock(tmp_path, attempts=tmp_path / "elsewhere"):
+        assert attempts_of(tmp_path) == tmp_path / "elsewhere"
