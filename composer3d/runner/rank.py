@@ -79,13 +79,16 @@ def _fail(error: BaseException, *, rank: int, world_size: int, output: Path, rep
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder = attempt_folder(output)
     failure = FailureReport.from_exception(error, rank=rank, world_size=world_size, folder=folder)
+    # torchrun names the earliest error file as the root cause: this rank's, before the others can read why, or theirs.
+    if not failure.consequence:
+        get_error_handler().record_exception(error)
     failure.write(folder)
     if report:
         if failure.consequence:
             _await_cause(folder, world_size)
         _report_once(folder, output, world_size)
-    # After the wait: torchrun names the earliest error file as the root cause.
-    get_error_handler().record_exception(error)
+    if failure.consequence:
+        get_error_handler().record_exception(error)
     raise SystemExit(failure.exit_code) from None
 
 
