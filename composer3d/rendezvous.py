@@ -8,6 +8,7 @@ MASTER_ADDR alone.
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import socket
@@ -63,10 +64,11 @@ def meeting_point(timeout: timedelta) -> dict[str, Any]:
         store.set_timeout(timeout)
         return {"store": store, "rank": rank, "world_size": world_size}
     address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or not address or not port:
-        return {}  # the launcher serves the store; where nobody says where it is, torch names what is missing
-    store = _served_store(address, port, rank=rank, world_size=world_size, timeout=timeout)
-    return {"store": store, "rank": rank, "world_size": world_size}
+    if not address or not port:
+        return {}  # torch names what is missing
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _kept_store(os.getpid(), address, port, rank, world_size, timeout, is_agents)
+    return {"store": _own_keys(store, rank), "rank": rank, "world_size": world_size}
 
 
 def keep_to_loopback() -> Callable[[], None]:
@@ -101,6 +103,44 @@ def _times_joined(attempt: Path, rank: int) -> int:
             continue
         return number
     raise AssertionError
+
+
+@functools.cache
+def _kept_store(
+    pid: int, address: str, port: str, rank: int, world_size: int, timeout: timedelta, is_agents: bool
+) -> Any:
+    """Return the store in which the launcher's ranks meet, the same one for every world that this process joins.
+
+    One that rank 0 serves lives as long as its process: a rank that is quicker with its next world than rank 0 with the
+    end of the last one would lose it.
+
+    Args:
+        pid: A forked process has connections of its own.
+        address: Of whoever serves it.
+        port: Its port.
+        rank: This rank.
+        world_size: Number of ranks.
+        timeout: Of the store.
+        is_agents: The launcher serves it, not rank 0.
+    """
+    import torch.distributed as dist
+
+    if is_agents:
+        return dist.TCPStore(address, int(port), world_size, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
+    return _served_store(address, port, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def _own_keys(store: Any, rank: int) -> Any:
+    """Return a view of a store that no world before has written to.
+
+    torch numbers process groups from 0 in every world, and the addresses of the last one's ranks still stand under
+    their keys: a rank that reads them before they are written anew connects to nobody, and waits.
+    """
+    import torch.distributed as dist
+
+    # The store counts, not the process: a launcher that starts ranks again begins with an empty one.
+    number = store.add(f"composer3d/joined/{rank}", 1)
+    return dist.PrefixStore(f"composer3d/world/{number}", store)  # type: ignore[attr-defined]
 
 
 def _served_store(address: str, port: str, *, rank: int, world_size: int, timeout: timedelta) -> Any:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from composer3d import torch_compat
 from composer3d.rendezvous import keep_to_loopback, meeting_point
-from composer3d.torch_compat import set_group_timeout
 
 if TYPE_CHECKING:
     import torch
@@ -76,7 +76,7 @@ def join_world(device: torch.device) -> Callable[[], None]:
         timeout = timedelta(seconds=_JOIN_S)
         dist.init_process_group(backend, timeout=timeout, **meeting_point(timeout))
         if device.type == "cpu":  # NCCL's own default is _JOIN_S
-            set_group_timeout(None, default_pg_timeout)
+            torch_compat.set_group_timeout(None, default_pg_timeout)
     else:
         # Documented, but not in the module's __all__.
         store = dist.HashStore()  # type: ignore[attr-defined]
@@ -84,6 +84,7 @@ def join_world(device: torch.device) -> Callable[[], None]:
 
     def release() -> None:
         leave_loopback()
+        torch_compat.clear_sharding_caches()  # they hold meshes, and a later one of the same shape has other groups
         if dist.is_initialized():
             dist.destroy_process_group()
 

@@ -1,10 +1,19 @@
-"""Which device is a process's own."""
+"""Which device is a process's own, and worlds that follow each other in one process."""
 
 from __future__ import annotations
 
+import os
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from support.models import composed
+from torch import nn
 
+from composer3d.testing import run_ranks
 from composer3d.world import default_device, own_device
 
 
@@ -28,3 +37,50 @@ def test_without_a_launcher_and_an_accelerator_a_device_stays_as_stated(monkeypa
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     assert own_device("cuda") == torch.device("cuda")
     assert default_device() == torch.device("cpu")
+
+
+ROUNDS = 50
+
+
+def end_one_way_or_another(run, number):
+    """Run a step that goes well or fails, by turns, and close the composition."""
+    x = torch.ones(2, 4)
+    try:
+        with run.step(0):
+            run.forward_backward(x, target=x)
+            if number % 3 == 1:
+                raise ValueError("made up")
+            run.clip_grad_norm_(1.0)
+        run.close()
+    except Exception as error:
+        run.close(error)
+        return type(error).__name__
+    return "good"
+
+
+def compose_again_and_again(port, is_agents):
+    """Compose and close `ROUNDS` times; the last rank only holds the store, as torchrun's agent does."""
+    rank = int(os.environ["RANK"])
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    if is_agents:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    if rank == 2:
+        held = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        held.wait(["done/0", "done/1"], timedelta(seconds=100))
+        return []
+    ends = []
+    for number in range(ROUNDS):
+        run = composed("[sharding.fsdp2]\n", model=lambda: nn.Linear(4, 4), loss_fn=F.mse_loss, device="cpu")
+        ends.append(end_one_way_or_another(run, number))
+    if is_agents:
+        dist.TCPStore("127.0.0.1", port).set(f"done/{rank}", "1")
+    return ends
+
+
+@pytest.mark.parametrize("is_agents", [False, True], ids=["first rank's store", "agent's store"])
+def test_a_process_composes_again_and_again(is_agents):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    first, second, *_ = run_ranks(compose_again_and_again, 2 + is_agents, port, is_agents, init=False)
+    assert first == second == ["ValueError" if number % 3 == 1 else "good" for number in range(ROUNDS)]
