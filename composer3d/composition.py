@@ -12,6 +12,7 @@ from composer3d import gradients, spans
 from composer3d.assembly import Assembled
 from composer3d.batch import to_device
 from composer3d.closing import close_all
+from composer3d.embedding import watch_model
 from composer3d.errors import StepError
 from composer3d.evaluation import Evaluation, evaluating, let_go
 from composer3d.in_backward import BackwardStepper
@@ -44,9 +45,7 @@ class Composition:
         self._persistence = Persistence(assembled)
         self._optimizer: torch.optim.Optimizer | None = None
         if not assembled.has_schedule:
-            module = self.parts[0].module
-            module.register_forward_pre_hook(self._engine.enter_own_forward, with_kwargs=True)
-            spans.watch_own_forward(module, self.context, lambda: self._engine.is_own_forward)
+            watch_model(self.parts[0].module, self._engine, self.context)
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
@@ -104,7 +103,8 @@ class Composition:
             self._engine.scaler = scaler
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters under the FQNs of the whole model, each tensor once."""
+        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; none of them gathered."""
+        let_go(self.parts)
         yield from self.context.named_parameters()
 
     def describe(self) -> str:

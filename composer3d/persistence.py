@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
+from composer3d.evaluation import let_go
 from composer3d.ordering import Order
 from composer3d.protocol import Stateful
 
@@ -136,6 +137,9 @@ class Persistence:
 
         A stage may hold only a later name of a tie; the checkpoint knows the tensor by its first.
         """
+        let_go(
+            self._assembled.context.parts
+        )  # gathered parameters that a backward was to free have no storage of theirs
         first = {fqn: group[0] for group in self._assembled.context.ties for fqn in group}
         result: dict[str, Tensor] = {}
         for module in self._parts():

@@ -11,6 +11,7 @@ from composer3d import gradients
 from composer3d.batch import cut
 from composer3d.criterion import Criterion
 from composer3d.errors import StepError
+from composer3d.evaluation import let_go
 from composer3d.flight import Flight
 from composer3d.guard import Guard
 from composer3d.in_backward import BackwardStepper
@@ -85,7 +86,7 @@ class StepEngine:
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: StepState | None = None
         self._own: OwnForward | None = None
-        self._scheduled = self._evaluating = self._bypassed = self._equal = False
+        self._scheduled = self._evaluating = self._bypassed = self._equal = self._gathered = False
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -212,7 +213,7 @@ class StepEngine:
         """Whether a forward that begins now is the loop's own, inside a step."""
         return self.state is not None and not self._scheduled and not self._evaluating
 
-    def enter_own_forward(self, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def enter_own_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Start the random stream of a forward that the loop runs itself inside a step."""
         if self.is_own_forward:
             assert self.state is not None, "inside a step"
@@ -221,6 +222,22 @@ class StepEngine:
             # By forwards, not by backwards: two forwards before one backward draw different numbers.
             self._streams.enter(self.state.step, self._num_forwards)
             self._num_forwards += 1
+
+    def leave_own_forward(self) -> None:
+        """End a forward that the loop runs itself, inside or outside of a step.
+
+        What the loop draws next comes from its own generator. Parameters that were gathered for a backward, which
+        without gradients does not come, are freed: who reads parameters would see no shards.
+        """
+        import torch
+
+        if self._scheduled or self._evaluating:
+            return
+        self._streams.leave()
+        if torch.is_grad_enabled():
+            self._gathered = True
+        else:
+            let_go(self._context.parts)
 
     def backward(self, value: Any, *, last: bool) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
@@ -234,11 +251,11 @@ class StepEngine:
             self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True
         self.begin_microbatch(self._own.calls - 1, last)
-        with self._context.span("backward"):
+        with self._context.span("backward"), self._streams.kept():
             self._scale(self._ledger.scaled(loss)).backward()
+        self._gathered = False
         self.end_microbatch()
         state.forward_done = False
-        self._streams.leave()
         return self._settle(state, self._ledger.pending) if last else None
 
     def _announce_own(self, target: Any, identity: int) -> None:
@@ -273,6 +290,10 @@ class StepEngine:
                 "call run.backward(loss, last=True) for the last loss of a step"
             )
         self._used = True
+        if self._gathered:  # by a forward that had no backward
+            self._gathered = False
+            let_go(state.parts)
+            parameters = list({id(p): p for part in state.parts for p in part.module.parameters()}.values())
         if self.stepper is not None:  # nothing is left to do to gradients, which are gone
             self.stepper.finish(self._ledger.correction)
             return parameters

@@ -49,6 +49,19 @@ class Streams:
             self._outside = None
 
     @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Run the backward of a forward that has left the stream: the random state after it is that before.
+
+        A recomputation inside sets the state of its forward; regions that draw from the sharded stream then go on in
+        the replicated one, as they did there.
+        """
+        self._outside = self._states()
+        try:
+            yield
+        finally:
+            self.leave()
+
+    @contextlib.contextmanager
     def sharded(self, site: int) -> Iterator[None]:
         """Draw from the sharded stream inside.
 

@@ -1,0 +1,162 @@
+"""What loops read between steps: forwards without a backward gather parameters, and nobody may see them gathered."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import composed, gradient_error, mine, seeded, unpadded
+
+from composer3d.runner.ema import EMA
+from composer3d.testing import full, run_ranks
+
+TIGHT = 1e-12
+LAYOUTS = [
+    "[sharding.fsdp2]\nzero = 1\n",
+    "[sharding.fsdp2]\nzero = 3\n",
+    "[sharding.ddp]\n[mesh]\ndp_replicate = -1\n",
+]
+
+
+def mean(model, tokens, targets):
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def step(run, number, optimizer, tokens, targets):
+    with run.step(number):
+        run.backward(mean(run.model, tokens, targets))
+        run.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def one_device(steps):
+    """Return the model after some steps of AdamW on one device."""
+    tokens, targets = unpadded()
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        mean(model, tokens, targets).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def read(run, path, forward):
+    """Read parameters in every way that a loop has, each after a forward that gathered them."""
+    shards = {fqn: type(parameter.data) for fqn, parameter in run.named_parameters()}
+    forward()
+    assert {fqn: type(parameter.data) for fqn, parameter in run.named_parameters()} == shards
+    forward()
+    assert {fqn: type(tensor) for fqn, tensor in run.model.state_dict().items()} == shards
+    forward()
+    average = EMA(run, decay=0.5)
+    forward()
+    average.update(0)
+    forward()
+    with average.applied():
+        pass
+    forward()
+    run.save(path)
+
+
+def evaluated(layout, how, path):
+    torch.set_default_dtype(torch.float64)
+    run = composed(layout)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+
+    def forward():
+        with how():
+            run.model(tokens)
+
+    forward()
+    step(run, 0, optimizer, tokens, targets)
+    read(run, path, forward)
+    step(run, 1, optimizer, tokens, targets)
+    with run.step(2):
+        run.backward(mean(run.model, tokens, targets))
+        forward()  # for a metric
+        run.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = {fqn: full(parameter.detach()) for fqn, parameter in run.named_parameters()}
+    error = max(float((trained[fqn] - p).abs().max()) for fqn, p in one_device(3).state_dict().items())
+    run.load(path)
+    loaded = {fqn: full(parameter.detach()) for fqn, parameter in run.named_parameters()}
+    return error, max(float((loaded[fqn] - p).abs().max()) for fqn, p in one_device(1).state_dict().items())
+
+
+@pytest.mark.parametrize("how", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["zero 1", "zero 3", "ddp"])
+def test_forwards_without_a_backward_leave_nothing_gathered(layout, how, tmp_path):
+    for trained, loaded in run_ranks(evaluated, 2, layout, how, tmp_path / "step-1"):
+        assert trained < TIGHT
+        assert loaded < TIGHT
+
+
+def forward_between(layout):
+    """Run a forward without gradients between a forward and its backward, as distillation from oneself does."""
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = unpadded()
+    reference = seeded()
+    mean(reference, tokens, targets).backward()
+    run = composed(layout)
+    tokens, targets = mine(run, tokens), mine(run, targets)
+    with run.step(0):
+        loss = mean(run.model, tokens, targets)
+        with torch.no_grad():
+            run.model(tokens)
+        run.backward(loss)
+        run.clip_grad_norm_(float("inf"))
+        return gradient_error(run, {name: p.grad for name, p in reference.named_parameters()})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["zero 1", "zero 3", "ddp"])
+def test_a_forward_without_gradients_before_a_backward(layout):
+    assert max(run_ranks(forward_between, 2, layout)) < TIGHT
+
+
+def drawn():
+    """Draw data between, before and after the forwards of a step; return it with what one device's loop draws."""
+    run = composed("[sharding.fsdp2]\n", model=seeded(dropout=0.5))
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    torch.manual_seed(run.context.rank)
+    numbers = []
+    for number in range(2):
+        with run.step(number):
+            for is_last in (False, True):
+                numbers.append(torch.rand(()))
+                loss = mean(run.model, tokens, targets)
+                numbers.append(torch.rand(()))
+                run.backward(loss, last=is_last)
+                numbers.append(torch.rand(()))
+            run.clip_grad_norm_(1.0)
+    torch.manual_seed(run.context.rank)
+    return torch.stack(numbers).equal(torch.stack([torch.rand(()) for _ in numbers]))
+
+
+def test_what_a_loop_draws_comes_from_its_own_generator():
+    assert run_ranks(drawn, 2) == [True, True]
+
+
+def checkpointed(text):
+    """Return the gradient of a step whose forward draws."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(text, model=seeded(dropout=0.5))
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    with run.step(0):
+        loss = mean(run.model, tokens, targets)
+        torch.rand(3)
+        run.backward(loss)
+        run.clip_grad_norm_(float("inf"))
+        return {fqn: full(parameter.grad) for fqn, parameter in run.named_parameters()}
+
+
+def test_recomputed_dropout_is_that_of_the_forward():
+    plain = run_ranks(checkpointed, 2, "[sharding.fsdp2]\n")[0]
+    recomputed = run_ranks(checkpointed, 2, "[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")[0]
+    assert all(torch.equal(plain[fqn], recomputed[fqn]) for fqn in plain)
