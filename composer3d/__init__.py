@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from composer3d.registry import hookimpl, plugin
     from composer3d.sampling import Sampler
     from composer3d.secret import Secret
-    from composer3d.step import StepState
+    from composer3d.step_state import StepState
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 _MODULES = {

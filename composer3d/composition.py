@@ -22,7 +22,7 @@ from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
 from composer3d.protocol import Batch, Part, Stateful
 from composer3d.sampling import Sampler
-from composer3d.step import StepState
+from composer3d.step_state import StepState
 
 if TYPE_CHECKING:
     import torch
@@ -96,11 +96,11 @@ class Composition:
 
         A plugin's loss scaler would divide them by a scale that they were not multiplied with.
         """
-        scaler, self._engine.scaler = self._engine.scaler, None
+        scaler, self._engine.scaler, self._engine.is_plain = self._engine.scaler, None, True
         try:
             yield
         finally:
-            self._engine.scaler = scaler
+            self._engine.scaler, self._engine.is_plain = scaler, False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under the FQNs of the whole model, each tensor once; none of them gathered."""

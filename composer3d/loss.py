@@ -11,7 +11,7 @@ from composer3d.protocol import Loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IGNORE_INDEX", "Reduction", "as_loss", "count_valid", "reduction_of"]
+__all__ = ["IGNORE_INDEX", "Reduction", "as_loss", "count_valid", "reduction_of", "without_factors"]
 
 Reduction = Literal["mean", "sum"]
 IGNORE_INDEX = -100
@@ -48,21 +48,64 @@ def reduction_of(loss: Tensor) -> Reduction:
     Raises:
         LossError: The last operation says neither.
     """
-    node: Any = loss.grad_fn
+    return _reduction_at(_past_views(loss.grad_fn))
+
+
+def _past_views(node: Any) -> Any:
     while node is not None and type(node).__name__.startswith(("ToCopy", "View", "Squeeze", "Reshape", "Alias")):
         node = node.next_functions[0][0] if node.next_functions else None
+    return node
+
+
+def _known_reduction(node: Any) -> Reduction | None:
     name = type(node).__name__
     # 1 and 2 are torch's numbers of the reductions mean and sum.
     saved = getattr(node, "_saved_reduction", None)
     if saved == 1 or name.startswith(("MeanBackward", "DivBackward")):
         return "mean"
-    if saved == 2 or name.startswith("SumBackward"):
-        return "sum"
-    seen = "it has no graph" if node is None else f"its last operation is {name.removesuffix('0')}"
+    return "sum" if saved == 2 or name.startswith("SumBackward") else None
+
+
+def _reduction_at(node: Any) -> Reduction:
+    known = _known_reduction(node)
+    if known is not None:
+        return known
+    seen = "it has no graph" if node is None else f"its last operation is {type(node).__name__.removesuffix('0')}"
     raise LossError(
         f"cannot tell whether the loss is a sum or a mean ({seen}); "
         'pass compose(loss_reduction="mean") or "sum", or ' + _RETURN_A_SUM
     )
+
+
+def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
+    """Return what a loop has multiplied its loss with, and what the loss was before: None if its graph does not tell.
+
+    A loop that accumulates divides every loss by the number of its backwards. A sum that is divided, by its tokens
+    then, is a mean.
+    """
+    factor, node = 1.0, _past_views(loss.grad_fn)
+    while (found := _constant_factor(node)) is not None and _known_reduction(found[1]) != "sum":
+        factor, node = factor * found[0], found[1]
+    return factor, _known_reduction(node)
+
+
+def _constant_factor(node: Any) -> tuple[float, Any] | None:
+    """Return the number that a node multiplies with, and the node of what it multiplies; None for other nodes."""
+    import torch
+
+    name = type(node).__name__
+    if not name.startswith(("MulBackward", "DivBackward")):
+        return None
+    (first, _), (second, _) = node.next_functions
+    if (first is None) == (second is None) or (first is None and name.startswith("Div")):
+        return None
+    constant = node._saved_other if second is None else node._saved_self
+    if not isinstance(constant, torch.Tensor) or constant.dim():
+        return None
+    value = float(constant)
+    if not value:
+        return None
+    return (value if name.startswith("Mul") else 1.0 / value), _past_views(first if second is None else second)
 
 
 def as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reduction | None) -> Loss:

@@ -6,7 +6,7 @@ from typing import Any
 
 from composer3d.batch import tensors
 from composer3d.errors import LossError
-from composer3d.loss import Reduction, as_loss, reduction_of
+from composer3d.loss import Reduction, as_loss, reduction_of, without_factors
 from composer3d.protocol import Loss
 
 __all__ = ["OwnForward"]
@@ -15,7 +15,13 @@ __all__ = ["OwnForward"]
 class OwnForward:
     """The losses of a loop that keeps its own forward.
 
-    Without a target every backward weighs the same. With one, a mean stands for the target's valid tokens.
+    Without a target every backward weighs the same. With one, a mean stands for the target's valid tokens. A loop that
+    divides its losses itself, by the number of its backwards, gets the sum of what it wrote.
+
+    Attributes:
+        count: Of the step's target.
+        calls: Backwards so far.
+        is_scaled: The loop divides its losses itself: gradients are their sum as it is.
     """
 
     def __init__(self, *, target: Any = None, count: int = 1) -> None:
@@ -23,6 +29,7 @@ class OwnForward:
         self.calls = 0
         self._told = target is not None
         self._padded = self._told and any(count != t.numel() for t in tensors(target))
+        self.is_scaled = False
 
     def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None) -> Loss:
         """Give the loss of the next backward its count."""
@@ -31,9 +38,10 @@ class OwnForward:
         self.calls += 1
         if not isinstance(value, torch.Tensor):
             return as_loss(value, count=self.count, equal=equal, reduction=reduction)
+        factor, known = without_factors(value)
         if not self._told:
-            return as_loss(value, count=1, equal=True, reduction="mean")
-        if (reduction or reduction_of(value)) == "sum":
+            return self._scaled(as_loss(value, count=1, equal=True, reduction="mean"), factor)
+        if (reduction or known or reduction_of(value)) == "sum":
             # The target's count belongs to all backwards together.
             return Loss(sum=value, count=self.count if self.calls == 1 else 0)
         if self._padded and (self.calls > 1 or not last):
@@ -41,4 +49,17 @@ class OwnForward:
                 "several means over parts of a padded target cannot be put together; "
                 "give backward (sum, count) of each part"
             )
-        return as_loss(value, count=self.count, equal=equal, reduction="mean")
+        return self._scaled(as_loss(value, count=self.count, equal=equal, reduction="mean"), factor)
+
+    def _scaled(self, loss: Loss, factor: float) -> Loss:
+        """Let a mean that the loop has multiplied with a factor count for as much less."""
+        if self.calls == 1:
+            self.is_scaled = factor != 1.0
+        if self.is_scaled != (factor != 1.0):
+            before = "another number" if self.is_scaled else "1"
+            raise LossError(
+                f"backward {self.calls} of this step was given a loss times {factor:g}, and those before losses times "
+                f"{before}; divide all losses of a step by the number of its backwards, or none of them, and they "
+                "weigh the same"
+            )
+        return Loss(sum=loss.sum, count=loss.count * factor, auxiliary=loss.auxiliary)

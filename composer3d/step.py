@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients
@@ -17,7 +16,8 @@ from composer3d.guard import Guard
 from composer3d.in_backward import BackwardStepper
 from composer3d.ledger import Ledger
 from composer3d.own_forward import OwnForward
-from composer3d.protocol import Batch, GradScaler, Part
+from composer3d.protocol import Batch, GradScaler
+from composer3d.step_state import StepState
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -27,36 +27,7 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.streams import Streams
 
-__all__ = ["StepEngine", "StepState"]
-
-
-@dataclass(kw_only=True, eq=False)
-class StepState:
-    """What step actions see.
-
-    Attributes:
-        step: The number that the loop gave.
-        context: The run.
-        parts: This rank's stages.
-        index: The micro-batch, counted within one batch; set from BEFORE_MICROBATCH on.
-        is_last: Whether it is the last one before the gradients are used, as far as is known.
-        forward_done: The loop runs its own forward, which has already happened when BEFORE_MICROBATCH runs.
-        optimizer: Once there is one.
-        metrics: Numbers to report with this step; actions may add some.
-        vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
-        count: Valid tokens of the global batch so far.
-    """
-
-    step: int
-    context: RunContext
-    parts: tuple[Part, ...]
-    index: int = 0
-    is_last: bool = True
-    forward_done: bool = False
-    optimizer: torch.optim.Optimizer | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    vetoes: tuple[str, ...] = ()
-    count: int = 0
+__all__ = ["StepEngine"]
 
 
 class StepEngine:
@@ -81,6 +52,7 @@ class StepEngine:
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
+        self.is_plain = False  # the loop runs backwards without this composition, and knows it
         self.scaler: GradScaler | None = None
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -98,7 +70,8 @@ class StepEngine:
         context = self._context
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self._ledger.clear()
-        self._call, self._used, self._own, self._num_forwards, self._seen = 0, False, None, 0, 0
+        self._call = self._num_forwards = self._num_backwards = self._seen = 0
+        self._used, self._own, self._applied = False, None, 1.0
         try:
             with self.explaining(), context.span("step", step=number):
                 self._at(StepPoint.BEGIN)
@@ -157,6 +130,7 @@ class StepEngine:
         if self.stepper is not None:
             self.stepper.begin(self._call + len(microbatches))
         self._agree(self.criterion.count_all(microbatches), identity)
+        self._num_backwards += 1
         self._scheduled = True
         try:
             with self._context.span("forward_backward", microbatches=len(microbatches)):
@@ -197,6 +171,7 @@ class StepEngine:
         return self._scale(self._ledger.scaled(self.criterion.loss(output, target, equal=self._equal)))
 
     def _scale(self, loss: Tensor) -> Tensor:
+        loss = loss if self._applied == 1.0 else loss * self._applied  # as the gradients that it adds to
         return self.scaler.scale(loss) if self.scaler is not None else loss
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
@@ -204,7 +179,22 @@ class StepEngine:
             loss, _ = self._ledger.settle(num_microbatches)
         if self._ledger.auxiliary:
             state.metrics["auxiliary_loss"] = self._ledger.auxiliary
+        if self.stepper is None and not self._context.claimants("moved_gradients"):
+            parameters = list(state.parameters())
+            if not self.actions[StepPoint.GRADIENTS_LOCAL]:
+                gradients.settle_partial(parameters)
+            self._correct(parameters)
         return loss
+
+    def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Divide gradients by the count of the batches so far, as far as their losses were not.
+
+        After each that may be the step's last, so that who looks at gradients before the optimizer's step finds means.
+        """
+        wanted = 1.0 if self._own is not None and self._own.is_scaled else self._ledger.correction
+        if wanted != self._applied:
+            gradients.scale_(parameters, wanted / self._applied)
+            self._applied = wanted
 
     # ---- a loop's own forward ----------------------------------------------------------------------------------------
 
@@ -246,6 +236,7 @@ class StepEngine:
         if self._own is None:
             self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
+        self._num_backwards += 1
         loss = self._own.loss(value, last=last, equal=self._equal, reduction=self.criterion.told)
         if self.stepper is not None:
             self.stepper.begin(self._own.calls + (not last))
@@ -281,19 +272,23 @@ class StepEngine:
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
         """Bring the gradients of the open step to their final values, once, and return this rank's parameters."""
         state = self.current(call)
-        parameters = list({id(p): p for part in state.parts for p in part.module.parameters()}.values())
         if self._used:
-            return parameters
+            return list(state.parameters())
         if self._ledger.pending:
             raise StepError(
                 f"{call} was called, and no backward of this step was the last one; "
                 "call run.backward(loss, last=True) for the last loss of a step"
             )
+        if self._num_forwards and not self._num_backwards and not self.is_plain:
+            raise StepError(
+                f"{call} was called, and no backward of step {state.step} was the composition's, which normalises "
+                "gradients over all ranks; write run.backward(loss) instead of loss.backward()"
+            )
         self._used = True
         if self._gathered:  # by a forward that had no backward
             self._gathered = False
             let_go(state.parts)
-            parameters = list({id(p): p for part in state.parts for p in part.module.parameters()}.values())
+        parameters = list(state.parameters())
         if self.stepper is not None:  # nothing is left to do to gradients, which are gone
             self.stepper.finish(self._ledger.correction)
             return parameters
@@ -307,8 +302,7 @@ class StepEngine:
                 "tuple, list, dict or dataclass"
             )
         gradients.settle_partial(parameters)
-        if self._ledger.correction != 1.0:
-            gradients.scale_(parameters, self._ledger.correction)
+        self._correct(parameters)
         self._at(StepPoint.GRADIENTS_REDUCED)
         self._overflow = self.scaler is not None and self._unscale()
         self._at(StepPoint.UNSCALED)

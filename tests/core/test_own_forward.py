@@ -149,9 +149,106 @@ def test_an_evaluation_between_changes_nothing():
 
 
 def odd_loss(run, tokens, targets):
-    run.backward(0.5 * F.cross_entropy(run.model(tokens).flatten(0, 1), targets.flatten()))
+    run.backward(F.cross_entropy(run.model(tokens).flatten(0, 1), targets.flatten()).exp())
 
 
 def test_a_loss_of_unknown_reduction_is_refused():
     text = run_ranks(refusal, 1, LossError, odd_loss)[0]
-    assert text.startswith("cannot tell whether the loss is a sum or a mean (its last operation is MulBackward); ")
+    assert text.startswith("cannot tell whether the loss is a sum or a mean (its last operation is ExpBackward); ")
+
+
+def all_as_written():
+    """Return how far gradients and norms are from one device's, for every way to write a step."""
+    torch.set_default_dtype(torch.float64)
+    return {
+        f"{way}, {num_parts} parts, {with_target=}, {last=}": as_written(SCALED[way], num_parts, with_target, last)
+        for num_parts, ways in ((3, SCALED), (1, ["loss / n"]))
+        for index, way in enumerate(ways)
+        for with_target in (False, True)
+        for last in ((index % 2 == 0) is with_target,)
+    }
+
+
+def as_written(scaled, num_parts, with_target, last):
+    """Return the distance of gradients, after `backward` and after clipping, and of their norm."""
+    tokens, targets = unpadded()
+    reference = seeded()
+    for x, y in zip(tokens.chunk(num_parts), targets.chunk(num_parts), strict=True):
+        scaled(mean_loss(reference(x), y)).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in reference.parameters()])
+    run = composed(FSDP)
+    tokens, targets = mine(run, tokens), mine(run, targets)
+    wanted = {name: p.grad for name, p in reference.named_parameters()}
+    with run.step(0, target=targets if with_target else None):
+        for part, (x, y) in enumerate(zip(tokens.chunk(num_parts), targets.chunk(num_parts), strict=True), 1):
+            run.backward(scaled(mean_loss(run.model(x), y)), last=last or part == num_parts)
+        seen = gradient_error(run, wanted)
+        found = run.clip_grad_norm_(float("inf"))
+        return seen, gradient_error(run, wanted), abs(float(found) - float(norm))
+
+
+SCALED = {
+    "loss / n": lambda loss: loss / 3,
+    "loss / tensor": lambda loss: loss / torch.tensor(3),
+    "loss * (1 / n)": lambda loss: loss * 0.25,
+    "n * loss / m": lambda loss: 5 * loss / 3,
+    "loss /= n": lambda loss: loss.div_(3),
+}
+
+
+def test_losses_that_the_loop_divides_are_added_up_as_written():
+    for found in run_ranks(all_as_written, 2):
+        assert {way: errors for way, errors in found.items() if max(errors) > TIGHT} == {}
+
+
+def seen_gradients(num_calls, batch):
+    """Return how far gradients are from one device's after each call of a step, before anybody clips."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(FSDP + "[train]\nmicrobatch = 2\n")
+    tokens, targets = batch()
+    errors = []
+    with run.step(0):
+        for call in range(num_calls):
+            chosen = slice(12 // num_calls * call, 12 // num_calls * (call + 1))
+            run.forward_backward(mine(run, tokens[chosen]), target=mine(run, targets[chosen]))
+            reference = seeded()
+            over_all_tokens(reference, tokens[: chosen.stop], targets[: chosen.stop]).backward()
+            errors.append(gradient_error(run, {name: p.grad for name, p in reference.named_parameters()}))
+        run.clip_grad_norm_(float("inf"))
+    return errors
+
+
+def test_gradients_are_means_after_every_call():
+    assert max(max(errors) for errors in run_ranks(seen_gradients, 2, 3, padded)) < TIGHT
+
+
+def half_divided(run, tokens, targets):
+    run.backward(mean_loss(run.model(tokens), targets), last=False)
+    run.backward(mean_loss(run.model(tokens), targets) / 2)
+
+
+def test_losses_of_which_some_are_divided_are_refused():
+    run_ranks(refused_without_target, 1, half_divided)
+
+
+def refused_without_target(act):
+    run = composed(FSDP)
+    tokens, targets = unpadded()
+    with pytest.raises(LossError) as caught, run.step(0):
+        act(run, tokens, targets)
+    assert str(caught.value) == (
+        "backward 2 of this step was given a loss times 0.5, and those before losses times 1; divide all losses of a "
+        "step by the number of its backwards, or none of them, and they weigh the same"
+    )
+
+
+def plain_backward(run, tokens, targets):
+    mean_loss(run.model(tokens), targets).backward()
+    run.clip_grad_norm_(1.0)
+
+
+def test_a_backward_without_the_composition_is_refused():
+    assert run_ranks(refusal, 1, StepError, plain_backward) == [
+        "clip_grad_norm_ was called, and no backward of step 0 was the composition's, which normalises gradients over "
+        "all ranks; write run.backward(loss) instead of loss.backward()"
+    ]

@@ -1,0 +1,50 @@
+"""The state of an open step, as step actions see it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from composer3d.protocol import Part
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from composer3d.context import RunContext
+
+__all__ = ["StepState"]
+
+
+@dataclass(kw_only=True, eq=False)
+class StepState:
+    """What step actions see.
+
+    Attributes:
+        step: The number that the loop gave.
+        context: The run.
+        parts: This rank's stages.
+        index: The micro-batch, counted within one batch; set from BEFORE_MICROBATCH on.
+        is_last: Whether it is the last one before the gradients are used, as far as is known.
+        forward_done: The loop runs its own forward, which has already happened when BEFORE_MICROBATCH runs.
+        optimizer: Once there is one.
+        metrics: Numbers to report with this step; actions may add some.
+        vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
+        count: Valid tokens of the global batch so far.
+    """
+
+    step: int
+    context: RunContext
+    parts: tuple[Part, ...]
+    index: int = 0
+    is_last: bool = True
+    forward_done: bool = False
+    optimizer: torch.optim.Optimizer | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    vetoes: tuple[str, ...] = ()
+    count: int = 0
+
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """Return this rank's parameters, each once."""
+        return {id(p): p for part in self.parts for p in part.module.parameters()}.values()
