@@ -141,7 +141,15 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     if batch is None:
         raise ComposerError(f"{source}: the form of a batch of [data] cannot be told without preparing the data")
     example, target = batch
-    job = job_of(manifest, factory, found.layout, example, target=target, preparation=found.preparation)
+    job = job_of(
+        manifest,
+        factory,
+        found.layout,
+        example,
+        target=target,
+        has_targets=target is not None,
+        preparation=found.preparation,
+    )
     choice: RankChoice = arguments.rank
     return make_plan(
         job,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.batch import units_of
+from composer3d.batch import tensors, units_of
 from composer3d.errors import ComposerError
 from composer3d.mesh import Role
 from composer3d.planning.costs.time_report import time_report
@@ -59,9 +59,9 @@ def time_of(
         orders: Actions by rank along the pipeline; None without one.
         budget: Of the run.
     """
-    inputs = job.example[0][0]
-    unit, count = units_of(inputs)
-    size = count // inputs.shape[0] * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH)
+    unit, count = units_of(job.example)
+    samples = next(tensor for tensor in tensors(job.example) if tensor.dim()).shape[0]
+    size = count // samples * job.microbatch * job.num_microbatches * layout.degree(Role.BATCH)
     forward = sum(trace.stands_for * _flops(trace, "forward") for trace in traces)
     covered = sum(trace.stands_for for trace in traces) / layout.world_size
     found = estimate(

@@ -13,9 +13,10 @@ from composer3d.proof.subject import Subject
 from composer3d.protocol import Batch
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from composer3d import Composition, Manifest
+    from composer3d.runner.data import Batch as RunBatch
 
 __all__ = ["read_manifest", "subject_of", "truncate_blocks"]
 
@@ -70,13 +71,14 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         return lambda: truncate_blocks(factory(), manifest.model.blocks, max_blocks)
 
     def batch(step: int, rank: int, degree: int) -> Batch:
-        tokens, targets = read(step, rank, degree)
-        return Batch(args=(tokens,), kwargs=factory.inputs(targets), target=targets)
+        found = read(step, rank, degree)
+        return Batch(args=found.args, kwargs={**found.kwargs, **factory.inputs(found.targets)}, target=found.targets)
 
     return Subject(
         manifest=manifest,
         build=build,
         loss_fn=factory.loss_fn,
+        count_fn=factory.loss.count,
         make_optimizer=lambda run: make_optimizer(run, manifest),
         batch=batch,
         grad_clip=tables["train"].grad_clip,
@@ -113,7 +115,7 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, nn.Module)
 
 
-def _reader(manifest: Manifest, scratch: Path) -> tuple[Any, Callable[[int, int, int], tuple[Tensor, Tensor]]]:
+def _reader(manifest: Manifest, scratch: Path) -> tuple[Any, Callable[[int, int, int], RunBatch]]:
     """Return the source of data, and what reads batches of it."""
     from composer3d.runner.batch_size import BatchSize
     from composer3d.runner.data import Loader, open_source
@@ -136,9 +138,8 @@ def _reader(manifest: Manifest, scratch: Path) -> tuple[Any, Callable[[int, int,
             vocab_size=None,
         )
 
-    def read(step: int, rank: int, degree: int) -> tuple[Tensor, Tensor]:
-        found = loader(rank, degree).batch(step)
-        return found.tokens, found.targets
+    def read(step: int, rank: int, degree: int) -> RunBatch:
+        return loader(rank, degree).batch(step)
 
     return source, read
 

@@ -23,10 +23,12 @@ class StepClock:
         loader: Of its batches.
         flops_per_token: Floating-point operations of forward and backward, for the MFU; those of a sample that is no
             tokens hang on its size, and there is none.
+        ignored: The target that carries no loss.
     """
 
-    def __init__(self, run: Composition, loader: Loader, *, flops_per_token: int) -> None:
+    def __init__(self, run: Composition, loader: Loader, *, flops_per_token: int, ignored: int = -100) -> None:
         context = run.context
+        self._ignored = ignored
         self._span = context.span
         self._loader, self._flops_per_token = loader, flops_per_token
         # Ranks that share a data-parallel coordinate read the same tokens.
@@ -59,9 +61,10 @@ class StepClock:
         import torch
         import torch.distributed as dist
 
-        unit, count = units_of(batch.tokens)
-        if unit == "tokens" and batch.targets.shape == batch.tokens.shape:
-            count = int((batch.targets != -100).sum())
+        unit, count = units_of((batch.args, batch.kwargs))
+        is_alike = isinstance(batch.inputs, torch.Tensor) and isinstance(batch.targets, torch.Tensor)
+        if unit == "tokens" and is_alike and batch.targets.shape == batch.tokens.shape:
+            count = int((batch.targets != self._ignored).sum())
         shared = torch.tensor([count * self._share, self._wait_s / self._world_size, float(stop)], dtype=torch.float64)
         with self._span("all_reduce", group="tokens", axis="world"):
             dist.all_reduce(shared)

@@ -7,19 +7,21 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
-from composer3d.errors import ComposerError, LossError, ManifestError, ModelError, PatternError
+from composer3d.errors import ComposerError, LossError, ManifestError, ModelError, PatternError, ReferenceFailure
 from composer3d.manifest import Manifest, resolve_reference
+from composer3d.runner.loss import make_loss
 from composer3d.secret import hide
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
-    from composer3d import Loss
     from composer3d.huggingface import HuggingFaceModel
     from composer3d.initialisation import TensorSource
 
-__all__ = ["ModelFactory", "token_loss"]
+__all__ = ["ModelFactory"]
+
+# What models that compute their loss call the targets.
+_TARGET_NAMES = ("targets", "labels", "target", "label")
 
 
 class ModelFactory:
@@ -53,25 +55,39 @@ class ModelFactory:
             accepted = _named_arguments(self._function)
             self.args = {k: v for k, v in derived.items() if v is not None and k in accepted} | table.args
             _check_arguments(self._function, self.args, manifest)
-        self.uses_own_loss = manifest.tables["train"].loss == "model"
-        if self.uses_own_loss and self.hf is None:
-            problem = document.problem(
-                ("train", "loss"), 'loss = "model" is for a model of [model] hf', hint="remove it"
-            )
-            raise ManifestError([problem])
+        loss = manifest.tables["train"].loss_table
+        self.uses_own_loss = loss.use == "model"
+        try:
+            self.loss = make_loss(loss, document.folder)
+        except ReferenceFailure as error:
+            raise ManifestError([document.problem(("train", "loss"), error.message, hint=error.hint)]) from error
+        self._target_name: str | None = None
         self.flops_per_token = 0
         self._unmatched: list[PatternError] = []
 
     @property
     def loss_fn(self) -> Callable[[Any, Any], Any]:
         """The loss of the run."""
-        return self.hf.own_loss() if self.hf is not None and self.uses_own_loss else token_loss
+        return self.hf.own_loss() if self.hf is not None and self.uses_own_loss else self.loss.function
 
-    def inputs(self, targets: Tensor) -> dict[str, Any]:
-        """Return what the model takes besides its tokens."""
+    def inputs(self, targets: Any) -> dict[str, Any]:
+        """Return what the model takes besides its inputs: the targets, where it computes the loss itself.
+
+        Raises:
+            LossError: Its forward has no argument for them.
+        """
         from composer3d.huggingface import model_inputs
 
-        return model_inputs(targets) if self.uses_own_loss else {}
+        if not self.uses_own_loss or targets is None:
+            return {}
+        if self.hf is not None:
+            return model_inputs(targets)
+        if self._target_name is None:
+            raise LossError(
+                'with [train] loss = "model" the model is given the targets, and its forward has no argument '
+                f"{', '.join(_TARGET_NAMES)}; add one, or give data without targets"
+            )
+        return {self._target_name: targets}
 
     def record(self) -> dict[str, Any]:
         """Return what must be the same when a run goes on."""
@@ -93,6 +109,8 @@ class ModelFactory:
 
         with self._located():
             model = self._function() if self.hf is not None else self._function(**self.args)
+        accepted = _named_arguments(model.forward)
+        self._target_name = next((name for name in _TARGET_NAMES if name in accepted), None)
         self.flops_per_token = num_flops_per_token(model, self._manifest.tables["data"].seq_len)
         names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
         frozen: set[str] = set()
@@ -201,36 +219,3 @@ def _check_arguments(function: Callable[..., Any], args: dict[str, Any], manifes
         hint = f"it takes {', '.join(signature.parameters) or 'none'}"
         problem = manifest.document.problem(("model", "args"), f"{use} cannot take these arguments: {error}", hint=hint)
         raise ManifestError([problem]) from error
-
-
-def token_loss(output: Any, target: Tensor) -> Loss:
-    """Return the cross entropy of logits, summed in float32 over the targets that are not -100.
-
-    Args:
-        output: Logits `[..., vocabulary]`, or a named tuple or other registered tree that has them as `logits`.
-        target: `[...]`, tokens.
-
-    Raises:
-        LossError: The logits are inside an object that torch cannot look into, or there are none.
-    """
-    import torch
-    import torch.nn.functional as F
-
-    from composer3d import Loss
-
-    logits = getattr(output, "logits", output)
-    if logits is not output and not any(leaf is logits for leaf in torch_compat.tree_leaves(output)):
-        # FSDP2 hangs its backward on the tensors that it finds in a module's output; with none it trains nothing, and
-        # nobody is told.
-        raise LossError(
-            f"the model returns its logits inside a {type(output).__name__}, which torch cannot look into, so data "
-            "parallelism would find no gradients; return the logits, a NamedTuple or a dict-like output of transformers"
-        )
-    if not isinstance(logits, torch.Tensor) or logits.dim() < 2:
-        kind = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
-        raise LossError(
-            f"the model returns {kind}, and the loss of a run takes logits [batch, sequence, vocabulary]; return "
-            "those, or something that has them as `logits`; for another loss embed: compose(..., loss_fn=...)"
-        )
-    total = F.cross_entropy(logits.flatten(0, -2).float(), target.flatten(), reduction="sum")
-    return Loss(sum=total, count=(target != -100).sum())

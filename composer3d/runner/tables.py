@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from composer3d.huggingface.model import Dtype, Weights
 from composer3d.manifest import tables as core
 from composer3d.manifest.tables import table
 from composer3d.runner.data import DataTable
+from composer3d.runner.loss_table import LossTable
 
 __all__ = [
     "TABLES",
@@ -128,7 +129,9 @@ class TrainTable(core.TrainTable):
         grad_clip: Gradients are scaled down to this norm of the full model's gradient; `inf` only measures it.
         batch_ramp: Begin with a smaller global batch.
         frozen: FQN patterns of modules or parameters that are not trained.
-        loss: `cross_entropy` of the model's logits; `model` is the loss that an `hf` model computes itself.
+        loss: `cross_entropy` of the model's logits; `mse`, `l1`, `smooth_l1`, `huber`, `binary_cross_entropy`; `model`,
+            which the model computes itself; `module:callable`, called with the model's output and the targets; or a
+            table with `use` and options.
         sync_buffers: Average floating-point buffers (batch-norm statistics) over data-parallel ranks before every
             evaluation and checkpoint.
     """
@@ -138,8 +141,21 @@ class TrainTable(core.TrainTable):
     grad_clip: float = Field(default=1.0, gt=0)
     batch_ramp: BatchRampTable | None = None
     frozen: tuple[str, ...] = ()
-    loss: Literal["cross_entropy", "model"] = "cross_entropy"
+    loss: str | LossTable = "cross_entropy"
     sync_buffers: bool = True
+
+    @property
+    def loss_table(self) -> LossTable:
+        """The loss with its options."""
+        return LossTable(use=self.loss) if isinstance(self.loss, str) else self.loss
+
+    @model_validator(mode="after")
+    def _loss_is_known(self) -> TrainTable:
+        try:
+            self.loss_table  # noqa: B018 - made for its objections
+        except ValidationError as error:
+            raise ValueError(str(error.errors()[0]["msg"]).removeprefix("Value error, ")) from None
+        return self
 
     @model_validator(mode="after")
     def _ramp_needs_an_end(self) -> TrainTable:
@@ -292,10 +308,22 @@ class EvaluationTable:
     Args:
         every: Steps between two, and at the end; default: never.
         batches: At most so many global batches each time.
+        metrics: Further figures by name: `accuracy`, or `module:callable`, called with the model's output and the
+            targets of a micro-batch; it returns a sum and what it counts, or a mean.
     """
 
     every: int | None = Field(default=None, ge=1)
     batches: int = Field(default=8, ge=1)
+    metrics: dict[str, str] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _metrics_are_references(self) -> EvaluationTable:
+        for name, use in self.metrics.items():
+            if use != "accuracy" and ":" not in use:
+                raise ValueError(f'metrics.{name} = "{use}" is not accuracy or "module:callable"')
+            if not name.isidentifier():
+                raise ValueError(f'metrics."{name}" is no name of a figure: use letters, digits and underscores')
+        return self
 
 
 @table

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import checkpoint
-from composer3d.errors import DataError
+from composer3d.errors import DataError, ManifestError, ReferenceFailure
 from composer3d.runner.batch_size import BatchSize
 from composer3d.runner.blackbox import BlackBox
 from composer3d.runner.clock import StepClock
 from composer3d.runner.data.agreement import agree_on_data, compare_streams
 from composer3d.runner.display import Display
 from composer3d.runner.ema import EMA
+from composer3d.runner.evaluation_metrics import EvaluationMetrics
 from composer3d.runner.housekeeping import (
     GarbageCollection,
     configure_torch,
@@ -113,12 +114,14 @@ class Trainer:
             tables["data"], seed=seed, folder=manifest.document.folder, cache=self.output / "cache"
         )
         self.factory = ModelFactory(manifest, vocab_size=self.source.vocab_size)
+        self.figures = self._figures()
         num_samples = tables["train"].microbatch or 1
         self.run: Composition = stack.enter_context(
             compose(
                 self.factory.build(),
                 manifest,
-                loss_fn=self.factory.loss_fn,
+                loss_fn=self.figures.loss,
+                count_fn=self.factory.loss.count,
                 device=requested_device(tables["run"]),
                 example=lambda: example_of(self.source, tables["data"], seed=seed, num_samples=num_samples),
             )
@@ -151,6 +154,18 @@ class Trainer:
         self._saved: int | None = None
         self._loss: float | None = None
 
+    def _figures(self) -> EvaluationMetrics:
+        document, loss = self.manifest.document, self.factory.loss
+        names = self.manifest.tables["evaluation"].metrics
+        try:
+            return EvaluationMetrics(
+                names, document.folder, loss=self.factory.loss_fn, count=loss.count, ignored=loss.ignored
+            )
+        except ReferenceFailure as error:
+            raise ManifestError(
+                [document.problem(("evaluation", "metrics"), error.message, hint=error.hint)]
+            ) from error
+
     def _loader(self) -> Loader:
         from composer3d.runner.data import Loader
 
@@ -164,6 +179,7 @@ class Trainer:
             batch_size_of=self.batch_size.of,
             position_of=self.batch_size.position_of,
             compare=compare_streams(context),
+            ignored=self.factory.loss.ignored,
             vocab_size=self.factory.vocab_size,
         )
 
@@ -240,7 +256,12 @@ class Trainer:
     def _loop(self, preemption: Preemption, garbage: GarbageCollection) -> Outcome:
         tables, clock = (
             self.manifest.tables,
-            StepClock(self.run, self.loader, flops_per_token=self.factory.flops_per_token),
+            StepClock(
+                self.run,
+                self.loader,
+                flops_per_token=self.factory.flops_per_token,
+                ignored=self.factory.loss.ignored,
+            ),
         )
         for step in range(self.state.num_steps, min(self.num_steps, self.until)):
             self.progress.update(step, RunPhase.TRAINING)
@@ -252,6 +273,7 @@ class Trainer:
             self.state.num_steps = done
             if _due(tables["evaluation"].every, done, self.num_steps):
                 row["evaluation_loss"] = self._evaluate(step)
+                row |= {f"evaluation_{name}": value for name, value in self.figures.settle().items()}
             row = self.run.report(done, row)
             if self.is_first:
                 self.metrics.write(row)
@@ -274,8 +296,8 @@ class Trainer:
         seed_step(self.manifest.train.seed, step)
         with self.run.step(step) as state:
             lr = self.schedule.apply(step)
-            inputs = self.factory.inputs(batch.targets)
-            loss = float(self.run.forward_backward(batch.tokens, target=batch.targets, **inputs))
+            inputs = {**batch.kwargs, **self.factory.inputs(batch.targets)}
+            loss = float(self.run.forward_backward(*batch.args, target=batch.targets, **inputs))
             grad_norm = float(self.run.clip_grad_norm_(self.manifest.tables["train"].grad_clip))
             objection = self.stability.judge(step + 1, loss=loss, grad_norm=grad_norm, count=state.count)
             if objection is None:
@@ -302,8 +324,9 @@ class Trainer:
         total = count = 0.0
         with self.ema.applied() if use_ema and self.ema is not None else averaged:
             for batch in self.loader.evaluation_batches(table.batches, batch_size=self.batch_size.largest):
-                inputs = self.factory.inputs(batch.targets)
-                result = self.run.evaluate(batch.tokens, target=batch.targets, **inputs)
+                inputs = {**batch.kwargs, **self.factory.inputs(batch.targets)}
+                with self.figures.evaluating(len(batch.indices) // (self.manifest.train.microbatch or 1)):
+                    result = self.run.evaluate(*batch.args, target=batch.targets, **inputs)
                 total += float(result.loss) * result.count if result.count else 0.0
                 count += result.count
         if not count:

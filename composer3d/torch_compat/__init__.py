@@ -96,6 +96,7 @@ from composer3d.torch_compat.tracing import (
     watch_storages,
     with_values,
 )
+from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import scalar_parameters
 
 __all__ = [
@@ -142,6 +143,7 @@ __all__ = [
     "in_backward",
     "inherit_timeouts",
     "is_wrapper_subclass",
+    "keep_output_hooks",
     "lazy_modules",
     "local_agent",
     "lone_rendezvous",

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from composer3d.torch_compat.views import keep_output_hooks
+
 __all__ = [
     "ShardOf",
     "clear_sharding_caches",
@@ -48,6 +50,7 @@ def replicate_units(module: Any, **options: Any) -> Any:
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
     shard_integers()
+    keep_output_hooks(module)
     return replicate(module, **options)
 
 

@@ -294,15 +294,18 @@ def test_evaluation_without_samples_is_refused(tmp_path, keys, message):
     assert str(caught.value) == message
 
 
-def test_evaluation_cannot_mark_targets_that_are_no_tokens():
+def test_evaluation_leaves_out_what_fills_no_batch_and_cannot_be_marked(caplog):
     table = DataTable(use="m:f", evaluation_fraction=0.5)
     source = UserSource([(torch.zeros(3), torch.zeros(3))] * 3, table, first=0, num_samples=3)
     source.evaluation = source
-    batches = loader_of(source, table).evaluation_batches(batch_size=2)
-    assert next(batches).indices == (0, 1)
+    loader = loader_of(source, table)
+    assert [[batch.indices for batch in loader.evaluation_batches(batch_size=2)] for _ in range(2)] == [[(0, 1)]] * 2
+    assert [record.getMessage() for record in caplog.records] == [
+        "[data] 1 of the 3 samples held out fill no batch and are not evaluated"
+    ]
     with pytest.raises(DataError) as caught:
-        next(batches)
+        next(loader.evaluation_batches(batch_size=4))
     assert str(caught.value) == (
-        "[data] 3 samples held out do not fill batches of 2, and torch.float32 targets cannot be marked as without "
-        "loss; evaluate on fewer batches, or change evaluation_fraction"
+        "[data] 3 samples held out do not fill a batch of 4, and torch.float32 targets cannot be marked as without "
+        "loss; hold out more (evaluation_fraction), or lower global_batch"
     )

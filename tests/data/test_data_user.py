@@ -38,7 +38,10 @@ def pairs(num=10):
     return Items([(torch.full((3,), number), torch.full((3,), -number)) for number in range(num)])
 
 def mappings():
-    return Items([{"tokens": np.array([1, 2], dtype=np.int32), "targets": torch.tensor([2, 3]), "more": 0}])
+    return Items([{"tokens": np.array([1, 2], dtype=np.int32), "targets": torch.tensor([2, 3])}])
+
+def several():
+    return Items([{"tokens": [1, 2], "more": {"mask": np.zeros(2, dtype=bool)}, "target": None}])
 
 def images():
     return Items([(torch.zeros(3, 4, 4, dtype=torch.uint8), 7)])
@@ -110,6 +113,10 @@ def test_pairs_mappings_and_rows(open_user):
     assert open_user("pairs")[2][1].tolist() == [-2, -2, -2]
     tokens, targets = open_user("mappings", evaluation_fraction=0.0)[0]
     assert (tokens.tolist(), targets.tolist()) == ([1, 2], [2, 3]) and tokens.dtype == torch.int64
+    inputs, targets = open_user("several", evaluation_fraction=0.0)[0]
+    assert inputs.args[0].tolist() == [1, 2] and inputs.kwargs["more"]["mask"].dtype == torch.bool and targets is None
+    inputs, targets = open_user("given", args={"items": [[[1.0], [2.0], 3]]})[0]
+    assert [value.tolist() for value in inputs.args] == [[1.0], [2.0]] and targets.item() == 3
     tokens, targets = open_user("given", args={"items": [[5, 6, 7]]})[0]
     assert (tokens.tolist(), targets.tolist()) == ([5, 6], [6, 7])
     image, label = open_user("images")[0]
@@ -235,11 +242,25 @@ def test_wrong_arguments_are_refused(open_user, args, message):
 @pytest.mark.parametrize(
     ("item", "message"),
     [
-        ({"tokens": [1], "labels": [1]}, 'item 0 has the keys labels, tokens; it needs "tokens" and "targets"'),
+        ({"labels": [1]}, "item 0 has the keys labels, and none of them is an input of the model"),
+        (
+            {"tokens": [1], "labels": [1], "targets": [1]},
+            "item 0 has the keys labels, targets, tokens; only one of targets, labels can be its target",
+        ),
+        (
+            {"input_ids": [1], "labels": [1]},
+            'item 0 has "input_ids" and "labels", which transformers shifts by one and this does not; give "tokens" '
+            'and "targets", the token that follows each one, or one row of tokens',
+        ),
+        (
+            {"image": "cat.png", "label": 1},
+            'item 0 has a value of type str as "image", which is no tensor and no number; convert it in the data set',
+        ),
         (
             "text",
-            'item 0 is of type str; it must be a pair (tokens, targets), a mapping with "tokens" and "targets", or '
-            "one row of tokens",
+            "item 0 is of type str; it must be one row of tokens; (input, target), or (input, ..., target) of a model "
+            'with several; or a mapping whose key "targets" (or "target", "labels", "label") is the target, and whose '
+            'other keys name arguments of the model\'s forward, "tokens" the first one',
         ),
         ([1], "item 0 has 1 token; a row needs 2, the second being the target of the first"),
         ([], "item 0 has 0 tokens; a row needs 2, the second being the target of the first"),

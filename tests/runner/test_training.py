@@ -10,8 +10,8 @@ from support.training import MANIFEST, losses, start, write
 
 from composer3d import checkpoint
 from composer3d.errors import LossError, RankError
+from composer3d.runner.loss import token_loss
 from composer3d.runner.metrics import read_metrics
-from composer3d.runner.model import token_loss
 
 
 def test_the_last_checkpoints_are_kept(tmp_path):

@@ -13,6 +13,7 @@ from composer3d import torch_compat
 from composer3d.agreement import described, fingerprint
 from composer3d.application import apply_transforms, give_memory
 from composer3d.assembly import build_mesh, freeze
+from composer3d.batch import map_tensors
 from composer3d.composition import Composition
 from composer3d.criterion import Criterion
 from composer3d.errors import ManifestError
@@ -42,6 +43,8 @@ class Job:
         example: `(args, kwargs)` of a micro-batch of any size, on meta: the form of what the model is called with.
         inputs: What the model is called with besides, given the targets.
         target: Of as many samples, on meta: the form of the targets; None for integers like the first input.
+        has_targets: False where there are none.
+        count_fn: As for `compose`.
         grad_clip: As in `[train]`.
         world_size: Ranks.
         num_microbatches: Of a step, on every data-parallel rank.
@@ -60,17 +63,25 @@ class Job:
     num_microbatches: int
     microbatch: int
     preparation: Preparation | None = None
-    target: torch.Tensor | None = None
+    target: Any = None
+    has_targets: bool = True
+    count_fn: Callable[[Any], int] | None = None
 
-    def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], Any]:
-        """Return tokens and targets of one rank's step; in a fake mode without values."""
+    def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+        """Return positional and named inputs and targets of one rank's step; in a fake mode without values."""
         import torch
 
         size = num_microbatches * self.microbatch
-        args = tuple(torch.zeros((size, *leaf.shape[1:]), dtype=leaf.dtype) for leaf in self.example[0])
-        if self.target is None:
-            return args, torch.zeros_like(args[0], dtype=torch.int64)
-        return args, torch.zeros((size, *self.target.shape[1:]), dtype=self.target.dtype)
+
+        def zeros(leaf: torch.Tensor) -> torch.Tensor:
+            return torch.zeros((size, *leaf.shape[1:]), dtype=leaf.dtype)
+
+        args, kwargs = map_tensors(zeros, (tuple(self.example[0]), dict(self.example[1])))
+        if self.has_targets and self.target is None:
+            target = torch.zeros_like(args[0], dtype=torch.int64)
+        else:
+            target = map_tensors(zeros, self.target)
+        return args, {**kwargs, **self.inputs(target)}, target
 
 
 @contextlib.contextmanager
@@ -99,7 +110,9 @@ def composed(
         with torch_compat.fake_tensors(memory):
             give_memory(aimed)
             plan = fingerprint(described(aimed))
-            run = Composition(freeze(aimed, Criterion(job.loss_fn), lambda: None, plan, make_guard=_Alone))
+            run = Composition(
+                freeze(aimed, Criterion(job.loss_fn, job.count_fn), lambda: None, plan, make_guard=_Alone)
+            )
             with contextlib.closing(run):
                 yield run
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d.planning.tracing.composing import Job
 
 if TYPE_CHECKING:
-    import torch
-
     from composer3d.manifest import Manifest
     from composer3d.mesh import Layout
     from composer3d.preparation import Preparation
@@ -24,7 +22,8 @@ def job_of(
     layout: Layout,
     example: Example,
     *,
-    target: torch.Tensor | None = None,
+    target: Any = None,
+    has_targets: bool = True,
     preparation: Preparation | None = None,
 ) -> Job:
     """Return what is traced of a manifest whose tables are the runner's.
@@ -37,6 +36,7 @@ def job_of(
         layout: Of its degrees.
         example: The form of a forward's arguments, on meta.
         target: That of its targets.
+        has_targets: False where there are none.
         preparation: Of the manifest and its model on the CPU, where there is one: joining them takes seconds.
     """
     import torch
@@ -63,10 +63,12 @@ def job_of(
         make_optimizer=lambda run: make_optimizer(run, manifest),
         example=example,
         inputs=factory.inputs,
+        count_fn=factory.loss.count,
         grad_clip=tables["train"].grad_clip,
         world_size=layout.world_size,
         num_microbatches=max(1, BatchSize(tables["train"], degree=degree).largest // (microbatch * degree)),
         microbatch=microbatch,
         preparation=preparation,
         target=target,
+        has_targets=has_targets,
     )

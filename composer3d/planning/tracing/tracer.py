@@ -198,8 +198,7 @@ class Tracer:
                     return _Traced(sketch=None, names=cut.names, are_alike=cut.are_alike, num_traced=number)
                 optimizer = job.make_optimizer(run)
                 prime_optimizer(run, optimizer)
-                args, target = job.batch(number)
-                inputs = job.inputs(target)
+                args, inputs, target = job.batch(number)
                 with (
                     record_step(run, optimizer, (args, target, dict(inputs))) as observer,
                     torch_compat.lone_pipeline(observer.preparing, self._note, self._wanted),

@@ -9,18 +9,24 @@ import torch
 
 from composer3d.errors import DataError
 from composer3d.runner.data.collate import Batch, collate, padded_width
+from composer3d.runner.data.inputs import num_rows
 from composer3d.runner.data.order import Order
 from composer3d.runner.data.source import IGNORED, Sample, Source
 from composer3d.runner.data.table import DataTable
 from composer3d.runner.data.user import seeded
 from composer3d.sampling import local_slice
 
-__all__ = ["MapBatches", "num_batches"]
+__all__ = ["MapBatches", "can_be_ignored", "num_batches"]
 
 
 def num_batches(num_samples: int, batch_size: int) -> int:
     """Return the batches that hold every sample once, the last one perhaps not full."""
     return -(-num_samples // batch_size)
+
+
+def can_be_ignored(targets: object) -> bool:
+    """Tell whether a row can be marked as without loss: one tensor of integers can, to which a loss has a mark."""
+    return isinstance(targets, torch.Tensor) and not targets.is_floating_point() and not targets.is_complex()
 
 
 class MapBatches:
@@ -39,6 +45,7 @@ class MapBatches:
         batch_size_of: The global batch of a step.
         position_of: Samples before a step.
         once: One pass in the order of the source, its last batch filled up: for evaluation.
+        ignored: The target that carries no loss, with which it is filled up.
     """
 
     def __init__(
@@ -52,10 +59,12 @@ class MapBatches:
         batch_size_of: Callable[[int], int],
         position_of: Callable[[int], int],
         once: bool = False,
+        ignored: int = IGNORED,
     ) -> None:
         self._source, self._table, self._seed = source, table, seed
         self._rank, self._degree = rank, degree
         self._batch_size_of, self._position_of, self._once = batch_size_of, position_of, once
+        self._ignored = ignored
         self._order = Order(
             len(source),
             table,
@@ -89,8 +98,8 @@ class MapBatches:
         if self._table.padding not in ("longest", "multiple"):
             return []
         return [
-            len(read[place][0])
-            if self._source.lengths is None and place in read and read[place][0].dim()
+            num_rows(read[place][0])
+            if self._source.lengths is None and place in read
             else self._length(position, sample)
             for place, (position, sample) in enumerate(zip(positions, samples, strict=True))
         ]
@@ -99,18 +108,17 @@ class MapBatches:
         lengths = self._source.lengths
         if lengths is not None:
             return int(lengths[max(sample, 0)])
-        tokens, _ = self._read(position, sample)
-        return len(tokens) if tokens.dim() else 1
+        return num_rows(self._read(position, sample)[0])
 
     def _read(self, position: int, sample: int) -> Sample:
         with seeded(self._seed, position) if self._source.draws else nullcontext():
-            tokens, targets = self._source[max(sample, 0)]
+            inputs, targets = self._source[max(sample, 0)]
         if sample >= 0:
-            return tokens, targets
-        if targets.is_floating_point():
+            return inputs, targets
+        if not can_be_ignored(targets):
+            kind = f"{targets.dtype} targets" if isinstance(targets, torch.Tensor) else "such targets"
             raise DataError(
-                f"[data] {len(self._source)} samples held out do not fill batches of {self._batch_size_of(0)}, and "
-                f"{targets.dtype} targets cannot be marked as without loss; evaluate on fewer batches, or change "
-                "evaluation_fraction"
+                f"[data] {len(self._source)} samples held out do not fill a batch of {self._batch_size_of(0)}, and "
+                f"{kind} cannot be marked as without loss; hold out more (evaluation_fraction), or lower global_batch"
             )
-        return tokens, torch.full_like(targets, IGNORED)
+        return inputs, torch.full_like(targets, self._ignored)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from composer3d.batch import map_tensors
 from composer3d.errors import DataError
+from composer3d.runner.data.inputs import Inputs, call_of, named_leaves, stacked
 from composer3d.runner.data.source import IGNORED, Sample
 from composer3d.runner.data.table import DataTable
 
@@ -20,20 +23,38 @@ class Batch:
     """One step's samples of one data-parallel rank.
 
     Args:
-        tokens: `[b, S]`, or what a data set of one's own gives, stacked.
-        targets: `[b, S]`; -100 carries no loss.
+        inputs: Tokens `[b, S]`, or what a data set of one's own gives, stacked.
+        targets: `[b, S]`, where -100 carries no loss, or what a data set gives, stacked.
         step: The step, or the number of an evaluation batch.
         indices: The samples in the source, in the order of the rows; -1 is a row that only fills up.
     """
 
-    tokens: Tensor
-    targets: Tensor
+    inputs: Any
+    targets: Any
     step: int
     indices: tuple[int, ...]
 
+    @property
+    def args(self) -> tuple[Any, ...]:
+        """What the model is given by position."""
+        return call_of(self.inputs)[0]
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """What the model is given by name."""
+        return call_of(self.inputs)[1]
+
+    @property
+    def tokens(self) -> Tensor:
+        """The model's only input, or its first one by position."""
+        tokens: Tensor = self.args[0]
+        return tokens
+
     def pin_memory(self) -> Batch:
         """Return the batch in page-locked memory; torch's loader calls it too."""
-        return replace(self, tokens=self.tokens.pin_memory(), targets=self.targets.pin_memory())
+        args, kwargs, targets = map_tensors(lambda tensor: tensor.pin_memory(), (self.args, self.kwargs, self.targets))
+        inputs = Inputs(args=args, kwargs=kwargs) if isinstance(self.inputs, Inputs) else args[0]
+        return replace(self, inputs=inputs, targets=targets)
 
 
 def padded_width(lengths: Sequence[int], table: DataTable) -> int | None:
@@ -55,7 +76,7 @@ def collate(
     """Stack samples, padded to a width if there is one.
 
     Args:
-        samples: (tokens, targets) of each row.
+        samples: (inputs, targets) of each row.
         step: Number of the batch.
         indices: Number of each sample in the source.
         width: Tokens of every row; None stacks as they are.
@@ -66,24 +87,38 @@ def collate(
     """
     if width is not None:
         samples = [_padded(sample, index, width, table) for sample, index in zip(samples, indices, strict=True)]
-    for place, name in enumerate(("tokens", "targets")):
-        for sample, index in zip(samples, indices, strict=True):
-            if sample[place].shape != samples[0][place].shape:
-                raise DataError(
-                    f"[data] samples {indices[0]} and {index} meet in one batch and their {name} have the shapes "
-                    f"{tuple(samples[0][place].shape)} and {tuple(sample[place].shape)}; set padding = "
-                    '"longest", "multiple" or "seq_len", or give samples of one shape'
-                )
+    for sample, index in zip(samples, indices, strict=True):
+        _refuse_other_form(samples[0], sample, indices[0], index)
     return Batch(
-        tokens=torch.stack([tokens for tokens, _ in samples]),
-        targets=torch.stack([targets for _, targets in samples]),
+        inputs=stacked([inputs for inputs, _ in samples]),
+        targets=stacked([targets for _, targets in samples]),
         step=step,
         indices=tuple(indices),
     )
 
 
+def _refuse_other_form(first: Sample, sample: Sample, first_index: int, index: int) -> None:
+    meet = f"[data] samples {first_index} and {index} meet in one batch"
+    for place, name in enumerate(("tokens" if isinstance(first[0], Tensor) else "inputs", "targets")):
+        expected, found = dict(named_leaves(first[place], name)), dict(named_leaves(sample[place], name))
+        if expected.keys() != found.keys():
+            only = sorted(expected.keys() ^ found.keys())
+            raise DataError(f"{meet}, and only one of them has {only[0]}; give samples of one form")
+        for leaf, tensor in found.items():
+            if tensor.shape != expected[leaf].shape:
+                raise DataError(
+                    f"{meet} and their {leaf} have the shapes {tuple(expected[leaf].shape)} and {tuple(tensor.shape)}; "
+                    'set padding = "longest", "multiple" or "seq_len", or give samples of one shape'
+                )
+
+
 def _padded(sample: Sample, index: int, width: int, table: DataTable) -> Sample:
     tokens, targets = sample
+    if not isinstance(tokens, Tensor) or not isinstance(targets, Tensor):
+        raise DataError(
+            f'[data] padding = "{table.padding}" is for one row of tokens and one target for each; sample {index} has '
+            "several inputs or targets; pad them in the data set"
+        )
     if tokens.dim() != 1 or tokens.shape != targets.shape or targets.is_floating_point():
         raise DataError(
             f'[data] padding = "{table.padding}" is for one row of tokens and one target for each; sample {index} has '
@@ -111,10 +146,12 @@ def check_vocabulary(batch: Batch, *, vocab_size: int) -> None:
     Raises:
         DataError: Names the sample, the place and the token.
     """
-    if batch.tokens.is_floating_point():
+    if not isinstance(batch.inputs, Tensor) or batch.inputs.dtype is not torch.int64:
         return
     wrong_tokens = (batch.tokens < 0) | (batch.tokens >= vocab_size)
     _refuse(batch, batch.tokens, wrong_tokens, "token", vocab_size)
+    if not isinstance(batch.targets, Tensor):
+        return
     if batch.targets.shape == batch.tokens.shape and not batch.targets.is_floating_point():
         wrong = ((batch.targets < 0) | (batch.targets >= vocab_size)) & (batch.targets != IGNORED)
         _refuse(batch, batch.targets, wrong, "target", vocab_size)

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer3d.batch import map_tensors
 from composer3d.errors import DataError
 from composer3d.runner.data.collate import padded_width
+from composer3d.runner.data.inputs import call_of
 from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.source import Sample, Source
 from composer3d.runner.data.stream import StreamSource
@@ -37,11 +39,11 @@ def example_of(source: Source | StreamSource, table: DataTable, *, seed: int, nu
         num_samples: Of a micro-batch.
     """
     if isinstance(source, StreamSource):
-        tokens = source.peek()[0]
+        inputs = source.peek()[0]
     else:
         with seeded(seed, 0) if source.draws else nullcontext():
-            tokens = source[0][0]
-    return _batch(tokens, table, num_samples)
+            inputs = source[0][0]
+    return _batch(inputs, table, num_samples)
 
 
 def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: int) -> Example | None:
@@ -50,9 +52,7 @@ def foreseen_example(table: DataTable, folder: Path, *, seed: int, num_samples: 
     return None if found is None else found[0]
 
 
-def foreseen_batch(
-    table: DataTable, folder: Path, *, seed: int, num_samples: int
-) -> tuple[Example, torch.Tensor] | None:
+def foreseen_batch(table: DataTable, folder: Path, *, seed: int, num_samples: int) -> tuple[Example, Any] | None:
     """Return an example and the form of its targets: text and tokens are `seq_len` integers, a user's data set is made.
 
     Of that the first item is looked at. A data set that has to `prepare` before it has items may have a method
@@ -70,11 +70,12 @@ def foreseen_batch(
     sample = _foreseen_sample(table, folder, seed)
     if sample is None:
         return None
-    tokens, targets = sample
-    inputs = _batch(tokens, table, num_samples)
+    inputs, targets = sample
+    example = _batch(inputs, table, num_samples)
     # A class of an image is padded to nothing; a target for every token is.
-    is_alike = targets.shape[:1] == tokens.shape[:1]
-    return inputs, _padded(targets, table if is_alike else None, len(inputs[0][0]))
+    is_alike = isinstance(inputs, Tensor) and isinstance(targets, Tensor) and targets.shape[:1] == inputs.shape[:1]
+    size = max(num_samples, _LEAST_SAMPLES)
+    return example, map_tensors(lambda tensor: _padded(tensor, table if is_alike else None, size), targets)
 
 
 def _foreseen_sample(table: DataTable, folder: Path, seed: int) -> Sample | None:
@@ -101,8 +102,12 @@ def _stated(dataset: Any, table: DataTable, seed: int) -> Sample:
     return as_sample(item, name="what example() returns", use=table.use)
 
 
-def _batch(tokens: Tensor, table: DataTable, num_samples: int) -> Example:
-    return (_padded(tokens, table, max(num_samples, _LEAST_SAMPLES)),), {}
+def _batch(inputs: Any, table: DataTable, num_samples: int) -> Example:
+    args, kwargs = call_of(inputs)
+    size = max(num_samples, _LEAST_SAMPLES)
+    padding = table if isinstance(inputs, Tensor) else None
+    formed: Example = map_tensors(lambda tensor: _padded(tensor, padding, size), (args, kwargs))
+    return formed
 
 
 def _padded(sample: Tensor, table: DataTable | None, size: int) -> Tensor:

@@ -12,11 +12,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from composer3d.errors import ComposerError, DataError
-from composer3d.runner.data.batches import MapBatches, num_batches
+from composer3d.runner.data.batches import MapBatches, can_be_ignored, num_batches
 from composer3d.runner.data.collate import Batch, check_vocabulary
-from composer3d.runner.data.source import Source
+from composer3d.runner.data.source import IGNORED, Source
 from composer3d.runner.data.stream import Comparison, StreamBatches, StreamSource
 from composer3d.runner.data.table import DataTable
+from composer3d.runner.data.user import seeded
 
 __all__ = ["Loader"]
 
@@ -41,6 +42,7 @@ class Loader:
         batch_size_of: The global batch of a step, in samples.
         position_of: Samples before a step: the sum of the batches of all steps before it.
         compare: Of a stream: compares what this rank read with the other ranks; see `compare_streams`.
+        ignored: The target that carries no loss.
         vocab_size: Of the model; the first 16 batches are checked against it. None checks nothing.
 
     Raises:
@@ -60,6 +62,7 @@ class Loader:
         batch_size_of: Callable[[int], int],
         position_of: Callable[[int], int],
         compare: Comparison | None = None,
+        ignored: int = IGNORED,
         vocab_size: int | None = None,
     ) -> None:
         self._source, self._table, self._seed = source, table, seed
@@ -81,6 +84,7 @@ class Loader:
                 position_of=position_of,
             )
         self._ahead: Iterator[Any] | None = None
+        self._ignored, self._has_told = ignored, False
         self._next_step = 0
         self._num_unchecked = _NUM_CHECKED
 
@@ -114,6 +118,15 @@ class Loader:
         evaluation = self._source.evaluation
         if evaluation is None:
             raise DataError(_no_evaluation(self._source, self._table))
+        total, rest = num_batches(len(evaluation), batch_size), len(evaluation) % batch_size
+        if rest and total > 1 and not can_be_ignored(_first_targets(evaluation, self._seed)):
+            # Nothing marks a row of such targets as without loss, so a batch cannot be filled up.
+            total -= 1
+            if not self._has_told and (num is None or num > total):
+                log.warning(
+                    "[data] %d of the %d samples held out fill no batch and are not evaluated", rest, len(evaluation)
+                )
+            self._has_told = True
         batches = MapBatches(
             evaluation,
             self._table,
@@ -123,8 +136,8 @@ class Loader:
             batch_size_of=lambda step: batch_size,
             position_of=lambda step: step * batch_size,
             once=True,
+            ignored=self._ignored,
         )
-        total = num_batches(len(evaluation), batch_size)
         for number in range(total if num is None else min(num, total)):
             yield batches.assemble(number)
 
@@ -217,6 +230,11 @@ class _Steps(Dataset[Any]):
             return self._assemble(step)
         except ComposerError as error:
             return error
+
+
+def _first_targets(source: Source, seed: int) -> Any:
+    with seeded(seed, 0):
+        return source[0][1]
 
 
 def _unchanged(batch: Any) -> Any:

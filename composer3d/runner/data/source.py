@@ -9,19 +9,19 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 __all__ = ["IGNORED", "Report", "Sample", "Source", "num_held_out"]
 
 # Targets of this value carry no loss: the default of torch's cross entropy and of composer3d's count of valid tokens.
 IGNORED = -100
 
-Sample: TypeAlias = tuple[Tensor, Tensor]
+# The inputs are a tensor or `Inputs`; the targets a tensor, a nested tuple or dict of them, or None.
+Sample: TypeAlias = tuple[Any, Any]
 Report: TypeAlias = Callable[[str], None]
 
 
 class Source(ABC):
-    """Numbered samples of (tokens, targets); for text the targets are the next tokens.
+    """Numbered samples of (inputs, targets); for text the targets are the next tokens.
 
     Args:
         vocab_size: Every token is below it; None where nobody knows.
@@ -53,7 +53,7 @@ class Source(ABC):
 
     @abstractmethod
     def __getitem__(self, index: int) -> Sample:
-        """Return (tokens, targets) of one sample."""
+        """Return (inputs, targets) of one sample."""
 
     @abstractmethod
     def record(self) -> dict[str, Any]:

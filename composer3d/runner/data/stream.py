@@ -11,6 +11,7 @@ import torch
 
 from composer3d.errors import DataError
 from composer3d.runner.data.collate import Batch, collate, padded_width
+from composer3d.runner.data.inputs import named_leaves, num_rows
 from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.source import Sample
 from composer3d.runner.data.table import DataTable
@@ -182,7 +183,7 @@ class StreamBatches:
             sample = self._source.take()
             if self._compare is not None:
                 seen.append(_checksum(sample))
-            lengths.append(len(sample[0]) if sample[0].dim() else 1)
+            lengths.append(num_rows(sample[0]))
             if place in mine:
                 kept.append(sample)
         if self._compare is not None:
@@ -205,7 +206,7 @@ class StreamBatches:
 
 def _checksum(sample: Sample) -> int:
     found = 0
-    for tensor in sample:
-        found = zlib.crc32(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), found)
+    for name, tensor in (*named_leaves(sample[0], "inputs"), *named_leaves(sample[1], "targets")):
+        found = zlib.crc32(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode(), found)
         found = zlib.crc32(tensor.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), found)
     return found

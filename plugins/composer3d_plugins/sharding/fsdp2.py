@@ -151,6 +151,7 @@ class FSDP2:
         ignored = self._ignored_parameters(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
+            torch_compat.keep_output_hooks(model.get_submodule(fqn))
             fully_shard(
                 model.get_submodule(fqn),
                 mesh=mesh,

@@ -103,8 +103,6 @@ def happened(tmp_path_factory):
     return of
 
 
-# Products in int8 return views, as the last layer's does here; the warning is about in-place operations on them.
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view:UserWarning")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in CASES])
 def test_a_plan_is_what_real_ranks_do(name, happened, tmp_path):
     case = CASES[name]

@@ -230,6 +230,7 @@ class Mixed:
         torch_compat.shard_integers()
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
             dtypes = context.dtypes(fqn)
+            torch_compat.keep_output_hooks(model.get_submodule(fqn))
             fully_shard(
                 model.get_submodule(fqn),
                 mesh=context.mesh["dp_shard"],
