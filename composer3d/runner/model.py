@@ -155,13 +155,19 @@ class ModelFactory:
             raise ManifestError([self._manifest.document.problem(("model", "use"), message)]) from error
 
     def refuse_unmatched(self) -> None:
-        """Refuse patterns of `frozen` that matched nothing; asked after the factory was called.
+        """Refuse patterns of `frozen` that matched nothing, and a loss of a model that is given no targets.
+
+        Asked after the factory was called.
 
         Raises:
-            ManifestError: At the line of `frozen`.
+            ManifestError: At the line of `frozen`, or of `loss`.
         """
         document = self._manifest.document
         problems = [document.problem(("train", "frozen"), str(error)) for error in self._unmatched]
+        always_given = self._manifest.tables["data"].kind != "user"
+        if self.uses_own_loss and self.hf is None and self._target_name is None and always_given:
+            message = 'loss = "model" is computed by the model, whose forward has no argument '
+            problems.append(document.problem(("train", "loss"), message + ", ".join(_TARGET_NAMES)))
         if problems:
             raise ManifestError(problems)
 
