@@ -137,8 +137,8 @@ PROBLEMS = {
     "loss": (
         'hf = "tiny"\n',
         "",
-        'run.toml:13:1: [train] loss = "model" is computed by the model, whose forward has no argument targets, labels, '
-        "target, label",
+        'run.toml:13:1: [train] loss = "model" is computed by the model, whose forward has no argument '
+        "targets, labels, target, label",
     ),
     "no tokenizer": (
         'use = "synthetic"\nseq_len = 16\nvocab_size = 64',
