@@ -1,19 +1,22 @@
 """The folder of a run's checkpoints: names, completeness, and the order of renames that a kill cannot break.
 
-`<folder>/step-N` is a checkpoint, `<folder>/latest` a marker that names the newest. A checkpoint is written as
-`step-N.tmp`, synced, renamed, and only then named by the marker. Replacing one takes two renames (old away, new in),
-so between them it is called `step-N.old`; readers know that name, and the next save puts it back.
+`<folder>/step-N` is a checkpoint, `<folder>/latest` a marker that names the newest, with the name's digest. A
+checkpoint is written as `step-N.tmp`, synced, renamed, and only then named by the marker. Replacing one takes two
+renames (old away, new in), so between them it is called `step-N.old`; readers know that name, and the next save puts it
+back.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from composer3d.checkpoint.checksums import digest, open_file, write_file
 from composer3d.errors import CheckpointError
 
 __all__ = ["complete", "discard", "latest", "prepare", "prune", "publish", "require"]
@@ -23,6 +26,9 @@ METADATA = ".metadata"
 STATE = "state.json"
 BESIDE = ".tmp"
 REPLACED = ".old"
+_MAX_MARKER_BYTES = 1024  # a name in a folder has 255 at most
+
+log = logging.getLogger(__name__)
 
 
 def complete(path: Path) -> bool:
@@ -37,14 +43,20 @@ def require(path: Path) -> None:
     """Raise a CheckpointError that says what is wrong with the path, unless it is a complete checkpoint."""
     if complete(path):
         return
-    others = ", ".join(found.name for _, found in _steps(path.parent))
-    hint = f"; complete ones there: {others}" if others else ""
+    hint = _listed(list(_steps(path.parent)))
     if not path.is_dir():
         raise CheckpointError(f"{path}: there is no checkpoint here{hint}")
     if path.suffix == BESIDE:
         raise CheckpointError(f"{path}: this save was never finished{hint}")
-    missing = " and ".join(name for name in (METADATA, STATE) if not (path / name).is_file())
-    raise CheckpointError(f"{path}: half-written, or no checkpoint: {missing} is missing{hint}")
+    raise CheckpointError(f"{path}: half-written, or no checkpoint: {_missing(path)}{hint}")
+
+
+def _missing(path: Path) -> str:
+    return " and ".join(name for name in (METADATA, STATE) if not (path / name).is_file()) + " is missing"
+
+
+def _listed(steps: Sequence[tuple[int, Path]]) -> str:
+    return f"; complete ones there: {', '.join(path.name for _, path in steps)}" if steps else ""
 
 
 def latest(folder: Path) -> Path | None:
@@ -52,13 +64,24 @@ def latest(folder: Path) -> Path | None:
 
     Args:
         folder: Holds `step-N` folders and the marker; it need not exist.
+
+    Raises:
+        CheckpointError: The marker is damaged, or what it names is: another checkpoint would be an older one.
     """
     name = _marked(folder)
+    steps = list(_steps(folder, replaced=True))
     if name is not None:
-        for candidate in (folder / name, folder / f"{name}{REPLACED}"):
+        candidates = _candidates(folder, name)
+        for candidate in candidates:
             if complete(candidate):
                 return candidate
-    steps = list(_steps(folder, replaced=True))
+        if any(map(os.path.lexists, candidates)):
+            raise CheckpointError(
+                f"{folder / name}: damaged: {_missing(folder / name)}, and {folder / MARKER} names it as the newest; "
+                f"to go on from another one, name that{_listed(steps)}"
+            )
+        if steps:
+            log.warning("%s names %s, which is gone; taking %s", folder / MARKER, name, steps[-1][1].name)
     return steps[-1][1] if steps else None
 
 
@@ -112,10 +135,7 @@ def publish(path: Path) -> None:
     _beside(path).rename(path)
     _sync(path.parent)
     marker = path.parent / f"{MARKER}{BESIDE}"
-    with marker.open("w", encoding="utf-8") as file:
-        file.write(path.name + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    write_file(marker, _marker(path.name))
     marker.replace(path.parent / MARKER)
     _sync(path.parent)
     discard(_replaced(path))
@@ -151,13 +171,39 @@ def _steps(folder: Path, *, replaced: bool = False) -> Iterator[tuple[int, Path]
     yield from sorted(found.items())
 
 
+def _marker(name: str) -> bytes:
+    """Return the marker's content: a name, and below it the name's digest."""
+    return f"{name}\n{digest(name.encode())}\n".encode()
+
+
 def _marked(folder: Path) -> str | None:
-    """Return the name in the marker, None where there is no marker or it names no folder beside itself."""
-    try:
-        name = (folder / MARKER).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError):
+    """Return the name in the marker, None where there is no marker.
+
+    A marker of an earlier composer3d has the name alone.
+
+    Raises:
+        CheckpointError: It is not what was written.
+    """
+    file = folder / MARKER
+    if not os.path.lexists(file):
         return None
-    return name if name and Path(name).name == name else None
+    with open_file(file) as opened:
+        data = opened.read(_MAX_MARKER_BYTES)
+    name = data.partition(b"\n")[0].decode("utf-8", "replace")
+    is_name = Path(name).name == name and name not in ("", "..") and "\0" not in name
+    # Without a digest, a name that nothing has may be another name, damaged.
+    is_plain = is_name and data == f"{name}\n".encode() and any(map(os.path.lexists, _candidates(folder, name)))
+    if not is_name or not (is_plain or data == _marker(name)):
+        raise CheckpointError(
+            f"{file}: damaged: it does not name a checkpoint; remove it to take the highest step, or write "
+            f"the name of a checkpoint into it, and a newline{_listed(list(_steps(folder, replaced=True)))}"
+        )
+    return name
+
+
+def _candidates(folder: Path, name: str) -> tuple[Path, Path]:
+    """Return where a checkpoint is that the marker names: between two renames, replaced, it has another name."""
+    return folder / name, folder / f"{name}{REPLACED}"
 
 
 def _beside(path: Path) -> Path:

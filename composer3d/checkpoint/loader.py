@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from composer3d.checkpoint.agreement import together
-from composer3d.checkpoint.reader import TensorInfo, contents, read_into, read_metadata
+from composer3d.checkpoint.reader import Saved, TensorInfo, open_saved, read_into
 from composer3d.checkpoint.state_file import read_state
 from composer3d.errors import CheckpointError
 from composer3d.object_exchange import all_gather_json
@@ -41,7 +41,8 @@ def load(path: Path, *, tensors: Mapping[str, Tensor], allow_extra: Sequence[str
 
     Memory: one saved chunk at a time. Collectives: three all-gathers of small objects.
     """
-    state, known = together(None, path, partial(_open, path))
+    state, saved = together(None, path, partial(_open, path))
+    known = saved.infos()
     keys = sorted(known)
     surplus = "".join("01"[key not in tensors and not key.startswith(tuple(allow_extra))] for key in keys)
     reports = all_gather_json((_differences(tensors, known), surplus))
@@ -51,12 +52,12 @@ def load(path: Path, *, tensors: Mapping[str, Tensor], allow_extra: Sequence[str
     if differences:
         more = f"; and {len(differences) - MAX_SHOWN} more" if len(differences) > MAX_SHOWN else ""
         raise CheckpointError(f"{path}: of another model or optimizer: {'; '.join(differences[:MAX_SHOWN])}{more}")
-    together(None, path, lambda: read_into(path, read_metadata(path), dict(tensors)))
+    together(None, path, lambda: read_into(saved, dict(tensors)))
     return state
 
 
-def _open(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
-    return read_state(path), contents(path)
+def _open(path: Path) -> tuple[dict[str, Any], Saved]:
+    return read_state(path), open_saved(path)
 
 
 def _differences(tensors: Mapping[str, Tensor], known: Mapping[str, TensorInfo]) -> list[str]:

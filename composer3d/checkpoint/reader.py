@@ -1,30 +1,35 @@
-"""Reading torch's distributed checkpoints without executing anything that they contain.
+"""Reading torch's distributed checkpoints: executing nothing that they contain, and verifying each byte that is used.
 
 torch's own reader unpickles `.metadata` with `pickle.load`, and pickled entries with `weights_only=False`: a checkpoint
-from a stranger is a program. Here an unpickler with an allow-list reads the first, and the second are refused.
+from a stranger is a program. Here both are read as data; see `composer3d.checkpoint.restricted_pickle`.
 """
 
 from __future__ import annotations
 
-import pickle
+import logging
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
-from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from composer3d.checkpoint.agreement import rank_of
+from composer3d.checkpoint.archive import tensor_of
+from composer3d.checkpoint.checksums import Checksums, open_file, read_checksums, verify_part
 from composer3d.checkpoint.folder import METADATA, require
+from composer3d.checkpoint.index import Chunk, Entry, parse_index
 from composer3d.errors import CheckpointError
-from composer3d.torch_compat import CHECKPOINT_METADATA_GLOBALS
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import LoadPlanner, ReadItem
 
-__all__ = ["TensorInfo", "contents", "open_reader", "read_into", "read_metadata", "read_tensor", "read_tensors"]
+__all__ = ["Saved", "TensorInfo", "contents", "open_saved", "read_into", "read_tensor", "read_tensors"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,103 +45,50 @@ class TensorInfo:
     dtype: torch.dtype
 
 
-class MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that knows only the classes of which torch's checkpoint metadata consists."""
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A checkpoint that was opened: its index was read and verified, its tensors were not.
 
-    def __init__(self, file: IO[bytes], path: Path) -> None:
-        super().__init__(file)
-        self.path = path
+    Args:
+        path: The checkpoint.
+        entries: Its tensors by key.
+        checksums: The digests of its files; None where it was saved without.
+    """
 
-    def find_class(self, module: str, name: str) -> Any:
-        """Return an allowed class, else raise a CheckpointError that names what was asked for."""
-        if (module, name) in CHECKPOINT_METADATA_GLOBALS:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
-            return vars(torch)[name]
-        if (module, name) == ("torch.serialization", "_get_layout"):
-            return _layout
-        if (module, name) == ("builtins", "getattr"):
-            return _enum_member
-        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "PurePosixPath"):
-            return PurePosixPath
-        raise CheckpointError(
-            f"{self.path}: refused, nothing was executed: it names {module}.{name}, which no checkpoint needs; "
-            "it is damaged, or made to run code on this machine"
-        )
+    path: Path
+    entries: dict[str, Entry]
+    checksums: Checksums | None
+
+    def infos(self) -> dict[str, TensorInfo]:
+        """Return the shape and dtype of every tensor, by key."""
+        return {key: TensorInfo(shape=entry.shape, dtype=entry.dtype) for key, entry in self.entries.items()}
 
 
-def _layout(name: str) -> torch.layout:
-    if name != "torch.strided":
-        raise CheckpointError(f"tensors of layout {name} are not read")
-    return torch.strided
-
-
-def _enum_member(owner: object, name: str) -> Enum:
-    # Python 3.11.0 to 3.11.3 pickle an enum member as getattr(its class, its name); nothing else may use getattr.
-    if not (isinstance(owner, type) and issubclass(owner, Enum)):
-        raise CheckpointError(f"refused, nothing was executed: it names builtins.getattr of {owner!r}")
-    return owner[name]
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Return a checkpoint's metadata, read with the allow-list and checked.
+def open_saved(path: Path) -> Saved:
+    """Read and verify a checkpoint's index; on the first rank also compare the lengths of all its files.
 
     Raises:
-        CheckpointError: No complete checkpoint, a damaged or malicious `.metadata`, or entries that are not tensors.
+        CheckpointError: No complete checkpoint, a damaged or malicious one, or entries that are not tensors.
     """
-    from torch.distributed.checkpoint.metadata import Metadata
-
     require(path)
-    try:
-        with (path / METADATA).open("rb") as file:
-            metadata = MetadataUnpickler(file, path / METADATA).load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle raises nearly anything
-        raise CheckpointError(f"{path / METADATA}: damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(metadata, Metadata):
-        raise CheckpointError(f"{path / METADATA}: damaged: it holds a {type(metadata).__name__}, not metadata")
-    _check(metadata, path)
-    return metadata
+    checksums = read_checksums(path)
+    is_first = rank_of(None) == 0
+    if checksums is None and is_first:
+        log.warning(
+            "%s: saved without digests, by an earlier composer3d: damage to its files would not be noticed; "
+            "what is saved from now on has them",
+            path,
+        )
+    if checksums is not None and is_first:
+        checksums.verify_sizes()
+    with open_file(path / METADATA) as file:
+        data = file.read()
+    if checksums is not None:
+        checksums.verify(METADATA, data)
+    return Saved(path=path, entries=parse_index(data, path / METADATA), checksums=checksums)
 
 
-def _check(metadata: Metadata, path: Path) -> None:
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
-    entries, storage = metadata.state_dict_metadata, metadata.storage_data
-    if not isinstance(entries, dict) or not isinstance(storage, dict):
-        raise CheckpointError(f"{path / METADATA}: damaged: its lists of tensors are missing")
-    for key, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"{path}: {key} is saved as pickled bytes, which are never read; only tensors are")
-    for info in storage.values():
-        name = getattr(info, "relative_path", None)
-        if not isinstance(name, str) or "/" in name or name in ("", ".", ".."):
-            raise CheckpointError(f"{path / METADATA}: refused: its data would come from {name!r}, outside the folder")
-        if getattr(info, "transform_descriptors", None):
-            raise CheckpointError(f"{path / METADATA}: refused: its data pass through extensions, which are not run")
-
-
-def open_reader(path: Path, metadata: Metadata) -> FileSystemReader:
-    """Return a reader of tensors for torch's load planners, which takes the metadata as already checked."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-    from torch.futures import Future
-
-    class TensorReader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return metadata
-
-        def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-            if any(item.type == LoadItemType.BYTE_IO for item in plan.items):
-                raise CheckpointError(f"{path}: pickled bytes are never read")
-            # Only tensors are left, and those torch reads with weights_only=True.
-            return super().read_data(plan, planner)
-
-    return TensorReader(path)
-
-
-def read_into(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> None:
+def read_into(saved: Saved, tensors: dict[str, Tensor]) -> None:
     """Fill this rank's tensors from a checkpoint.
 
     The default load plan of a rank does not depend on other ranks, so the steps of torch's `load` are taken without
@@ -145,44 +97,111 @@ def read_into(path: Path, metadata: Metadata, tensors: dict[str, Tensor]) -> Non
     from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = open_reader(path, metadata)
     try:
         with torch.no_grad():
-            planner.set_up_planner(tensors, metadata, True)
-            reader.set_up_storage_reader(metadata, True)
-            plan = reader.prepare_local_plan(planner.create_local_plan())
-            plan = reader.prepare_global_plan(planner.create_global_plan([plan]))[0]
-            reader.read_data(planner.finish_plan(plan), planner).wait()
+            planner.set_up_planner(tensors, _metadata(saved.entries), True)
+            plan = planner.create_local_plan()
+            plan = planner.finish_plan(planner.create_global_plan([plan])[0])
+            _fill(saved, plan.items, planner)
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path}: refused, nothing was executed: a data file holds more than a tensor") from error
-    except Exception as error:  # a truncated archive raises nearly anything
+    except Exception as error:  # torch's planner raises nearly anything
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise CheckpointError(f"{path}: its tensors cannot be read, the files are damaged: {what}") from error
+        raise CheckpointError(f"{saved.path}: its tensors cannot be read: {what}") from error
+
+
+def _metadata(entries: dict[str, Entry]) -> Metadata:
+    """Return the index in torch's classes, of which its planner takes shapes and chunks."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    return Metadata(
+        {
+            key: TensorStorageMetadata(
+                properties=TensorProperties(dtype=entry.dtype),
+                size=torch.Size(entry.shape),
+                chunks=[
+                    ChunkStorageMetadata(offsets=torch.Size(chunk.offsets), sizes=torch.Size(chunk.sizes))
+                    for chunk in entry.chunks
+                ],
+            )
+            for key, entry in entries.items()
+        }
+    )
+
+
+def _fill(saved: Saved, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+    """Read file by file, each from its beginning to its end."""
+    wanted: dict[str, list[tuple[Chunk, ReadItem]]] = {}
+    chunks = {
+        key: {chunk.offsets: chunk for chunk in saved.entries[key].chunks}
+        for key in {item.storage_index.fqn for item in items}
+    }
+    for item in items:
+        index = item.storage_index
+        chunk = chunks[index.fqn][tuple(index.offset or ())]
+        wanted.setdefault(chunk.file, []).append((chunk, item))
+    for name, reads in wanted.items():
+        with open_file(saved.path / name) as file:
+            digests = None if saved.checksums is None else saved.checksums.parts_of(name)
+            for chunk, item in sorted(reads, key=lambda read: read[0].start):
+                tensor = _read(saved, chunk, file, digests, saved.entries[item.storage_index.fqn].dtype)
+                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                    tensor = tensor.narrow(dim, start, length)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(tensor)
+                planner.commit_tensor(item, target)
+
+
+def _read(
+    saved: Saved, chunk: Chunk, file: IO[bytes], digests: dict[tuple[int, int], str] | None, dtype: torch.dtype
+) -> Tensor:
+    """Return one chunk, verified, as a view of the bytes that were read."""
+    path = saved.path / chunk.file
+    _refuse_beyond(path, file, [chunk])
+    data = bytearray(chunk.length)
+    file.seek(chunk.start)
+    if file.readinto(data) != chunk.length:  # type: ignore[attr-defined]
+        raise CheckpointError(f"{path}: damaged: it ended while it was read")
+    if digests is not None:
+        verify_part(path, data, offset=chunk.start, expected=digests.get((chunk.start, chunk.length)))
+    try:
+        return tensor_of(data, dtype=dtype, sizes=chunk.sizes)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: bytes {chunk.start:,} to {chunk.start + chunk.length:,}: {error}") from error
+
+
+def _refuse_beyond(path: Path, file: IO[bytes], chunks: Sequence[Chunk]) -> None:
+    """Refuse chunks that end after their file, whose length the index does not know."""
+    size, end = os.fstat(file.fileno()).st_size, max(chunk.start + chunk.length for chunk in chunks)
+    if end > size:
+        raise CheckpointError(f"{path}: damaged: it has {size:,} bytes, and a chunk ends at {end:,}")
 
 
 def contents(path: Path) -> dict[str, TensorInfo]:
     """Return the shape and dtype of every tensor in a checkpoint, by key. Reads no tensor, needs no process group."""
-    return {key: _info(entry) for key, entry in sorted(read_metadata(path).state_dict_metadata.items())}
+    return open_saved(path).infos()
 
 
 def read_tensors(path: Path, keys: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield full tensors one at a time, in this process alone, on the CPU. Memory: one tensor at a time."""
-    metadata = read_metadata(path)
+    """Yield full tensors one at a time, in this process alone, on the CPU. Memory: one tensor and a chunk at a time."""
+    saved = open_saved(path)
     for key in keys:
-        if key not in metadata.state_dict_metadata:
+        if key not in saved.entries:
             raise CheckpointError(f"{path}: the checkpoint lacks {key}")
-        info = _info(metadata.state_dict_metadata[key])
-        tensors = {key: torch.empty(info.shape, dtype=info.dtype, device="cpu")}
-        read_into(path, metadata, tensors)
+        entry = saved.entries[key]
+        for name in {chunk.file for chunk in entry.chunks}:
+            with open_file(path / name) as file:  # before memory is asked for
+                _refuse_beyond(path / name, file, [chunk for chunk in entry.chunks if chunk.file == name])
+        tensors = {key: torch.empty(entry.shape, dtype=entry.dtype, device="cpu")}
+        read_into(saved, tensors)
         yield key, tensors[key]
 
 
 def read_tensor(path: Path, key: str) -> Tensor:
     """Return one full tensor, read in this process alone, on the CPU."""
     return next(tensor for _, tensor in read_tensors(path, [key]))
-
-
-def _info(entry: Any) -> TensorInfo:
-    return TensorInfo(shape=tuple(entry.size), dtype=entry.properties.dtype)

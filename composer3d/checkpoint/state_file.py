@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from composer3d.checkpoint.checksums import CHECKSUMS, Part, open_file, read_checksums, write_file
 from composer3d.checkpoint.folder import STATE, require
 from composer3d.errors import CheckpointError
 
 __all__ = ["encode_state", "read_state", "write_state"]
 
-FORMAT = 1
+FORMAT = 2
+UNVERIFIED = 1  # of an earlier composer3d, whose checkpoints had no digests
 SCALARS = (str, int, float, bool, type(None))
 
 
@@ -31,12 +32,9 @@ def encode_state(state: Mapping[str, Any], name: str = "state") -> str:
     return json.dumps({"composer3d": FORMAT, "state": state}, indent=1)
 
 
-def write_state(folder: Path, text: str) -> None:
-    """Write `state.json` into a folder and wait until it is on disk."""
-    with (folder / STATE).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def write_state(folder: Path, text: str) -> list[Part]:
+    """Write `state.json` into a folder, wait until it is on disk, and return what its list of digests says of it."""
+    return write_file(folder / STATE, text.encode())
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -46,13 +44,24 @@ def read_state(path: Path) -> dict[str, Any]:
         CheckpointError: There is no complete checkpoint, or its state cannot be read.
     """
     require(path)
+    checksums, file = read_checksums(path), path / STATE
+    with open_file(file) as opened:
+        data = opened.read()
+    if checksums is not None:
+        checksums.verify(STATE, data)
     try:
-        content = json.loads((path / STATE).read_text(encoding="utf-8"))
+        content = json.loads(data.decode())
         version, state = content["composer3d"], content["state"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path / STATE}: damaged: {type(error).__name__}: {error}") from error
-    if version != FORMAT or not isinstance(state, dict):
-        raise CheckpointError(f"{path / STATE}: written in format {version!r}; this composer3d reads format {FORMAT}")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{file}: damaged: {type(error).__name__}: {error}") from error
+    if version not in (FORMAT, UNVERIFIED):
+        raise CheckpointError(f"{file}: written in format {version!r:.60}; this composer3d reads format {FORMAT}")
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file}: damaged: its state is a {type(state).__name__}, not an object")
+    if checksums is None and version != UNVERIFIED:
+        raise CheckpointError(
+            f"{path / CHECKSUMS}: missing: without it nothing says whether the other files are damaged"
+        )
     return state
 
 

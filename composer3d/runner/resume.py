@@ -61,17 +61,27 @@ def choose_checkpoint(run: Composition, output: Path, how: str) -> Path | None:
             or the folder of a run.
 
     Raises:
-        CheckpointError: There is no complete checkpoint at the path.
+        CheckpointError: There is no complete checkpoint at the path, or the newest is damaged; on all ranks.
 
     Collectives: one broadcast of a path.
     """
     # One rank looks: on a network disk, others may not see yet what was just written.
-    found = broadcast_json(_find(output, how) if run.context.rank == 0 else None)
+    found, problem = broadcast_json(_searched(output, how) if run.context.rank == 0 else None)
+    if problem is not None:
+        raise CheckpointError(problem)
     if how not in ("auto", "never") and found is None:
         raise CheckpointError(
             f"--resume {how}: there is no complete checkpoint here; give a checkpoint or a run's folder"
         )
     return None if found is None else Path(found)
+
+
+def _searched(output: Path, how: str) -> tuple[str | None, str | None]:
+    """Return what was found, and what is wrong with it."""
+    try:
+        return _find(output, how), None
+    except CheckpointError as error:
+        return None, str(error)
 
 
 def _find(output: Path, how: str) -> str | None:

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from composer3d.checkpoint import complete, latest, prune
+from composer3d.checkpoint.checksums import digest
 from composer3d.checkpoint.folder import prepare, publish, require
 from composer3d.errors import CheckpointError
 
@@ -16,6 +18,13 @@ def make(path: Path, *names: str) -> Path:
     return path
 
 
+def publish_step(folder: Path, name: str) -> None:
+    beside = prepare(folder / name)
+    for file in (".metadata", "state.json"):
+        (beside / file).touch()
+    publish(folder / name)
+
+
 def test_latest_is_what_the_marker_names(tmp_path):
     make(tmp_path / "step-1")
     make(tmp_path / "step-2")
@@ -23,8 +32,8 @@ def test_latest_is_what_the_marker_names(tmp_path):
     assert latest(tmp_path) == tmp_path / "step-1"
 
 
-@pytest.mark.parametrize("marker", [None, "", "step-7", "../step-1", ".", "step-4"])
-def test_latest_without_a_good_marker_is_the_highest_complete_step(tmp_path, marker):
+@pytest.mark.parametrize("marker", [None, f"step-7\n{digest(b'step-7')}\n"])
+def test_latest_of_no_marker_or_one_whose_checkpoint_is_gone_is_the_highest_complete_step(tmp_path, marker, caplog):
     for name in ("step-9", "step-10", "step-11.tmp", "other"):
         make(tmp_path / name)
     make(tmp_path / "step-4", "state.json")
@@ -32,13 +41,67 @@ def test_latest_without_a_good_marker_is_the_highest_complete_step(tmp_path, mar
     if marker is not None:
         (tmp_path / "latest").write_text(marker)
     assert latest(tmp_path) == tmp_path / "step-10"
+    assert caplog.messages == ([f"{tmp_path / 'latest'} names step-7, which is gone; taking step-10"] if marker else [])
+
+
+@pytest.mark.parametrize(
+    "marker", ["", "step-1", "../step-1\n", ".\n", "..\n", "x" * 5000, "step-7\n", "step-1\nmore\n", "\0\n"]
+)
+def test_a_damaged_marker_is_refused(tmp_path, marker):
+    make(tmp_path / "step-1")
+    make(tmp_path / "step-10")
+    (tmp_path / "latest").write_text(marker)
+    with pytest.raises(CheckpointError) as caught:
+        latest(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'latest'}: damaged: it does not name a checkpoint; remove it to take the highest step, or write "
+        "the name of a checkpoint into it, and a newline; complete ones there: step-1, step-10"
+    )
+
+
+def test_every_bit_of_a_marker_counts(tmp_path):
+    for number in range(1, 20):
+        make(tmp_path / f"step-{number}")
+    publish_step(tmp_path, "step-12")
+    good = (tmp_path / "latest").read_bytes()
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "latest").write_bytes(bad)
+        with pytest.raises(CheckpointError):
+            latest(tmp_path)
+    for length in range(len(good)):
+        (tmp_path / "latest").write_bytes(good[:length])
+        try:
+            assert latest(tmp_path) == tmp_path / "step-12"
+        except CheckpointError:
+            assert length != len("step-12\n")
+
+
+def test_a_marker_that_is_a_pipe_is_refused(tmp_path):
+    make(tmp_path / "step-1")
+    os.mkfifo(tmp_path / "latest")
+    with pytest.raises(CheckpointError, match="it is no ordinary file"):
+        latest(tmp_path)
+
+
+def test_a_marked_checkpoint_that_lacks_files_is_not_passed_over(tmp_path):
+    make(tmp_path / "step-9")
+    make(tmp_path / "step-10", "state.json")
+    (tmp_path / "latest").write_text("step-10\n")
+    with pytest.raises(CheckpointError) as caught:
+        latest(tmp_path)
+    assert str(caught.value) == (
+        f"{tmp_path / 'step-10'}: damaged: .metadata is missing, and {tmp_path / 'latest'} names it as the newest; "
+        "to go on from another one, name that; complete ones there: step-9"
+    )
 
 
 def test_latest_finds_a_checkpoint_caught_between_two_renames(tmp_path):
     make(tmp_path / "step-1")
     make(tmp_path / "step-2.old")
     assert latest(tmp_path) == tmp_path / "step-2.old"
-    (tmp_path / "latest").write_text("step-2")
+    (tmp_path / "latest").write_text("step-2\n")
     assert latest(tmp_path) == tmp_path / "step-2.old"
     make(tmp_path / "step-2")
     assert latest(tmp_path) == tmp_path / "step-2"
@@ -81,7 +144,7 @@ def test_prune_keeps_the_last_and_the_marked(tmp_path):
     for number in (1, 2, 9, 10, 11):
         make(tmp_path / f"step-{number}")
     make(tmp_path / "step-3", "state.json")
-    (tmp_path / "latest").write_text("step-1")
+    (tmp_path / "latest").write_text("step-1\n")
     assert prune(tmp_path, 2) == (tmp_path / "step-2", tmp_path / "step-9")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-1", "step-10", "step-11", "step-3"]
     assert prune(tmp_path, 2) == ()
@@ -110,7 +173,7 @@ def test_publish_replaces_and_marks(tmp_path):
     (prepare(tmp_path / "step-1") / "new").touch()
     publish(tmp_path / "step-1")
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")) == ["latest", "step-1", "step-1/new"]
-    assert (tmp_path / "latest").read_text() == "step-1\n"
+    assert (tmp_path / "latest").read_text().splitlines() == ["step-1", digest(b"step-1")]
 
 
 @pytest.mark.parametrize("name", ["latest", "step-1.tmp", "step-1.old"])

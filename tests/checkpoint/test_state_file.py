@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from composer3d.checkpoint import read_state
+from composer3d.checkpoint.checksums import Checksums
 from composer3d.checkpoint.state_file import encode_state, write_state
 from composer3d.errors import CheckpointError
 
@@ -17,7 +18,7 @@ class Level(IntEnum):
 
 def written(folder, text):
     (folder / ".metadata").touch()
-    write_state(folder, text)
+    Checksums(folder=folder, files={"state.json": write_state(folder, text)}).write()
     return folder
 
 
@@ -60,7 +61,19 @@ def test_keys_are_strings():
             "damaged: JSONDecodeError: Unterminated string starting at: line 1 column 19 (char 18)",
         ),
         ('{"state": {}}', "damaged: KeyError: 'composer3d'"),
-        ('{"composer3d": 2, "state": {}}', "written in format 2; this composer3d reads format 1"),
+        ('{"composer3d": 3, "state": {}}', "written in format 3; this composer3d reads format 2"),
+        ('{"composer3d": 2, "state": []}', "damaged: its state is a list, not an object"),
+        ('{"composer3d": 2, "state": null}', "damaged: its state is a NoneType, not an object"),
+        ("[1]", "damaged: TypeError: list indices must be integers or slices, not str"),
+        (
+            "[" * 100_000,
+            "damaged: RecursionError: maximum recursion depth exceeded while decoding a JSON array from a unicode "
+            "string",
+        ),
+        (
+            "\udcff".encode("utf-8", "surrogateescape").decode("latin-1"),
+            "damaged: JSONDecodeError: Expecting value: line 1 column 1 (char 0)",
+        ),
     ],
 )
 def test_damaged_state_is_named(tmp_path, text, message):
