@@ -19,12 +19,12 @@ from torch import Tensor
 
 from composer3d.checkpoint.restricted_pickle import Asked, Made, unpickle
 from composer3d.errors import CheckpointError
+from composer3d.torch_compat import CHECKPOINT_REBUILDS
 
 __all__ = ["tensor_of"]
 
 _MAX_PICKLE_BYTES = 64 * 1024
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_REBUILD = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 # `torch.save` names a dtype by the storage class that it once had; newer dtypes stand beside an untyped storage.
 _STORAGES = {
     "torch.DoubleStorage": torch.float64,
@@ -102,7 +102,7 @@ def tensor_of(data: bytearray, *, dtype: torch.dtype, sizes: tuple[int, ...]) ->
 def _records(data: bytearray) -> dict[str, tuple[int, int]]:
     """Return where each record's content lies, by its name without the archive's: its start and its length."""
     found: dict[str, tuple[int, int]] = {}
-    with zipfile.ZipFile(_View(data)) as archive:  # type: ignore[arg-type]  # it needs no more than read, seek and tell
+    with zipfile.ZipFile(_View(data)) as archive:
         for info in archive.infolist():
             fields = _LOCAL_HEADER.unpack_from(data, info.header_offset)
             start = info.header_offset + _LOCAL_HEADER.size + fields[-2] + fields[-1]
@@ -118,7 +118,7 @@ def _is_allowed(module: str, name: str) -> bool:
     full_name = f"{module}.{name}"
     return (
         full_name in _STORAGES
-        or full_name in _REBUILD
+        or full_name in CHECKPOINT_REBUILDS
         or full_name == "collections.OrderedDict"
         or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype))
     )
@@ -130,9 +130,9 @@ def _refusal(name: str) -> CheckpointError:
 
 def _layout_of(found: Any, dtype: torch.dtype, sizes: tuple[int, ...], num_bytes: int) -> tuple[int, tuple[int, ...]]:
     """Return first element and strides of what `data.pkl` describes, after comparing it with what it has to be."""
-    if not isinstance(found, Made) or not found.called(*_REBUILD):
+    if not isinstance(found, Made) or not found.called(*CHECKPOINT_REBUILDS):
         raise CheckpointError("refused, nothing was executed: a data file holds more than a tensor")
-    named = found.args[6] if found.called(_REBUILD[1]) else None
+    named = found.args[6] if found.called(CHECKPOINT_REBUILDS[1]) else None
     storage, offset, held, strides = found.args[:4]
     kind, key, numel = storage.args[0][1], storage.args[0][2], storage.args[0][4]
     stored = _STORAGES[kind.full_name]

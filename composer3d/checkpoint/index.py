@@ -16,12 +16,11 @@ import torch
 
 from composer3d.checkpoint.restricted_pickle import Asked, Made, unpickle
 from composer3d.errors import CheckpointError
-from composer3d.torch_compat import CHECKPOINT_METADATA_GLOBALS
+from composer3d.torch_compat import CHECKPOINT_METADATA_GLOBALS, CHECKPOINT_STORAGE_INFO
 
 __all__ = ["Chunk", "Entry", "parse_index"]
 
 _META = "torch.distributed.checkpoint.metadata."
-_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
 _MAX_DIMS, _MAX_SIZE = 64, 2**62
 
 
@@ -147,7 +146,7 @@ def _place(index: Any, info: Any) -> tuple[tuple[str, tuple[int, ...]], tuple[st
     """Return key and offsets of a chunk, and where its bytes are."""
     if not (isinstance(index, Made) and index.called(f"{_META}MetadataIndex")):
         raise CheckpointError(f"damaged: it says where a {_kind(index)} is")
-    if not (isinstance(info, Made) and info.called(_STORAGE_INFO)):
+    if not (isinstance(info, Made) and info.called(CHECKPOINT_STORAGE_INFO)):
         raise CheckpointError(f"damaged: a {_kind(info)} says where a shard is")
     at, where = _state(index), _state(info)
     key, name = _key(at.get("fqn")), where.get("relative_path")
@@ -189,7 +188,7 @@ def _dtype(key: str, properties: Any) -> torch.dtype:
     dtype = vars(torch).get(state[0].full_name.removeprefix("torch."))
     if not isinstance(dtype, torch.dtype):
         raise CheckpointError(f"damaged: {key} has the dtype {state[0].full_name}, which torch does not know")
-    layout = state[1].args if isinstance(state[1], Made) and state[1].called("torch.serialization._get_layout") else ()
+    layout = state[1].args if isinstance(state[1], Made) else ()
     if layout != ("torch.strided",):
         raise CheckpointError(f"tensors of layout {layout[0] if layout else state[1]!r:.60} are not read")
     return dtype

@@ -79,13 +79,14 @@ def open_saved(path: Path) -> Saved:
             "what is saved from now on has them",
             path,
         )
-    if checksums is not None and is_first:
-        checksums.verify_sizes()
     with open_file(path / METADATA) as file:
         data = file.read()
+    entries = parse_index(data, path / METADATA)  # first, so that one made to run code is called that
     if checksums is not None:
         checksums.verify(METADATA, data)
-    return Saved(path=path, entries=parse_index(data, path / METADATA), checksums=checksums)
+        if is_first:
+            checksums.verify_sizes()
+    return Saved(path=path, entries=entries, checksums=checksums)
 
 
 def read_into(saved: Saved, tensors: dict[str, Tensor]) -> None:

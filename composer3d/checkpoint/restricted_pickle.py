@@ -33,6 +33,8 @@ class Made(metaclass=Asked):
 
     __slots__ = ("args", "state")
     full_name = ""
+    args: tuple[Any, ...]
+    state: Any
 
     def __new__(cls, *args: Any) -> Made:
         """Note a call."""

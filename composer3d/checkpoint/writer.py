@@ -12,7 +12,7 @@ from concurrent import futures
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -258,7 +258,7 @@ def _write_shards(
         @contextmanager
         def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
             with super().create_stream(path, mode) as stream:
-                file = DigestedFile(stream)
+                file = DigestedFile(cast("IO[bytes]", stream))
                 yield file
                 file.close()
             written[Path(path).name.removesuffix(".tmp")] = file.parts

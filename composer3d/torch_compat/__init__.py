@@ -50,6 +50,8 @@ from composer3d.torch_compat.pipelines import (
 )
 from composer3d.torch_compat.processes import (
     CHECKPOINT_METADATA_GLOBALS,
+    CHECKPOINT_REBUILDS,
+    CHECKPOINT_STORAGE_INFO,
     all_gather_single,
     default_store,
     fake_store,
@@ -113,6 +115,8 @@ __all__ = [
     "reduce_scatter_single",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",
+    "CHECKPOINT_REBUILDS",
+    "CHECKPOINT_STORAGE_INFO",
     "ResultMemory",
     "ShardOf",
     "all_gather_single",

@@ -10,6 +10,8 @@ from typing import Any
 
 __all__ = [
     "CHECKPOINT_METADATA_GLOBALS",
+    "CHECKPOINT_REBUILDS",
+    "CHECKPOINT_STORAGE_INFO",
     "all_gather_single",
     "default_store",
     "fake_store",
@@ -131,6 +133,13 @@ CHECKPOINT_METADATA_GLOBALS = frozenset(
         ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
     }
 )
+
+
+CHECKPOINT_STORAGE_INFO = "torch.distributed.checkpoint.filesystem._StorageInfo"
+
+# What `torch.save` writes of a tensor to have it made again (torch 2.11-2.15): the dtype is in the storage's class, or,
+# for dtypes that never had one, beside an untyped storage. A safe reader reads the arguments alone.
+CHECKPOINT_REBUILDS = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
 
 
 def local_agent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import pickle
 import signal
 import sys
@@ -66,6 +67,20 @@ def test_checkpoint_metadata_consists_of_the_named_classes(tmp_path):
     }
     for module, name in torch_compat.CHECKPOINT_METADATA_GLOBALS:
         assert isinstance(getattr(importlib.import_module(module), name), type)
+
+
+@pytest.mark.parametrize(("dtype", "number"), [(torch.float32, 0), (torch.float8_e4m3fn, 1)])
+def test_a_tensor_is_saved_as_one_of_the_two_calls(dtype, number):
+    buffer = io.BytesIO()
+    torch.save(torch.zeros(2, dtype=dtype), buffer)
+    module, _, name = torch_compat.CHECKPOINT_REBUILDS[number].rpartition(".")
+    assert f"{module}\n{name}\n".encode() in buffer.getvalue()
+
+
+def test_the_place_of_a_shard_has_its_name():
+    module, _, name = torch_compat.CHECKPOINT_STORAGE_INFO.rpartition(".")
+    assert (module, name) in torch_compat.CHECKPOINT_METADATA_GLOBALS
+    assert isinstance(getattr(importlib.import_module(module), name), type)
 
 
 def four():
