@@ -73,9 +73,9 @@ class Persistence:
     def load(self, path: Path, optimizer: torch.optim.Optimizer | None) -> None:
         """Load everything; see `Composition.load`."""
         self.wait()
-        state = checkpoint.read_state(path)
+        state = checkpoint.validated_composition(path, checkpoint.read_state(path))
         tensors: dict[str, Tensor] = self._model_tensors()
-        saved: Mapping[str, Any] = state.get("optimizer", {})
+        saved: Mapping[str, Any] = state.get("optimizer") or {}
         if optimizer is not None and not saved:
             raise CheckpointError(f"{path}: holds no optimizer state, and this run has an optimizer")
         if optimizer is not None:
@@ -87,7 +87,7 @@ class Persistence:
         self, path: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, tensors: dict[str, Tensor]
     ) -> None:
         """Read into everything that exists now."""
-        saved: Mapping[str, Any] = state.get("optimizer", {})
+        saved: Mapping[str, Any] = state.get("optimizer") or {}
         if optimizer is not None:
             tensors |= checkpoint.optimizer_tensors(optimizer, self._parameters())[0]
         stateful = self._stateful()
@@ -96,7 +96,8 @@ class Persistence:
         present: dict[str, Tensor] = {}
         for prefix, thing in stateful.items():
             _take_out(thing.state_dict(), prefix, present)
-        filled = {prefix: _blank(state["states"][prefix], prefix, path, present) for prefix in stateful}
+        known = checkpoint.contents(path)
+        filled = {prefix: _blank(state["states"][prefix], prefix, path, present, known) for prefix in stateful}
         for prefix, value in filled.items():
             _take_out(value, prefix, tensors)
         reordered = self._reordered(tensors)
@@ -109,7 +110,7 @@ class Persistence:
         if optimizer is not None:
             checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
         for prefix, thing in stateful.items():
-            thing.load_state_dict(filled[prefix])
+            _hand_over(thing, filled[prefix], prefix, path)
 
     def wait(self) -> None:
         """Return when no save is in flight."""
@@ -196,6 +197,14 @@ class Persistence:
         return extra
 
 
+def _hand_over(thing: Stateful, state: Any, prefix: str, path: Path) -> None:
+    try:
+        thing.load_state_dict(state)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise CheckpointError(f'{path}: the state "{prefix}" is not one that its owner takes: {what}') from error
+
+
 def _dispensable(stateful: Mapping[str, Stateful]) -> list[str]:
     """Return the names of states with an attribute `is_dispensable` that is true: see `Stateful`."""
     return sorted(prefix for prefix, thing in stateful.items() if getattr(thing, "is_dispensable", False))
@@ -248,7 +257,9 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
     return value
 
 
-def _blank(value: Any, key: str, path: Path, present: Mapping[str, Tensor]) -> Any:
+def _blank(
+    value: Any, key: str, path: Path, present: Mapping[str, Tensor], known: Mapping[str, checkpoint.TensorInfo]
+) -> Any:
     """Put tensors, to be filled by the load, where `_take_out` took them from.
 
     Where the state has such a tensor now it is that one, so that what is sharded stays sharded; otherwise an empty one.
@@ -256,15 +267,15 @@ def _blank(value: Any, key: str, path: Path, present: Mapping[str, Tensor]) -> A
     import torch
 
     if isinstance(value, Mapping) and value.keys() == {TENSOR}:
-        shape, dtype = value[TENSOR]
-        found = getattr(torch, str(dtype), None)
-        if not isinstance(found, torch.dtype):
-            raise CheckpointError(f'{path}: "{key}" has the dtype {dtype}, which torch does not know')
+        info = known.get(key)
+        if info is None or value[TENSOR] != [list(info.shape), str(info.dtype).removeprefix("torch.")]:
+            held = "none" if info is None else f"one of {list(info.shape)} in {info.dtype}".replace("torch.", "")
+            raise CheckpointError(f'{path}: "{key}" is a tensor {value[TENSOR]!r:.80}, and the checkpoint holds {held}')
         own = present.get(key)
-        fits = own is not None and list(own.shape) == shape and own.dtype is found
-        return own if fits else torch.empty(shape, dtype=found)
+        fits = own is not None and own.shape == info.shape and own.dtype is info.dtype
+        return own if fits else torch.empty(info.shape, dtype=info.dtype)
     if isinstance(value, Mapping):
-        return {name: _blank(item, f"{key}/{name}", path, present) for name, item in value.items()}
+        return {name: _blank(item, f"{key}/{name}", path, present, known) for name, item in value.items()}
     if isinstance(value, list):
-        return [_blank(item, f"{key}/{index}", path, present) for index, item in enumerate(value)]
+        return [_blank(item, f"{key}/{index}", path, present, known) for index, item in enumerate(value)]
     return value

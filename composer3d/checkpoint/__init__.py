@@ -12,6 +12,7 @@ from composer3d.checkpoint.optimizer_state import (
 )
 from composer3d.checkpoint.reader import TensorInfo, contents, read_tensor, read_tensors
 from composer3d.checkpoint.state_file import read_state
+from composer3d.checkpoint.state_schema import validated_composition, validated_run
 from composer3d.checkpoint.wrappers import unwrapped
 from composer3d.checkpoint.writer import AFTER_ERROR_S, AsyncSaver, save
 
@@ -33,4 +34,6 @@ __all__ = [
     "read_tensors",
     "save",
     "unwrapped",
+    "validated_composition",
+    "validated_run",
 ]

@@ -124,6 +124,8 @@ def load_optimizer_json(
     for group in optimizer.param_groups:
         if group["params"]:
             hyperparameters = data["groups"][saved[names[group["params"][0]]]]["hyperparameters"]
+            for key, value in hyperparameters.items():
+                _refuse_kind(key, group.get(key), value)
             group.update({key: _restored(group.get(key), value) for key, value in hyperparameters.items()})
     for fqn, values in data["values"].items():
         if fqn in parameters:
@@ -223,6 +225,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.item()
     return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def _refuse_kind(key: str, current: Any, saved: Any) -> None:
+    """Refuse a hyperparameter of another kind than this optimizer's, by which a step would fail."""
+    is_number = isinstance(saved, (int, float))
+    if (isinstance(current, (int, float, Tensor)) and not is_number) or (
+        isinstance(current, (list, tuple)) and not (isinstance(saved, list) and len(saved) == len(current))
+    ):
+        raise CheckpointError(f"the optimizer's {key} is {current!r}, and the checkpoint has {saved!r:.80}")
 
 
 def _restored(current: Any, saved: Any) -> Any:

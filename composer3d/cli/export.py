@@ -120,10 +120,10 @@ def find_description(path: Path) -> Path | None:
     Raises:
         CheckpointError: It is such a run's, and the description is gone.
     """
-    from composer3d.checkpoint import read_state
+    from composer3d.checkpoint import read_state, validated_run
 
-    run = read_state(path).get("states", {}).get("attached/run", {})
-    if "hf" not in run.get("record", {}).get("model", {}):
+    run = validated_run(path, read_state(path))
+    if run is None or "hf" not in run["record"].get("model", {}):
         return None
     folder = path.resolve().parent.parent / DESCRIPTION
     if not (folder / "config.json").is_file():

@@ -25,6 +25,10 @@ _DTYPES = {
 }
 
 
+def _short(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     """What a file says of one tensor."""
@@ -52,21 +56,66 @@ class WeightFiles:
         self.folder = folder
         self.num_bytes_read = 0
         self._open: dict[str, Any] = {}
-        found = {name: stored for file in self._files() for name, stored in self._header(file).items()}
-        self.tensors: Mapping[str, StoredTensor] = dict(sorted(found.items()))
+        self.tensors: Mapping[str, StoredTensor] = dict(sorted(self._found().items()))
 
-    def _files(self) -> list[str]:
-        if (self.folder / INDEX).is_file():
-            try:
-                files = sorted(
-                    set(json.loads((self.folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-                )
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ModelError(f'{self.folder / INDEX} is damaged: it has no "weight_map"') from error
-            missing = [file for file in files if not (self.folder / file).is_file()]
-            if missing:
-                raise ModelError(f"{self.folder / INDEX} names {missing[0]}, which is not there")
-            return files
+    def _found(self) -> dict[str, StoredTensor]:
+        """Return every tensor; of one that several files hold, the one that the index names."""
+        mapped = self._mapped()
+        files = self._single() if mapped is None else sorted(set(mapped.values()))
+        found: dict[str, StoredTensor] = {}
+        headers = {file: self._header(file) for file in files}
+        for file, header in headers.items():
+            for name, stored in header.items():
+                if name in found and (mapped is None or name not in mapped):
+                    raise ModelError(f'{self.folder} holds "{name}" twice: in {found[name].file} and in {file}')
+                found[name] = stored
+        for name, file in (mapped or {}).items():
+            if name not in headers[file]:
+                raise ModelError(f'{self.folder / INDEX} says that "{_short(name)}" is in {file}, which lacks it')
+            found[name] = headers[file][name]
+        return found
+
+    def _mapped(self) -> dict[str, str] | None:
+        """Return the file of each tensor as the index has it, None where there is no index."""
+        index = self.folder / INDEX
+        if not index.is_file():
+            return None
+        try:
+            content = json.loads(index.read_bytes())
+        except (ValueError, OSError, RecursionError) as error:
+            raise ModelError(f"{index} is damaged: {type(error).__name__}: {str(error):.200}") from error
+        mapped = content.get("weight_map") if isinstance(content, dict) else None
+        if not isinstance(mapped, dict) or not mapped:
+            raise ModelError(f'{index} is damaged: it has no "weight_map" of names of tensors to names of files')
+        for name, file in mapped.items():
+            if not isinstance(file, str):
+                what = _short(json.dumps(file))
+                raise ModelError(f'{index} is damaged: the file of "{_short(name)}" is {what}, no name')
+        for file in sorted(set(mapped.values())):
+            self._refuse_outside(file)
+        return mapped
+
+    def _refuse_outside(self, file: str) -> None:
+        """Refuse a file that is not in the folder: who made the folder would choose what is read of this machine."""
+        index, path = self.folder / INDEX, self.folder / file
+        if not file or "\0" in file or Path(file).is_absolute() or ".." in Path(file).parts:
+            raise ModelError(f"{index} names {_short(file)!r}, which is outside the folder")
+        try:
+            is_there, target = path.is_file(), path.resolve()
+        except OSError as error:
+            raise ModelError(f"{index} names {_short(file)!r}: {error.strerror}") from error
+        if not is_there:
+            raise ModelError(f"{index} names {_short(file)}, which is not there")
+        inside = [self.folder.resolve()]
+        if inside[0].parent.name == "snapshots":  # of the Hugging Face cache, whose files are links to its blobs
+            inside.append(inside[0].parent.parent)
+        if not any(target.is_relative_to(folder) for folder in inside):
+            raise ModelError(
+                f"{index} names {_short(file)}, which is a link to {target}, outside the folder",
+                hint="put the file itself into the folder",
+            )
+
+    def _single(self) -> list[str]:
         if (self.folder / SINGLE).is_file():
             return [SINGLE]
         pickled = [name for name in _PICKLED if (self.folder / name).is_file()]

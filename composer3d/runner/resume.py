@@ -130,10 +130,9 @@ def refuse_changes(path: Path, run_state: RunState, batch_size: BatchSize) -> No
 
 
 def _saved(path: Path) -> Mapping[str, Any]:
-    states = checkpoint.read_state(path).get("states", {})
-    if "attached/run" not in states:
+    saved = checkpoint.validated_run(path, checkpoint.read_state(path))
+    if saved is None:
         raise CheckpointError(f"{path}: was not written by `composer3d run`, so there is no run to go on with")
-    saved: Mapping[str, Any] = states["attached/run"]
     return saved
 
 
