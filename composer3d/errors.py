@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -29,8 +31,13 @@ __all__ = [
     "RendezvousError",
     "StepError",
     "TransformError",
+    "describe_error",
     "did_you_mean",
+    "is_interrupt",
 ]
+
+
+_LONGEST = 1500  # characters of what somebody else's exception says
 
 
 class ComposerError(Exception):
@@ -66,12 +73,20 @@ class Problem:
         table = f"[{self.table}] " if self.table else ""
         warning = "warning: " if self.severity == "warning" else ""
         return (
-            (f"{place}: " if place else "") + warning + table + self.message + (f"; {self.hint}" if self.hint else "")
+            _shortened(f"{place}: " if place else "")
+            + warning
+            + _shortened(table + self.message)
+            + (f"; {_shortened(self.hint)}" if self.hint else "")
         )
 
     def to_json(self) -> dict[str, Any]:
         """Return the problem as `check --json` prints it."""
-        return asdict(self)
+        return {key: _shortened(value) if isinstance(value, str) else value for key, value in asdict(self).items()}
+
+
+def _shortened(text: str) -> str:
+    """Return a text without its middle if it quotes a value that is longer than anybody reads."""
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]} ... {text[-295:]}"
 
 
 class ManifestError(ComposerError):
@@ -168,6 +183,37 @@ class RankError(ComposerError):
 
 class RendezvousError(ComposerError):
     """Ranks cannot meet at the address that their environment names."""
+
+
+def is_interrupt(error: BaseException) -> bool:
+    """Return whether an exception is Ctrl-C, and not a KeyboardInterrupt that some module raises as it pleases.
+
+    The handler of the signal raises between two instructions of whatever runs; `raise` is an instruction of its own.
+    """
+    if not isinstance(error, KeyboardInterrupt):
+        return False
+    frames = list(traceback.walk_tb(error.__traceback__))
+    if not frames:
+        return True
+    code, last = frames[-1][0].f_code.co_code, _last_instruction(error)
+    return dis.opname[code[last]] != "RAISE_VARARGS"
+
+
+def _last_instruction(error: BaseException) -> int:
+    step = error.__traceback__
+    while step is not None and step.tb_next is not None:
+        step = step.tb_next
+    return step.tb_lasti if step is not None else 0
+
+
+def describe_error(error: BaseException) -> str:
+    """Return `ValueError: text`, or `ValueError` where there is no text; also of exceptions that cannot be shown."""
+    try:
+        text = str(error)
+    except BaseException:
+        text = ""
+    name = type(error).__name__
+    return f"{name}: {text if len(text) <= _LONGEST else text[: _LONGEST - 3] + '...'}" if text else name
 
 
 def did_you_mean(word: str, choices: Sequence[str]) -> str | None:

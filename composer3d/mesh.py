@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["AXES", "Axis", "GroupOptions", "Layout", "Role", "arrange", "build", "crossings", "resolve"]
 
 
+_LARGEST_WORLD = 1 << 20
+
+
 class Role(enum.Enum):
     """What ranks along an axis have in common, which decides counts, losses, norms and random streams."""
 
@@ -205,6 +208,10 @@ def resolve(
     if world_size is not None and layout.world_size != world_size:
         shown = " x ".join(f"{name}={filled[name]}" for name in dense if filled[name] > 1 or stated.get(name)) or "1"
         raise MeshError(f"{shown} = {layout.world_size}, but the world has {world_size} ranks")
+    if layout.world_size > _LARGEST_WORLD:
+        raise MeshError(
+            f"the degrees multiply to {layout.world_size} ranks, and {_LARGEST_WORLD} are the most there can be"
+        )
     carved = filled["dp_shard"] * filled["cp"]
     if carved % filled["ep"]:
         raise MeshError(f"ep={filled['ep']} does not divide dp_shard x cp = {carved}, which it is carved out of")

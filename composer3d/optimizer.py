@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import PatternError, StepError
+from composer3d.regular_expressions import Expression
 
 if TYPE_CHECKING:
     import torch
@@ -46,15 +47,17 @@ def group_parameters(
     return [piece for group in members for piece in _by_kind(group)] or members[-1:]
 
 
-def _expression(number: int, group: Mapping[str, Any]) -> re.Pattern[str]:
+def _expression(number: int, group: Mapping[str, Any]) -> re.Pattern[str] | Expression:
     """Return the compiled `match` of a group; groups of torch name tensors, and a sharded model has others."""
     how = 'a group is {"match": REGULAR_EXPRESSION, ...}, searched in FQNs, with the hyperparameters of what matches'
     if not isinstance(group, Mapping) or not isinstance(group.get("match"), str | re.Pattern):
         found = f"has {', '.join(map(repr, group)) or 'nothing'}" if isinstance(group, Mapping) else "is no mapping"
         raise StepError(f"run.optimizer(groups=...): group {number} {found}, and no text `match`; {how}")
+    if isinstance(group["match"], re.Pattern):
+        return group["match"]
     try:
-        return re.compile(group["match"])
-    except re.error as error:
+        return Expression(group["match"])
+    except ValueError as error:
         wrong = f'`match` of group {number}, "{group["match"]}", is no regular expression: {error}'
         raise StepError(f"run.optimizer(groups=...): {wrong}; {how}") from None
 

@@ -27,11 +27,16 @@ def matches(pattern: str, fqn: str) -> bool:
 
 
 def _match(pattern: list[str], fqn: list[str]) -> bool:
-    if not pattern:
-        return not fqn
-    if pattern[0] == "**":
-        return any(_match(pattern[1:], fqn[start:]) for start in range(len(fqn) + 1))
-    return bool(fqn) and fnmatchcase(fqn[0], pattern[0]) and _match(pattern[1:], fqn[1:])
+    # The numbers of components that the pattern so far can have taken, so that many `**` cost no more than few.
+    taken = {0}
+    for part in pattern:
+        if part == "**":
+            taken = set(range(min(taken), len(fqn) + 1))
+        else:
+            taken = {num + 1 for num in taken if num < len(fqn) and fnmatchcase(fqn[num], part)}
+        if not taken:
+            return False
+    return len(fqn) in taken
 
 
 def select(pattern: str, fqns: Iterable[str]) -> list[str]:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation, mesh, patterns
 from composer3d.context import Purpose, RunContext
-from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem, TransformError
+from composer3d.errors import (
+    ComposerError,
+    ManifestError,
+    PatternError,
+    PluginError,
+    Problem,
+    TransformError,
+    describe_error,
+    is_interrupt,
+)
 from composer3d.initialisation import WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Hooks, Registered
@@ -185,7 +195,7 @@ def _find_problems(preparation: Preparation) -> None:
         problems += _device_problems(registered, context)
     with _located(problems, lambda error: document.problem(("mesh",), str(error), whole_table=True)):
         for registered, function in preparation.hooks.freeze("composer3d_configure"):
-            with _located(problems, partial(_at_plugin, registered, context)):
+            with _asking(problems, registered, context):
                 function(context=context)
     if not problems:
         _select(preparation)
@@ -210,9 +220,14 @@ def _select(preparation: Preparation) -> None:
     collected: list[tuple[Registered, Transform]] = []
     for hook in TRANSFORM_HOOKS:
         for registered, function in preparation.hooks.freeze(hook):
-            with _located(problems, partial(_at_plugin, registered, context)):
+            with _asking(problems, registered, context):
                 answer = function(context=context)
-                for transform in answer if isinstance(answer, Sequence) else (answer,):
+                for transform in answer if isinstance(answer, list | tuple) else (answer,):
+                    if transform is not None and not isinstance(transform, Transform):
+                        kind = type(transform).__name__
+                        raise PluginError(
+                            f"{registered.name} answers {hook} with a value of type {kind}, not a Transform"
+                        )
                     if transform is not None:
                         collected.append((registered, transform))
     by_name = {transform.name: registered for registered, transform in collected}
@@ -224,7 +239,7 @@ def _select(preparation: Preparation) -> None:
         return
     for transform in ordered:
         registered = by_name[transform.name]
-        with _located(problems, partial(_at_plugin, registered, context)):
+        with _asking(problems, registered, context):
             fqns = tuple(transform.select(preparation.model, context) or ())
             if transform.may_be_empty and not fqns:
                 continue
@@ -255,6 +270,20 @@ def _located(problems: list[Problem], locate: Callable[[ComposerError], Problem]
         problems += error.problems
     except ComposerError as error:
         problems.append(locate(error))
+
+
+@contextmanager
+def _asking(problems: list[Problem], registered: Registered, context: RunContext) -> Iterator[None]:
+    """Place what a plugin raises at its table; in `check`, whatever it is, with the line that raised it."""
+    with _located(problems, partial(_at_plugin, registered, context)):
+        try:
+            yield
+        except BaseException as error:
+            if context.purpose != "check" or isinstance(error, ComposerError) or is_interrupt(error):
+                raise
+            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+            raised = f"{registered.name} raised {describe_error(error)}"
+            raise PluginError(f"{raised}, at {frame.f_code.co_filename}:{line}") from error
 
 
 def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:

@@ -10,10 +10,10 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 import pluggy
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 
-from composer3d.errors import PluginError, QueryError, did_you_mean
+from composer3d.errors import PluginError, QueryError, describe_error, did_you_mean, is_interrupt
 from composer3d.hookspecs import HookSpecs, hookimpl
 from composer3d.mesh import Axis
 from composer3d.settings import TABLE_CONFIG
@@ -74,8 +74,7 @@ def plugin(
     )
 
     def decorate(cls: C) -> C:
-        config = ConfigDict(**TABLE_CONFIG, allow_inf_nan=False)
-        result: Any = pydantic_dataclass(frozen=True, kw_only=True, eq=False, config=config)(cls)
+        result: Any = pydantic_dataclass(frozen=True, kw_only=True, eq=False, config=TABLE_CONFIG)(cls)
         result.__composer3d_plugin__ = info
         return typing.cast(C, result)
 
@@ -134,9 +133,10 @@ class Catalogue:
             raise PluginError(f'the plugin "{name}" cannot be imported: {error}', hint=_install_hint(point)) from error
         except AttributeError as error:
             raise PluginError(f'the plugin "{name}" cannot be imported: {error}') from error
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}"
-            raise PluginError(f'the plugin "{name}" cannot be imported: {said}') from error
+        except BaseException as error:
+            if is_interrupt(error):
+                raise
+            raise PluginError(f'the plugin "{name}" cannot be imported: {describe_error(error)}') from error
         if info_of(cls) is None:
             raise PluginError(f'"{point.value}" is not a plugin', hint="decorate the class with @composer3d.plugin")
         return typing.cast(type, cls)

@@ -6,4 +6,4 @@ from pydantic import ConfigDict
 
 __all__ = ["TABLE_CONFIG"]
 
-TABLE_CONFIG = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True)
+TABLE_CONFIG = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -41,13 +43,8 @@ def add(subparsers: Subparsers) -> None:
 @collected_rarely()
 def execute(arguments: argparse.Namespace) -> int:
     """Check, and print; 2 if something is wrong."""
-    try:
-        inspected = open_manifest(arguments.manifest, arguments.overrides)
-    except ManifestError as error:
-        found = Inspection(problems=list(error.problems))
-    else:
-        device = device_of(inspected.manifest)
-        found = inspect(inspected, world_size=arguments.world_size, rank=arguments.rank or 0, device=device)
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
+        found = _inspect(arguments)
     ok = found.ok(strict=arguments.strict)
     if arguments.json:
         say_json({"ok": ok, **_report(found)})
@@ -57,6 +54,15 @@ def execute(arguments: argparse.Namespace) -> int:
         if ok:
             _show(found, with_groups=arguments.rank is not None)
     return 0 if ok else 2
+
+
+def _inspect(arguments: argparse.Namespace) -> Inspection:
+    try:
+        inspected = open_manifest(arguments.manifest, arguments.overrides)
+    except ManifestError as error:
+        return Inspection(problems=list(error.problems))
+    device = device_of(inspected.manifest)
+    return inspect(inspected, world_size=arguments.world_size, rank=arguments.rank or 0, device=device)
 
 
 def _report(found: Inspection) -> dict[str, Any]:

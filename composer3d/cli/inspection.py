@@ -99,6 +99,7 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
         device: Where the run would put parameters.
     """
     from composer3d.cli import rules
+    from composer3d.cli.sizes import output_problems, schedule_problems
     from composer3d.registry import Hooks
     from composer3d.runner.tables import ModelTable
     from composer3d.runner.tokenizer import with_tokenizer
@@ -109,7 +110,7 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
         manifest = with_tokenizer(manifest)
     except ManifestError as error:
         result.problems += error.problems
-        # Data that fit any model: what else may be wrong does not hang on the tokens.
+        # Data that fit any model: what else may be wrong does not depend on the tokens.
         data = replace(manifest.tables["data"], use="synthetic", vocab_size=1, tokenizer=None, dtype=None)
         manifest = replace(manifest, tables={**manifest.tables, "data": data})
     tables = manifest.tables
@@ -117,11 +118,12 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
     try:
         hooks = Hooks(manifest.plugins)
     except ComposerError as error:
-        result.problems.append(Problem(message=str(error), file=manifest.document.file))
+        result.problems.append(_at_named_table(str(error), manifest))
     else:
         fitting = _lay_out(result, inspected, hooks, world_size)
     layout, factory = result.layout, None
-    found = [*rules.data_problems(manifest), *rules.optimizer_problems(manifest)]
+    found = [*output_problems(manifest), *schedule_problems(manifest)]
+    found += [*rules.data_problems(manifest), *rules.optimizer_problems(manifest)]
     if tables.keys() >= {"data", "train"} and isinstance(tables.get("model"), ModelTable):
         factory, more = rules.find_factory(manifest)
         found += more
@@ -134,6 +136,15 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
     if layout is not None and rank >= layout.world_size:
         result.problems.append(Problem(message=f"rank {rank} is not in a world of {layout.world_size} ranks"))
     return result
+
+
+def _at_named_table(message: str, manifest: Manifest) -> Problem:
+    """Place a message at the first plugin table that it names."""
+    paths = [(registered.info.family, registered.name) for registered in manifest.plugins]
+    places = {message.find(f"[{family}.{name}]"): (family, name) for family, name in paths}
+    named = [place for place in places if place >= 0]
+    path = places[min(named)] if named else ("mesh",)
+    return manifest.document.problem(path, message, whole_table=True)
 
 
 def _completed(manifest: Manifest) -> Manifest:
@@ -172,6 +183,7 @@ def _prepare(
 ) -> list[Problem]:
     """Join manifest and model, and let every plugin say what it would do."""
     from composer3d.cli.rules import name_problems, optimizer_answer_problems, step_problems
+    from composer3d.cli.sizes import microbatch_problems
     from composer3d.preparation import prepare
 
     try:
@@ -192,7 +204,7 @@ def _prepare(
     found = [*preparation.problems, *own]
     if any(problem.severity == "error" for problem in found):
         return found
-    return [*found, *optimizer_answer_problems(manifest, preparation)]
+    return [*found, *microbatch_problems(manifest, preparation), *optimizer_answer_problems(manifest, preparation)]
 
 
 def _foreseen_example(manifest: Manifest) -> Example | None:

@@ -6,7 +6,6 @@ Each rule returns problems at the lines of the keys at fault.
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +20,7 @@ from composer3d.errors import (
     did_you_mean,
 )
 from composer3d.mesh import Layout, Role
+from composer3d.regular_expressions import search
 
 if TYPE_CHECKING:
     from composer3d.context import RunContext
@@ -54,9 +54,8 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
         function = resolve(table.reference, document)
     except ReferenceFailure as error:
         return None, [document.problem(("model", "use"), error.message, hint=error.hint)]
-    if not callable(function):
-        message = f'"{table.reference}" cannot be called: it is of type {type(function).__name__}'
-        return None, [document.problem(("model", "use"), message, hint="name a class or a function")]
+    if problem := _uncallable(function, table.reference, document, "model"):
+        return None, [problem]
     known = {"vocab_size": _vocab_size(data, document.folder), "max_seq_len": data.seq_len}
     derived = {key: value for key, value in known.items() if value is not None}
     problems = [
@@ -133,6 +132,14 @@ def resolve(reference: str, document: Document) -> Any:
     return resolve_reference(reference, document.folder)
 
 
+def _uncallable(function: Any, name: str, document: Document, table: str) -> Problem | None:
+    """Return the problem of what cannot be called for a model or data; `sys:exit` and `os:abort` are not tried."""
+    if callable(function) and not inspect.isbuiltin(function):
+        return None
+    why = "is built into Python" if callable(function) else f"cannot be called: it is of type {type(function).__name__}"
+    return document.problem((table, "use"), f'"{name}" {why}', hint="name a class or a function")
+
+
 def _argument_problems(
     function: Any, name: str, args: Mapping[str, Any], document: Document, table: str, *, derived: Mapping[str, Any]
 ) -> Iterator[Problem]:
@@ -159,20 +166,25 @@ def _argument_problems(
 
 def data_problems(manifest: Manifest) -> list[Problem]:
     """Look whether the data are there and long enough, without preparing or calling anything."""
-    document, table = manifest.document, manifest.tables["data"]
-    if table.kind == "synthetic":
+    document, table = manifest.document, manifest.tables.get("data")
+    if table is None or table.kind == "synthetic":
         return []
     if table.kind == "user":
         try:
             factory = resolve(table.use, document)
         except ReferenceFailure as error:
             return [document.problem(("data", "use"), error.message, hint=error.hint)]
+        if problem := _uncallable(factory, table.use, document, "data"):
+            return [problem]
         return list(_argument_problems(factory, table.use, table.args, document, "data", derived={}))
     try:
         _probe(table, document.folder)
     except DataError as error:
         # The table is said by the problem's place.
         return [document.problem(("data", "use"), str(error).removeprefix("[data] "))]
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        return [document.problem(("data", "use"), f'use = "{table.use}" cannot be read: {reason}')]
     return []
 
 
@@ -291,7 +303,7 @@ def _matrix_problems(manifest: Manifest, preparation: Preparation) -> list[Probl
     if manifest.tables["optimizer"].use != "muon" or expression is None:
         return []
     path = ("optimizer", "matrices")
-    matched = [p for fqn, p in preparation.model.named_parameters() if re.search(expression, fqn)]
+    matched = [p for fqn, p in preparation.model.named_parameters() if search(expression, fqn)]
     if any(parameter.ndim == 2 for parameter in matched):
         return []
     found = f"finds {len(matched)} parameters, and none of them is a matrix" if matched else "finds no parameter"
@@ -308,7 +320,7 @@ def name_problems(manifest: Manifest, factory: ModelFactory, context: RunContext
         problems += error.problems
     groups = manifest.tables["optimizer"].groups if "optimizer" in manifest.tables else ()
     for index, group in enumerate(groups):
-        if not any(re.search(group.match, fqn) for fqn in context.parameter_fqns):
+        if not any(search(group.match, fqn) for fqn in context.parameter_fqns):
             message = f'match = "{group.match}" finds no parameter of the model'
             hint = f"it is a regular expression; the model has {', '.join(context.parameter_fqns[:8])}"
             path = ("optimizer", "groups", index, "match")

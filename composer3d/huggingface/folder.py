@@ -50,12 +50,26 @@ def find_folder(name: str, *, beside: Path) -> Path:
     Raises:
         ModelError: There is neither, or the folder holds no configuration.
     """
-    path = beside / Path(name).expanduser()
-    if not path.is_dir():
+    path = _beside(name, beside)
+    if not _is_dir(path):
         path = _cached(name, beside)
     if not (path / CONFIG).is_file():
         raise ModelError(f'the folder "{name}" holds no {CONFIG}', hint="name a folder that save_pretrained wrote")
     return path
+
+
+def _beside(name: str, beside: Path) -> Path:
+    try:
+        return beside / Path(name).expanduser()
+    except RuntimeError:  # `~name` of a user that there is not
+        return beside / name
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, for example
+        return False
 
 
 def _cached(name: str, beside: Path) -> Path:
@@ -68,7 +82,10 @@ def _cached(name: str, beside: Path) -> Path:
         except (LocalEntryNotFoundError, HFValidationError):
             pass
     parent = (beside / name).parent
-    folders = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if parent.is_dir() else []
+    try:
+        folders = sorted(entry.name for entry in parent.iterdir() if entry.is_dir()) if _is_dir(parent) else []
+    except OSError:  # a folder of somebody else's
+        folders = []
     near = get_close_matches(Path(name).name, folders, n=1, cutoff=0.6)
     shown = Path(name).parent / near[0] if near else None
     raise ModelError(

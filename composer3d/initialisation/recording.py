@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import ComposerError, InitialisationError
+from composer3d.errors import ComposerError, InitialisationError, describe_error, is_interrupt
 from composer3d.initialisation.log import Entry, Log, TensorSpec
 from composer3d.initialisation.places import is_torch, place_of_error, user_place
 from composer3d.initialisation.recipe import Recipe
@@ -56,12 +56,13 @@ def record(factory: Callable[[], nn.Module]) -> tuple[nn.Module, Recipe]:
             module = factory()
     except ComposerError:
         raise
-    except Exception as error:
-        on_meta = isinstance(error, NotImplementedError) or "meta" in str(error)
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        said = describe_error(error)
+        on_meta = isinstance(error, NotImplementedError) or "meta" in said
         hint = f"; if it needs values, which are not there while it is recorded: {_INSTEAD}" if on_meta else ""
-        raise InitialisationError(
-            f"{place_of_error(error)}the factory raised {type(error).__name__}: {error}{hint}"
-        ) from error
+        raise InitialisationError(f"{place_of_error(error)}the factory raised {said}{hint}") from error
     finally:
         if not torch.equal(torch.get_rng_state(), state):
             logging.getLogger(__name__).warning("the factory seeds torch, which has no effect: the run's seed decides")

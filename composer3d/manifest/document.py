@@ -19,6 +19,7 @@ from composer3d.secret import hide
 __all__ = ["FORMAT", "Document", "Place", "read", "read_text"]
 
 FORMAT = 1
+_LONGEST_CHAIN = 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +183,7 @@ def _read_layer(text: str, chain: tuple[Source, ...], problems: list[Problem]) -
     if isinstance(layer, Problem):
         problems.append(layer)
         return Layer(tables={}, places={})
+    problems += layer.problems
     problem = _check_format(layer, file)
     if problem is not None:
         problems.append(problem)
@@ -194,12 +196,32 @@ def _read_layer(text: str, chain: tuple[Source, ...], problems: list[Problem]) -
         place = layer.places[("extends",)]
         problems.append(replace(base, file=file, line=place.line, column=place.column, table="", key="extends"))
         return own
-    return merge(_read_chain((*chain, base), problems), own)
+    inherited: list[Problem] = []
+    below = _read_chain((*chain, base), inherited)
+    # A base that cannot be opened has no lines of its own.
+    place = layer.places[("extends",)]
+    problems += [
+        replace(
+            problem,
+            message=f'extends = "{problem.file}", which {problem.message}',
+            file=file,
+            line=place.line,
+            column=place.column,
+            table="",
+            key="extends",
+        )
+        if problem.file == base.file and problem.line is None
+        else problem
+        for problem in inherited
+    ]
+    return merge(below, own)
 
 
 def _find_base(name: Any, chain: tuple[Source, ...]) -> Source | Problem:
     if not isinstance(name, str):
         return Problem(message=f"extends = {inline(name)} is not a string", hint="write a path or a shipped name")
+    if len(chain) >= _LONGEST_CHAIN:
+        return Problem(message=f"extends is a chain of more than {_LONGEST_CHAIN} manifests", hint="join some of them")
     base = find_base(name, chain[-1])
     if base is None:
         return missing_base(name, chain[-1])

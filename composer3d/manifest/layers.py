@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import tomli
 
 from composer3d.errors import Problem
-from composer3d.manifest.positions import KeyPath, locate, split_key
+from composer3d.manifest.positions import KeyPath, NestedTooDeeply, locate, split_key
+from composer3d.manifest.writer import dotted
 from composer3d.secret import HIDDEN, hide_passwords, names_a_secret
 
 __all__ = ["SUGAR_TABLES", "Layer", "Place", "merge", "override", "parse"]
 
 # `name = "value"` at the top of a manifest is short for `[name] use = "value"`.
 SUGAR_TABLES = ("data", "lr_schedule", "model", "optimizer")
+# Integers beyond 64 bits are none that TOML promises, and Python refuses to print long ones.
+_LARGEST = 1 << 63
+_BEYOND = "beyond 64 bits"
+_LONG_NUMBER = re.compile(r"(?<![0-9A-Za-z_\"'])[+-]?[0-9][0-9_]{99,}")
 
 
 @dataclass(frozen=True)
@@ -36,15 +41,17 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """Nested tables, and the place of every key path in them."""
+    """Nested tables, the place of every key path in them, and what no manifest can hold: see `_unusable`."""
 
     tables: Mapping[str, Any]
     places: Mapping[KeyPath, Place]
+    problems: tuple[Problem, ...] = ()
 
 
 def parse(text: str, *, file: str) -> Layer | Problem:
     """Read one TOML text, or return what tomli has against it with the line it stumbled over."""
     try:
+        located = locate(text)
         tables = tomli.loads(text)
     except tomli.TOMLDecodeError as error:
         # tomli prints key paths as Python tuples.
@@ -57,10 +64,15 @@ def parse(text: str, *, file: str) -> Layer | Problem:
             column=error.colno,
             hint=_shown(written),
         )
-    except RecursionError:
-        return Problem(message="not valid TOML: nested too deeply", file=file, line=1, column=1)
-    places = {path: Place(file, line, column) for path, (line, column) in locate(text).items()}
-    return _expand(Layer(tables=tables, places=places))
+    except NestedTooDeeply as error:
+        return Problem(message=f"nested too deeply: {error}", file=file, line=error.line, column=error.column)
+    except ValueError:  # Python's limit of digits
+        found = _LONG_NUMBER.search(text)
+        before = text[: found.start()] if found else ""
+        line, column = before.count("\n") + 1, len(before.rpartition("\n")[2]) + 1
+        return Problem(message=f"an integer {_BEYOND}", file=file, line=line, column=column)
+    places = {path: Place(file, line, column) for path, (line, column) in located.items()}
+    return _expand(Layer(tables=tables, places=places, problems=tuple(_unusable(tables, places, ()))))
 
 
 def _shown(line: str) -> str:
@@ -85,7 +97,10 @@ def override(layer: Layer, text: str) -> Layer | Problem:
         text: A dotted TOML key, `=`, and a TOML value; what is no TOML value is a string.
     """
     file = f"--set {hide_passwords(text)}"
-    found = split_key(text)
+    try:
+        found = split_key(text)
+    except NestedTooDeeply as error:
+        return Problem(message=f"nested too deeply: {error}", file=file[:200])
     if found is None:
         return Problem(message="does not start with a key", file=file, hint="write --set table.key=value")
     path, end = found
@@ -99,15 +114,19 @@ def override(layer: Layer, text: str) -> Layer | Problem:
     tables: dict[str, Any] = {path[-1]: _value(value)}
     for name in reversed(path[:-1]):
         tables = {name: tables}
-    merged = merge(layer, _expand(Layer(tables=tables, places={path: Place(file)})))
+    places: dict[KeyPath, Place] = {path: Place(file)}
+    for problem in _unusable(tables, places, ()):
+        return problem
+    merged = merge(layer, _expand(Layer(tables=tables, places=places)))
     ancestors = {path[:length]: Place(file) for length in range(1, len(path))}
     return Layer(tables=merged.tables, places=ancestors | dict(merged.places))
 
 
 def _value(text: str) -> Any:
     try:
+        locate(f"value = {text}")
         values = tomli.loads(f"value = {text}")
-    except (tomli.TOMLDecodeError, RecursionError):
+    except (ValueError, NestedTooDeeply):
         return text
     # More than one key: the text had a line break and went on as a document.
     return values["value"] if len(values) == 1 else text
@@ -119,7 +138,31 @@ def _expand(layer: Layer) -> Layer:
         if isinstance(tables.get(name), str):
             tables[name] = {"use": tables[name]}
             places[(name, "use")] = places[(name,)]
-    return Layer(tables=tables, places=places)
+    return Layer(tables=tables, places=places, problems=layer.problems)
+
+
+def _unusable(value: Any, places: Mapping[KeyPath, Place], path: KeyPath) -> Iterator[Problem]:
+    """Yield the problem of every value that TOML can hold and nothing that reads a manifest can use."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if "\0" in key:
+                yield _unusable_problem("a key holds the character NUL", places, (*path, key))
+            yield from _unusable(item, places, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _unusable(item, places, (*path, index))
+    elif isinstance(value, int) and not -_LARGEST <= value < _LARGEST:
+        yield _unusable_problem(f"{dotted(path)} is an integer {_BEYOND}", places, path)
+    elif isinstance(value, str) and "\0" in value:
+        yield _unusable_problem(f"{dotted(path)} holds the character NUL", places, path)
+
+
+def _unusable_problem(message: str, places: Mapping[KeyPath, Place], path: KeyPath) -> Problem:
+    place = next(places[path[:length]] for length in range(len(path), 0, -1) if path[:length] in places)
+    key = next((str(part) for part in reversed(path) if isinstance(part, str)), None)
+    return Problem(
+        message=message, file=place.file, line=place.line, column=place.column, table=dotted(path[:-1]), key=key
+    )
 
 
 def _merge(
@@ -132,8 +175,11 @@ def _merge(
         if isinstance(inherited, Mapping) and isinstance(value, Mapping):
             result[key] = _merge(inherited, value, here, places)
             continue
-        for known in [known for known in places if known[: len(here)] == here]:
-            del places[known]
+        if isinstance(inherited, Mapping | list):
+            for known in [known for known in places if known[: len(here)] == here]:
+                del places[known]
+        else:
+            places.pop(here, None)
         if isinstance(inherited, Mapping) and value is False:
             del result[key]
         else:

@@ -132,6 +132,7 @@ def inspect_manifest(
             problems += found
         if instance is None and name in CORE_TABLES:
             instance, _ = _instance(document, (name,), CORE_TABLES[name], document.get((name,), {}))
+            instance = instance or CORE_TABLES[name]()
         if instance is not None:
             instances[name] = instance
     known = {(plugin.info.family, plugin.name) for plugin in plugins}

@@ -8,9 +8,12 @@ from typing import TypeAlias
 
 import tomli
 
-__all__ = ["KeyPath", "locate", "split_key"]
+__all__ = ["KeyPath", "NestedTooDeeply", "locate", "split_key"]
 
 KeyPath: TypeAlias = tuple[str | int, ...]
+
+# Parsers and everything after them recurse, or keep every prefix of a key.
+MAX_DEPTH = 64
 
 _KEY_PART = re.compile(r"""[A-Za-z0-9_-]+|"(?:[^"\\\n]|\\.)*"|'[^'\n]*'""")
 _BLANK = re.compile(r"(?:[ \t\n]+|#[^\n]*)*")
@@ -28,6 +31,14 @@ _SCALAR = re.compile(
 )
 
 
+class NestedTooDeeply(Exception):
+    """A key path of more than 64 parts, with its 1-based line and column."""
+
+    def __init__(self, line: int, column: int) -> None:
+        self.line, self.column = line, column
+        super().__init__(f"a key of more than {MAX_DEPTH} parts")
+
+
 class _NotToml(Exception):
     """The text is not valid TOML here; tomli says so better, so the scanner only stops."""
 
@@ -42,6 +53,9 @@ def locate(text: str) -> dict[KeyPath, tuple[int, int]]:
 
     Args:
         text: TOML that tomli accepts. Of another text, what stands before the first fault is located.
+
+    Raises:
+        NestedTooDeeply: A key path has more than 64 parts.
     """
     scanner = _Scanner(text.replace("\r\n", "\n"))
     try:
@@ -52,7 +66,11 @@ def locate(text: str) -> dict[KeyPath, tuple[int, int]]:
 
 
 def split_key(text: str) -> tuple[tuple[str, ...], int] | None:
-    """Return the parts of the dotted key that a text starts with and the offset behind it, or None if it has none."""
+    """Return the parts of the dotted key that a text starts with and the offset behind it, or None if it has none.
+
+    Raises:
+        NestedTooDeeply: It has more than 64 parts.
+    """
     try:
         end, parts = _Scanner(text).key(_past(_SPACE, text, 0))
     except _NotToml:
@@ -92,6 +110,8 @@ class _Scanner:
             end = _past(_KEY_PART, self.text, offset)
             parts.append((_unquote(self.text[offset:end]), offset))
             end = _past(_SPACE, self.text, end)
+            if len(parts) > MAX_DEPTH:
+                raise NestedTooDeeply(*self._line_and_column(parts[0][1]))
             if self.text[end : end + 1] != ".":
                 return end, parts
             offset = _past(_SPACE, self.text, end + 1)
@@ -147,8 +167,13 @@ class _Scanner:
         return offset + 1
 
     def _note(self, path: KeyPath, offset: int) -> None:
+        if len(path) > MAX_DEPTH:
+            raise NestedTooDeeply(*self._line_and_column(offset))
+        self.positions[path] = self._line_and_column(offset)
+
+    def _line_and_column(self, offset: int) -> tuple[int, int]:
         line = bisect_right(self._line_starts, offset)
-        self.positions[path] = (line, offset - self._line_starts[line - 1] + 1)
+        return line, offset - self._line_starts[line - 1] + 1
 
     def _mention(self, path: KeyPath, offset: int) -> KeyPath:
         if path not in self.positions:

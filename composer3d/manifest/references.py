@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from composer3d.errors import ReferenceFailure, did_you_mean
+from composer3d.errors import ReferenceFailure, describe_error, did_you_mean, is_interrupt
 
 __all__ = ["resolve_reference"]
 
@@ -21,25 +21,28 @@ _REFERENCE = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*)*):([^\W\d]\w*(?:\.[^\W\d]\
 def resolve_reference(reference: str, folder: Path) -> Any:
     """Import the object that `module:name` names.
 
-    The manifest's folder is put in front of `sys.path` and stays there: modules may import their neighbours later,
-    and pickled objects must find their modules again.
+    The manifest's folder is put at the end of `sys.path` and stays there: modules may import their neighbours later,
+    and pickled objects must find their modules again. At the end, so that a file `json.py` or `torch.py` beside the
+    manifest never stands in for the module that everybody else means by that name.
 
     Args:
         reference: `module:name`, both dotted if need be.
         folder: Of the manifest.
 
     Raises:
-        ReferenceFailure: It is no reference, there is no such module, importing it fails, it comes from elsewhere
-            than the manifest's folder which also has it, or it has no such name.
+        ReferenceFailure: It is no reference, there is no such module, importing it fails, whatever it raises, it
+            comes from elsewhere than the manifest's folder which also has it, or it has no such name.
     """
     match = _REFERENCE.fullmatch(reference)
     if match is None:
         raise ReferenceFailure(
-            f'"{reference}" is not a reference', hint='write "module:name", for example "my_model:build"'
+            f'"{_shortened(reference)}" is not a reference', hint=_form_of(reference, folder.absolute())
         )
     folder = folder.absolute()
+    if match[1].endswith(".py") and _files(match[1].split(".")[0], folder):
+        raise ReferenceFailure(f'"{reference}" names a file, not a module', hint=f'write "{match[1][:-3]}:{match[2]}"')
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+        sys.path.append(str(folder))
         importlib.invalidate_caches()
     found: Any = _import(match[1], folder)
     holder = match[1]
@@ -56,7 +59,9 @@ def _import(name: str, folder: Path) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _import_failure(name, folder, error) from error
         raise ReferenceFailure(f'there is no module "{error.name}"', hint=_near_modules(error.name, folder)) from None
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
         raise _import_failure(name, folder, error) from error
     _check_origin(name.partition(".")[0], folder)
     return module
@@ -69,7 +74,7 @@ def _near_modules(name: str, folder: Path) -> str | None:
 
 
 def _import_failure(name: str, folder: Path, error: BaseException) -> ReferenceFailure:
-    said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    said = describe_error(error)
     if isinstance(error, SyntaxError) and error.filename:
         file, line, said = error.filename, error.lineno, f"{type(error).__name__}: {error.msg}"
     else:
@@ -77,9 +82,25 @@ def _import_failure(name: str, folder: Path, error: BaseException) -> ReferenceF
         # The user's own line tells more than the library's in which the error ended.
         own = [frame for frame in frames if Path(frame.filename).is_relative_to(folder)]
         others = [frame for frame in frames if frame.filename != __file__] or frames
-        file, line = (own or others)[-1].filename, (own or others)[-1].lineno
+        last = (own or others)[-1:]
+        file, line = (last[0].filename, last[0].lineno) if last else (f"{name}.py", 1)
     shown = Path(file).relative_to(folder) if Path(file).is_relative_to(folder) else file
-    return ReferenceFailure(f'the module "{name}" fails when imported, at {shown}:{line}: {said}')
+    return ReferenceFailure(
+        f'the module "{name}" fails when imported, at {shown}:{line}: {said}', hint=_hidden_by(error, folder)
+    )
+
+
+def _hidden_by(error: BaseException, folder: Path) -> str | None:
+    """Return the hint where a module was looked for in an installed one that has the name of a file in the folder."""
+    top = (error.name or "").partition(".")[0] if isinstance(error, ImportError) else ""
+    here = _files(top, folder)
+    return f"the installed module of that name comes first: rename {here[0].relative_to(folder)}" if here else None
+
+
+def _files(name: str, folder: Path) -> list[Path]:
+    """Return the files of a top-level module that lie in a folder."""
+    candidates = [folder / f"{name}.py", folder / name / "__init__.py"]
+    return [candidate for candidate in candidates if name and candidate.is_file()]
 
 
 def _check_origin(name: str, folder: Path) -> None:
@@ -90,8 +111,7 @@ def _check_origin(name: str, folder: Path) -> None:
     if name == __name__.partition(".")[0]:
         return
     origin = getattr(sys.modules[name], "__file__", None)
-    candidates = [folder / f"{name}.py", folder / name / "__init__.py"]
-    here = [candidate for candidate in candidates if candidate.is_file()]
+    here = _files(name, folder)
     if here and (origin is None or Path(origin).resolve() not in [candidate.resolve() for candidate in here]):
         raise ReferenceFailure(
             f'the module "{name}" was imported from {origin or "Python itself"}, not from the folder of the manifest',
@@ -106,11 +126,30 @@ def _attribute(owner: Any, name: str, shown: str) -> Any:
         kind = "module " if isinstance(owner, ModuleType) else ""
         hint = did_you_mean(name, _public_names(owner))
         raise ReferenceFailure(f'{kind}"{shown}" has no "{name}"', hint=hint) from None
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise ReferenceFailure(f'"{shown}" fails when asked for "{name}": {describe_error(error)}') from error
 
 
 def _public_names(owner: Any) -> list[str]:
     """Return what a reference can mean: modules that a module imports are not offered."""
     if isinstance(stated := getattr(owner, "__all__", None), list | tuple):
         return [str(name) for name in stated]
-    names = [name for name in dir(owner) if not name.startswith("_")]
-    return [name for name in names if not isinstance(getattr(owner, name, None), ModuleType)]
+    found = vars(owner) if isinstance(owner, ModuleType) else dict.fromkeys(dir(owner))
+    return [name for name, item in found.items() if not name.startswith("_") and not isinstance(item, ModuleType)]
+
+
+def _shortened(reference: str) -> str:
+    return reference if len(reference) <= 200 else f"{reference[:197]}..."
+
+
+def _form_of(reference: str, folder: Path) -> str:
+    """Return how a reference is written, as near as can be to what was meant."""
+    path, colon, name = reference.rpartition(":")
+    module = path.removesuffix(".py").removeprefix("./").replace("/", ".")
+    if colon and _REFERENCE.fullmatch(f"{module}:{name}"):
+        return f'write "{module}:{name}"'
+    if not colon and _REFERENCE.fullmatch(dotted := ":".join(reference.rsplit(".", 1))):
+        return f'write "{dotted}"'
+    return 'write "module:name", for example "my_model:build"'

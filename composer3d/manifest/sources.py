@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,7 +13,16 @@ from pathlib import Path
 
 from composer3d.errors import Problem
 
-__all__ = ["Source", "find", "find_base", "missing", "missing_base", "read_source", "shipped"]
+__all__ = ["Source", "find", "find_base", "kind_of_file", "missing", "missing_base", "read_source", "shipped"]
+
+_LARGEST_BYTES = 1 << 20
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a FIFO"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (stat.S_ISSOCK, "a socket"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +79,7 @@ def find(name: str | Path, *, beside: str | None = None) -> Source | None:
     by_name = shipped().get(name) if isinstance(name, str) else None
     try:
         exists = Path(file).exists() and not (by_name and Path(file).is_dir())
-    except OSError:  # a name that is too long, for example
+    except (OSError, ValueError):  # a name that is too long, for example, or holds a NUL
         exists = False
     if exists:
         return Source(file=file, content=Path(file))
@@ -89,7 +99,7 @@ def missing(name: str | Path, *, beside: str | None = None) -> Problem:
     names = list(shipped())
     try:
         entries = sorted(Path(_beside(name, beside)).parent.glob("*.toml"))
-    except OSError:
+    except (OSError, ValueError):
         entries = []
     siblings = [str(Path(name).parent / entry.name) for entry in entries]
     near = get_close_matches(str(name), [*names, *siblings], n=1, cutoff=0.6)
@@ -109,10 +119,15 @@ def read_source(source: Source) -> str | Problem:
     """Return the text of a manifest, or why it cannot be read."""
     assert source.content is not None, "text is not read"
     try:
-        content = source.content.read_bytes()
+        kind = kind_of_file(source.path) if source.path else None
+        if kind is not None:
+            return _unreadable(source, f"it is {kind}")
+        with source.content.open("rb") as file:
+            content = file.read(_LARGEST_BYTES + 1)
     except OSError as error:
-        reason = "it is a folder" if isinstance(error, IsADirectoryError) else (error.strerror or str(error)).lower()
-        return Problem(message=f"cannot be read: {reason}", file=source.file)
+        return _unreadable(source, (error.strerror or str(error)).lower())
+    if len(content) > _LARGEST_BYTES:
+        return _unreadable(source, "it is larger than 1 MiB")
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -124,6 +139,20 @@ def read_source(source: Source) -> str | Problem:
             column=len(before.rpartition(b"\n")[2].decode("utf-8-sig")) + 1,
             hint="save the file as UTF-8",
         )
+
+
+def kind_of_file(path: Path) -> str | None:
+    """Return `a FIFO`, `a device`, `a socket` or `a folder`; None for a file that can be read to its end.
+
+    Raises:
+        OSError: There is nothing to look at.
+    """
+    mode = path.stat().st_mode
+    return next((words for is_kind, words in _KINDS if is_kind(mode)), None)
+
+
+def _unreadable(source: Source, reason: str) -> Problem:
+    return Problem(message=f"cannot be read: {reason}", file=source.file)
 
 
 def _beside(name: str | Path, beside: str | None) -> str:

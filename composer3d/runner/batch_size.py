@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING
 
 from composer3d.errors import ManifestError
@@ -66,7 +66,8 @@ class BatchSize:
             ManifestError: At the line of the size.
         """
         unit = self._microbatch * self._degree
-        for size in self.sizes():
+        # Where the first two and the last divide, those between do: they are equally far from each other.
+        for size in dict.fromkeys((*islice(self.sizes(), 2), self.largest)):
             if size % unit:
                 key = ("batch_ramp",) if size < self.largest else ("global_batch",)
                 fits = [str(n) for n in (size - size % unit, size - size % unit + unit) if n]

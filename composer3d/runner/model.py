@@ -7,7 +7,16 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import ComposerError, LossError, ManifestError, ModelError, PatternError, ReferenceFailure
+from composer3d.errors import (
+    ComposerError,
+    LossError,
+    ManifestError,
+    ModelError,
+    PatternError,
+    ReferenceFailure,
+    describe_error,
+    is_interrupt,
+)
 from composer3d.manifest import Manifest, resolve_reference
 from composer3d.runner.loss import make_loss
 from composer3d.secret import hide
@@ -105,10 +114,14 @@ class ModelFactory:
 
     def __call__(self) -> nn.Module:
         """Return the model, its frozen parameters marked; see `refuse_unmatched`."""
+        import torch
+
         from composer3d.models.flops import num_flops_per_token
 
         with self._located():
             model = self._function() if self.hf is not None else self._function(**self.args)
+        if not isinstance(model, torch.nn.Module):
+            raise ModelError(f"the factory returned {type(model).__name__}, not a torch.nn.Module", key="use")
         accepted = _named_arguments(model.forward)
         self._target_name = next((name for name in _TARGET_NAMES if name in accepted), None)
         self.flops_per_token = num_flops_per_token(model, self._manifest.tables["data"].seq_len)
@@ -149,10 +162,13 @@ class ModelFactory:
         # The same on all ranks: compose refuses ranks that start from different weights.
         torch.manual_seed(self._manifest.train.seed)
         try:
-            return self()
-        except Exception as error:
-            message = f"the factory raised {type(error).__name__}: {error}"
+            model = self()
+        except BaseException as error:
+            if isinstance(error, ManifestError) or is_interrupt(error):
+                raise
+            message = f"the factory raised {describe_error(error)}"
             raise ManifestError([self._manifest.document.problem(("model", "use"), message)]) from error
+        return model
 
     def refuse_unmatched(self) -> None:
         """Refuse patterns of `frozen` that matched nothing, and a loss of a model that is given no targets.
@@ -193,7 +209,8 @@ def _hugging_face(manifest: Manifest) -> HuggingFaceModel:
 def _at_key(error: ModelError, manifest: Manifest) -> ManifestError:
     """Place an error at the key of `[model]` that it is about, if that is stated."""
     document = manifest.document
-    path = next(p for p in (("model", error.key), ("model", "hf")) if p[1] == "hf" or document.get(p) is not None)
+    stated = document.get(("model", error.key)) is not None or error.key == "use"
+    path = ("model", error.key if stated else "hf")
     return ManifestError([document.problem(path, error.message, hint=error.hint)])
 
 

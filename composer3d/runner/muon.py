@@ -14,6 +14,7 @@ from torch.optim import AdamW
 from composer3d import torch_compat
 from composer3d.errors import PatternError, PluginError
 from composer3d.initialisation import place
+from composer3d.regular_expressions import search
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -158,7 +159,7 @@ def matrices_of(run: Composition, expression: str | None) -> list[str]:
         # own_units are single modules, such as norms: what is in them has fewer dims.
         chosen = [fqn for fqn in context.parameter_fqns if any(fqn.startswith(f"{block}.") for block in known)]
     else:
-        chosen = [fqn for fqn in context.parameter_fqns if re.search(expression, fqn)]
+        chosen = [fqn for fqn in context.parameter_fqns if search(expression, fqn)]
         if not chosen:
             raise PatternError(expression, "matrices is a regular expression, searched in FQNs")
     looked_up = {
@@ -181,7 +182,7 @@ def group_matrices(groups: Sequence[Mapping[str, Any]], matrices: Sequence[str])
     result: list[dict[str, Any]] = []
     left = list(matrices)
     for group in groups:
-        inside = [fqn for fqn in left if re.search(group["match"], fqn)]
+        inside = [fqn for fqn in left if search(group["match"], fqn)]
         left = [fqn for fqn in left if fqn not in inside]
         if inside:
             result.append({**group, "match": _exactly(inside), "matrices": True})

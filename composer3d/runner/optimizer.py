@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem
 from composer3d.in_backward import exclusions
 from composer3d.manifest import Manifest, resolve_reference
+from composer3d.regular_expressions import search
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +44,7 @@ def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimize
     try:
         cls, defaults = optimizer_class(table, document.folder)
         key = "no_decay"
-        if table.no_decay is not None and not any(re.search(table.no_decay, f) for f in run.context.parameter_fqns):
+        if table.no_decay is not None and not any(search(table.no_decay, f) for f in run.context.parameter_fqns):
             raise PatternError(table.no_decay, "no_decay is a regular expression, searched in FQNs")
         num_dims = {fqn: parameter.ndim for fqn, parameter in run.named_parameters() if parameter.requires_grad}
         key = "groups"
@@ -168,8 +169,7 @@ def describe_groups(
     for group in table.groups:
         options = {key: value for key in ("lr", "weight_decay") if (value := getattr(group, key)) is not None}
         options |= group.args
-        expression = re.compile(group.match)
-        inside = [fqn for fqn in spared if expression.search(fqn)]
+        inside = [fqn for fqn in spared if search(group.match, fqn)]
         if inside and "weight_decay" not in options:
             result.append({"match": _exactly(inside), **options, "weight_decay": 0.0})
         result.append({"match": group.match, **options})
@@ -179,7 +179,7 @@ def describe_groups(
 
 
 def _is_spared(fqn: str, num_dims: int, no_decay: str | None) -> bool:
-    return num_dims < 2 if no_decay is None else re.search(no_decay, fqn) is not None
+    return num_dims < 2 if no_decay is None else search(no_decay, fqn)
 
 
 def _exactly(fqns: list[str]) -> str:

@@ -75,7 +75,7 @@ def _made(cls: type[Optimizer], arguments: Mapping[str, Any]) -> Optimizer | Exc
 
     try:
         return cls([torch.nn.Parameter(torch.zeros(2, 2))], **arguments)
-    except (RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # torch compares and multiplies whatever it is given, and asserts
         return error
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from composer3d.huggingface.model import Dtype, Weights
 from composer3d.manifest import tables as core
 from composer3d.manifest.tables import table
+from composer3d.regular_expressions import Expression
 from composer3d.runner.data import DataTable
 from composer3d.runner.loss_table import LossTable
 
@@ -29,6 +29,10 @@ __all__ = [
     "StabilityTable",
     "TrainTable",
 ]
+
+
+_LONGEST_EXPRESSION = 2000
+LONGEST_S = 10_000_000.0  # 115 days: timers overflow beyond some hundred years
 
 
 @table
@@ -55,10 +59,10 @@ class RunTable:
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     gc_every: int = Field(default=50, ge=0)
     log_every: int = Field(default=10, ge=1)
-    timeout_s: float | None = Field(default=None, gt=0)
+    timeout_s: float | None = Field(default=None, gt=0, le=LONGEST_S)
     debug: bool = False
     max_restarts: int = Field(default=0, ge=0)
-    grace_s: float = Field(default=30.0, ge=0)
+    grace_s: float = Field(default=30.0, ge=0, le=LONGEST_S)
 
 
 @table
@@ -138,7 +142,7 @@ class TrainTable(core.TrainTable):
 
     microbatch: int | None = Field(default=1, ge=1)
     steps: int = Field(ge=1)
-    grad_clip: float = Field(default=1.0, gt=0)
+    grad_clip: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     batch_ramp: BatchRampTable | None = None
     frozen: tuple[str, ...] = ()
     loss: str | LossTable = "cross_entropy"
@@ -360,10 +364,12 @@ class EMATable:
 
 
 def _compile(key: str, expression: str) -> None:
+    if len(expression) > _LONGEST_EXPRESSION:
+        raise ValueError(f"{key} has {len(expression)} characters, and at most {_LONGEST_EXPRESSION} are read")
     try:
-        re.compile(expression)
-    except re.error as error:
-        raise ValueError(f'{key} = "{expression}" is not a regular expression: {error}') from None
+        Expression(expression)
+    except ValueError as error:
+        raise ValueError(f'{key} = "{expression}" is not a regular expression that can be used: {error}') from None
 
 
 TABLES: Mapping[str, type] = MappingProxyType(

@@ -50,9 +50,14 @@ def _of_model(hf: str | None, folder: Path) -> Path | None:
 
 def _stated(name: str, manifest: Manifest) -> Path:
     path = manifest.document.folder / name
-    path = path / TOKENIZER if path.is_dir() else path
-    if path.is_file():
-        return path.absolute()
+    try:
+        path = path / TOKENIZER if path.is_dir() else path
+        if path.is_file():
+            return path.absolute()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        problem = manifest.document.problem(("data", "tokenizer"), f'"{name}" cannot be read: {reason}')
+        raise ManifestError([problem]) from None
     where = f'the folder "{name}" holds no {TOKENIZER}' if path.name == TOKENIZER else f'there is no "{name}"'
     beside = [entry.name for entry in manifest.document.folder.iterdir() if (entry / TOKENIZER).is_file()]
     hint = did_you_mean(name, ["bytes", "bpe", *beside])

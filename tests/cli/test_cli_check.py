@@ -59,6 +59,7 @@ use = "synthetic"
 seq_len = 64
 [train]
 steps = 1
+global_batch = 64
 [sharding.fsdp2]
 [sharding.tensor_parallel]
 [scheduling.pipeline]

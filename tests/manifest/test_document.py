@@ -188,7 +188,7 @@ def test_a_missing_file_lists_shipped_names(folder, shipped_folder):
     assert refusal(read, "quickstrt") == start.format("quickstrt") + f'did you mean "quickstart"? {end}'
     assert refusal(read, "zzz") == start.format("zzz") + end
     assert refusal(read, Path("zzz/other")) == start.format("zzz/other") + end
-    assert refusal(read, "x" * 5000) == start.format("x" * 5000) + end
+    assert refusal(read, "x" * 500) == start.format("x" * 500) + end
 
 
 def test_unreadable_files(folder):
@@ -213,7 +213,8 @@ def test_a_byte_order_mark_is_no_part_of_the_text(folder):
         ),
         ('a = "x\n', "run.toml:1:7: not valid TOML: illegal character '\\n'; the line reads: a = \"x"),
         ("a = [1\n", "run.toml:2:1: not valid TOML: unclosed array; the line is empty"),
-        ("a = " + "[" * 500, "run.toml:1:1: not valid TOML: nested too deeply"),
+        ("a = " + "[" * 500, "run.toml:1:69: nested too deeply: a key of more than 64 parts"),
+        ("x = 1\n a" + ".k" * 2000 + " = 1", "run.toml:2:2: nested too deeply: a key of more than 64 parts"),
     ],
 )
 def test_syntax_errors_show_line_and_text(text, message):

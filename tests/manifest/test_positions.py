@@ -5,7 +5,7 @@ import random
 import pytest
 import tomli
 
-from composer3d.manifest.positions import locate, split_key
+from composer3d.manifest.positions import NestedTooDeeply, locate, split_key
 
 DOCUMENTS = {
     "smallest": 'composer3d = 1\nmodel = "my_model:build"\ndata = "corpus/"\ntrain.steps = 200\nsharding.fsdp2 = {}\n',
@@ -131,10 +131,13 @@ def test_places_are_exact():
     }
 
 
-def test_nesting_as_deep_as_tomli_allows():
-    text = "a = " + "[" * 400 + "]" * 400
-    assert len(locate(text)) == 400
+def test_nesting_has_an_end():
+    text = "a = " + "[" * 64 + "]" * 64
+    assert len(locate(text)) == 64
     assert set(locate(text)) == paths(tomli.loads(text))
+    for deep in ("a = " + "[" * 400 + "]" * 400, ".".join("k" * 65) + " = 1", "[" + ".".join("k" * 70_000) + "]"):
+        with pytest.raises(NestedTooDeeply, match="a key of more than 64 parts"):
+            locate(deep)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_objects_of_the_manifest_folder_and_of_installed_packages(folder):
     assert resolve_reference("ref_model:build", folder)() == 3
     assert resolve_reference("ref_model:A.b", folder) == 5
     assert resolve_reference("collections.abc:Sequence.__name__", folder) == "Sequence"
-    assert sys.path[0] == str(folder)
+    assert sys.path[-1] == str(folder)
     assert sys.path.count(str(folder)) == 1
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from composer3d.batch import map_tensors
-from composer3d.errors import DataError
+from composer3d.errors import DataError, describe_error, is_interrupt
 from composer3d.runner.data.collate import padded_width
 from composer3d.runner.data.inputs import call_of
 from composer3d.runner.data.items import as_sample
@@ -89,7 +89,9 @@ def _foreseen_sample(table: DataTable, folder: Path, seed: int) -> Sample | None
         with seeded(seed, 0):
             item = dataset[0] if hasattr(dataset, "__getitem__") else next(iter(dataset))
             return as_sample(item, name="the first item", use=table.use)
-    except Exception:  # the run opens it as it has to be, and tells
+    except BaseException as error:  # the run opens it as it has to be, and tells
+        if is_interrupt(error):
+            raise
         return None
 
 
@@ -97,8 +99,10 @@ def _stated(dataset: Any, table: DataTable, seed: int) -> Sample:
     try:
         with seeded(seed, 0):
             item = dataset.example()
-    except Exception as error:
-        raise DataError(f'[data] use = "{table.use}": example() failed: {type(error).__name__}: {error}') from error
+    except BaseException as error:
+        if is_interrupt(error):
+            raise
+        raise DataError(f'[data] use = "{table.use}": example() failed: {describe_error(error)}') from error
     return as_sample(item, name="what example() returns", use=table.use)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from composer3d.errors import DataError
+from composer3d.manifest.sources import kind_of_file
 from composer3d.runner.data.source import Report
 from composer3d.runner.data.tokens import TOKEN_SUFFIXES
 
@@ -50,9 +51,16 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
         DataError: There is no such path (with the nearest name), the folder holds nothing to read, or both kinds.
     """
     path = folder / use
-    if not path.exists():
-        raise DataError(f'[data] use = "{use}": {_missing(use, folder)}')
-    if not path.is_dir():
+    try:
+        kind = kind_of_file(path)
+    except FileNotFoundError:
+        raise DataError(f'[data] use = "{use}": {_missing(use, folder)}') from None
+    except OSError as error:
+        raise DataError(f'[data] use = "{use}" cannot be read: {(error.strerror or str(error)).lower()}') from None
+    if kind is not None and kind != "a folder" or path.resolve() == Path(path.anchor or "/"):
+        what = "the root of the file system" if kind == "a folder" else kind
+        raise DataError(f'[data] use = "{use}" is {what}; give {_CHOICES}')
+    if kind is None:
         return Located(kind="tokens" if path.suffix in TOKEN_SUFFIXES else "text", files=(path,))
     found = sorted(
         file
@@ -84,7 +92,10 @@ def _missing(use: str, folder: Path) -> str:
             break
         there = there / part
     shown = there.relative_to(folder) if there.is_relative_to(folder) else there
-    names = sorted(entry.name for entry in there.iterdir()) if there.is_dir() else []
+    try:
+        names = sorted(entry.name for entry in there.iterdir()) if there.is_dir() else []
+    except OSError:  # a folder of somebody else's
+        names = []
     choices = names + (["python_docs", "synthetic"] if there == folder else [])
     near = get_close_matches(part, choices, n=1, cutoff=0.6)
     hint = f'did you mean "{shown / near[0]}"?' if near else f"give {_CHOICES}"

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from composer3d.errors import DataError, ReferenceFailure
+from composer3d.errors import DataError, ReferenceFailure, describe_error, is_interrupt
 from composer3d.manifest.references import resolve_reference
 from composer3d.runner.data.items import as_sample, is_row
 from composer3d.runner.data.prepare import launch_key, prepare_once
@@ -157,10 +157,9 @@ def call_user(table: DataTable, folder: Path) -> Any:
         factory = resolve_reference(table.use, folder)
     except ReferenceFailure as failure:
         raise DataError(f'[data] use = "{table.use}": {failure}') from failure.__cause__
-    if not callable(factory):
-        raise DataError(
-            f'[data] use = "{table.use}" is a value of type {type(factory).__name__}, which cannot be called'
-        )
+    if not callable(factory) or inspect.isbuiltin(factory):
+        why = "is built into Python" if callable(factory) else "cannot be called"
+        raise DataError(f'[data] use = "{table.use}" is a value of type {type(factory).__name__}, which {why}')
     try:
         inspect.signature(factory).bind(**table.args)
     except TypeError as error:
@@ -170,11 +169,11 @@ def call_user(table: DataTable, folder: Path) -> Any:
         pass
     try:
         return factory(**table.args)
-    except DataError:
-        raise
-    except Exception as error:
+    except BaseException as error:
+        if isinstance(error, DataError) or is_interrupt(error):
+            raise
         last = traceback.extract_tb(error.__traceback__)[-1]
-        said = f"{type(error).__name__}: {error}"
+        said = describe_error(error)
         raise DataError(
             f'[data] use = "{table.use}" fails when called, at {Path(last.filename).name}:{last.lineno}: {said}'
         ) from error

@@ -44,6 +44,10 @@ if TYPE_CHECKING:
 _CsvFile = Annotated[str, StringConstraints(pattern=r"\.csv$")]
 
 
+# Beyond this many, where to cut does not change any more, and listing them all would take long.
+_MANY_MICROBATCHES = 1024
+
+
 @dataclass(kw_only=True, eq=False)
 class _Memory:
     """What the plugin remembers of a run: where the model is cut, and its tied parameters."""
@@ -202,7 +206,8 @@ class Pipeline:
         """Return the most micro-batches that every stage holds, for those that [train] makes; else for many."""
         schedule, degree = self._schedule(context), context.degrees["pp"]
         num_stages = degree * schedule.per_rank
-        orders = self._orders(schedule, degree, self._num_microbatches(context) or 2 * num_stages)
+        num_microbatches = min(self._num_microbatches(context) or 2 * num_stages, _MANY_MICROBATCHES)
+        orders = self._orders(schedule, degree, num_microbatches)
         return peak_in_flight((action for order in orders for action in order), num_stages)
 
     def _stated_cuts(self, blocks: Sequence[str], num_stages: int) -> list[int] | None:

@@ -65,6 +65,8 @@ def read_schedule(path: Path, *, degree: int, name: str) -> CustomSchedule:
         PluginError: It cannot be read, or run; with its line.
     """
     try:
+        if path.exists() and not path.is_file():
+            raise PluginError(f'schedule = "{name}" is no file', hint=f"it is looked for at {path}")
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         why = getattr(error, "strerror", None) or "it is no text"

@@ -1,0 +1,93 @@
+"""What numbers of several tables, or of a table and the model, say together: schedules, stages, positions, output.
+
+Each rule returns problems at the lines of the keys at fault.
+"""
+
+from __future__ import annotations
+
+import os
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from composer3d.errors import ComposerError, Problem
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from composer3d.manifest import Manifest
+    from composer3d.preparation import Preparation
+
+__all__ = ["microbatch_problems", "output_problems", "schedule_problems"]
+
+# Enough for every schedule: what refuses, refuses few.
+_MOST_MICROBATCHES, _MOST_SIZES = 2048, 16
+
+
+def output_problems(manifest: Manifest) -> list[Problem]:
+    """Check that the output folder can be one: nothing else stands there, and its name can be written."""
+    if "run" not in manifest.tables:
+        return []
+    stated = manifest.tables["run"].output is not None
+    reason = _objection(manifest.output)
+    if reason is None:
+        return []
+    message = f'output = "{manifest.output}" {reason}' if stated else f"the output folder {manifest.output} {reason}"
+    return [manifest.document.problem(("run", "output") if stated else ("run",), message, hint="name a folder")]
+
+
+def _objection(path: Path) -> str | None:
+    """Return why a path cannot become a folder; None where nothing speaks against it."""
+    for part in (path, *path.parents):
+        try:
+            part.stat()
+        except FileNotFoundError:
+            continue
+        except NotADirectoryError:
+            continue  # the file that is in the way is one of the next
+        except OSError as error:
+            return f"cannot be a folder: {(error.strerror or str(error)).lower()}"
+        if not part.is_dir():
+            return "is not a folder" if part == path else f"lies below {part}, which is not a folder"
+        return None if os.access(part, os.W_OK | os.X_OK) else f"cannot be written: {part} is read-only"
+    return None
+
+
+def schedule_problems(manifest: Manifest) -> list[Problem]:
+    """Check that warmup, decay and the batch ramp end before the run does."""
+    train, table = manifest.tables.get("train"), manifest.tables.get("lr_schedule")
+    steps = getattr(train, "steps", None)
+    if steps is None or manifest.document.get(("train", "steps")) is None:
+        return []
+    found = []
+    for key in ("warmup", "decay"):
+        value = getattr(table, key, None)
+        if isinstance(value, int) and value > steps:
+            message = f"{key} = {value} steps is longer than the run, which has steps = {steps}"
+            hint = f"write a fraction of the run, for example {key} = 0.1, or raise train.steps"
+            found.append(manifest.document.problem(("lr_schedule", key), message, hint=hint))
+    return found
+
+
+def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
+    """Check that a step has as many micro-batches as the schedule of a pipeline needs; no batch may be stated."""
+    from composer3d.runner.batch_size import BatchSize
+
+    hooks, context = preparation.hooks, preparation.context
+    asked = [registered for registered, _ in hooks.freeze("composer3d_actions")]
+    if not asked or "train" not in manifest.tables:
+        return []
+    sizes = BatchSize(manifest.tables["train"], degree=context.data_parallel_degree)
+    unit = (context.manifest.train.microbatch or 1) * context.data_parallel_degree
+    for size in islice(sizes.sizes(), _MOST_SIZES):
+        if size // unit > _MOST_MICROBATCHES:
+            break
+        try:
+            preparation.actions(size // unit)
+        except ComposerError as error:
+            stated = manifest.document.get(("train", "global_batch")) is not None
+            path = ("train", "global_batch") if stated else (asked[0].info.family, asked[0].name)
+            hint = (
+                None if stated else f"set train.global_batch; the default is microbatch x data-parallel degree, {unit}"
+            )
+            return [manifest.document.problem(path, str(error), hint=hint, whole_table=not stated)]
+    return []
