@@ -223,7 +223,7 @@ class Composition:
         Returns:
             The norm before, the same on every rank.
         """
-        parameters, stepper = self._engine.gradients_ready("clip_grad_norm_"), self._engine.stepper
+        parameters, stepper = self._engine.clipped(max_norm), self._engine.stepper
         where: dict[str, Any] = {"group": self._assembled.group, "device": self._assembled.control_device}
         with self.context.span("all_reduce", group="norm", axis="world"):
             if stepper is not None:

@@ -2,31 +2,49 @@
 
 A rank that skips a step trains on in plain torch, each of its collectives paired with another step's, and nobody is
 told. Here every rank writes its fingerprint into its own slots of the vector that carries the token count: step, plan,
-number of micro-batches, and identity of the batch. Slots are added to zeros, so ranks that are at different steps meet
-in the same all-reduce, and the first one of the wrong step names the ranks that differ.
+number of micro-batches, identity of the batch, and what its loop decided for itself. Slots are added to zeros, so that
+ranks at different steps meet in the same all-reduce, and the first one of the wrong step names the ranks that differ.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.batch import Digest
 from composer3d.errors import StepError
+from composer3d.loop_state import same_pieces, same_stage
 from composer3d.mesh import Layout, Role
+from composer3d.object_exchange import all_gather_json
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Guard", "Totals", "contract_group", "control_device"]
+__all__ = ["Decided", "Guard", "Totals", "contract_group", "control_device"]
 
 # In the place of the batch's number: an evaluation is never taken for a step of the same number.
 _EVALUATION = 0xFFFF
 _PLAN_BITS = 40
+_SHOWN = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a rank's loop decided for itself.
+
+    Args:
+        state: A number that ranks of the same stage have in common.
+        weights: One that ranks which hold the same pieces of parameters have in common.
+        described: Returns by name what the numbers are made of, given whether that of the weights differs.
+    """
+
+    state: int = 0
+    weights: int = 0
+    described: Callable[[bool], Mapping[str, Any]] = lambda of_weights: {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +60,9 @@ class Totals:
     count: int
     num_microbatches: int
     equal: bool
+
+
+_NOTHING = Decided()
 
 
 def control_device(device: torch.device) -> torch.device:
@@ -74,8 +95,9 @@ class Guard:
         is_answered: False in a world whose other ranks do not exist: what is sent is sent, nothing is compared, and the
             totals are this rank's own counts, at least 1.
         whole_sequences: Whether ranks along a sequence axis are handed the same batch, which a plugin cuts for them.
+        replicas: Axes along which ranks hold the same parameters.
 
-    Collectives: one all-reduce of 3 + 3 x ranks integers a call.
+    Collectives: one all-reduce of 3 + 5 x ranks integers a call.
     """
 
     def __init__(
@@ -89,6 +111,7 @@ class Guard:
         compares: bool = True,
         is_answered: bool = True,
         whole_sequences: bool = True,
+        replicas: Sequence[str] = (),
     ) -> None:
         import torch.distributed as dist
 
@@ -103,6 +126,8 @@ class Guard:
         sharing = (Role.TENSOR, Role.STAGE, Role.SEQUENCE) if whole_sequences else (Role.TENSOR, Role.STAGE)
         self._peers = {False: self._groups(sharing), True: self._groups((Role.TENSOR, Role.STAGE))}
         self._digest = Digest()
+        self._stages = same_stage(layout, self._ranks)
+        self._replicas = same_pieces(layout, self._ranks, replicas) if replicas else ()
 
     def _groups(self, sharing: Sequence[Role]) -> tuple[tuple[int, ...], ...]:
         """Return the positions of ranks that share their batch, those that have peers; axes of `sharing` roles."""
@@ -112,6 +137,11 @@ class Guard:
             coordinates = self._layout.coordinates(rank)
             found.setdefault(tuple(coordinates[name] for name in axes), []).append(position)
         return tuple(tuple(group) for group in found.values() if len(group) > 1)
+
+    @property
+    def compares(self) -> bool:
+        """Whether ranks compare anything."""
+        return self._compares and len(self._ranks) > 1 and self._is_answered
 
     def digest(self, value: Any, *, own: bool = False) -> int:
         """Return the identity of a batch, 0 where no ranks must share theirs.
@@ -123,7 +153,14 @@ class Guard:
         return self._digest(value) if self._compares and self._peers[own] else 0
 
     def agree(
-        self, *, step: int, call: int | None, counts: Sequence[int], digest: int = 0, own: bool = False
+        self,
+        *,
+        step: int,
+        call: int | None,
+        counts: Sequence[int],
+        digest: int = 0,
+        own: bool = False,
+        decided: Decided = _NOTHING,
     ) -> Totals:
         """Add up counts over all ranks and check that they are at the same place, with what they must share.
 
@@ -133,6 +170,7 @@ class Guard:
             counts: Valid tokens of each of this rank's micro-batches.
             digest: Of the batch; compared between ranks that must hold the same one.
             own: The loop runs its own forward, see `digest`.
+            decided: By this rank's loop.
 
         Raises:
             StepError: Ranks differ; names them, on every rank.
@@ -141,7 +179,7 @@ class Guard:
         import torch.distributed as dist
 
         size = len(self._ranks) if self._compares else 0
-        vector = [0] * (3 + 3 * size)
+        vector = [0] * (3 + 5 * size)
         if self._counts:
             vector[:3] = [sum(counts), len(counts), sum(count * count for count in counts)]
         if size:
@@ -149,11 +187,14 @@ class Guard:
             vector[3 + self._slot] = (step << 16) + (_EVALUATION if call is None else call + 1)
             vector[3 + size + self._slot] = (len(counts) << _PLAN_BITS) | self._plan
             vector[3 + 2 * size + self._slot] = digest
+            vector[3 + 3 * size + self._slot] = decided.state
+            vector[3 + 4 * size + self._slot] = decided.weights
         tensor = torch.tensor(vector, dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, group=self._group)
         total: list[int] = tensor.tolist()
         if size and self._is_answered:
-            self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size :], own)
+            self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size], own)
+            self._compare_decided(total[3], total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size :], decided)
         if not self._is_answered:
             return Totals(count=max(sum(counts), 1), num_microbatches=len(counts), equal=len(set(counts)) <= 1)
         count, microbatches, squares = total[:3]
@@ -201,6 +242,36 @@ class Guard:
         for group in self._peers[own]:
             if len({digests[position] for position in group}) != 1:
                 self._other_batch(group, digests, at)
+
+    def _compare_decided(self, place: int, states: list[int], weights: list[int], decided: Decided) -> None:
+        """Compare what loops decided, and where that differs exchange what it is made of."""
+        for groups, numbers, of_weights in ((self._stages, states, False), (self._replicas, weights, True)):
+            for group in groups:
+                usual = Counter(numbers[position] for position in group).most_common(1)[0][0]
+                odd = [position for position in group if numbers[position] != usual]
+                if odd:
+                    other = next(position for position in group if numbers[position] == usual)
+                    described = all_gather_json(dict(decided.described(of_weights)), group=self._group)
+                    self._other_loop(odd[0], other, described, of_weights, _place(place))
+
+    def _other_loop(
+        self, odd: int, other: int, described: Sequence[Mapping[str, Any]], of_weights: bool, at: str
+    ) -> None:
+        one, two = described[odd], described[other]
+        keys = [key for key in one if one[key] != two.get(key)]
+        if of_weights:
+            shown = ", ".join(keys[:_SHOWN])
+            more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+            raise StepError(
+                f"{self._layout.who(self._ranks[odd])} holds other values than rank {self._ranks[other]}, its replica, "
+                f"at {at}: {shown}{more}; something changed parameters on some ranks alone"
+            )
+        shown = ", ".join(f"{key}: {one[key]}, not {two.get(key)}" for key in keys[:_SHOWN])
+        more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
+        raise StepError(
+            f"the loop of {self._layout.who(self._ranks[odd])} decided something else than that of rank "
+            f"{self._ranks[other]} before {at}: {shown}{more}; all ranks must decide alike"
+        )
 
     def _differ(
         self, values: list[int], what: str, one: Callable[[int], str], many: Callable[[int], str], advice: str

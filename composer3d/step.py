@@ -12,9 +12,10 @@ from composer3d.criterion import Criterion
 from composer3d.errors import StepError
 from composer3d.evaluation import let_go
 from composer3d.flight import Flight
-from composer3d.guard import Guard
+from composer3d.guard import Decided, Guard
 from composer3d.in_backward import BackwardStepper
 from composer3d.ledger import Ledger
+from composer3d.loop_state import LoopState
 from composer3d.own_forward import OwnForward
 from composer3d.protocol import Batch, GradScaler
 from composer3d.step_state import StepState
@@ -52,6 +53,7 @@ class StepEngine:
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
+        self.loop = LoopState(context)
         self.is_plain = False  # the loop runs backwards without this composition, and knows it
         self.scaler: GradScaler | None = None
         self.stepper: BackwardStepper | None = None
@@ -261,11 +263,22 @@ class StepEngine:
 
     def _agree(self, counts: Sequence[int], identity: int, *, own: bool = False) -> None:
         assert self.state is not None, "inside a step"
+        step, call = self.state.step, self._call
         with self._context.span("all_reduce", group="counts", axis="world"):
-            totals = self._guard.agree(step=self.state.step, call=self._call, counts=counts, digest=identity, own=own)
+            decided = self._decided(step) if self._guard.compares and not call else Decided()
+            totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, own=own, decided=decided)
         self._call, self._equal = self._call + 1, totals.equal
         self.state.count += totals.count
         self._ledger.announce(totals.count)
+
+    def _decided(self, step: int) -> Decided:
+        """Return what this rank's loop decided for itself, as numbers that ranks compare."""
+        loop, optimizer = self.loop, self.optimizer
+        return Decided(
+            state=loop.number(optimizer),
+            weights=loop.weights(step),
+            described=lambda of_weights: loop.described(optimizer, weights=of_weights),
+        )
 
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -307,6 +320,11 @@ class StepEngine:
         self._overflow = self.scaler is not None and self._unscale()
         self._at(StepPoint.UNSCALED)
         return parameters
+
+    def clipped(self, max_norm: float) -> list[nn.Parameter]:
+        """Return parameters with their final gradients, to be clipped to a norm that the next step compares."""
+        self.loop.clip_norm = float(max_norm)
+        return self.gradients_ready("clip_grad_norm_")
 
     def _unscale(self) -> bool:
         assert self.scaler is not None, "asked only with a scaler"

@@ -17,7 +17,7 @@ from composer3d.batch import map_tensors
 from composer3d.composition import Composition
 from composer3d.criterion import Criterion
 from composer3d.errors import ManifestError
-from composer3d.guard import Guard, Totals
+from composer3d.guard import Decided, Guard, Totals
 from composer3d.planning.tracing.blocks import BlockCut
 from composer3d.preparation import Preparation, prepare
 
@@ -190,13 +190,20 @@ class _Alone(Guard):
     """The step guard where nobody answers: it sends what it would send, and believes itself."""
 
     def agree(
-        self, *, step: int, call: int | None, counts: Sequence[int], digest: int = 0, own: bool = False
+        self,
+        *,
+        step: int,
+        call: int | None,
+        counts: Sequence[int],
+        digest: int = 0,
+        own: bool = False,
+        decided: Decided | None = None,
     ) -> Totals:
         import torch
         import torch.distributed as dist
 
         size = len(self._ranks) if self._compares else 0
-        tensor = torch.zeros(3 + 3 * size, dtype=torch.int64, device=self._device)
+        tensor = torch.zeros(3 + 5 * size, dtype=torch.int64, device=self._device)
         dist.all_reduce(tensor, group=self._group)
         return Totals(count=1, num_microbatches=len(counts), equal=True)
 

@@ -1,0 +1,171 @@
+"""What a loop decides for itself and ranks must have in common: hyperparameters, modes, frozen parameters, replicas.
+
+All of it is two numbers a rank, which travel with the all-reduce that opens a step; only where they differ is anything
+else exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d.gradients import local
+from composer3d.mesh import Layout, Role
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from composer3d.context import RunContext
+
+__all__ = ["EVERY", "LoopState", "replica_axes", "same_pieces", "same_stage"]
+
+EVERY = 50  # steps between two digests of replicated parameters: one reads all of them
+_BITS = (1 << 62) - 1
+_SAMPLE = 8
+
+
+class LoopState:
+    """Numbers that differ where ranks' loops went different ways.
+
+    Attributes:
+        clip_norm: What gradients were last clipped to.
+
+    Args:
+        context: Complete.
+    """
+
+    def __init__(self, context: RunContext) -> None:
+        self._context = context
+        self.clip_norm = 0.0
+        self._modules: list[nn.Module] | None = None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._sample: list[nn.Parameter] = []
+
+    def number(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Return what ranks of the same stage must have in common, as a number of 62 bits; never 0."""
+        self._find()
+        assert self._modules is not None, "found above"
+        parameters = self._parameters.values()
+        groups = () if optimizer is None else tuple(_numbers(group) for group in optimizer.param_groups)
+        modes = sum([module.training for module in self._modules])
+        frozen = sum([parameter.requires_grad for parameter in parameters])
+        left = self._has_gradients()
+        # Numbers alone: the hashes of texts, and of None, are another process's own.
+        return (hash((self.clip_norm, groups, modes, frozen, left)) & _BITS) or 1
+
+    def weights(self, step: int) -> int:
+        """Return a digest of this rank's parameters in every `EVERY`-th step, and 0 in the others."""
+        if step % EVERY or not replica_axes(self._context):
+            return 0
+        self._find()
+        return sum((index + 1) * value for index, value in enumerate(self._sums().values())) & _BITS
+
+    def described(self, optimizer: torch.optim.Optimizer | None, *, weights: bool) -> dict[str, Any]:
+        """Return in JSON, by what a user would call it, everything that the numbers are made of.
+
+        Args:
+            optimizer: Once there is one.
+            weights: The digests of parameters, and nothing else.
+        """
+        self._find()
+        if weights:
+            return {f'parameter "{fqn}"': value for fqn, value in self._sums().items()}
+        found: dict[str, Any] = {}
+        for index, group in enumerate(() if optimizer is None else optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    found[f'"{key}" of the optimizer\'s group {index}'] = _plain(value)
+        found["max_norm of run.clip_grad_norm_"] = self.clip_norm
+        for part in self._context.parts:
+            found |= {f'"{name}".training': module.training for name, module in part.module.named_modules()}
+        for fqn, parameter in self._parameters.items():
+            found[f'"{fqn}".requires_grad'] = parameter.requires_grad
+        return found | {"gradients before the step's first backward": "some" if self._has_gradients() else "none"}
+
+    def _has_gradients(self) -> bool:
+        """Tell whether some parameters have a gradient; which ones may depend on a rank's samples."""
+        return any([parameter.grad is not None for parameter in self._sample])
+
+    def _find(self) -> None:
+        if self._modules is None:
+            self._modules = [module for part in self._context.parts for module in part.module.modules()]
+            self._parameters = dict(self._context.named_parameters())
+            everything = list(self._parameters.values())
+            # zero_grad forgets all or none, and this is looked at in every step.
+            self._sample = everything[:: max(1, len(everything) // _SAMPLE)]
+
+    def _sums(self) -> dict[str, int]:
+        """Return the sums of the words of every plain local tensor. Collectives: none."""
+        import torch
+
+        plain = {fqn: local(parameter.detach()) for fqn, parameter in self._parameters.items()}
+        plain = {fqn: tensor for fqn, tensor in plain.items() if type(tensor) is torch.Tensor and tensor.numel()}
+        words = [_words(tensor).sum(dtype=torch.int64) for tensor in plain.values()]
+        return dict(zip(plain, torch.stack(words).tolist() if words else [], strict=True))
+
+
+def replica_axes(context: RunContext) -> tuple[str, ...]:
+    """Return the axes along which ranks hold the same parameters: no plugin shards one over them."""
+    from torch.distributed.tensor import DTensor
+
+    axes = [axis for axis in context.layout.names(Role.BATCH) if context.degrees[axis] > 1]
+    sharded: set[str] = set()
+    for _, parameter in context.named_parameters() if axes else ():
+        if isinstance(parameter, DTensor):
+            names = parameter.device_mesh.mesh_dim_names or ()
+            sharded |= {name for name, p in zip(names, parameter.placements, strict=False) if not p.is_replicate()}
+    # An axis may be sharded as a part of another name.
+    return tuple(axis for axis in axes if not any(axis in name for name in sharded))
+
+
+def same_stage(layout: Layout, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of ranks that hold the same stage: their parameters are pieces of the same ones."""
+    return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.role is Role.STAGE])
+
+
+def same_pieces(layout: Layout, ranks: Sequence[int], replicas: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Return the positions of ranks that hold the same pieces, given the axes along which they do."""
+    return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.name not in replicas])
+
+
+def _alike(layout: Layout, ranks: Sequence[int], axes: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    found: dict[tuple[int, ...], list[int]] = {}
+    for position, rank in enumerate(ranks):
+        coordinates = layout.coordinates(rank)
+        found.setdefault(tuple(coordinates[name] for name in axes), []).append(position)
+    return tuple(tuple(group) for group in found.values() if len(group) > 1)
+
+
+def _numbers(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple([_hashable(value) for key, value in group.items() if key != "params"])
+
+
+def _hashable(value: Any) -> Any:
+    kind = type(value)  # this runs in every step: the frequent ones first
+    if kind is float or kind is bool or kind is int:
+        return value
+    if value is None or kind is str:
+        return 0
+    if kind is tuple or kind is list:
+        return tuple([_hashable(item) for item in value])
+    plain = _plain(value)
+    return plain if isinstance(plain, float) else 0
+
+
+def _plain(value: Any) -> Any:
+    """Return a hyperparameter in JSON; a tensor on an accelerator is not waited for."""
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        return float(value) if value.device.type == "cpu" and value.numel() == 1 else None
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, int | float | str | None) else None
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.reshape(-1).view(sizes[tensor.element_size()])

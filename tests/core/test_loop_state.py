@@ -1,0 +1,111 @@
+"""Faults of one rank's loop that the opening of the next step names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from support.models import composed, mine, sum_loss, unpadded
+
+from composer3d import StepError
+from composer3d.loop_state import EVERY
+from composer3d.testing import run_ranks
+
+FSDP = "[sharding.fsdp2]\n"
+DDP = "[sharding.ddp]\n[mesh]\ndp_replicate = -1\n"
+
+
+def learning_rate(run, optimizer):
+    optimizer.param_groups[0]["lr"] *= 2
+
+
+def momentum(run, optimizer):
+    optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+
+
+def mode(run, optimizer):
+    run.model.eval()
+
+
+def mode_of_one_module(run, optimizer):
+    run.model.layers[1].dropout.eval()
+
+
+def frozen(run, optimizer):
+    run.model.norm.weight.requires_grad_(False)
+
+
+def kept_gradients(run, optimizer):
+    for parameter in run.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+
+
+def nudged(run, optimizer):
+    with torch.no_grad():
+        run.model.norm.weight.add_(1e-6)
+
+
+def nothing(run, optimizer):
+    pass
+
+
+BEFORE = "the loop of rank 1 (dp_shard 1) decided something else than that of rank 0 before step 2: "
+ALIKE = "; all ranks must decide alike"
+NAMED = {
+    learning_rate: BEFORE + '"lr" of the optimizer\'s group 0: 0.002, not 0.001' + ALIKE,
+    momentum: BEFORE + '"betas" of the optimizer\'s group 0: [0.5, 0.999], not [0.9, 0.999]' + ALIKE,
+    mode: BEFORE
+    + '"".training: False, not True, "tok".training: False, not True, "layers".training: False, not True, '
+    + '"layers.0".training: False, not True and 13 more'
+    + ALIKE,
+    mode_of_one_module: BEFORE + '"layers.1.dropout".training: False, not True' + ALIKE,
+    frozen: BEFORE + '"norm.weight".requires_grad: False, not True' + ALIKE,
+    kept_gradients: BEFORE + "gradients before the step's first backward: some, not none" + ALIKE,
+}
+
+
+def faulty(text, fault, at, num_steps, clip=(1.0, 1.0), is_own=False):
+    """Train with a fault on the last rank before step `at`; return what each rank is told, and in which step."""
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=0.001)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    number = 0
+    with pytest.raises(StepError) as caught:
+        for number in range(num_steps):
+            if number == at and dist.get_rank() == 1:
+                fault(run, optimizer)
+            with run.step(number):
+                if is_own:
+                    run.backward(sum_loss(run.model(tokens), targets))
+                else:
+                    run.forward_backward(tokens, target=targets)
+                run.clip_grad_norm_(clip[dist.get_rank()] if number == at else 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        raise StepError("nothing was told")
+    return number, str(caught.value)
+
+
+@pytest.mark.parametrize("is_own", [False, True], ids=["forward_backward", "own forward"])
+@pytest.mark.parametrize(("fault", "message"), NAMED.items(), ids=lambda value: getattr(value, "__name__", ""))
+def test_what_one_rank_does_otherwise_is_named_in_the_next_step(fault, message, is_own):
+    assert run_ranks(faulty, 2, FSDP, fault, 2, 4, (1.0, 1.0), is_own) == [(2, message)] * 2
+
+
+def test_another_clipping_norm_is_named_in_the_next_step():
+    message = BEFORE.replace("step 2", "step 3") + "max_norm of run.clip_grad_norm_: 2.0, not 1.0" + ALIKE
+    assert run_ranks(faulty, 2, FSDP, nothing, 2, 4, (1.0, 2.0)) == [(3, message)] * 2
+
+
+def test_a_nudged_replica_is_named():
+    message = (
+        f"rank 1 (dp_replicate 1) holds other values than rank 0, its replica, at step {EVERY}: "
+        'parameter "norm.weight"; something changed parameters on some ranks alone'
+    )
+    assert run_ranks(faulty, 2, DDP, nudged, EVERY - 1, EVERY + 1) == [(EVERY, message)] * 2
+
+
+@pytest.mark.parametrize(("text", "world_size"), [(FSDP, 2), (DDP, 2), (FSDP + "[mesh]\ndp_replicate = 2\n", 4)])
+def test_loops_that_are_alike_are_told_nothing(text, world_size):
+    found = run_ranks(faulty, world_size, text, nothing, 1, 3, (1.0,) * 4)
+    assert found == [(2, "nothing was told")] * world_size
