@@ -76,11 +76,22 @@ def materialise(preparation: Preparation) -> None:
     context, recipe = preparation.context, preparation.recipe
 
     has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
+    held = {
+        fqn: tensor.dtype
+        for part in context.parts
+        for fqn, tensor in [*part.module.named_parameters(remove_duplicate=False), *part.module.named_buffers()]
+    }
 
     def load(fqn: str, tensor: Tensor | Slab) -> Tensor | Slab:
         if has_loader:
             tensor = tensor.read() if isinstance(tensor, Slab) else tensor  # plugins are given full tensors
             changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
+            if changed is not None and fqn in held and changed.dtype is not held[fqn]:
+                raise InitialisationError(
+                    f'composer3d_load_parameter returned "{fqn}" as {changed.dtype}, and the parameter is '
+                    f"{held[fqn]}: rounding it on the way would be nobody's choice; return {held[fqn]}, or make the "
+                    "parameter another one in a transform of phase CONVERT"
+                )
             tensor = tensor if changed is None else changed
         return context.in_stored_order(fqn, tensor)
 

@@ -14,6 +14,7 @@ from composer3d import guard, mesh, spans, torch_compat
 from composer3d.accumulation import Accumulation
 from composer3d.agreement import agree_on_plan
 from composer3d.application import agree_on_factory, agree_on_weights, apply_transforms, materialise
+from composer3d.batch import to_device
 from composer3d.closing import close_all
 from composer3d.context import Purpose, RunContext
 from composer3d.criterion import Criterion
@@ -25,7 +26,7 @@ from composer3d.loop_state import replica_axes
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.preparation import PlanRow, Preparation, prepare
-from composer3d.protocol import Example, Schedule, Stateful
+from composer3d.protocol import Batch, Example, Schedule, Stateful
 from composer3d.registry import Hooks
 from composer3d.step import StepEngine
 from composer3d.streams import Streams
@@ -57,6 +58,21 @@ class Assembled:
     metric_sinks: tuple[Callable[..., Any], ...]
     states: Mapping[str, Mapping[str, Stateful]]
     release: Callable[[], None]
+
+    def placed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
+        """Return what a loop handed over as this rank's batch, as plugins place it, on its device."""
+        if target is None and self.engine.criterion.is_the_models:
+            target = kwargs.get("labels")  # it is what the model counts, too
+        batch = Batch(args=args, kwargs=kwargs, target=target)
+        for function in self.place_batch:
+            batch = function(context=self.context, batch=batch) or batch
+        return to_device(batch, self.context.device)
+
+    def reported(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Hand a step's metrics to every plugin that takes some, and return them."""
+        for function in self.metric_sinks:
+            function(context=self.context, step=step, metrics=metrics)
+        return metrics
 
 
 def assemble(

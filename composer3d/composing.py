@@ -10,6 +10,7 @@ from composer3d.assembly import assemble
 from composer3d.composition import Composition
 from composer3d.criterion import Criterion
 from composer3d.protocol import Example, LossFunction
+from composer3d.world import set_timeouts
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,7 @@ def compose(
     purpose: Purpose = "run",
     example: Example | Callable[[], Example | None] | None = None,
     guard: bool = True,
+    timeout_s: float | None = None,
 ) -> Composition:
     """Apply a manifest to a model.
 
@@ -57,6 +59,8 @@ def compose(
         example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
             only shapes and dtypes matter. Or a function that makes it, if one asks. Default: token numbers are tried.
         guard: Compare step, plan and batch of all ranks as steps begin, and explain lost ones. False only counts.
+        timeout_s: Seconds after which a collective fails whose other ranks do not come, of the world and of every axis;
+            default: torch's.
 
     Raises:
         ManifestError: With every mistake of the manifest.
@@ -74,4 +78,6 @@ def compose(
         example=example,
         guarded=guard,
     )
+    if timeout_s is not None:
+        set_timeouts(assembled.context.mesh, timeout_s)
     return Composition(assembled)

@@ -10,18 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients, spans
 from composer3d.assembly import Assembled
-from composer3d.batch import to_device
+from composer3d.buffers import average_buffers
 from composer3d.closing import close_all
 from composer3d.embedding import watch_model
 from composer3d.errors import StepError
 from composer3d.evaluation import Evaluation, evaluating, let_go
 from composer3d.in_backward import BackwardStepper
 from composer3d.measurement import measure
-from composer3d.optimizer import compose_step, group_parameters
+from composer3d.optimizer import compose_step, make_optimizer
 from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
-from composer3d.protocol import Batch, Part, Stateful
-from composer3d.sampling import Sampler
+from composer3d.protocol import Part, Stateful
+from composer3d.sampling import Sampler, sampler_of
 from composer3d.step_state import StepState
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ class Composition:
         """
         identity = self._engine.identity((args, kwargs, target))
         return self._engine.forward_backward(
-            self._place(args, kwargs, target),
+            self._assembled.placed(args, kwargs, target),
             identity=identity,
             size=self.context.manifest.train.microbatch,
             train=self._assembled.schedule.train,
@@ -191,7 +191,7 @@ class Composition:
             kwargs: The model's.
         """
         identity = self._engine.identity((args, kwargs, target))
-        batch = self._place(args, kwargs, target)
+        batch = self._assembled.placed(args, kwargs, target)
         self._evaluations += 1
         with evaluating(self.parts):
             loss, count = self._engine.evaluate(
@@ -202,14 +202,6 @@ class Composition:
                 evaluate=self._assembled.schedule.evaluate,
             )
         return Evaluation(loss=loss, count=count)
-
-    def _place(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
-        if target is None and self._engine.criterion.is_the_models:
-            target = kwargs.get("labels")  # it is what the model counts, too
-        batch = Batch(args=args, kwargs=kwargs, target=target)
-        for function in self._assembled.place_batch:
-            batch = function(context=self.context, batch=batch) or batch
-        return to_device(batch, self.context.device)
 
     def clip_grad_norm_(self, max_norm: float, *, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients down so that the norm of the full model's gradient is at most `max_norm`.
@@ -281,10 +273,8 @@ class Composition:
         """
         if self._optimizer is not None:
             raise StepError("run.optimizer(...) was called twice; a composition has one optimizer, with groups")
-        described = group_parameters(self.named_parameters(), groups or (), known=self.context.parameter_fqns)
-        described = [{**defaults, **group} for group in described]
-        made = self._assembled.hooks.query("composer3d_optimizer", context=self.context, cls=cls, groups=described)
-        optimizer = made if made is not None else cls(described, **defaults)
+        let_go(self.parts)
+        optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=self._assembled.hooks)
         self._optimizer = self._engine.optimizer = compose_step(optimizer, self._engine.optimizer_step)
         if in_backward:
             self._engine.stepper = BackwardStepper(
@@ -298,15 +288,7 @@ class Composition:
         Args:
             dataset: Anything with a length; or the length.
         """
-        train = self.context.manifest.train
-        degree = self.context.data_parallel_degree
-        return Sampler(
-            dataset,
-            seed=train.seed,
-            global_batch=train.global_batch or (train.microbatch or 1) * degree,
-            rank=self.context.data_parallel_rank,
-            degree=degree,
-        )
+        return sampler_of(dataset, self.context)
 
     def attach(self, name: str, stateful: Stateful) -> None:
         """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.
@@ -341,6 +323,27 @@ class Composition:
                 self._persistence.load(Path(path), self._optimizer)
             self.parameters_changed()
 
+    def sync_buffers(self) -> None:
+        """Average the buffers that training changed, as batch-norm's statistics, before they are evaluated or saved.
+
+        Collectives: one all-reduce an axis of other samples or positions.
+        """
+        average_buffers(self.context)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return parameters and persistent buffers of the whole model on the CPU of the first rank; no others there.
+
+        For a file that torch.load reads: every rank calls it, and the first one saves what it returns.
+        Memory: there the whole model, elsewhere one gathered tensor. Collectives: an all-gather a sharded tensor.
+
+        Raises:
+            StepError: A pipeline's ranks hold other tensors each.
+        """
+        if self._assembled.has_schedule:
+            raise StepError("no rank of a pipeline has all tensors; write run.save(...), and composer3d export")
+        with self.explaining("full_state_dict"):
+            return self._persistence.full_state_dict()
+
     def parameters_changed(self) -> None:
         """Let plugins compute anew what rests on final parameters, after a loop has changed parameters between steps.
 
@@ -367,10 +370,7 @@ class Composition:
         """
         with self.explaining("report"):
             measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device)
-        result = {**metrics, **measured}
-        for function in self._assembled.metric_sinks:
-            function(context=self.context, step=step, metrics=result)
-        return result
+        return self._assembled.reported(step, {**metrics, **measured})
 
     def close(self, error: BaseException | None = None) -> None:
         """Wait for checkpoints, close the plugins, and destroy the process group if `compose` made it.

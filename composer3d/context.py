@@ -162,8 +162,18 @@ class RunContext:
 
     @property
     def data_parallel_degree(self) -> int:
-        """How many ranks read different samples."""
+        """How many ranks read different samples of one global batch."""
         return self.layout.degree(Role.BATCH)
+
+    @property
+    def num_readers(self) -> int:
+        """How many ranks are fed samples of their own: the data-parallel ones of all independent models."""
+        return self.layout.degree(Role.BATCH, Role.INDEPENDENT)
+
+    @property
+    def reader(self) -> int:
+        """This rank among those that are fed samples of their own."""
+        return self.layout.index(self.rank, Role.BATCH, Role.INDEPENDENT)
 
     @property
     def data_parallel_rank(self) -> int:

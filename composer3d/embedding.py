@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from composer3d import spans
+from composer3d import spans, torch_compat
+from composer3d.errors import StepError
 from composer3d.evaluation import let_go
 
 if TYPE_CHECKING:
@@ -15,7 +17,39 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.step import StepEngine
 
-__all__ = ["watch_model"]
+__all__ = ["Shards", "watch_model"]
+
+
+class Shards(OrderedDict[str, Any]):
+    """A state dict of this rank's shards, which torch.save does not write: a file of one rank holds a part of it."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__(state)
+        self._metadata = getattr(state, "_metadata", None)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise StepError(
+            "torch.save of run.model.state_dict() would write the shards of this rank alone; on all ranks write "
+            'run.save("checkpoints/100"), or state = run.full_state_dict(), which the first rank then saves'
+        )
+
+
+def _are_sharded(state: Mapping[str, Any]) -> bool:
+    from torch.distributed.tensor import DTensor
+
+    return any(
+        isinstance(tensor, DTensor)
+        and any(not p.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, p in enumerate(tensor.placements))
+        for tensor in state.values()
+    )
+
+
+def _refuse_copy(memo: object) -> NoReturn:
+    raise StepError(
+        "copy.deepcopy of a sharded model has no process groups of its own; for an average of its weights write "
+        "average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after optimizer.step(), and "
+        "with average.applied(): run.evaluate(...)"
+    )
 
 
 def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> None:
@@ -54,8 +88,15 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
         if owner is module:
             let_go(context.parts)
 
+    def read(owner: nn.Module, state: Any, prefix: str, _: Any) -> Any:
+        return Shards(state) if owner is module and not prefix and _are_sharded(state) else state
+
     module.register_forward_pre_hook(enter_normal_mode, prepend=True)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
     module.register_state_dict_pre_hook(reading)
+    torch_compat.on_state_dict(module, read)
+    if hasattr(module, "reshard"):  # FSDP2's
+        # FSDP2's own refuses too, without a word about what to write; copy looks at the instance first.
+        vars(module)["__deepcopy__"] = _refuse_copy
     spans.watch_own_forward(module, context, lambda: engine.is_own_forward)

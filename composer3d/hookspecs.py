@@ -217,7 +217,7 @@ class HookSpecs:
             tensor: Full, on CPU.
 
         Returns:
-            Another tensor, or None to take it as it is.
+            Another tensor of the parameter's dtype, or None to take it as it is.
         """
 
     @_hookspec

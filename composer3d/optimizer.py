@@ -13,7 +13,25 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["compose_step", "group_parameters"]
+    from composer3d.context import RunContext
+    from composer3d.registry import Hooks
+
+__all__ = ["compose_step", "group_parameters", "make_optimizer"]
+
+
+def make_optimizer(
+    cls: type[torch.optim.Optimizer],
+    groups: Sequence[Mapping[str, Any]],
+    defaults: Mapping[str, Any],
+    *,
+    context: RunContext,
+    hooks: Hooks,
+) -> torch.optim.Optimizer:
+    """Make the optimizer of a run, or let the plugin make it that answers; see `Composition.optimizer`."""
+    described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
+    described = [{**defaults, **group} for group in described]
+    made: torch.optim.Optimizer | None = hooks.query("composer3d_optimizer", context=context, cls=cls, groups=described)
+    return made if made is not None else cls(described, **defaults)
 
 
 def group_parameters(

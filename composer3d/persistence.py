@@ -70,6 +70,16 @@ class Persistence:
                 self.wait()
                 checkpoint.save(path, tensors=tensors, state=state)
 
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Return the whole model's tensors; see `Composition.full_state_dict`."""
+        context, result = self._assembled.context, {}
+        let_go(context.parts)
+        for fqn, tensor in context.parts[0].module.state_dict().items():
+            full = context.in_model_order(fqn, _full(tensor)).cpu()
+            if context.rank == 0:
+                result[fqn] = full.clone() if full is tensor else full
+        return result
+
     def load(self, path: Path, optimizer: torch.optim.Optimizer | None) -> None:
         """Load everything; see `Composition.load`."""
         self.wait()

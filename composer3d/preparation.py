@@ -127,6 +127,22 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> La
     return layout
 
 
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse wrappers under which every parameter has another name, in checkpoints and patterns too.
+
+    Raises:
+        TransformError: torch.compile wrapped the model or a module of it.
+    """
+    for fqn, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            what = f'"{fqn}"' if fqn else "the model"
+            raise TransformError(
+                f'torch.compile wrapped {what} before compose, so that its parameters are called "_orig_mod.*"; hand '
+                "compose the model as it was, and write [scheduling.compile] into the manifest, which compiles its "
+                "blocks"
+            )
+
+
 def prepare(
     model: nn.Module | Callable[[], nn.Module],
     manifest: Manifest,
@@ -166,6 +182,7 @@ def prepare(
             raise
         except ComposerError as error:
             raise ManifestError([manifest.document.problem(("model", "use"), str(error))]) from error
+    _refuse_compiled(model)
     context = RunContext(
         purpose=purpose,
         manifest=manifest,

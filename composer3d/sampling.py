@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Iterator, Sequence, Sized
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from composer3d.errors import BatchError, DataError
 
-__all__ = ["Sampler", "indices", "local_slice"]
+if TYPE_CHECKING:
+    from composer3d.context import RunContext
+
+__all__ = ["Sampler", "indices", "local_slice", "sampler_of"]
 
 _ROUNDS = 8
 # Up to here an epoch is sorted by hash: the network's rounds reach too few permutations of very small sets.
@@ -222,3 +225,15 @@ def _size_of(dataset_or_size: Sized | int) -> int:
     if size < 1:
         raise DataError(f"a data set of {size} samples has no order; it needs at least 1 sample")
     return size
+
+
+def sampler_of(dataset: Any, context: RunContext) -> Sampler:
+    """Return the sampler of a run; see `Composition.sampler`."""
+    train, degree = context.manifest.train, context.num_readers
+    return Sampler(
+        dataset,
+        seed=train.seed,
+        global_batch=train.global_batch or (train.microbatch or 1) * degree,
+        rank=context.reader,
+        degree=degree,
+    )

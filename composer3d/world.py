@@ -12,8 +12,9 @@ from composer3d.rendezvous import keep_to_loopback, meeting_point
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["default_device", "join_world", "own_device"]
+__all__ = ["default_device", "join_world", "own_device", "set_timeouts"]
 
 _JOIN_S = 600.0  # a launcher starts all ranks at once: one that has not come by then is stuck, and torch waits 30 min
 
@@ -89,3 +90,11 @@ def join_world(device: torch.device) -> Callable[[], None]:
             dist.destroy_process_group()
 
     return release
+
+
+def set_timeouts(mesh: DeviceMesh, seconds: float) -> None:
+    """Set after what time a collective fails, for the world and for every axis."""
+    timeout = timedelta(seconds=seconds)
+    torch_compat.set_group_timeout(None, timeout)
+    for axis in mesh.mesh_dim_names or ():
+        torch_compat.set_group_timeout(mesh.get_group(axis), timeout)

@@ -48,7 +48,6 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         scratch: Where prepared data may lie. It is the caller's to remove: ranks do not live to the end of their
             interpreter, and a rank that is killed removes nothing.
     """
-    from composer3d.runner.buffers import average_buffers
     from composer3d.runner.data import example_of
     from composer3d.runner.ema import EMA
     from composer3d.runner.model import ModelFactory
@@ -82,7 +81,7 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         make_optimizer=lambda run: make_optimizer(run, manifest),
         batch=batch,
         grad_clip=tables["train"].grad_clip,
-        average_buffers=average_buffers if tables["train"].sync_buffers else None,
+        average_buffers=(lambda run: run.sync_buffers()) if tables["train"].sync_buffers else None,
         device=where,
         make_averages=None if decay is None else lambda run: EMA(run, decay=decay),
         decay=decay or 0.0,

@@ -32,7 +32,7 @@ class StepClock:
         self._span = context.span
         self._loader, self._flops_per_token = loader, flops_per_token
         # Ranks that share a data-parallel coordinate read the same tokens.
-        self._share = context.data_parallel_degree / context.world_size
+        self._share = context.num_readers / context.world_size
         self._world_size = context.world_size
         peak = peak_flops(context.device)
         self._peak = None if peak is None else peak * context.world_size

@@ -130,7 +130,7 @@ class Trainer:
         set_timeout(self.run, tables["run"].timeout_s)
         agree_on_data(self.run.context, self.source.record())
         self.is_first = self.run.context.rank == 0
-        self.batch_size = BatchSize(tables["train"], degree=self.run.context.data_parallel_degree)
+        self.batch_size = BatchSize(tables["train"], degree=self.run.context.num_readers)
         self.batch_size.check(manifest)
         self.loader = self._loader()
         stack.callback(self.loader.close)
@@ -174,8 +174,8 @@ class Trainer:
             self.source,
             self.manifest.tables["data"],
             seed=self.manifest.train.seed,
-            rank=context.data_parallel_rank,
-            degree=context.data_parallel_degree,
+            rank=context.reader,
+            degree=context.num_readers,
             batch_size_of=self.batch_size.of,
             position_of=self.batch_size.position_of,
             compare=compare_streams(context),
@@ -348,10 +348,8 @@ class Trainer:
             checkpoint.prune(self.output / "checkpoints", self.manifest.tables["checkpoint"].keep)
 
     def _average_buffers(self) -> None:
-        from composer3d.runner.buffers import average_buffers
-
         if self.manifest.tables["train"].sync_buffers:
-            average_buffers(self.run)
+            self.run.sync_buffers()
 
 
 def _due(every: int | None, done: int, last: int | None) -> bool:

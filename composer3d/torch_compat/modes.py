@@ -15,6 +15,7 @@ __all__ = [
     "hide_profiler_warnings",
     "import_torchao",
     "in_backward",
+    "on_state_dict",
     "run_backward",
     "selective_contexts",
     "start_autograd",
@@ -203,3 +204,11 @@ def import_torchao(name: str) -> Any:
             return importlib.import_module(name)
     finally:
         logging.disable(before)
+
+
+def on_state_dict(module: Any, hook: Callable[[Any, Any, str, Any], Any]) -> None:
+    """Let a function return what `state_dict` of a module returns; torch's public hooks only change it in place.
+
+    Private (torch 2.11-2.15).
+    """
+    module._register_state_dict_hook(hook)

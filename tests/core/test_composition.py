@@ -246,3 +246,14 @@ def test_one_composition_after_another():
     for losses in run_ranks(twice, 4):
         assert losses[:2] == losses[2:]
         assert losses[1] < losses[0]
+
+
+def independent_samples():
+    run = composed('[mesh]\nsite = 2\n[communication.sites]\nuse = "support.faulty:Sites"\n[sharding.fsdp2]\n')
+    return [list(indices) for _, indices in zip(range(3), run.sampler(range(24)), strict=False)]
+
+
+def test_independent_models_are_fed_samples_of_their_own():
+    ranks = run_ranks(independent_samples, 4)
+    for step in range(3):
+        assert len({index for rank in ranks for index in rank[step]}) == sum(len(rank[step]) for rank in ranks)

@@ -6,13 +6,17 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from support.models import composed, gradient_error, mine, seeded, unpadded
+from support.models import Net, composed, gradient_error, mine, seeded, unpadded
+from torch import nn
 
+from composer3d import StepError, TransformError, torch_compat
 from composer3d.runner.ema import EMA
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
+FSDP = "[sharding.fsdp2]\n"
 LAYOUTS = [
     "[sharding.fsdp2]\nzero = 1\n",
     "[sharding.fsdp2]\nzero = 3\n",
@@ -160,3 +164,110 @@ def test_recomputed_dropout_is_that_of_the_forward():
     plain = run_ranks(checkpointed, 2, "[sharding.fsdp2]\n")[0]
     recomputed = run_ranks(checkpointed, 2, "[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")[0]
     assert all(torch.equal(plain[fqn], recomputed[fqn]) for fqn in plain)
+
+
+class Averaged(nn.Module):
+    """Batch norm, whose statistics differ on ranks that see other samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)))
+
+
+def saved_files(folder):
+    torch.set_default_dtype(torch.float64)
+    run = composed(FSDP)
+    with pytest.raises(StepError) as caught:
+        torch.save({"model": run.model.state_dict()}, folder / "shards.pt")
+    with pytest.raises(StepError) as copied:
+        torch.optim.swa_utils.AveragedModel(run.model)
+    state = run.full_state_dict()
+    if run.context.rank == 0:
+        torch.save(state, folder / "whole.pt")
+        model = Net()
+        model.load_state_dict(torch.load(folder / "whole.pt"))
+        assert all(torch.equal(model.state_dict()[fqn], tensor) for fqn, tensor in seeded().state_dict().items())
+    return str(caught.value), str(copied.value), len(state)
+
+
+def test_one_ranks_shards_are_not_saved_for_the_whole_model(tmp_path):
+    shards = (
+        "torch.save of run.model.state_dict() would write the shards of this rank alone; on all ranks write "
+        'run.save("checkpoints/100"), or state = run.full_state_dict(), which the first rank then saves'
+    )
+    copy = (
+        "copy.deepcopy of a sharded model has no process groups of its own; for an average of its weights write "
+        "average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after optimizer.step(), and with "
+        "average.applied(): run.evaluate(...)"
+    )
+    found = run_ranks(saved_files, 2, tmp_path)
+    assert [row[:2] for row in found] == [(shards, copy)] * 2
+    assert [row[2] for row in found] == [len(seeded().state_dict()), 0]
+
+
+def copied_whole():
+    """Keep an average of a model that is whole on every rank, as loops of one device do."""
+    torch.set_default_dtype(torch.float64)
+    run = composed("", loss_fn=None)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    average = torch.optim.swa_utils.AveragedModel(run.model)
+    step(run, 0, optimizer, *unpadded())
+    average.update_parameters(run.model)
+    with run.step(1):
+        average(unpadded()[0])  # no forward of this run
+        run.backward(mean(run.model, *unpadded()))
+        optimizer.step()
+    return torch.equal(average.module.tok.weight, seeded().tok.weight)
+
+
+def test_a_whole_model_is_averaged_as_on_one_device():
+    assert run_ranks(copied_whole, 1) == [False]
+
+
+def synchronised():
+    run = composed("[sharding.ddp]\n", model=seeded(Averaged))
+    torch.manual_seed(run.context.rank)
+    run.model(torch.randn(6, 3))
+    own = run.model.norm.running_mean.clone()
+    run.sync_buffers()
+    return own, run.model.norm.running_mean.clone()
+
+
+def test_buffers_of_a_loop_are_averaged():
+    (one, mean_one), (two, mean_two) = run_ranks(synchronised, 2)
+    assert not torch.equal(one, two)
+    assert torch.equal(mean_one, mean_two)
+    assert torch.allclose(mean_one, (one + two) / 2)
+
+
+def late():
+    """Return which group's timeout is what was asked for."""
+    run = composed(FSDP, timeout_s=12.5)
+    groups = [dist.group.WORLD, *(run.mesh.get_group(axis) for axis in run.mesh.mesh_dim_names)]
+    return {torch_compat.group_timeout(group, torch.device("cpu")).total_seconds() for group in groups}
+
+
+def test_a_loop_sets_a_timeout():
+    assert run_ranks(late, 2) == [{12.5}] * 2
+
+
+def compiled(whole):
+    model = seeded()
+    if whole:
+        model = torch.compile(model, backend="eager")
+    else:
+        model.layers[1] = torch.compile(model.layers[1], backend="eager")
+    with pytest.raises(TransformError) as caught:
+        composed(FSDP, model=model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("whole", "what"), [(True, "the model"), (False, '"layers.1"')])
+def test_a_model_that_was_compiled_before_is_refused(whole, what):
+    assert run_ranks(compiled, 1, whole) == [
+        f'torch.compile wrapped {what} before compose, so that its parameters are called "_orig_mod.*"; hand compose '
+        "the model as it was, and write [scheduling.compile] into the manifest, which compiles its blocks"
+    ]

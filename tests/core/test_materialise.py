@@ -260,3 +260,17 @@ def test_a_factory_that_fails_is_refused_at_its_line():
     (text,) = run_ranks(text_of, 1, fails, ManifestError)
     line = fails.__code__.co_firstlineno + 1
     assert text.endswith(f"{__file__}:{line}: the factory raised KeyError: 'dim'")
+
+
+def narrowed():
+    with pytest.raises(InitialisationError) as caught:
+        composed('[precision.narrowing]\nuse = "support.plugins:Narrowing"\n', model=Net)
+    return str(caught.value)
+
+
+def test_a_loaded_parameter_of_another_dtype_is_refused():
+    assert run_ranks(narrowed, 1) == [
+        'composer3d_load_parameter returned "norm.weight" as torch.bfloat16, and the parameter is torch.float32: '
+        "rounding it on the way would be nobody's choice; return torch.float32, or make the parameter another one in a "
+        "transform of phase CONVERT"
+    ]

@@ -8,7 +8,6 @@ from support.models import seeded
 from torch import nn
 
 import composer3d
-from composer3d.runner.buffers import average_buffers
 from composer3d.runner.ema import EMA
 from composer3d.testing import full, run_ranks
 
@@ -121,7 +120,7 @@ def averaged_buffers(folder, table):
     for buffer in (module.statistic, module.cache):
         buffer.fill_(run.context.rank)
     module.steps.fill_(run.context.rank)
-    average_buffers(run)
+    run.sync_buffers()
     return module.statistic.tolist(), module.constant.tolist(), int(module.steps), float(module.cache)
 
 

@@ -105,7 +105,7 @@ class _Meter:
         self._context, self._options = context, options
         self._times: deque[float] = deque(maxlen=options.window)
         # Ranks along tp and pp share a batch; each answers for its share of it, so that sums over ranks come out.
-        self._share = context.data_parallel_degree / context.world_size
+        self._share = context.num_readers / context.world_size
         # Messages of a pipeline are waited for while the other side computes: that is no bandwidth.
         stages = context.layout.names(Role.STAGE)
         self._axes = [axis for axis, degree in context.degrees.items() if degree > 1 and axis not in stages]

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from composer3d.mesh import Role
+
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from composer3d import Composition
+    from composer3d.context import RunContext
 
 __all__ = ["average_buffers"]
 
 
-def average_buffers(run: Composition) -> None:
+def average_buffers(context: RunContext) -> None:
     """Replace every persistent floating-point buffer by its mean over the ranks that read other samples or positions.
 
     Batch-norm's running mean comes out as that of all ranks' samples; its running variance as the mean of the ranks'
@@ -26,18 +28,15 @@ def average_buffers(run: Composition) -> None:
     import torch
     import torch.distributed as dist
 
-    from composer3d import Role
-
-    context = run.context
     axes = [name for name in context.layout.names(Role.BATCH, Role.SEQUENCE) if context.degrees[name] > 1]
-    buffers = _changeable(run)
+    buffers = _changeable(context)
     if not axes or not buffers:
         return
     flat = torch.cat([buffer.reshape(-1).to(torch.float64) for buffer in buffers])
     num_ranks = 1
     for axis in axes:
         with context.span("all_reduce", group="buffers", axis=axis, bytes=flat.nbytes):
-            dist.all_reduce(flat, group=run.mesh.get_group(axis))
+            dist.all_reduce(flat, group=context.mesh.get_group(axis))
         num_ranks *= context.degrees[axis]
     flat /= num_ranks
     with torch.no_grad():
@@ -45,12 +44,12 @@ def average_buffers(run: Composition) -> None:
             buffer.copy_(mean.view_as(buffer))
 
 
-def _changeable(run: Composition) -> list[Tensor]:
+def _changeable(context: RunContext) -> list[Tensor]:
     """Return the buffers that are saved: the others are computed again from nothing, so they carry no statistics."""
     from torch.distributed.tensor import DTensor
 
     found: dict[int, Tensor] = {}
-    for part in run.parts:
+    for part in context.parts:
         persistent = part.module.state_dict(keep_vars=True).keys()
         for fqn, buffer in part.module.named_buffers():
             if fqn in persistent and buffer.is_floating_point() and not isinstance(buffer, DTensor):
