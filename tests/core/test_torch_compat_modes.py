@@ -123,3 +123,9 @@ def test_ranks_run_backwards_after_fake_tensors_of_their_parent():
     with torch_compat.fake_tensors():
         torch.ones(1)
     assert run_ranks(slope, 1) == [6.0]
+
+
+def test_a_function_returns_what_state_dict_returns():
+    module = torch.nn.Linear(2, 2)
+    torch_compat.on_state_dict(module, lambda owner, state, prefix, _: {**state, "more": prefix})
+    assert module.state_dict().keys() == {"weight", "bias", "more"}
