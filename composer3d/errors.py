@@ -18,6 +18,7 @@ __all__ = [
     "InitialisationError",
     "LockError",
     "LossError",
+    "MachineError",
     "ManifestError",
     "MeshError",
     "ModelError",
@@ -175,6 +176,14 @@ class ForkError(ComposerError):
 
 class LockError(ComposerError):
     """Another run writes to the same folder."""
+
+
+class MachineError(ComposerError):
+    """The machine lacks what a run needs: space, open files, a folder to write to."""
+
+    def __init__(self, message: str, *, advice: str) -> None:
+        self.message, self.advice = message, advice
+        super().__init__(message)
 
 
 class RankError(ComposerError):

@@ -48,7 +48,7 @@ def save(path: Path, *, tensors: Mapping[str, Tensor], state: Mapping[str, Any])
         CheckpointError: On all ranks alike, if any rank fails; earlier checkpoints are intact.
 
     Memory: one tensor's copy on the host at a time. Collectives: those of torch's `save` (a gather and a scatter of
-    plans, a gather of results), a gather of the files' digests, and three all-gathers of small objects.
+    plans, a gather of results), a gather of the files' digests, and four all-gathers of small objects.
     """
     _write(_request(path, tensors, state), None)
 
@@ -196,9 +196,11 @@ def _write(request: _Request, group: dist.ProcessGroup | None) -> None:
         if is_first:
             prepare(path)
 
-    def fill() -> dict[str, list[Part]]:
+    def look() -> None:
         if not beside.is_dir():
             raise CheckpointError("this rank does not see the folder that rank 0 made; all ranks must share it")
+
+    def fill() -> dict[str, list[Part]]:
         parts = _write_tensors(beside, request.tensors, group)
         return parts | ({STATE: write_state(beside, request.text)} if is_first else {})
 
@@ -210,6 +212,7 @@ def _write(request: _Request, group: dist.ProcessGroup | None) -> None:
 
     together(group, path, begin)
     try:
+        together(group, path, look)  # by itself: who fails here would be waited for among torch's collectives
         own = together(group, path, fill)
         gathered = gather_json(own, group=group)
         together(group, path, finish)

@@ -28,6 +28,7 @@ from composer3d.cli import (
 )
 from composer3d.cli.output import complain, print_problems
 from composer3d.errors import ComposerError, ForkError, ManifestError
+from composer3d.machine_errors import machine_error
 
 __all__ = ["build_parser", "main"]
 
@@ -80,6 +81,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, `head` for example, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except Exception:
+    except Exception as error:
+        return _unexpected(error)
+
+
+def _unexpected(error: Exception) -> int:
+    """Tell of an error of the machine in a sentence, and of any other with its traceback."""
+    machine = machine_error(error)
+    if machine is None:
         traceback.print_exc()
-        return FAILED
+    else:
+        complain(f"{machine}\ntry: {machine.advice}")
+    return FAILED

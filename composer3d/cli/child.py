@@ -12,12 +12,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer3d.errors import ComposerError
+from composer3d.machine_errors import machine_error
 
 __all__ = ["Child", "ChildError"]
 
 
 class ChildError(Exception):
-    """The child failed otherwise than by a mistake of the user; the text is its traceback, or how it ended."""
+    """The child failed otherwise than by a mistake of the user.
+
+    Its text is the traceback, what the machine lacks, or how the child ended.
+    """
 
 
 class Child:
@@ -75,8 +79,10 @@ def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
             answer: dict[str, Any] = {"result": function()}
         except ComposerError as error:
             answer = {"mistake": str(error)}
-        except BaseException:
-            answer = {"traceback": traceback.format_exc()}
+        except BaseException as error:
+            machine = machine_error(error)
+            text = f"{machine}\ntry: {machine.advice}" if machine else traceback.format_exc()
+            answer = {"traceback": text}
         sys.stdout.flush()  # what the factory printed
         with os.fdopen(writer, "wb") as pipe:
             pipe.write(json.dumps(answer).encode())

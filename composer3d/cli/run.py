@@ -13,6 +13,7 @@ from composer3d.cli.inspection import device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
 from composer3d.cli.output import complain, print_problems, say
 from composer3d.errors import ComposerError, LockError, ManifestError, Problem
+from composer3d.machine_errors import machine_error
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +119,12 @@ def _start(arguments: argparse.Namespace) -> int:
         )
     except LockError as error:
         complain(str(error))
+        return FAILED
+    except OSError as error:
+        machine = machine_error(error, output)
+        if machine is None:
+            raise
+        complain(f"run failed: {machine}\ntry: {machine.advice}")
         return FAILED
     if result.report is not None:
         complain(result.report.render(output).rstrip())

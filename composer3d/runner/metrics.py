@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -59,12 +60,22 @@ class MetricsFile:
         os.replace(beside, self._path)
 
     def write(self, row: Mapping[str, Any]) -> None:
-        """Append a row."""
+        """Append a row.
+
+        Raises:
+            FileNotFoundError: The file is no longer where it was, so rows would be lost without a word.
+        """
         if self._file is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._file = self._path.open("a", encoding="utf-8")
+        self._refuse_deleted(self._file.fileno())
         self._file.write(_line(row))
         self._file.flush()
+
+    def _refuse_deleted(self, descriptor: int) -> None:
+        there, own = os.stat(self._path), os.fstat(descriptor)
+        if (there.st_dev, there.st_ino) != (own.st_dev, own.st_ino):
+            raise FileNotFoundError(errno.ENOENT, "Another file has taken its place", str(self._path))
 
     def close(self) -> None:
         """Close the file."""

@@ -12,9 +12,11 @@ from types import TracebackType
 
 from composer3d.rendezvous import private_attempt
 
-__all__ = ["LastSeen", "Progress", "RunPhase", "attempt_folder"]
+__all__ = ["LastSeen", "Progress", "RunPhase", "attempt_folder", "left_reason"]
 
 _LAYOUT = struct.Struct("<qII")  # step, phase, pid: 16 bytes
+_LENGTH = struct.Struct("<Q")  # of the text behind it
+_SIZE = 1 << 17  # bytes of a rank's file, with space for the reason of its end
 _NO_STEP = -1
 
 
@@ -46,8 +48,9 @@ class LastSeen:
             rank: The rank.
         """
         try:
-            content = _file(folder, rank).read_bytes()
-        except FileNotFoundError:
+            with _file(folder, rank).open("rb", buffering=0) as file:
+                content = file.read(_LAYOUT.size)
+        except OSError:
             return None
         if len(content) < _LAYOUT.size:
             return None
@@ -56,16 +59,17 @@ class LastSeen:
 
 
 class Progress:
-    """A rank's last step and phase, in 16 bytes of memory that are also a file.
+    """A rank's last step and phase, and the reason of its end, in memory that is also a file.
 
     The file is mapped: an update is a store into memory (below one microsecond, no system call), and the kernel keeps
-    it when the process is killed. A second object of the same rank goes on where the first is.
+    it when the process is killed. Its space is taken when the rank starts, so that the reason finds room on a full
+    disk and without a file descriptor left. A second object of the same rank goes on where the first is.
 
     Args:
         output: The run's output folder.
         rank: The rank that writes.
 
-    Memory: one page. Collectives: none.
+    Memory: 128 KiB. Collectives: none.
     """
 
     def __init__(self, output: Path, rank: int) -> None:
@@ -73,9 +77,10 @@ class Progress:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_file(folder, rank), os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            if os.fstat(descriptor).st_size < _LAYOUT.size:
+            if os.fstat(descriptor).st_size < _SIZE:
+                os.posix_fallocate(descriptor, 0, _SIZE)
                 os.pwrite(descriptor, _LAYOUT.pack(_NO_STEP, RunPhase.STARTING, os.getpid()), 0)
-            self._memory = mmap.mmap(descriptor, _LAYOUT.size)
+            self._memory = mmap.mmap(descriptor, _SIZE)
         finally:
             os.close(descriptor)
         self._pid = os.getpid()
@@ -88,6 +93,17 @@ class Progress:
             phase: What the rank does.
         """
         _LAYOUT.pack_into(self._memory, 0, step, phase, self._pid)
+
+    def leave(self, reason: str) -> None:
+        """Write why this rank ends.
+
+        Args:
+            reason: Text, of which as much is kept as there is room for.
+        """
+        content = reason.encode()[: _SIZE - _LAYOUT.size - _LENGTH.size]
+        start = _LAYOUT.size + _LENGTH.size
+        self._memory[start : start + len(content)] = content
+        _LENGTH.pack_into(self._memory, _LAYOUT.size, len(content))  # last: a reader sees all of it or nothing
 
     def close(self) -> None:
         """Unmap the file; what was written stays."""
@@ -115,6 +131,23 @@ def attempt_folder(output: Path, restart: int | None = None) -> Path:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID", "alone")
     count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if restart is None else str(restart)
     return private_attempt(run_id, count) or output / "ranks" / f"{run_id}-{count}"
+
+
+def left_reason(folder: Path, rank: int) -> str:
+    """Return what a rank wrote when it ended, empty if nothing.
+
+    Args:
+        folder: The attempt's folder, see `attempt_folder`.
+        rank: The rank.
+    """
+    start = _LAYOUT.size + _LENGTH.size
+    try:
+        with _file(folder, rank).open("rb", buffering=0) as file:
+            head = file.read(start)
+            length = _LENGTH.unpack_from(head, _LAYOUT.size)[0] if len(head) == start else 0
+            return file.read(length).decode(errors="replace") if length else ""
+    except OSError:
+        return ""
 
 
 def _file(folder: Path, rank: int) -> Path:

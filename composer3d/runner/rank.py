@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from composer3d.private_folder import user_folder
 from composer3d.runner.progress import LastSeen, Progress, attempt_folder
 from composer3d.runner.report import Ending, FailureReport, read_failures, root_cause
 
@@ -50,27 +52,32 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _refuse_restart(output, world_size)
     folder = attempt_folder(output)
-    progress = Progress(output, rank)
-    stack = (folder / f"rank-{rank}.stack").open("w")
-    faulthandler.enable(stack)  # torch ends a rank by abort where collectives do not fit: it leaves its place here
-    try:
-        value = function(*args)
-    except KeyboardInterrupt:
-        raise SystemExit(3) from None
-    except BaseException as error:
-        _fail(error, rank=rank, world_size=world_size, output=output, report=report)
-    finally:
-        progress.close()
-        faulthandler.disable()
-        stack.close()
-    (folder / f"rank-{rank}.finished").touch()
+    progress = None
+    with ExitStack() as files:
+        try:
+            progress = files.enter_context(Progress(output, rank))
+            stack = files.enter_context((folder / f"rank-{rank}.stack").open("w"))
+            # torch ends a rank by abort where collectives do not fit: it leaves its place here.
+            faulthandler.enable(stack)
+            files.callback(faulthandler.disable)
+            value = function(*args)
+            (folder / f"rank-{rank}.finished").touch()
+        except KeyboardInterrupt:
+            raise SystemExit(3) from None
+        except BaseException as error:
+            failure = FailureReport.from_exception(
+                error, rank=rank, world_size=world_size, folder=folder, output=output
+            )
+            _fail(failure, error, progress=progress, output=output, report=report)
     _leave_group()
     if report and rank == 0 and not (folder / "reported").exists():
         (output / "error.json").unlink(missing_ok=True)
     return value
 
 
-def _fail(error: BaseException, *, rank: int, world_size: int, output: Path, report: bool) -> NoReturn:
+def _fail(
+    failure: FailureReport, error: BaseException, *, progress: Progress | None, output: Path, report: bool
+) -> NoReturn:
     """Tell of the failure and exit."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -78,18 +85,27 @@ def _fail(error: BaseException, *, rank: int, world_size: int, output: Path, rep
         # torchrun ends the others as soon as one is gone; who reports must live until it has.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     folder = attempt_folder(output)
-    failure = FailureReport.from_exception(error, rank=rank, world_size=world_size, folder=folder)
     # torchrun names the earliest error file as the root cause: this rank's, before the others can read why, or theirs.
     if not failure.consequence:
-        get_error_handler().record_exception(error)
-    failure.write(folder)
+        _record(get_error_handler().record_exception, error)
+    try:
+        failure.write(folder)
+    except OSError:  # of a full disk, or without a file descriptor left
+        if progress is not None:
+            progress.leave(failure.to_text())
     if report:
         if failure.consequence:
-            _await_cause(folder, world_size)
-        _report_once(folder, output, world_size)
+            _await_cause(folder, failure.world_size)
+        _report_once(failure, folder, output)
     if failure.consequence:
-        get_error_handler().record_exception(error)
+        _record(get_error_handler().record_exception, error)
     raise SystemExit(failure.exit_code) from None
+
+
+def _record(record: Callable[[BaseException], None], error: BaseException) -> None:
+    """Leave an error for the elastic agent; what stands in the way of that is what the report is about."""
+    with suppress(OSError):
+        record(error)
 
 
 def _await_cause(folder: Path, world_size: int) -> None:
@@ -103,17 +119,33 @@ def _await_cause(folder: Path, world_size: int) -> None:
         time.sleep(0.05)
 
 
-def _report_once(folder: Path, output: Path, world_size: int) -> None:
+def _report_once(failure: FailureReport, folder: Path, output: Path) -> None:
     """Write the report, if no other rank has."""
     try:
-        os.close(os.open(folder / "reported", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
-        return
-    cause = root_cause(folder, _silently_ended(folder, world_size), world_size=world_size)
-    assert cause is not None, "this rank has just written its own failure"
+        if not _is_first_to_report(folder):
+            return
+        cause = root_cause(folder, _silently_ended(folder, failure.world_size), world_size=failure.world_size)
+    except OSError:
+        cause = None
+    cause = cause or failure
     cause.write_error_json(output)
     sys.stderr.write(cause.render(output))
     sys.stderr.flush()
+
+
+def _is_first_to_report(folder: Path) -> bool:
+    """Claim the report for this rank; on a disk that takes no file, among the ranks of this machine."""
+    try:
+        os.close(os.open(folder / "reported", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return False
+    except OSError:
+        marker = user_folder("composer3d") / f"reported-{folder.name}"
+        try:
+            os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except FileExistsError:
+            return False
+    return True
 
 
 def _silently_ended(folder: Path, world_size: int) -> list[Ending]:
@@ -144,7 +176,8 @@ def _refuse_restart(output: Path, world_size: int) -> None:
     if not restart:
         return
     before = read_failures(attempt_folder(output, restart=restart - 1), world_size)
-    codes = [failure.exit_code for failure in before.values() if failure.kind == "user" and not failure.consequence]
+    final = [failure for failure in before.values() if failure.kind in ("user", "machine") and not failure.consequence]
+    codes = [failure.exit_code for failure in final]
     if codes:
         raise SystemExit(codes[0])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -16,11 +17,14 @@ from typing import Any, Literal
 
 from composer3d.errors import ComposerError, ManifestError
 from composer3d.flight import lost_a_peer
-from composer3d.runner.progress import LastSeen
+from composer3d.machine_errors import machine_error
+from composer3d.runner.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
 
-FailureKind = Literal["user", "crash", "killed", "left", "stuck", "interrupted"]
+FailureKind = Literal["user", "machine", "crash", "killed", "left", "stuck", "interrupted"]
+
+_SHORT = 10_000  # characters of a message, and of a traceback
 
 _LAUNCHER_FILES = (
     "/composer3d/runner/rank.py",
@@ -28,6 +32,8 @@ _LAUNCHER_FILES = (
     "/torch/distributed/elastic/",
     "/torch/multiprocessing/",
 )
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +61,8 @@ class FailureReport:
         host: Where it ran.
         pid: Its process.
         time_ns: When, `time.time_ns`.
-        kind: `user` is a ComposerError, shown without a traceback and never restarted; `crash` any other exception;
+        kind: `user` is a ComposerError, shown without a traceback and never restarted; so is `machine`, a full disk, a
+            folder that is gone or read-only, or too few open files; `crash` any other exception;
             `killed` a signal; `left` a process that ended, or a function that returned, before the others; `stuck`
             ranks that did not end in the time they had; `interrupted` Ctrl-C.
         error: The exception's class; empty without one.
@@ -67,6 +74,7 @@ class FailureReport:
         consequence: It only lost a rank that had failed before.
         witness: What the ranks that lost this one saw of it; only after an abort, which torch ends a rank with where
             collectives do not fit.
+        advice: What to do about it, where that is known.
         others: What became of the other ranks that failed.
     """
 
@@ -84,10 +92,13 @@ class FailureReport:
     exit_code: int | None = None
     consequence: bool = False
     witness: str = ""
+    advice: str = ""
     others: tuple[FailureReport, ...] = ()
 
     @classmethod
-    def from_exception(cls, error: BaseException, *, rank: int, world_size: int, folder: Path) -> FailureReport:
+    def from_exception(
+        cls, error: BaseException, *, rank: int, world_size: int, folder: Path, output: Path | None = None
+    ) -> FailureReport:
         """Describe the exception that ended this rank.
 
         Args:
@@ -95,11 +106,13 @@ class FailureReport:
             rank: This rank.
             world_size: Ranks there are.
             folder: The attempt's folder, where this rank's progress is.
+            output: The run's folder.
         """
         seen = LastSeen.read(folder, rank)
+        machine = machine_error(error, output)
         user = isinstance(error, ComposerError)
         left = isinstance(error, SystemExit) and error.code in (0, None)
-        text = str(error)
+        text = str(error if machine is None else machine)
         if isinstance(error, SystemExit):
             text = "left early with exit code 0" if left else f"called sys.exit({error.code!r})"
         return cls(
@@ -108,14 +121,15 @@ class FailureReport:
             host=socket.gethostname(),
             pid=os.getpid(),
             time_ns=time.time_ns(),
-            kind="user" if user else "left" if left else "crash",
+            kind="machine" if machine else "user" if user else "left" if left else "crash",
             error=type(error).__name__,
             message=text,
-            traceback="" if user else _format(error),
+            traceback="" if user or machine else _format(error),
             step=seen.step if seen else None,
             phase=seen.phase.name.lower() if seen else None,
             exit_code=2 if isinstance(error, ManifestError) else 3,
-            consequence=lost_a_peer(error),
+            consequence=machine is None and lost_a_peer(error),
+            advice=machine.advice if machine else "",
         )
 
     @classmethod
@@ -154,6 +168,10 @@ class FailureReport:
         """Put this rank's report into the attempt's folder, whole or not at all."""
         _write_json(folder / f"rank-{self.rank}.json", asdict(self))
 
+    def to_text(self) -> str:
+        """Return this rank's report as JSON, shortened to what `Progress.leave` has room for."""
+        return json.dumps(asdict(replace(self, message=self.message[:_SHORT], traceback=self.traceback[-_SHORT:])))
+
     def render(self, output: Path | None = None) -> str:
         """Return the one block that the user reads.
 
@@ -166,18 +184,23 @@ class FailureReport:
         if self.witness:
             lines.append(self.witness)
         lines += self._rest()
+        if self.advice:
+            lines.append(f"try: {self.advice}")
         if output is not None and not wrong_manifest(self):
             lines.append(_where(output))
         return "\n".join(lines) + "\n"
 
     def write_error_json(self, output: Path) -> Path:
-        """Write `error.json` into the run's folder and return its path.
+        """Write `error.json` into the run's folder, if that takes it, and return its path.
 
         Args:
             output: The run's output folder.
         """
         path = output / "error.json"
-        _write_json(path, {"composer3d": 1} | asdict(self))
+        try:
+            _write_json(path, {"composer3d": 1} | asdict(self))
+        except OSError as error:  # it may be what the report is about, which says so
+            log.debug("%s: %s", path, error)
         return path
 
     def who(self) -> str:
@@ -191,7 +214,7 @@ class FailureReport:
             return self.message
         if self.rank is None:
             return f"run failed: {self.message}" if self.kind != "interrupted" else self.message
-        if self.kind == "user":
+        if self.kind in ("user", "machine"):
             alone = self.world_size > 1 and len(self._same()) + 1 < self.world_size
             return f"run failed: {self.message}" + (f" ({self._place(self.who())})" if alone else "")
         if self.error and self.error != "SystemExit":
@@ -213,7 +236,7 @@ class FailureReport:
         """Return one line for the ranks that failed alike and one for those that followed."""
         same = self._same()
         lines = []
-        if same and self.kind != "user":
+        if same and self.kind not in ("user", "machine"):
             lines.append("likewise: " + ", ".join(f"rank {other.rank}" for other in same))
         rest = [f"rank {other.rank} ({_short(other)})" for other in self.others if other not in same]
         return lines + (["also ended: " + ", ".join(rest)] if rest else [])
@@ -264,7 +287,10 @@ def read_failures(folder: Path, world_size: int) -> dict[int, FailureReport]:
         try:
             content: dict[str, Any] = json.loads((folder / f"rank-{rank}.json").read_text())
         except FileNotFoundError:
-            continue
+            text = left_reason(folder, rank)
+            if not text:
+                continue
+            content = json.loads(text)
         failures[rank] = FailureReport(**content | {"others": ()})
     return failures
 
@@ -312,6 +338,8 @@ def _place_of(folder: Path, rank: int) -> str:
 def _short(other: FailureReport) -> str:
     if other.consequence:
         return "connection lost"
+    if other.kind == "machine":
+        return other.message.partition(" (")[0]
     return f"{other.error}: {other.message.partition(chr(10))[0]}" if other.error else other.message
 
 
@@ -320,7 +348,8 @@ def _where(output: Path) -> str:
 
     checkpoint = latest(output / "checkpoints")
     kept = f"the newest complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was complete"
-    return f"details: {output / 'error.json'}; {kept}"
+    details = output / "error.json"
+    return f"details: {details}; {kept}" if details.exists() else f"{details} could not be written; {kept}"
 
 
 def _signal_name(number: int) -> str:
@@ -333,5 +362,9 @@ def _signal_name(number: int) -> str:
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=1) + "\n")
-    os.replace(beside, path)
+    try:
+        beside.write_text(json.dumps(content, indent=1) + "\n")
+        os.replace(beside, path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
-from composer3d.runner.progress import LastSeen, RunPhase
+from composer3d.runner.progress import LastSeen, RunPhase, left_reason
 from composer3d.runner.report import Ending, FailureKind, FailureReport, root_cause
 from composer3d.runner.signals import ParentSignals, kill
 
@@ -108,7 +108,7 @@ class Watch:
             self._give_up(f"did not stop within {self.grace_s:g} s after SIGTERM")
         if time.monotonic() > self._deadline:
             self._give_up(f"did not end within {self._timeout_s:g} s")
-        if self._failures() or any(self.folder.glob("rank-*.json")):
+        if self._failures() or any(self.folder.glob("rank-*.json")) or any(map(self._left, self._pids)):
             self._fail()
 
     def stopped_while_starting(self, number: signal.Signals) -> NoReturn:
@@ -142,6 +142,10 @@ class Watch:
     def _done(self, rank: int) -> bool:
         return (self.folder / f"rank-{rank}.finished").exists()
 
+    def _left(self, rank: int) -> bool:
+        """Tell whether a rank that found no place for a file of its own has said why it ends."""
+        return bool(left_reason(self.folder, rank))
+
     def _failures(self) -> tuple[Ending, ...]:
         return tuple(ending for ending in self._endings.values() if not self._done(ending.rank))
 
@@ -154,7 +158,7 @@ class Watch:
             self._interrupt()
         if self.signals.terminate and self._stopped_before_a_step():
             raise Ended("preempted")
-        if report.kind == "user" or self.signals.terminate or self.num_restarts == self.max_restarts:
+        if report.kind in ("user", "machine") or self.signals.terminate or self.num_restarts == self.max_restarts:
             raise Ended("failed", report)
         self.num_restarts += 1
         text = report.render().rstrip()

@@ -12,6 +12,7 @@ from support.doctoring import lines, start, write
 
 from composer3d.cli import main
 from composer3d.doctor import examine, read_evidence
+from composer3d.runner.lock import attempts_of
 
 ZERO, ONE = r"rank 0 \(dp_shard 0\)", r"rank 1 \(dp_shard 1\)"
 PLUGIN = r"\((fsdp2|composer3d|fsdp2 or composer3d)\)"
@@ -62,7 +63,7 @@ def test_a_rank_that_hangs_in_data_loading_while_it_hangs(folder, capfd):
 
 
 def diagnosed():
-    if not list(Path("out").glob("ranks/*/rank-1.progress")):
+    if not list(attempts_of(Path("out")).glob("*/rank-1.progress")):
         return None
     return examine(read_evidence(Path("out")))
 

@@ -1,0 +1,133 @@
+"""What the machine does to a run: full disks, folders that are gone, too few open files. One report, no traceback."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+
+import pytest
+from support.doctoring import in_child, may_mount, mount
+
+from composer3d.cli import main
+from composer3d.forking import limit_ranks
+
+ROWS = """\
+import os, resource, shutil
+from pathlib import Path
+import torch
+
+
+class Rows:
+    \"\"\"Samples; once there is a checkpoint, reading one does something to the machine.\"\"\"
+
+    def __init__(self, fault, output):
+        self.fault, self.output = fault, Path(output)
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, number):
+        if (self.output / "checkpoints" / "latest").exists():
+            getattr(self, self.fault)()
+        return torch.arange(number, number + 17) % 100
+
+    def fill(self):
+        for size in (1 << 16, 1 << 10, 1):
+            try:
+                with (self.output / f"fill-{os.getpid()}").open("ab", buffering=0) as file:
+                    while True:
+                        file.write(bytes(size))
+            except OSError:
+                pass
+
+    def delete(self):
+        shutil.rmtree(self.output, ignore_errors=True)
+
+    def close(self):
+        used = len(os.listdir("/proc/self/fd")) - 1
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+"""
+WHO = r"\\(rank [01] of 2 \([^ ]+, pid \d+\) at step \d+( while saving)?\)"
+
+
+def run(folder, fault, output="out"):
+    (folder / "faulty.py").write_text(ROWS)
+    arguments = [
+        "data.use=faulty:Rows",
+        f'data.args={{fault = "{fault}", output = "{output}"}}',
+        f"run.output={output}",
+    ]
+    settings = [*arguments, "model.args.vocab_size=100", "train.steps=1000", "checkpoint.every=3"]
+    return main(["run", "run.toml", *(option for text in settings for option in ("--set", text))])
+
+
+def report(told):
+    """Return the lines after those of the training."""
+    assert "Traceback" not in told.err and told.out == "", told.err
+    text = told.err[told.err.index("run failed: ") :]
+    assert told.err.count("run failed: ") == 1
+    return text.splitlines()
+
+
+def test_a_disk_that_fills_up_is_named_even_where_no_file_finds_room(folder, capfd, monkeypatch):
+    """The temporary folder is on the same disk: the reason travels in space that was taken before."""
+    if not may_mount():
+        pytest.skip("needs to mount a small disk, in a namespace of its own")
+    (folder / "disk").mkdir()
+
+    def in_namespace():
+        mount(folder / "disk", "2m")
+        (folder / "disk" / "tmp").mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder / "disk" / "tmp"))
+        return run(folder, "fill", "disk/out")
+
+    with limit_ranks(2):
+        assert in_child(in_namespace) == 3
+    first, *rest = report(capfd.readouterr())
+    assert re.fullmatch(
+        r"run failed: the disk of disk/out\S* is full: 0.0 of 2.0 MiB free \(.*No space left on device.*\).*", first
+    )
+    rest = [line for line in rest if not line.startswith(("likewise: ", "also ended: "))]
+    assert rest == [
+        "try: free space there, keep fewer checkpoints (checkpoint.keep), or choose another run.output; then start the "
+        "same command again: it goes on from the newest checkpoint",
+        "disk/out/error.json could not be written; the newest complete checkpoint is disk/out/checkpoints/step-3",
+    ]
+
+
+def test_a_folder_that_is_deleted_is_named_in_the_next_step(folder, capfd):
+    with limit_ranks(2):
+        assert run(folder, "delete") == 3
+    first, *rest = report(capfd.readouterr())
+    assert re.fullmatch(
+        r"run failed: out/metrics.jsonl is gone: it was deleted, or moved, while the run wrote to it "
+        r"\(FileNotFoundError: \[Errno 2\] No such file or directory: 'out/metrics.jsonl'\).*",
+        first,
+    )
+    assert rest[-2:] == [
+        "try: leave out where it is while a run writes to it; then start the same command again: it goes on from the "
+        "newest checkpoint, if one is left",
+        "details: out/error.json; no checkpoint was complete",
+    ]
+    assert json.loads((folder / "out" / "error.json").read_text())["kind"] == "machine"
+
+
+def test_ranks_without_a_file_descriptor_left_say_so(folder, capfd):
+    with limit_ranks(2):
+        assert run(folder, "close") == 3
+    first, *rest = report(capfd.readouterr())
+    assert re.fullmatch(
+        r"run failed: this process may have no more than \d+ files open \(.*Too many open files.*", first
+    )
+    assert rest[-1] == "details: out/error.json; the newest complete checkpoint is out/checkpoints/step-3"
+    assert rest[-2].startswith("try: raise the limit (ulimit -n 65536)")
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="nothing is read-only for root")
+def test_a_folder_that_may_not_be_written_to_is_named(folder, capfd):
+    (folder / "out").mkdir(mode=0o500)
+    with limit_ranks(2):
+        assert run(folder, "delete") == 3
+    assert report(capfd.readouterr())[0].startswith("run failed: out/.lock cannot be written to (PermissionError: ")
