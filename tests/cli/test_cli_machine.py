@@ -46,8 +46,9 @@ class Rows:
         shutil.rmtree(self.output, ignore_errors=True)
 
     def close(self):
-        used = len(os.listdir("/proc/self/fd")) - 1
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        lowest = os.open(os.devnull, os.O_RDONLY)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 """
 WHO = r"\\(rank [01] of 2 \([^ ]+, pid \d+\) at step \d+( while saving)?\)"
 
@@ -86,6 +87,7 @@ def test_a_disk_that_fills_up_is_named_even_where_no_file_finds_room(folder, cap
     with limit_ranks(2):
         assert in_child(in_namespace) == 3
     first, *rest = report(capfd.readouterr())
+    newest = "disk/out/checkpoints/step-3"
     assert re.fullmatch(
         r"run failed: the disk of disk/out\S* is full: 0.0 of 2.0 MiB free \(.*No space left on device.*\).*", first
     )
@@ -93,7 +95,7 @@ def test_a_disk_that_fills_up_is_named_even_where_no_file_finds_room(folder, cap
     assert rest == [
         "try: free space there, keep fewer checkpoints (checkpoint.keep), or choose another run.output; then start the "
         "same command again: it goes on from the newest checkpoint",
-        "disk/out/error.json could not be written; the newest complete checkpoint is disk/out/checkpoints/step-3",
+        f"disk/out/error.json could not be written; the newest complete checkpoint is {newest}",
     ]
 
 
@@ -121,7 +123,10 @@ def test_ranks_without_a_file_descriptor_left_say_so(folder, capfd):
     assert re.fullmatch(
         r"run failed: this process may have no more than \d+ files open \(.*Too many open files.*", first
     )
-    assert rest[-1] == "details: out/error.json; the newest complete checkpoint is out/checkpoints/step-3"
+    # The save of the first checkpoint may still have had a file open, which it has left to the next.
+    assert re.fullmatch(
+        r"details: out/error.json; the newest complete checkpoint is out/checkpoints/step-\d+", rest[-1]
+    )
     assert rest[-2].startswith("try: raise the limit (ulimit -n 65536)")
 
 
