@@ -183,6 +183,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        metadata = import_module("importlib.metadata")
+        try:
+            return metadata.version("composer3d")
+        except metadata.PackageNotFoundError:  # a checkout that is not installed
+            return "0+unknown"
     if name == "select_fqns":
         return import_module("composer3d.patterns").select
     if name == "torch_compat":

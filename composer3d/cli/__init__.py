@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 from composer3d.cli import (
     calibrate,
@@ -26,8 +27,8 @@ from composer3d.cli import (
     timeline,
     verify,
 )
-from composer3d.cli.output import complain, print_problems
-from composer3d.errors import ComposerError, ForkError, ManifestError
+from composer3d.cli.output import complain, print_problems, say
+from composer3d.errors import ComposerError, ForkError, ManifestError, did_you_mean
 from composer3d.machine_errors import machine_error
 
 __all__ = ["build_parser", "main"]
@@ -44,10 +45,37 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 good; 1 what was asked does not hold; 2 the manifest or the command line is wrong; "
         "3 the run failed.",
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the versions of composer3d and torch")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(subparsers)
     return parser
+
+
+class _Version(argparse.Action):
+    """Reads metadata alone: torch takes a second to import."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        from importlib.metadata import PackageNotFoundError, version
+
+        shown = []
+        for name in ("composer3d", "torch"):
+            try:
+                shown.append(f"{name} {version(name)}")
+            except PackageNotFoundError:  # a checkout that is not installed
+                shown.append(f"{name} not installed")
+        say(", ".join(shown))
+        parser.exit()
+
+
+def _misspelt(argv: Sequence[str]) -> str | None:
+    """Return what to say of a first word that is no command; None where it is one, or an option."""
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    if not argv or argv[0].startswith("-") or argv[0] in names:
+        return None
+    if argv[0].endswith(".toml"):
+        return f'there is no command "{argv[0]}"; to train write composer3d run {argv[0]}'
+    return f'there is no command "{argv[0]}"; {did_you_mean(argv[0], names)}'
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -58,6 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The command line without the program's name; default: this process's.
     """
+    if (wrong := _misspelt(sys.argv[1:] if argv is None else argv)) is not None:
+        complain(wrong)
+        return WRONG
     try:
         arguments = build_parser().parse_args(argv)
     except SystemExit as leaving:  # argparse leaves by itself: 0 after --help, 2 for a wrong command line

@@ -7,9 +7,13 @@ from pathlib import Path
 
 from composer3d.cli.options import Subparsers
 from composer3d.cli.output import complain, print_table, say
+from composer3d.cli.schema import schema_text
 from composer3d.errors import did_you_mean
 
 __all__ = ["add", "execute"]
+
+# Editors take it from the line `#:schema` of a manifest; Taplo and those who follow it.
+SCHEMA = "composer3d.schema.json"
 
 
 def add(subparsers: Subparsers) -> None:
@@ -40,16 +44,18 @@ def execute(arguments: argparse.Namespace) -> int:
         complain(f'there is no shipped manifest "{arguments.name}"' + (f"; {hint}" if hint else ""))
         return 2
     target = arguments.to or Path(f"{arguments.name}.toml")
+    schema = target.with_name(SCHEMA)
     try:
         with target.open("x", encoding="utf-8") as file:
-            file.write(manifests[arguments.name])
+            file.write(f"#:schema {SCHEMA}\n{manifests[arguments.name]}")
+        schema.write_text(f"{schema_text()}\n", encoding="utf-8")
     except FileExistsError:
         complain(f"{target} exists and is not overwritten; name another file with --to FILE")
         return 2
     except OSError as error:
         complain(f"{target} cannot be written: {(error.strerror or str(error)).lower()}")
         return 2
-    say(f"wrote {target}; next: composer3d check {target}")
+    say(f"wrote {target}, and {schema} for editors; next: composer3d check {target}")
     return 0
 
 

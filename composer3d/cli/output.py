@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 
 from composer3d.errors import Problem
 
-__all__ = ["complain", "compress", "print_problems", "print_table", "say", "say_json"]
+__all__ = ["coloured", "complain", "compress", "print_problems", "print_table", "say", "say_json"]
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 FORMAT = 1
@@ -24,6 +25,13 @@ def say(text: str) -> None:
 def say_json(content: Mapping[str, Any]) -> None:
     """Write one JSON object, marked with its format, to standard output."""
     say(json.dumps({"composer3d": FORMAT, **content}, indent=1))
+
+
+def coloured(text: str, *, good: bool) -> str:
+    """Return a verdict in green or red on a terminal; as it is elsewhere, and where NO_COLOR is set."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{32 if good else 31}m{text}\x1b[0m"
 
 
 def complain(text: str) -> None:

@@ -47,7 +47,9 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
     parser.add_argument("--tokens", type=_amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
     parser.add_argument("--samples", type=_amount, metavar="N", help="the same, of a model that is given no tokens")
-    parser.add_argument("--price", type=_amount, metavar="P", help="of one device for an hour, for the cost")
+    parser.add_argument(
+        "--price", type=_amount, metavar="P", help="of one device for an hour, in dollars, for the cost"
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
         "--full", action="store_true", help="trace every block, where two depths of equal blocks would do"

@@ -106,11 +106,13 @@ def _start(arguments: argparse.Namespace) -> int:
         from composer3d.huggingface.folder import import_transformers
 
         import_transformers()  # once, for all ranks that are forked
+    num_ranks = found["num_ranks"]
+    complain(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} on {found['device']}")
     try:
         result = launch_local(
             _train,
             (arguments.manifest, arguments.overrides, arguments.resume),
-            num_ranks=found["num_ranks"],
+            num_ranks=num_ranks,
             device=found["device"],
             output=output,
             max_restarts=found["max_restarts"],

@@ -8,7 +8,7 @@ from composer3d.cli.options import Subparsers
 from composer3d.cli.output import complain, say
 from composer3d.errors import PluginError
 
-__all__ = ["add", "execute"]
+__all__ = ["add", "execute", "schema_text"]
 
 
 def add(subparsers: Subparsers) -> None:
@@ -23,7 +23,13 @@ def add(subparsers: Subparsers) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Print the schema; plugins that cannot be imported are named on standard error and left out."""
+    """Print the schema."""
+    say(schema_text())
+    return 0
+
+
+def schema_text() -> str:
+    """Return the schema; plugins that cannot be imported are named on standard error and left out."""
     import json
 
     from composer3d.manifest import CORE_TABLES, json_schema, mesh_table
@@ -44,5 +50,4 @@ def execute(arguments: argparse.Namespace) -> int:
         plugins[info.family][name] = cls
         axes += [axis.name for axis in info.axes]
     tables = {**CORE_TABLES, **TABLES, "mesh": mesh_table(axes)}
-    say(json.dumps(json_schema(tables, plugins), indent=1))
-    return 0
+    return json.dumps(json_schema(tables, plugins), indent=1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.inspection import Inspection, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, positive
-from composer3d.cli.output import complain, print_problems, say, say_json
+from composer3d.cli.output import coloured, complain, print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError, Problem
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ def _report(arguments: argparse.Namespace, found: dict[str, Any], folder: Path) 
     if arguments.json:
         say_json(to_json(verdict))
     else:
-        say(to_text(verdict))
+        *lines, last = to_text(verdict).split("\n")
+        say("\n".join([*lines, coloured(last, good=verdict.ok)]))
     return 0 if verdict.ok else DIFFERS
 
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from composer3d.errors import ComposerError, ManifestError, PluginError, Problem, ReferenceFailure, did_you_mean
 from composer3d.manifest.document import Document, read
+from composer3d.manifest.habits import explained
 from composer3d.manifest.references import resolve_reference
 from composer3d.manifest.tables import CORE_TABLES, MeshTable, ModelTable, TrainTable, mesh_table, validate
 from composer3d.manifest.validation import secret_paths
@@ -143,6 +144,9 @@ def inspect_manifest(
         found for path, cls in typed.items() for found in secret_paths(cls, document.get(path, {}), path)
     )
     document = replace(document, secrets=secrets)
+    problems = [
+        explained(problem, value=_value_at(document, problem), tables=(*classes, *FAMILIES)) for problem in problems
+    ]
     return InspectedManifest(
         manifest=Manifest(document=document, tables=instances, plugins=tuple(plugins)),
         problems=tuple(problems),
@@ -165,6 +169,11 @@ def _instance(document: Document, path: tuple[str, ...], cls: type, value: Any) 
     return validate(document, path, cls, {key: item for key, item in value.items() if key not in wrong})[0], problems
 
 
+def _value_at(document: Document, problem: Problem) -> Any:
+    table = tuple(problem.table.split(".")) if problem.table else ()
+    return document.get((*table, problem.key)) if problem.key is not None else None
+
+
 def _key_of(problem: Problem, path: tuple[str, ...]) -> str | None:
     """Return the key of the table at `path` in which a problem lies."""
     inside = (problem.table or "").removeprefix(dotted(path)).lstrip(".")
@@ -185,7 +194,10 @@ def _plugins(document: Document, catalogue: Catalogue, problems: list[Problem]) 
     for family in FAMILIES:
         tables = document.get((family,), {})
         if not isinstance(tables, Mapping):
-            problems.append(document.problem((family,), f"{family} must be a table of plugins, [{family}.NAME]"))
+            names = [name for name in catalogue.names() if f".{family}." in catalogue.origin(name)]
+            hint = f"NAME is one of: {', '.join(names)}" if names else None
+            message = f"{family} must be a table of plugins, [{family}.NAME]"
+            problems.append(document.problem((family,), message, hint=hint))
             continue
         for name, table in tables.items():
             plugin = _plugin(document, catalogue, family, name, table, problems)

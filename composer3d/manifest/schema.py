@@ -44,7 +44,9 @@ class _Generator(GenerateJsonSchema):
 def json_schema(tables: Mapping[str, type], plugins: Mapping[str, Mapping[str, type]]) -> dict[str, Any]:
     """Return the JSON schema (draft 2020-12) of manifests with these tables and plugins.
 
-    Keys without a default are demanded only of manifests that extend no other: a base may hold them.
+    Keys without a default are demanded only of manifests that extend no other: a base may hold them. `table = false`,
+    which removes an inherited table, is left out, so that editors say which key of a table is wrong and not that a
+    table is no boolean; `check` takes it.
 
     Args:
         tables: Top-level tables by name.
@@ -59,8 +61,11 @@ def json_schema(tables: Mapping[str, type], plugins: Mapping[str, Mapping[str, t
         needs[cls] = definitions["$defs"][reference["$ref"].rpartition("/")[2]].pop("required", [])
 
     def entry(name: str, cls: type) -> dict[str, Any]:
-        short = [{"type": "string"}] if name in SUGAR_TABLES and "use" in fields(cls) else []
-        return {"anyOf": [references[(cls, "validation")], *short, {"const": False}]}
+        reference: Any = references[(cls, "validation")]
+        if name not in SUGAR_TABLES or "use" not in fields(cls):
+            return dict(reference)
+        # What is said of properties holds for tables alone, so one schema serves both and an editor names the key.
+        return {**definitions["$defs"][reference["$ref"].rpartition("/")[2]], "type": ["object", "string"]}
 
     properties: dict[str, Any] = {
         "composer3d": {"const": FORMAT, "description": "The manifest format."},
@@ -86,8 +91,7 @@ def _family(members: Mapping[str, Any]) -> dict[str, Any]:
     # A plugin that is not installed, but named by reference, may have any keys beside `use`.
     use = {"use": {"type": "string"}}
     by_reference = {"type": "object", "additionalProperties": True, "required": ["use"], "properties": use}
-    table = {"type": "object", "additionalProperties": by_reference, "properties": members}
-    return {"anyOf": [table, {"const": False}]}
+    return {"type": "object", "additionalProperties": by_reference, "properties": members}
 
 
 def _unless_extending(

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Display"]
 
 REDRAW_S = 0.25
+_NARROW = 100  # columns of a terminal that hold step, bar, figures and time
 
 
 class Display:
@@ -55,14 +56,21 @@ class Display:
             self._redraw_at = time.monotonic() + REDRAW_S
 
     def _start(self, step: int) -> tuple[Progress, Any]:
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+        from rich.table import Column
 
+        # Where there is little room the step stays, and the figures lose their end.
+        width = len(f"step {self._num_steps}/{self._num_steps}")
+        total = f"{{task.completed:>{len(str(self._num_steps))}}}/{self._num_steps}"
+        columns: list[ProgressColumn] = [
+            TextColumn(f"step {total}", markup=False, table_column=Column(no_wrap=True, min_width=width)),
+            TextColumn("{task.fields[figures]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        ]
+        if self._console.width >= _NARROW:
+            columns.insert(1, BarColumn(bar_width=max(10, min(40, self._console.width - 96))))
+            columns.append(TimeRemainingColumn())
         progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.fields[figures]}", markup=False),
-            TimeRemainingColumn(),
+            *columns,
             console=self._console,
             auto_refresh=False,  # redrawn by the loop: a thread would wake up in the middle of steps
         )
@@ -91,16 +99,9 @@ def _figures(row: Mapping[str, Any]) -> str:
     if row.get("evaluation_loss") is not None:
         shown.append(f"evaluation {row['evaluation_loss']:.4f}")
     shown += [f"norm {row['grad_norm']:.3f}", f"lr {row['lr']:.2e}"]
-    shown += [f"{_short(row[f'{unit}_per_s'])} {unit}/s" for unit in ("tokens", "samples") if f"{unit}_per_s" in row]
+    shown += [f"{row[f'{unit}_per_s']:,.0f} {unit}/s" for unit in ("tokens", "samples") if f"{unit}_per_s" in row]
     if "mfu" in row:
         shown.append(f"MFU {row['mfu']:.1%}")
     if row.get("skipped_steps"):
         shown.append(f"skipped {row['skipped_steps']}")
     return "  ".join(shown)
-
-
-def _short(value: float) -> str:
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= limit:
-            return f"{value / limit:.1f}{letter}"
-    return f"{value:.0f}"

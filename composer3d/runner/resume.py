@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.runner.batch_size import BatchSize
 
-__all__ = ["RunState", "choose_checkpoint", "clear_for", "refuse_changes", "step_of"]
+__all__ = ["RunState", "choose_checkpoint", "clear_for", "planned_steps_of", "refuse_changes", "step_of"]
 
 MAX_SHOWN = 4
 
@@ -28,12 +28,14 @@ class RunState:
     Args:
         record: What a checkpoint must agree with: model, optimizer, data.
         batch_size: Of every step.
+        planned_steps: Of the whole run; learning rates depend on it.
     """
 
-    def __init__(self, record: Mapping[str, Any], batch_size: BatchSize) -> None:
+    def __init__(self, record: Mapping[str, Any], batch_size: BatchSize, *, planned_steps: int) -> None:
         # As JSON gives it back, so that a loaded record compares equal.
         self.record = json.loads(json.dumps(record, default=str))
         self._batch_size = batch_size
+        self.planned_steps = planned_steps
         self.num_steps = 0
         self.num_tokens = 0
 
@@ -44,6 +46,7 @@ class RunState:
             "sequences": self._batch_size.position_of(self.num_steps),
             "tokens": self.num_tokens,
             "record": self.record,
+            "planned_steps": self.planned_steps,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -127,6 +130,12 @@ def refuse_changes(path: Path, run_state: RunState, batch_size: BatchSize) -> No
             f"{path}: its {steps} steps took {sequences} sequences, and the first {steps} steps of this run would take "
             f"{now}: the global batch is another; set train.global_batch (and batch_ramp) to what it was"
         )
+
+
+def planned_steps_of(path: Path) -> int | None:
+    """Return how many steps the run was to have that wrote a checkpoint; None where it does not say."""
+    planned = _saved(path).get("planned_steps")
+    return planned if isinstance(planned, int) else None
 
 
 def _saved(path: Path) -> Mapping[str, Any]:

@@ -239,7 +239,7 @@ class OptimizerTable:
                 raise ValueError('matrices is for use = "muon"')
             _compile("matrices", self.matrices)
         if self.use not in ("adamw", "sgd", "muon") and ":" not in self.use:
-            raise ValueError(f'use = "{self.use}" is not adamw, sgd, muon or "module:Class"')
+            raise ValueError(f'use = "{self.use}" is not adamw, sgd, muon or "module:Class"{_meant(self.use)}')
         if self.no_decay is not None:
             _compile("no_decay", self.no_decay)
         return self
@@ -361,6 +361,16 @@ class EMATable:
     decay: float | None = Field(default=None, gt=0, lt=1)
     every: int = Field(default=1, ge=1)
     evaluate: bool = True
+
+
+def _meant(name: str) -> str:
+    """Return a hint for an optimizer that is named as other systems name it."""
+    last = name.rpartition(".")[2]
+    if last.lower() in ("adamw", "sgd", "muon"):
+        return f'; write "{last.lower()}"'
+    if last.isidentifier() and (name.startswith("torch.optim.") or (last == name and last[:1].isupper())):
+        return f'; write "torch.optim:{last}"'
+    return ""
 
 
 def _compile(key: str, expression: str) -> None:

@@ -30,7 +30,7 @@ from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.metrics import MetricsFile
 from composer3d.runner.model import ModelFactory
 from composer3d.runner.progress import Progress, RunPhase
-from composer3d.runner.resume import RunState, choose_checkpoint, clear_for, refuse_changes, step_of
+from composer3d.runner.resume import RunState, choose_checkpoint, clear_for, planned_steps_of, refuse_changes, step_of
 from composer3d.runner.signals import Preemption
 from composer3d.runner.stability import Stability
 from composer3d.runner.tokenizer import with_tokenizer
@@ -141,7 +141,7 @@ class Trainer:
         self.stability = Stability(tables["stability"], overflow_is_expected=self.run.has_grad_scaler)
         ema = tables["ema"]
         self.ema = None if ema.decay is None else EMA(self.run, decay=ema.decay, every=ema.every)
-        self.state = RunState(self._record(), self.batch_size)
+        self.state = RunState(self._record(), self.batch_size, planned_steps=self.num_steps)
         self._attach()
         self.display = stack.enter_context(
             Display(self.num_steps, log_every=tables["run"].log_every, silent=silent or not self.is_first)
@@ -228,10 +228,25 @@ class Trainer:
 
     def _load(self, path: Path) -> None:
         refuse_changes(path, self.state, self.batch_size)
+        self._tell_schedule(path)
         self.progress.update(step_of(path), RunPhase.LOADING)
         self.run.load(path)
         if path.is_relative_to(self.output):
             self._saved = self.state.num_steps
+
+    def _tell_schedule(self, path: Path) -> None:
+        """Say that a run of another length has other learning rates, which go on from there with a step."""
+        planned, start, table = planned_steps_of(path), step_of(path), self.manifest.tables["lr_schedule"]
+        if planned in (None, self.num_steps):
+            return
+        folder = self.manifest.document.folder
+        before = multiplier_of(table, num_steps=planned or 1, folder=folder)(start)
+        after = multiplier_of(table, num_steps=self.num_steps, folder=folder)(start)
+        if before != after:
+            self.display.message(
+                f"train.steps was {planned} and is {self.num_steps}, so the learning-rate schedule is another one: "
+                f"step {start + 1} takes {after:.3g} of optimizer.lr, and would have taken {before:.3g}"
+            )
 
     def _begin_output(self, start: int, path: Path | None) -> None:
         """Write what the run is, and take away what a course that is given up has left; on the first rank."""

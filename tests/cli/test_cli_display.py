@@ -12,6 +12,7 @@ import time
 import pytest
 
 from composer3d.cli import main
+from composer3d.cli.output import coloured
 from composer3d.forking import limit_ranks
 from composer3d.runner.display import Display
 
@@ -19,11 +20,11 @@ ARGUMENTS = ["run", "run.toml", "--set", "run.output=out", "--set", "train.steps
 ROW = {"loss": 2.5, "grad_norm": 1.25, "lr": 3e-4, "tokens_per_s": 12345.0, "mfu": 0.42, "skipped_steps": 1}
 
 
-def on_a_terminal(function):
-    """Run a function in a child whose streams are a terminal of 140 columns; return its exit code and what it wrote."""
+def on_a_terminal(function, columns=140, **environment):
+    """Run a function in a child whose streams are a terminal; return its exit code and what it wrote."""
     pid, master = pty.fork()
     if pid == 0:
-        os.environ.update(TERM="xterm-256color", COLUMNS="140", LINES="40")
+        os.environ.update(TERM="xterm-256color", COLUMNS=str(columns), LINES="40", **environment)
         # Inside of pytest these are what captures them.
         with open(1, "w", closefd=False) as sys.stdout, open(2, "w", closefd=False) as sys.stderr:
             code = function() or 0
@@ -68,8 +69,26 @@ def test_a_bar_on_a_terminal_is_redrawn_in_place():
     code, written = on_a_terminal(steps)
     assert code == 0 and redrawn(written)[-1] == 12 and len(redrawn(written)) >= 2
     last = plain(written)[plain(written).rindex("step 12/12") :]
-    assert "loss 2.5000  norm 1.250  lr 3.00e-04  12.3k tokens/s  MFU 42.0%  skipped 1" in last
+    assert "loss 2.5000  norm 1.250  lr 3.00e-04  12,345 tokens/s  MFU 42.0%  skipped 1" in last
     assert "\x1b[2K" in written and "between" in plain(written)  # the line is cleared before it is drawn again
+
+
+@pytest.mark.parametrize("columns", [24, 40, 80, 100, 119])
+def test_the_step_stays_where_there_is_little_room(columns):
+    code, written = on_a_terminal(steps, columns)
+    assert code == 0 and redrawn(written)[-1] == 12
+    assert all(len(line) <= columns for line in plain(written).split("\n"))
+    assert ("loss 2.5000" in plain(written)) == (columns >= 40)
+
+
+def test_verdicts_are_coloured_on_terminals_alone():
+    def verdicts():
+        sys.stdout.write(coloured("proven", good=True) + coloured("not proven", good=False))
+
+    green, red = "\x1b[32mproven\x1b[0m", "\x1b[31mnot proven\x1b[0m"
+    assert green + red in on_a_terminal(verdicts)[1]
+    assert "provennot proven" in on_a_terminal(verdicts, NO_COLOR="1")[1]
+    assert coloured("proven", good=True) == "proven"
 
 
 @pytest.fixture

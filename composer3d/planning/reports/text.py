@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
 from composer3d.planning.reports.report import collective_rows, flops_of
 
-__all__ = ["MEMORY_PARTS", "band", "memory_parts", "show_plan", "size", "time_lines"]
+__all__ = ["MEMORY_PARTS", "amount", "band", "memory_parts", "show_plan", "size", "time_lines"]
 
 _MOST_ROWS = 12
 _BAR = 60
@@ -22,6 +23,18 @@ MEMORY_PARTS = (
     ("transient", "T", "#b07aa1"),
     ("reserve", "r", "#bab0ac"),
 )
+
+
+def amount(number: float) -> str:
+    """Return a number of three digits or more as people write it.
+
+    >>> amount(54321.6), amount(818000.0), amount(3.14159), amount(0.000123)
+    ('54,300', '818,000', '3.14', '0.000123')
+    """
+    if not math.isfinite(number) or abs(number) < 1000:
+        return f"{number:.3g}"
+    digits = max(0, math.floor(math.log10(abs(number))) - 2)
+    return f"{round(number / 10**digits) * 10**digits:,}"
 
 
 def size(number: float) -> str:
@@ -176,9 +189,10 @@ def time_lines(time: Mapping[str, Any]) -> list[str]:
         time: Of a plan.
     """
 
-    def told(figure: Mapping[str, Any], unit: str = "") -> str:
+    def told(figure: Mapping[str, Any], unit: str = "", sign: str = "") -> str:
         low, high = figure["low"], figure["high"]
-        return f"{figure['value']:.3g}{unit} ({low:.3g} to {high:.3g}) [{figure['known']}]"
+        between = f"{sign}{amount(low)} to {sign}{amount(high)}"
+        return f"{sign}{amount(figure['value'])}{unit} ({between}) [{figure['known']}]"
 
     unit = time["unit"]
     lines = [
@@ -189,7 +203,7 @@ def time_lines(time: Mapping[str, Any]) -> list[str]:
         f"MFU {told(time['mfu'])} ({time['convention']}), HFU {told(time['hfu'])}, of {time['peak_flops']:.3g} FLOP/s",
     ]
     if (run := time.get("training")) is not None:
-        cost = "" if run["cost"] is None else f", cost {told(run['cost'])}"
+        cost = "" if run["cost"] is None else f", cost {told(run['cost'], sign='$')}"
         lines.append(
             f"the run: {run['num_steps']:,} steps, {told(run['days'])} days, "
             f"{told(run['device_hours'])} device hours{cost}"

@@ -1,0 +1,122 @@
+"""Words that other systems have for what a manifest says otherwise, and where it says it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from composer3d.errors import Problem
+
+__all__ = ["explained"]
+
+_STEPS = "train.steps counts optimizer steps, and nothing counts epochs"
+_BATCH = "train.microbatch is sequences per forward and rank, train.global_batch those of a step over all ranks"
+_CLIP = "write train.grad_clip"
+_ACCUMULATE = "write train.global_batch: what is above microbatch x data-parallel degree is accumulated"
+_DTYPES = "dtypes are plugins of the family precision: composer3d plugins lists them"
+_ANYWHERE = {
+    "lr": "write optimizer.lr",
+    "learning_rate": "write optimizer.lr",
+    "weight_decay": "write optimizer.weight_decay",
+    "betas": "write optimizer.betas",
+    "warmup": "write lr_schedule.warmup",
+    "warmup_steps": "write lr_schedule.warmup",
+    "warmup_ratio": "write lr_schedule.warmup",
+    "scheduler": "write lr_schedule.use",
+    "lr_scheduler": "write lr_schedule.use",
+    "batch_size": _BATCH,
+    "train_batch_size": _BATCH,
+    "micro_batch_size": "write train.microbatch",
+    "micro_batch": "write train.microbatch",
+    "per_device_train_batch_size": "write train.microbatch",
+    "global_batch_size": "write train.global_batch",
+    "accumulate": _ACCUMULATE,
+    "accumulation_steps": _ACCUMULATE,
+    "gradient_accumulation_steps": _ACCUMULATE,
+    "epochs": _STEPS,
+    "num_epochs": _STEPS,
+    "num_train_epochs": _STEPS,
+    "max_steps": "write train.steps",
+    "num_steps": "write train.steps",
+    "steps": "write train.steps",
+    "clip_grad": _CLIP,
+    "max_grad_norm": _CLIP,
+    "gradient_clipping": _CLIP,
+    "seed": "write train.seed",
+    "output_dir": "write run.output",
+    "save_steps": "write checkpoint.every",
+    "save_every": "write checkpoint.every",
+    "eval_steps": "write evaluation.every",
+    "eval_every": "write evaluation.every",
+    "log_every": "write run.log_every",
+    "logging_steps": "write run.log_every",
+    "device": "write run.device",
+    "dtype": _DTYPES,
+    "bf16": _DTYPES,
+    "fp16": _DTYPES,
+    "amp": _DTYPES,
+    "mixed_precision": _DTYPES,
+    "block_size": "write data.seq_len",
+    "context_length": "write data.seq_len",
+    "max_length": "write data.seq_len",
+    "max_seq_len": "write data.seq_len",
+    "seq_length": "write data.seq_len",
+    "dataset": "write data.use",
+}
+_IN_TABLE = {
+    "mesh": {
+        "dp": "write dp_shard (parameters sharded) or dp_replicate (parameters replicated)",
+        "ddp": "write dp_replicate",
+        "data": "write dp_shard or dp_replicate",
+        "data_parallel": "write dp_shard or dp_replicate",
+        "fsdp": "write dp_shard",
+        "mp": "write tp",
+        "model": "write tp",
+        "tensor": "write tp",
+        "tensor_parallel": "write tp",
+        "pipeline": "write pp",
+        "pipeline_parallel": "write pp",
+        "sp": "write cp; sequence parallelism beside tensor parallelism is an option of that plugin",
+        "context": "write cp",
+        "expert": "write ep",
+        "world_size": "the degrees multiply to it; an axis that is -1 takes the ranks that are left",
+    },
+    "optimizer": {"learning_rate": "write lr", "name": "write use", "type": "write use", "beta1": "write betas"},
+    "model": {"name": "write use", "path": "write use", "class": "write use", "type": "write use"},
+    "data": {"path": "write use", "name": "write use", "file": "write use", "files": "write use"},
+    "lr_schedule": {"type": "write use", "min_lr": "write min_ratio, a fraction of optimizer.lr"},
+    "checkpoint": {"interval": "write every", "steps": "write every", "dir": "checkpoints lie in run.output"},
+    "run": {"name": "write output", "dir": "write output"},
+}
+
+
+def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Problem:
+    """Return a problem of an unknown key or table with a better hint, if what was meant is known.
+
+    Args:
+        problem: Of a manifest.
+        value: What the manifest has there.
+        tables: All that may stand at the top.
+    """
+    if problem.message.startswith("unknown table "):
+        name = (problem.table or "").strip('"')
+        hint = _ANYWHERE.get(name)
+        return replace(problem, hint=hint) if hint else problem
+    if not problem.message.startswith("unknown key ") or problem.key is None:
+        return problem
+    key, table = problem.key, problem.table or ""
+    if key in tables and isinstance(value, dict):
+        return replace(problem, hint=_dotted_hint(key, table, value))
+    hint = _IN_TABLE.get(table, {}).get(key) or _ANYWHERE.get(key)
+    if hint is None and table == "model":
+        hint = f"arguments of the model stand in model.args: write model.args.{key}"
+    points_here = hint is not None and hint.startswith(f"write {table}.")
+    return replace(problem, hint=hint) if hint and not points_here else problem
+
+
+def _dotted_hint(key: str, table: str, value: dict[str, object]) -> str:
+    inner = next(iter(value), "...")
+    return (
+        f"below the header [{table}] a line {key}.{inner} belongs to it; write it above the first header, or under "
+        f"[{key}]"
+    )

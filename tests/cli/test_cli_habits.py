@@ -1,0 +1,87 @@
+"""Words that people bring from other systems, and the word that each is answered with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import composer3d
+
+BATCH = "train.microbatch is sequences per forward and rank, train.global_batch those of a step over all ranks"
+UNKNOWN = {
+    "train.lr = 1e-3": '[train] unknown key "lr"; write optimizer.lr',
+    "train.batch_size = 8": f'[train] unknown key "batch_size"; {BATCH}',
+    "train.epochs = 3": '[train] unknown key "epochs"; train.steps counts optimizer steps, and nothing counts epochs',
+    "train.max_grad_norm = 1.0": '[train] unknown key "max_grad_norm"; write train.grad_clip',
+    "train.max_steps = 5": '[train] unknown key "max_steps"; did you mean "steps"?',
+    "data.batch_size = 8": f'[data] unknown key "batch_size"; {BATCH}',
+    "data.max_length = 8": '[data] unknown key "max_length"; write data.seq_len',
+    "mesh.dp = 2": '[mesh] unknown key "dp"; write dp_shard (parameters sharded) or dp_replicate (parameters',
+    "optimizer.learning_rate = 1.0": '[optimizer] unknown key "learning_rate"; write lr',
+    "lr_schedule.warmup_steps = 1": '[lr_schedule] unknown key "warmup_steps"; did you mean "warmup"?',
+    "model.dim = 8": '[model] unknown key "dim"; arguments of the model stand in model.args: write model.args.dim',
+    "batch_size = 8": f'[batch_size] unknown table "batch_size"; {BATCH}',
+    "epochs = 8": '[epochs] unknown table "epochs"; train.steps counts optimizer steps, and nothing counts epochs',
+    'optimizer = "AdamW"': '[optimizer] use = "AdamW" is not adamw, sgd, muon or "module:Class"; write "adamw"',
+    'optimizer = "torch.optim.AdamW"': 'muon or "module:Class"; write "adamw"',
+    'optimizer = "torch.optim.Adam"': 'muon or "module:Class"; write "torch.optim:Adam"',
+    'optimizer = "RMSprop"': 'muon or "module:Class"; write "torch.optim:RMSprop"',
+    'model = "cli_models.py:build"': '"cli_models.py:build" names a file, not a module; write "cli_models:build"',
+    'model = "cli_models.build"': '[model] "cli_models.build" is not a reference; write "cli_models:build"',
+    'model = "./cli_models.py:build"': '"./cli_models.py:build" is not a reference; write "cli_models:build"',
+    'precision = "bf16"': "precision must be a table of plugins, [precision.NAME]; NAME is one of: float8, int8, ",
+}
+
+
+@pytest.mark.parametrize("line", UNKNOWN)
+def test_what_is_called_otherwise_elsewhere(folder, command, line):
+    (folder / "run.toml").write_text(f"composer3d = 1\n{line}\n" + ("" if "train" in line else "train.steps = 2\n"))
+    code, out, err = command("check", "run.toml")
+    assert (code, out) == (2, "")
+    assert UNKNOWN[line] in err
+
+
+def test_dotted_keys_below_a_header(edited, command):
+    edited(new="train.seed = 3\n")
+    assert command("check", "run.toml") == (
+        2,
+        "",
+        'run.toml:16:1: [sharding.fsdp2] unknown key "train"; below the header [sharding.fsdp2] a line train.seed '
+        "belongs to it; write it above the first header, or under [train]\n1 problem\n",
+    )
+
+
+def test_misspelt_commands(command):
+    assert command("chekc", "run.toml") == (2, "", 'there is no command "chekc"; did you mean "check"?\n')
+    assert command("run.toml") == (2, "", 'there is no command "run.toml"; to train write composer3d run run.toml\n')
+    assert "one of: calibrate, check," in command("zzz")[2]
+
+
+def test_versions(command):
+    import torch
+
+    code, out, err = command("--version")
+    assert (code, err) == (0, "")
+    assert out == f"composer3d {composer3d.__version__}, torch {torch.__version__}\n"
+
+
+def test_version_imports_no_torch():
+    code = "import sys; from composer3d.cli import main; main(['--version']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.endswith("\nFalse\n"), done.stdout + done.stderr
+
+
+def test_what_init_writes_names_its_schema(folder, command):
+    assert command("init", "quickstart", "--to", "own.toml") == (
+        0,
+        "wrote own.toml, and composer3d.schema.json for editors; next: composer3d check own.toml\n",
+        "",
+    )
+    assert (folder / "own.toml").read_text().startswith("#:schema composer3d.schema.json\n")
+    schema = json.loads((folder / "composer3d.schema.json").read_text())
+    assert schema["properties"]["train"]["$ref"].endswith("TrainTable")
+    assert "anyOf" not in json.dumps({name: sorted(entry) for name, entry in schema["properties"].items()})
+    assert command("check", "own.toml")[0] == 0
