@@ -65,6 +65,26 @@ def test_rows_after_the_checkpoint_are_computed_again(tmp_path):
     assert losses(tmp_path / "out")[2] != 1.0
 
 
+def test_a_longer_run_says_that_its_learning_rates_are_others(tmp_path, capfd):
+    def going_on(*overrides):
+        capfd.readouterr()
+        start(path, 1, *overrides, silent=False)
+        return capfd.readouterr().err
+
+    linear = 'lr_schedule = { use = "linear", warmup = 0, min_ratio = 0.0 }'
+    path = write(tmp_path, MANIFEST.replace('lr_schedule.use = "constant"', linear))
+    start(path, 1, "train.steps=2")
+    assert (
+        "train.steps was 2 and is 8, so the learning-rate schedule is another one: step 3 takes 0.75 of optimizer.lr, "
+        "and would have taken 0\n"
+    ) in going_on("train.steps=8", "checkpoint.every=3")
+    # The last checkpoint is of this run's own length, and a constant rate is the same for any.
+    assert "schedule" not in going_on("train.steps=8")
+    path = write(tmp_path, MANIFEST)
+    start(path, 1, "train.steps=2", resume="never")
+    assert "schedule" not in going_on("train.steps=3")
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of one step, which no test changes."""

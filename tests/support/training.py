@@ -46,12 +46,12 @@ def write(folder, text=MANIFEST):
     return path
 
 
-def start(path, world_size, *overrides, resume="auto", output=None):
+def start(path, world_size, *overrides, resume="auto", output=None, silent=True):
     """Train on real ranks; return the first rank's outcome, after checking that the others ended alike."""
     sets = [f'run.output="{output or path.parent / "out"}"', *overrides]
 
     def rank():
-        return asdict(train(load_manifest(path, tables=TABLES, overrides=sets), resume=resume, silent=True))
+        return asdict(train(load_manifest(path, tables=TABLES, overrides=sets), resume=resume, silent=silent))
 
     results = run_ranks(rank, world_size)
     assert all(result == results[0] for result in results)
