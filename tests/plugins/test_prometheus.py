@@ -12,6 +12,7 @@ from functools import partial
 from urllib.parse import urlencode
 
 import pytest
+from composer3d_plugins.profiling.prometheus import Prometheus
 from support.models import assert_unchanged, composed, padded, seeded
 from support.reporting import train
 from support.servers import prometheus
@@ -55,6 +56,17 @@ def test_refuses_a_port_that_is_taken():
     assert run_ranks(refused, 1)[0].endswith(
         "port N cannot be served: Address already in use; name another one as port, or 0 for any that is free"
     )
+
+
+@pytest.mark.parametrize("address", ["", "300.1.1.1", "a b", "host:80", "http://x", "x/y", "-x"])
+def test_refuses_an_address_that_is_none(address):
+    with pytest.raises(ValueError, match="is neither an IP address nor the name of a host"):
+        Prometheus(address=address)
+
+
+def test_takes_addresses_and_names():
+    for address in ("127.0.0.1", "0.0.0.0", "::1", "localhost", "node-3.cluster.example"):
+        assert Prometheus(address=address).address == address
 
 
 @functools.cache

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import ipaddress
 import math
 import os
+import re
 import time
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from composer3d import Metric, PluginError, Recorder, RunContext, hookimpl, plugin
 
 __all__ = ["Prometheus"]
 
+_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]*[A-Za-z0-9])?)*")
 _COMPUTING = frozenset({"forward", "backward", "backward_input", "backward_weight"})
 
 
@@ -38,6 +41,17 @@ class Prometheus:
 
     port: int = Field(default=9464, ge=0, le=65535)
     address: str = "127.0.0.1"
+
+    @field_validator("address")
+    @classmethod
+    def _is_an_address(cls, address: str) -> str:
+        """Refuse what no socket can listen on; whether a name has an address, the machine of the run decides."""
+        try:
+            ipaddress.ip_address(address)
+        except ValueError:
+            if len(address) > 253 or not _HOST.fullmatch(address) or address.replace(".", "").isdigit():
+                raise ValueError(f'"{address[:80]}" is neither an IP address nor the name of a host') from None
+        return address
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
