@@ -110,8 +110,11 @@ def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Pr
     hint = _IN_TABLE.get(table, {}).get(key) or _ANYWHERE.get(key)
     if hint is None and table == "model":
         hint = f"arguments of the model stand in model.args: write model.args.{key}"
-    points_here = hint is not None and hint.startswith(f"write {table}.")
-    return replace(problem, hint=hint) if hint and not points_here else problem
+    if hint is None:
+        return problem
+    if hint.startswith(f"write {table}.") and (problem.hint or "").startswith("did you mean"):
+        return problem
+    return replace(problem, hint=hint.replace(f"write {table}.", "write ") if table != "model" else hint)
 
 
 def _dotted_hint(key: str, table: str, value: dict[str, object]) -> str:
