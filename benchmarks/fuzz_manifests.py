@@ -128,6 +128,8 @@ def fuzz(indices: Sequence[int], *, seed: int, folder: Path, report: Any = print
         for index, faults, spent in _in_fork(chunk, seed, folder, schema):
             finished += 1
             slowest = max(slowest, spent)
+            for fault in faults:
+                report(f"--only {index}: {fault}")
             found += [(index, fault, spent) for fault in faults]
         if finished < len(chunk):
             found.append((chunk[finished], "the process ended", 0.0))
