@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 __all__ = ["add", "execute", "num_local_ranks", "output_of"]
 
 WRONG, FAILED = 2, 3
+# What a mistyped degree would fork: each rank takes tens of MiB before its first step.
+_LEAST_RANKS, _RANKS_PER_CORE = 64, 16
 
 
 def add(subparsers: Subparsers) -> None:
@@ -247,7 +249,13 @@ def _machine_problems(manifest: Manifest, device: torch.device, num_ranks: int) 
     import torch
 
     if device.type == "cpu":
-        return []
+        cores = os.cpu_count() or 1
+        most = max(_LEAST_RANKS, _RANKS_PER_CORE * cores)
+        if num_ranks <= most:
+            return []
+        message = f"{num_ranks} ranks are more than the {most} that this machine with {cores} cores is given at once"
+        hint = "start them on several machines with torchrun, or lower the degrees"
+        return [manifest.document.problem(("mesh",), message, hint=hint, whole_table=True)]
     available = torch.accelerator.device_count()
     if available == 0:
         message = f'device = "{device.type}", and this machine has none'

@@ -184,3 +184,10 @@ def test_files_beside_the_manifest_stand_in_for_no_installed_module(folder, star
     done = subprocess.run(check, capture_output=True, text=True, cwd=folder, timeout=120, check=False)
     assert done.returncode == 2
     assert "not from the folder of the manifest; rename random.py" in done.stderr
+
+
+def test_a_degree_with_too_many_zeros_starts_no_process_for_each(edited, command):
+    edited("dp_shard = 2", "dp_shard = 100_000")
+    edited_text = "run.toml:4:2: [mesh] 100000 ranks are more than the "
+    code, out, err = command("run", "run.toml", "--set", "train.global_batch=100000")
+    assert (code, out) == (2, "") and edited_text in err
