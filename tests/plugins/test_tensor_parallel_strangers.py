@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import unowned_weights
+from support import looking, unowned_weights
 from support.architectures import class_loss
 from support.models import write_manifest
 from support.strangers import STRANGERS
@@ -67,6 +67,9 @@ CUT = {
     "UnevenHeads": ["down", "up"],
     "ReadWeight": ["first", "second"],
     "Parametrised": ["first", "second"],
+    "Looking": ["down", "o", "qkv", "up"],
+    "LookingModel": ["down", "o", "qkv", "up"],
+    "Experts": ["down", "up", *(f"experts.{expert}.{layer}" for expert in range(4) for layer in (0, 2))],
 }
 
 
@@ -88,8 +91,8 @@ def test_what_is_cut():
     assert run_ranks(cut, 2, list(CUT))[0] == {name: sorted(modules) for name, modules in CUT.items()}
 
 
-def test_weights_of_several_owners_with_shards_of_them_and_of_the_sequence():
-    names = [each.__name__ for each in (*unowned_weights.BLOCKS, *unowned_weights.MODELS)]
+def test_with_fsdp2_and_a_sharded_sequence():
+    names = [each.__name__ for each in (*unowned_weights.BLOCKS, *unowned_weights.MODELS, *looking.MODELS)]
     text = f"[mesh]\ntp = 2\ndp_shard = 2\n{AUTO}{SP}\n[sharding.fsdp2]\n"
     for found in run_ranks(outcomes, 4, names, text):
         assert max(found.values()) < TIGHT

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.blocks import VOCAB, Model, RMSNorm
+from support.looking import BLOCKS as LOOKING
+from support.looking import MODELS as LOOKING_MODELS
 from support.strange_attention import (
     GPTJ,
     Alibi,
@@ -220,6 +222,7 @@ BLOCKS = {
         Depthwise,
         Picked,
         *UNOWNED,
+        *LOOKING,
     )
 }
 STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for name, block in BLOCKS.items()} | {
@@ -230,5 +233,5 @@ STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for 
     "TiedBias": TiedBias,
     "TiedHead": TiedHead,
     "Convolutions": Convolutions,
-    **{model.__name__: model for model in UNOWNED_MODELS},
+    **{model.__name__: model for model in (*UNOWNED_MODELS, *LOOKING_MODELS)},
 }

@@ -61,7 +61,7 @@ class Derivation:
         """Return the first run in which every cut result reaches a layer that contracts it, also in evaluation.
 
         Raises:
-            PluginError: Heads do not divide by tp.
+            Unfollowed: The block cannot be run by itself; it names no layers.
         """
         for name, module in self.block.named_modules():
             if kind_of(module) in ("linear", "transposed"):
@@ -76,7 +76,7 @@ class Derivation:
                 evaluated.follow(self.call, where)
             except Unfollowed as error:
                 if not error.sources:
-                    raise PluginError(str(error), hint="write the plan") from error
+                    raise
                 self._give_way(error)
                 continue
             unused = self.expanding.keys() - {name for names, _ in rehearsal.contracting.values() for name in names}
@@ -186,7 +186,11 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
             degree=context.degrees["tp"],
             read=traced.read,
         )
-        found = _with_heads(derivation, _rules_of(derivation))
+        try:
+            found = _with_heads(derivation, _rules_of(derivation))
+        except Unfollowed as error:
+            reasons[first or type(model).__name__] = str(error)
+            continue
         derivations.append((derivation, found, group))
         reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
         rules |= _named(found, group)
@@ -256,12 +260,10 @@ def _rules_of(derivation: Derivation) -> Rules:
     for name, (_, parts) in rehearsal.contracting.items():
         packed = len(parts) > 1
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
-    for name in rehearsal.local:
-        module = derivation.block.get_submodule(name)
-        # A convolution needs its share of the weight, which it gets where it is followed.
-        is_convolution = isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    # What needs its share of a weight, as a depthwise convolution does, gets it where it is followed.
+    for name in rehearsal.local - rehearsal.moving:
         is_read = derivation._full(name) in derivation.read
-        if next(module.parameters(), None) is not None and not is_convolution and not is_read:
+        if next(derivation.block.get_submodule(name).parameters(), None) is not None and not is_read:
             rules[name] = Rule(style="local")
     for name in derivation.reasons:
         rules.setdefault(name, Rule(style="replicate"))

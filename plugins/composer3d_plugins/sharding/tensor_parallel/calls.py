@@ -4,22 +4,33 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from composer3d import torch_compat
 
-__all__ = ["Call", "activation_of", "first_of", "replaced"]
+__all__ = ["SMALL", "Call", "activation_of", "first_of", "replaced"]
+
+# The value of everything in runs with values: any but 0, by which code may divide. As an integer it is 0.
+SMALL = 0.02
 
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of a module."""
+    """One call of a module.
+
+    Args:
+        args: Positional ones.
+        kwargs: Those by name.
+        has_values: Whether the module is run with values, which is slower than on meta, because its code looks at some.
+    """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    has_values: bool = False
 
     def fresh(self) -> Call:
         """Return the same tensors in containers of their own: a module may change what it is given, such as a cache."""
@@ -30,7 +41,31 @@ class Call:
             args, kwargs = copy.deepcopy((self.args, dict(self.kwargs)), {id(tensor): tensor for tensor in tensors})
         except Exception:  # an object of the model's own may refuse, for any reason
             return self
-        return Call(args=args, kwargs=kwargs)
+        return replace(self, args=args, kwargs=kwargs)
+
+    def without_values(self) -> Call:
+        """Return a call on meta."""
+
+        def valueless(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return torch.empty_like(leaf, device="meta", requires_grad=leaf.requires_grad)
+
+        args, kwargs = torch_compat.tree_map(valueless, [self.args, dict(self.kwargs)])
+        return Call(args=tuple(args), kwargs=kwargs)
+
+    def with_values(self, device: torch.device) -> Call:
+        """Return a call with values: those that its tensors have, else the first token, and small numbers."""
+
+        def valued(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            if not leaf.is_meta:
+                return leaf.to(device)
+            return torch.full(leaf.shape, SMALL, device=device).to(leaf.dtype)
+
+        args, kwargs = torch_compat.tree_map(valued, [self.args, dict(self.kwargs)])
+        return Call(args=tuple(args), kwargs=kwargs, has_values=True)
 
 
 def activation_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str | None:

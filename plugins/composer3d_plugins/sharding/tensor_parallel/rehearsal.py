@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import Call, activation_of, first_of, replaced
+from composer3d_plugins.sharding.tensor_parallel.calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed, cut_of, mark, unmark
 from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.records import Record
@@ -52,6 +52,7 @@ class Rehearsal:
     record: Record = field(default_factory=Record)
     # What gathered modules are given, and what it was put together from.
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _has_values: bool = False
     _following: Following | None = None
     _recorder: Recorder | None = None
 
@@ -61,10 +62,17 @@ class Rehearsal:
         Raises:
             Unfollowed: The code does with cut features what cannot be done with them.
         """
+        self._has_values = call.has_values
         call = self._marked(call.fresh())
         self._following = Following(self.degree, where, record=self.record)
-        with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._following:
-            output = on_meta(self.block, call)
+        try:
+            with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._following:
+                output = on_meta(self.block, call)
+        except Unfollowed:
+            raise
+        except Exception as error:  # a model's own code may raise anything
+            text = str(error).partition("\n")[0]
+            raise Unfollowed(f"its code cannot be run by itself ({type(error).__name__}: {text})") from error
         for leaf in torch_compat.tree_leaves(output):
             cut = cut_of(leaf)
             if cut is not None and cut.sources != {SEQUENCE}:
@@ -84,6 +92,7 @@ class Rehearsal:
 
     def run_as(self, code: Code, call: Call) -> None:
         """Run with tensors of a rank's size; raises whatever the code raises then."""
+        self._has_values = call.has_values
         call, dim = call.fresh(), self.roles.sequence_dim
         if dim is not None:
             call = _replaced(call, lambda x: x.narrow(dim, 0, x.shape[dim] // self.degree))
@@ -143,7 +152,7 @@ class Rehearsal:
             elif fqn and not list(module.children()):
                 answer = self._leaf(fqn, module)
             else:
-                answer = unseen(module.forward) if fqn else module.forward
+                answer = self._seen(module) if fqn else module.forward
             if fqn in code.apart:
                 answer = self._apart(answer)
             if fqn in code.gathered:
@@ -170,8 +179,12 @@ class Rehearsal:
 
         return answer
 
+    def _seen(self, module: nn.Module) -> Callable[..., Any]:
+        forward: Callable[..., Any] = module.forward
+        return forward if self._has_values else unseen(forward)
+
     def _leaf(self, fqn: str, module: nn.Module) -> Callable[..., Any]:
-        forward = unseen(module.forward)
+        forward = self._seen(module)
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             self._note(fqn, [list(args), kwargs])
@@ -330,12 +343,12 @@ class Rehearsal:
 def _empty(x: Tensor, dim: int, times: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] *= times
-    return torch.empty(shape, dtype=x.dtype, device="meta")
+    return torch.full(shape, SMALL, dtype=x.dtype, device=x.device)
 
 
 def _differentiable(shape: list[int], like: Tensor) -> Tensor:
     """Return a result of a layer with weights that are trained; no leaf, so that it may be changed in place."""
-    return torch.empty(shape, dtype=like.dtype, device="meta", requires_grad=True).clone()
+    return torch.full(shape, SMALL, dtype=like.dtype, device=like.device, requires_grad=True).clone()
 
 
 @contextlib.contextmanager
@@ -358,4 +371,4 @@ def _replaced(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     if key is None:
         raise Unfollowed("it takes no activation with a sequence", sources=frozenset({SEQUENCE}))
     args, kwargs = replaced(call.args, call.kwargs, key, change)
-    return Call(args=args, kwargs=kwargs)
+    return replace(call, args=args, kwargs=kwargs)

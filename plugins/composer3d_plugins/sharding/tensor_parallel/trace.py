@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import Call
+from composer3d_plugins.sharding.tensor_parallel.calls import SMALL, Call
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
 from composer3d_plugins.sharding.tensor_parallel.reads import Reads
@@ -92,11 +93,19 @@ class Recorder(TorchFunctionMode):
 
 
 def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
-    """Group the blocks by the names and shapes of their parameters."""
+    """Group the blocks by the names and shapes of their parameters, and by what is on or off in them."""
     groups: dict[Any, list[str]] = {}
     for fqn in blocks or [""]:
         block = model.get_submodule(fqn)
-        form = (type(block), tuple((name, tuple(p.shape)) for name, p in block.named_parameters()))
+        shapes = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+        # Switches choose between ways through the code.
+        switches = [
+            (name, key, value)
+            for name, inner in block.named_modules()
+            for key, value in vars(inner).items()
+            if isinstance(value, bool)
+        ]
+        form = (type(block), shapes, tuple(switches))
         groups.setdefault(form, []).append(fqn)
     return {group[0]: group for group in groups.values()}
 
@@ -133,20 +142,39 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
 def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], None] | None = None) -> Any:
     """Run a module with all its tensors on meta, gradients as in training; what it holds is left as it is.
 
+    A call that has values runs with values, of which those on meta take no memory: each is one number.
+
     Args:
         module: Any.
         call: What it is called with.
         seen: Told of the tensors that stand for its own, by their names.
     """
+    device = device_of(module) if call.has_values else torch.device("meta")
     tensors = {
-        name: torch.empty_like(tensor, device="meta", requires_grad=tensor.requires_grad)
+        name: _valued(tensor, device) if call.has_values else torch.empty_like(tensor, device="meta")
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        tensors[name].requires_grad_(tensor.requires_grad)
     if seen is not None:
         seen(tensors)
-    # What the code makes without a device is on meta too.
-    with torch.enable_grad(), torch.device("meta"), _replaced_tensors(module, tensors):
+    # What the code makes without a device is on meta too; what it draws is not taken from the run's numbers.
+    drawing = torch.random.fork_rng() if call.has_values else contextlib.nullcontext()
+    with torch.enable_grad(), device, drawing, _replaced_tensors(module, tensors):
         return module(*call.args, **call.kwargs)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return where a module runs that is to run with values."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def _valued(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor's values, which the code may write to; one number for all where there are none."""
+    if tensor.is_meta:
+        return torch.full((), SMALL, device=device).to(tensor.dtype).expand(tensor.shape)
+    return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
 
 
 @contextlib.contextmanager
@@ -224,7 +252,7 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
         PluginError: None works; with what the first one met.
     """
     failures: list[str] = []
-    for call in _examples(model, context, scale):
+    for call in _with_values(_examples(model, context, scale), model, failures, is_given=context.example is not None):
         traced, reads = Traced(forms=forms_of(model, blocks), call=call), Reads(model)
         forwards = {module: reads.around(module, each) for module, each in _watching(model, traced).items()}
         try:
@@ -238,12 +266,39 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
         if traced.forms:
             traced.flow.end(plain(traced.output))
             traced.read = frozenset(reads.owners)
+            traced.calls = {
+                first: _on_meta_if_possible(model.get_submodule(first), block) for first, block in traced.calls.items()
+            }
             return traced
         failures.append("its blocks were not called")
     raise PluginError(
         f"the model could not be run on meta to see what its projections are for ({failures[0]})",
         hint="pass compose(example=(args, kwargs)), or write the plan",
     )
+
+
+def _with_values(calls: Iterator[Call], model: nn.Module, failures: Sequence[str], *, is_given: bool) -> Iterator[Call]:
+    """Yield each call, and again with values if code looked at some, which nothing on meta has.
+
+    What failed of an example that was given may have, by what stood for a module's result on meta, for any reason.
+    """
+    for call in calls:
+        yield call
+        if is_given or "meta" in failures[-1] or failures[-1].startswith("NotImplementedError"):
+            yield call.with_values(device_of(model))
+
+
+def _on_meta_if_possible(block: nn.Module, call: Call) -> Call:
+    """Return a call without values, unless the block's own code looks at them."""
+    if not call.has_values:
+        return call
+    without = call.without_values()
+    try:
+        with patched({module: unseen(module.forward) for name, module in block.named_modules() if name}):
+            on_meta(block, without.fresh())
+    except Exception:  # a model's own code may raise anything
+        return call
+    return without
 
 
 def outside(model: nn.Module, traced: Traced) -> Record:
@@ -284,7 +339,8 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
         def run(
             *args: Any, forward: Any = block.forward, first: str = first, outputs: Any = outputs, **kwargs: Any
         ) -> Any:
-            traced.calls.setdefault(first, Call(args=args, kwargs=kwargs).fresh())
+            call = Call(args=args, kwargs=kwargs, has_values=traced.call.has_values)
+            traced.calls.setdefault(first, call.fresh())
             outputs[:] = [forward(*args, **kwargs)]
             traced.outputs[first] = outputs[0]
             return outputs[0]
@@ -297,7 +353,7 @@ def _watching(model: nn.Module, traced: Traced) -> dict[nn.Module, Callable[...,
         forwards |= {model.get_submodule(fqn): functools.partial(called, fqn=fqn) for fqn in group}
     for fqn, module in model.named_modules():
         if fqn and module not in forwards:
-            forwards[module] = unseen(module.forward)
+            forwards[module] = module.forward if traced.call.has_values else unseen(module.forward)
         if kind_of(module) != "other" and not fqn.startswith(inside):
 
             def keep(*args: Any, forward: Any = module.forward, fqn: str = fqn, **kwargs: Any) -> Any:
