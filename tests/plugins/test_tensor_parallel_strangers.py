@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import looking, unowned_weights
+from support import fused, looking, unowned_weights
 from support.architectures import class_loss
 from support.models import write_manifest
 from support.strangers import STRANGERS
@@ -67,6 +67,9 @@ CUT = {
     "UnevenHeads": ["down", "up"],
     "ReadWeight": ["first", "second"],
     "Parametrised": ["first", "second"],
+    "ParallelFused": ["attention_out", "ff_out", "fused"],
+    "SpatialGating": ["inp", "out"],
+    "Selective": ["dt_proj", "in_proj", "out_proj", "x_proj"],
     "Looking": ["down", "o", "qkv", "up"],
     "LookingModel": ["down", "o", "qkv", "up"],
     "Experts": ["down", "up", *(f"experts.{expert}.{layer}" for expert in range(4) for layer in (0, 2))],
@@ -91,8 +94,21 @@ def test_what_is_cut():
     assert run_ranks(cut, 2, list(CUT))[0] == {name: sorted(modules) for name, modules in CUT.items()}
 
 
+def gathered():
+    run = composer3d.compose(built("ParallelFused"), write_manifest(f"[mesh]\ntp = 2\n{AUTO}"), loss_fn=class_loss)
+    rule = next(iter(run.context.state.values())).rules["layers.0.fused"]
+    run.close()
+    return rule.parts, rule.gathered
+
+
+def test_a_key_that_all_heads_share_is_gathered_out_of_a_fused_projection():
+    assert run_ranks(gathered, 2)[0] == ((16, 4, 4, 32, 32), (1, 2))
+
+
 def test_with_fsdp2_and_a_sharded_sequence():
-    names = [each.__name__ for each in (*unowned_weights.BLOCKS, *unowned_weights.MODELS, *looking.MODELS)]
+    names = [
+        each.__name__ for each in (*unowned_weights.BLOCKS, *unowned_weights.MODELS, *looking.MODELS, *fused.BLOCKS)
+    ]
     text = f"[mesh]\ntp = 2\ndp_shard = 2\n{AUTO}{SP}\n[sharding.fsdp2]\n"
     for found in run_ranks(outcomes, 4, names, text):
         assert max(found.values()) < TIGHT
@@ -123,3 +139,22 @@ def head():
 
 def test_a_parameter_of_two_names_is_cut_under_both():
     assert run_ranks(head, 2)[0] == (("vocab", "head", True), (6,))
+
+
+def refused(name, text):
+    with pytest.raises(ManifestError) as caught:
+        composer3d.compose(built(name), write_manifest(text), loss_fn=class_loss)
+    return str(caught.value).partition("] ")[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "plan", "fqn", "style"),
+    [
+        ("TransposedHead", 'emb = "vocab"', "emb", "vocab"),
+        ("ReadWeight", '"layers.*.up" = "colwise"\n"layers.*.down" = "rowwise"', "layers.0.up", "colwise"),
+    ],
+)
+def test_a_stated_plan_does_not_shard_what_other_code_reads(name, plan, fqn, style):
+    text = f"[mesh]\ntp = 2\n[sharding.tensor_parallel.plan]\n{plan}\n"
+    message = f'"{fqn}" is "{style}", and code outside of it reads its parameters, which are whole there'
+    assert run_ranks(refused, 2, name, text)[0] == f'{message}; write "replicate"'

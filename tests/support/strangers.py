@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.blocks import VOCAB, Model, RMSNorm
+from support.fused import BLOCKS as FUSED
 from support.looking import BLOCKS as LOOKING
 from support.looking import MODELS as LOOKING_MODELS
 from support.strange_attention import (
@@ -223,6 +224,7 @@ BLOCKS = {
         Picked,
         *UNOWNED,
         *LOOKING,
+        *FUSED,
     )
 }
 STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for name, block in BLOCKS.items()} | {

@@ -60,7 +60,8 @@ class TensorParallel:
     or with loss_parallel 2 all-reduces, of one number a token and of three; backward 1 all-reduce. Whole activations
     or parameters that meet cut features, such as a key that all heads share: 1 all-reduce of the gradient of each. With
     sequence_parallel what meets them cut along the sequence, or works along it: 1 all-gather forward of each, and
-    1 reduce-scatter backward where it met cut features.
+    1 reduce-scatter backward where it met cut features. Parts of a fused projection that all heads share, such as
+    PaLM's key: 1 all-gather of each, and 1 all-reduce of its gradient.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation Recomputation in
     Large Transformer Models, arXiv:2205.05198.
@@ -116,6 +117,7 @@ class TensorParallel:
             "sizes": list(dict.fromkeys(fqn for fqn, _ in made.sizes)),
             "gathered": list(made.gathered),
             "followed": list(made.followed),
+            "gathered parts": [fqn for fqn, rule in made.rules.items() if rule.gathered],
         }
         return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}
 

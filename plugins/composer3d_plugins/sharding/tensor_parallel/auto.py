@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,12 +20,13 @@ from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.on_meta import gives_features
 from composer3d_plugins.sharding.tensor_parallel.plan import EXPANDING, Rule, Rules, Style, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.sequence import along_sequence, with_boundaries, without_sequence
 from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
-from composer3d_plugins.sharding.tensor_parallel.trace import Traced, gives_features, plain, trace
+from composer3d_plugins.sharding.tensor_parallel.trace import Traced, plain, trace
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 __all__ = ["Derived", "derive"]
@@ -42,6 +43,7 @@ class Derivation:
         reasons: Why layers were left whole.
         edges: Where the code takes results apart.
         fused: Into how many equal parts layers may yet be taken apart.
+        gathered: Parts that are gathered where code takes them, by the features they begin and end with.
         first: What went wrong first with a layer, before it was taken for a fused one.
         read: FQNs in the model of modules whose parameters code outside of them reads.
     """
@@ -55,6 +57,7 @@ class Derivation:
     reasons: dict[str, str] = field(default_factory=dict)
     edges: dict[str, set[int]] = field(default_factory=dict)
     fused: dict[str, list[int]] = field(default_factory=dict)
+    gathered: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     first: dict[str, Unfollowed] = field(default_factory=dict)
 
     def run(self) -> Rehearsal:
@@ -67,7 +70,9 @@ class Derivation:
             if kind_of(module) in ("linear", "transposed"):
                 self._consider(name, module)
         while True:
-            roles, where = Roles(expanding=dict(self.expanding)), self.fqn or type(self.block).__name__
+            gathered = {name: frozenset(ranges) for name, ranges in self.gathered.items()}
+            roles = Roles(expanding=dict(self.expanding), gathered=gathered)
+            where = self.fqn or type(self.block).__name__
             rehearsal, evaluated = (
                 Rehearsal(block=self.block, degree=self.degree, roles=roles, training=mode) for mode in (True, False)
             )
@@ -116,11 +121,30 @@ class Derivation:
                 count = self.fused[name].pop(0)
                 self.expanding[name] = (size // count,) * count
                 return
+        if self._gather(error):
+            return
         # The rest may do without the smallest: keys that all heads share, or that are fewer than ranks, say.
         least = min(sum(self.expanding[name]) for name in sources)
         for name in sources:
             if sum(self.expanding[name]) == least:
                 self._leave(name, str(self.first[name]))
+
+    def _gather(self, error: Unfollowed) -> bool:
+        """Gather the smallest part that an error is about, of a layer of which at most half is gathered then."""
+        found: list[tuple[int, str, tuple[int, int]]] = []
+        for name, start, stop in error.ranges:
+            parts, gathered = self.expanding.get(name, ()), self.gathered.get(name, set())
+            edges = [sum(parts[:at]) for at in range(len(parts) + 1)]
+            for part in zip(edges, edges[1:], strict=False):
+                size = part[1] - part[0]
+                fits = 2 * (size + sum(last - first for first, last in gathered)) <= sum(parts)
+                if start <= part[0] and part[1] <= stop and part not in gathered and fits:
+                    found.append((size, name, part))
+        if not found:
+            return False
+        _, name, part = min(found)
+        self.gathered.setdefault(name, set()).add(part)
+        return True
 
     def _take_apart(self, name: str, size: int, edge: tuple[int, int]) -> bool:
         known = self.edges.setdefault(name, {0, size})
@@ -128,6 +152,7 @@ class Derivation:
         if found == known or max(found) > size:
             return False
         self.edges[name] = found
+        self.gathered.pop(name, None)
         at = sorted(found)
         parts = tuple(last - first for first, last in zip(at, at[1:], strict=False))
         if any(part % self.degree for part in parts):
@@ -137,6 +162,7 @@ class Derivation:
 
     def _leave(self, name: str, reason: str) -> None:
         del self.expanding[name]
+        self.gathered.pop(name, None)
         self.reasons[name] = reason
 
     def _full(self, name: str) -> str:
@@ -256,7 +282,10 @@ def _rules_of(derivation: Derivation) -> Rules:
     rules: Rules = {}
     for name, parts in derivation.expanding.items():
         packed = len(parts) > 1
-        rules[name] = Rule(style="packed_colwise" if packed else "colwise", parts=parts if packed else None)
+        rule = Rule(style="packed_colwise" if packed else "colwise", parts=parts if packed else None)
+        gathered = derivation.gathered.get(name, set())
+        at = tuple(index for index in range(len(parts)) if (sum(parts[:index]), sum(parts[: index + 1])) in gathered)
+        rules[name] = replace(rule, gathered=at)
     for name, (_, parts) in rehearsal.contracting.items():
         packed = len(parts) > 1
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)

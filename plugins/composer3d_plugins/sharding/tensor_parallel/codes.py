@@ -12,7 +12,7 @@ from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
-from composer3d_plugins.sharding.tensor_parallel.plan import EXPANDING, Rule, Rules, region_of
+from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import sized
 from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.trace import Traced, outside, trace
@@ -56,6 +56,7 @@ class Codes:
             traced = trace(self.model, self.context, blocks=self.blocks)
         except PluginError:
             return self._all_followed()
+        self._refuse_read(traced)
         found: list[tuple[str, Code | None]] = []
         # Every form is looked at: what cannot be followed is refused now, not in the first step.
         for first, group in traced.forms.items():
@@ -69,6 +70,19 @@ class Codes:
         if len(codes) < len(found) or not self._holds(codes, traced):
             return self._all_followed()
         return _joined(codes)
+
+    def _refuse_read(self, traced: Traced) -> None:
+        """Refuse to shard what code outside of its module reads, with whole tensors."""
+        read = set(traced.read)
+        for first, group in traced.forms.items():
+            inside = [name.removeprefix(first) for name in traced.read if first and f"{name}.".startswith(f"{first}.")]
+            read |= {f"{fqn}{name}" for fqn in group for name in inside}
+        for fqn, rule in self.rules.items():
+            if fqn in read and rule.style in (*EXPANDING, *CONTRACTING, "vocab", "head", "local", "sequence"):
+                raise PluginError(
+                    f'"{fqn}" is "{rule.style}", and code outside of it reads its parameters, which are whole there',
+                    hint='write "replicate"',
+                )
 
     def _holds(self, codes: Mapping[str, Code], traced: Traced) -> bool:
         """Tell whether code that was found right on one example is on a larger one, and leaves the rest as it is."""

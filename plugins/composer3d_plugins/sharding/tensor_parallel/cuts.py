@@ -17,12 +17,14 @@ __all__ = [
     "SEQUENCE",
     "Cut",
     "Marks",
+    "Ranges",
     "Unfollowed",
     "common_parts",
     "copy_mark",
     "cut_of",
     "cuts_in",
     "mark",
+    "ranges_of",
     "run_of",
     "sources_of",
     "strip",
@@ -30,6 +32,7 @@ __all__ = [
 ]
 
 ATTRIBUTE = "composer3d_cut"
+Ranges = frozenset[tuple[int, int]]
 # Where a cut comes from that goes along the sequence.
 SEQUENCE = "the sequence"
 
@@ -45,6 +48,7 @@ class Cut:
         start: Where the cut dim begins in the result of the one projection it comes from, and `scale` how many features
             of that result one index of it is.
         scale: See `start`.
+        whole: Ranges of features of that result that are gathered where code takes them.
     """
 
     shadow: Tensor
@@ -52,11 +56,21 @@ class Cut:
     sources: frozenset[str]
     start: int = 0
     scale: int = 1
+    whole: Ranges = frozenset()
 
     @property
     def is_sequence(self) -> bool:
         """Whether it goes along the sequence."""
         return self.sources == {SEQUENCE}
+
+    def features(self, start: int, stop: int) -> tuple[int, int]:
+        """Return which features of the one projection's result a range of the cut dim is."""
+        return self.start + start * self.scale, self.start + stop * self.scale
+
+    def is_gathered(self, start: int, stop: int) -> bool:
+        """Tell whether a range of the cut dim is gathered where code takes it."""
+        first, last = self.features(start, stop)
+        return any(one <= first and last <= other for one, other in self.whole)
 
 
 class Unfollowed(TransformError):
@@ -65,6 +79,7 @@ class Unfollowed(TransformError):
     Args:
         message: Which, and why.
         sources: The projections whose results it mixes.
+        ranges: The projections' features that it mixes, each by the first and the one after the last.
         edge: Where the code takes the result of one projection apart: (start, stop) in its features.
         number: Of heads, say, where it does not divide by the degree; else None.
     """
@@ -76,8 +91,9 @@ class Unfollowed(TransformError):
         sources: frozenset[str] = frozenset(),
         edge: tuple[int, int] | None = None,
         number: int | None = None,
+        ranges: Sequence[tuple[str, int, int]] = (),
     ) -> None:
-        self.sources, self.edge, self.number = sources, edge, number
+        self.sources, self.edge, self.number, self.ranges = sources, edge, number, ranges
         super().__init__(message)
 
     @property
@@ -109,12 +125,19 @@ def cut_of(tensor: Any) -> Cut | None:
     return getattr(tensor, ATTRIBUTE, None) if isinstance(tensor, Tensor) else None
 
 
-def mark(tensor: Tensor, *, placed: Placed, degree: int, sources: frozenset[str] = frozenset()) -> Tensor:
+def mark(
+    tensor: Tensor,
+    *,
+    placed: Placed,
+    degree: int,
+    sources: frozenset[str] = frozenset(),
+    whole: Ranges = frozenset(),
+) -> Tensor:
     """Say that a tensor is a rank's share, cut along one dim; return it."""
     shape = list(tensor.shape)
     shape[placed.dim] *= degree
     shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources))
+    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, whole=whole))
     return tensor
 
 
@@ -124,10 +147,11 @@ class Marks:
     Args:
         degree: Of tp.
         sources: Of the marks.
+        whole: Of the marks.
     """
 
-    def __init__(self, degree: int, sources: frozenset[str] = frozenset()) -> None:
-        self._degree, self._sources = degree, sources
+    def __init__(self, degree: int, sources: frozenset[str] = frozenset(), whole: Ranges = frozenset()) -> None:
+        self._degree, self._sources, self._whole = degree, sources, whole
         self._known: dict[Any, Cut] = {}
 
     def mark(self, tensor: Tensor, placed: Placed) -> Tensor:
@@ -137,7 +161,7 @@ class Marks:
         if cut is not None:
             setattr(tensor, ATTRIBUTE, cut)
             return tensor
-        mark(tensor, placed=placed, degree=self._degree, sources=self._sources)
+        mark(tensor, placed=placed, degree=self._degree, sources=self._sources, whole=self._whole)
         self._known[key] = getattr(tensor, ATTRIBUTE)
         return tensor
 
@@ -165,6 +189,15 @@ def unmark(tensor: Any) -> None:
 def sources_of(cuts: Sequence[Cut]) -> frozenset[str]:
     """Return the projections that what cuts tell of comes from."""
     return frozenset().union(*(cut.sources for cut in cuts))
+
+
+def ranges_of(cuts: Sequence[Cut]) -> list[tuple[str, int, int]]:
+    """Return the features that cut tensors are, of those that come of one projection's result."""
+    return [
+        (next(iter(cut.sources)), *cut.features(0, cut.shadow.shape[cut.placed.dim]))
+        for cut in cuts
+        if len(cut.sources) == 1
+    ]
 
 
 def common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:

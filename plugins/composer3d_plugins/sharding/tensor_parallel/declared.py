@@ -13,7 +13,7 @@ from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["declared"]
+__all__ = ["declared", "is_by_others"]
 
 # Hugging Face's names for what these styles do.
 NAMES: Mapping[str, Style] = {
@@ -101,6 +101,11 @@ def _experts_of(pattern: str, style: str, context: RunContext) -> list[str]:
     except PatternError:
         return sorted({name.rpartition(".")[0] for name in select_fqns(pattern, context.parameter_fqns)})
     return list(modules) if style.startswith(EXPERTS) else []
+
+
+def is_by_others(model: nn.Module) -> bool:
+    """Tell whether a plan is declared by transformers, not by the model's author: the code may tell more than it."""
+    return bool(_of_base(model))
 
 
 def _of_base(model: Any) -> Mapping[str, Any]:

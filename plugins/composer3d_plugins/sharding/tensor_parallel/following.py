@@ -24,6 +24,7 @@ from composer3d_plugins.sharding.tensor_parallel.cuts import (
     Unfollowed,
     cut_of,
     cuts_in,
+    ranges_of,
     run_of,
 )
 from composer3d_plugins.sharding.tensor_parallel.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
@@ -193,12 +194,15 @@ class Following(TorchFunctionMode):
                 f'"{self._where}": {name} on cut features: {error}',
                 sources=sources,
                 edge=edge,
+                ranges=ranges_of(cuts),
                 number=error.number if isinstance(error, Indivisible) else None,
             ) from None
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
             raise Unfollowed(
-                f'"{self._where}": {name} does not work on cut features ({text})', sources=sources
+                f'"{self._where}": {name} does not work on cut features ({text})',
+                sources=sources,
+                ranges=ranges_of(cuts),
             ) from error
 
     def _stream(
@@ -275,7 +279,7 @@ class Following(TorchFunctionMode):
         self._work = lambda func, args, options: args[0].view(shape) if strictly else args[0].reshape(shape)
         result = self._work(None, [x], {})
         scale = cut.scale * sum(cut.placed.parts) // sum(placed.parts) if len(cut.placed.parts) == 1 else cut.scale
-        return marked(result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1))
+        return marked(result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1), gathered=cut.whole)
 
     def _split(self, x: Tensor, cut: Cut, whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
         dim = cut.placed.dim
@@ -292,17 +296,15 @@ class Following(TorchFunctionMode):
         share = inside(cut.placed, start, stop, self._degree)
         if share is None:
             size = cut.shadow.shape[cut.placed.dim]
-            edge = (cut.start + start * cut.scale, cut.start + stop * cut.scale)
+            edge = cut.features(start, stop)
             raise Unfollowed(f"{start}:{stop} of {size} is no whole part", sources=cut.sources, edge=edge)
         first, last, parts = share
-        return marked(
-            x.narrow(cut.placed.dim, first, last - first),
-            whole,
-            Placed(dim=cut.placed.dim, parts=parts),
-            cut.sources,
-            start=cut.start + start * cut.scale,
-            scale=cut.scale,
-        )
+        piece, placed = x.narrow(cut.placed.dim, first, last - first), Placed(dim=cut.placed.dim, parts=parts)
+        if len(set(parts)) == 1 and cut.is_gathered(start, stop):
+            # What comes of it is the same on all ranks, until it meets cut features: its gradient is whole, too.
+            return self._meeting.gathered(piece, placed, is_summed=False)
+        begin, _ = cut.features(start, stop)
+        return marked(piece, whole, placed, cut.sources, start=begin, scale=cut.scale, gathered=cut.whole)
 
     def _repeat(
         self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
@@ -336,6 +338,9 @@ class Following(TorchFunctionMode):
             shape = list(cut.shadow.shape)
             shape[cut.placed.dim] = stop - start
             taken = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
+            if cut_of(taken) is None:
+                entries[position or 0] = slice(None)
+                return taken[tuple(entries)]
             run, x = run_of(x, taken, cut.placed.dim), taken
             entries[position or 0] = slice(None)
         elif isinstance(entry, Tensor | int | list):

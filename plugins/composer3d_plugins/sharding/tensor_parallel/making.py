@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from composer3d import RunContext
+from composer3d import PluginError, RunContext
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.codes import Codes
-from composer3d_plugins.sharding.tensor_parallel.declared import declared
+from composer3d_plugins.sharding.tensor_parallel.declared import declared, is_by_others
 from composer3d_plugins.sharding.tensor_parallel.plan import (
     CONTRACTING,
     EXPANDING,
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 __all__ = ["Made", "cuts_of", "make"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,23 +74,28 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
     """
     if stated is None and context.degrees["tp"] == 1:
         return Made(rules={"": Rule(style="replicate")})
-    uncut: frozenset[str] = frozenset()
     unread = unread_names(model, context)
-    if stated is None:
-        rules = declared(model, context) if sequence_dim is None else None
-        is_derived = not rules
-        if not rules:
-            derived = auto.derive(model, context, sequence_dim=sequence_dim, unread=unread)
-            rules, uncut = derived.rules, derived.uncut
-        rules = check_rules(model, rules, context, unread, is_derived=is_derived)
-    else:
+    if stated is not None:
         rules = check_rules(model, resolve(stated, context), context, unread)
         if sequence_dim is not None:
             check_covered(model, rules)
-    if context.degrees["tp"] == 1:
-        return Made(rules=rules)
-    codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=uncut)
-    return replace(_with_code(codes, unread), is_stated=stated is not None)
+        if context.degrees["tp"] == 1:
+            return Made(rules=rules)
+        codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim)
+        return replace(_with_code(codes, unread), is_stated=True)
+    rules = (declared(model, context) or {}) if sequence_dim is None else {}
+    if rules:
+        try:
+            checked = check_rules(model, rules, context, unread)
+            return _with_code(Codes(model=model, rules=checked, context=context, sequence_dim=None), unread)
+        except PluginError as error:
+            if not is_by_others(model):
+                raise
+            log.info("tensor_parallel derives a plan: the declared one does not work (%s)", error)
+    derived = auto.derive(model, context, sequence_dim=sequence_dim, unread=unread)
+    rules = check_rules(model, derived.rules, context, unread, is_derived=True)
+    codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=derived.uncut)
+    return _with_code(codes, unread)
 
 
 def cuts_of(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:

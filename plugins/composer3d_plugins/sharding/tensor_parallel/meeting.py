@@ -70,10 +70,15 @@ class Meeting:
         """
         places = {(ndim - placed.dim, placed.parts) for ndim, placed in cuts.values()}
 
+        labelled = _labelled(name, args, cuts)
+
         def fit(value: Any) -> Any:
             if not isinstance(value, Tensor) or id(value) in cuts:
                 return value
+            dims = labelled.get(id(value), {})
             value = self._with_summed_gradient(value)
+            for dim, parts in dims.items():
+                value = self.narrowed(value, dim, parts)
             return self._share(name, value, places, options, args) if name in PAIRED else value
 
         return torch_compat.tree_map(fit, list(args)), torch_compat.tree_map(fit, dict(options))
@@ -163,3 +168,21 @@ class Meeting:
         for piece, size in zip(whole.split(list(parts), dim), parts, strict=True):
             pieces.append(piece.narrow(dim, self._rank * (size // self._degree), size // self._degree))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+
+def _labelled(
+    name: str, args: Sequence[Any], cuts: Mapping[int, tuple[int, Placed]]
+) -> dict[int, dict[int, tuple[int, ...]]]:
+    """Return the dims of whole operands of an einsum that have the letter of a cut one, with the parts it is cut in."""
+    if name != "einsum" or not args or not isinstance(args[0], str) or "..." in args[0]:
+        return {}
+    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    terms = args[0].replace(" ", "").partition("->")[0].split(",")
+    pairs = list(zip(terms, operands, strict=False))
+    letters = {term[cuts[id(x)][1].dim]: cuts[id(x)][1].parts for term, x in pairs if id(x) in cuts}
+    found: dict[int, dict[int, tuple[int, ...]]] = {}
+    for term, x in pairs:
+        if id(x) not in cuts:
+            dims = {dim: letters[letter] for dim, letter in enumerate(term) if letter in letters}
+            found[id(x)] = {dim: parts for dim, parts in dims.items() if x.shape[dim] == sum(parts)}
+    return found

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import ATTRIBUTE, Cut, Unfollowed, common_parts, sources_of
+from composer3d_plugins.sharding.tensor_parallel.cuts import (
+    ATTRIBUTE,
+    Cut,
+    Ranges,
+    Unfollowed,
+    common_parts,
+    sources_of,
+)
 from composer3d_plugins.sharding.tensor_parallel.functions import JOINS
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 
@@ -49,16 +56,25 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
             if joined and sum(sum(cut.placed.parts) for cut in cuts) == other.shape[dim]
             else common_parts(cuts, other.shape[dim])
         )
-        alike = {(cut.start, cut.scale) for cut in cuts if cut.sources == cuts[0].sources}
-        start, scale = alike.pop() if len(alike) == 1 else (0, 1)
-        marked(one, other, Placed(dim=dim, parts=parts), sources_of(cuts), start=start, scale=scale)
+        alike = {(cut.start, cut.scale, cut.whole) for cut in cuts if cut.sources == cuts[0].sources}
+        start, scale, gathered = alike.pop() if len(alike) == 1 else (0, 1, frozenset())
+        placed = Placed(dim=dim, parts=parts)
+        marked(one, other, placed, sources_of(cuts), start=start, scale=scale, gathered=gathered)
     return share
 
 
 def marked(
-    share: Tensor, whole: Tensor, placed: Placed, sources: frozenset[str], *, start: int = 0, scale: int = 1
+    share: Tensor,
+    whole: Tensor,
+    placed: Placed,
+    sources: frozenset[str],
+    *,
+    start: int = 0,
+    scale: int = 1,
+    gathered: Ranges = frozenset(),
 ) -> Tensor:
     """Say that a tensor is the share of one with the sizes of `whole`; return it."""
     shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
-    setattr(share, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale))
+    cut = Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale, whole=gathered)
+    setattr(share, ATTRIBUTE, cut)
     return share

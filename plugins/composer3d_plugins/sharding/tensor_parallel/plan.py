@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import PluginError, RunContext, select_fqns
+from composer3d_plugins.sharding.tensor_parallel.cuts import Ranges
 from composer3d_plugins.sharding.tensor_parallel.packed import parts_of
 from composer3d_plugins.sharding.tensor_parallel.weights import Kind, attention_sizes, kind_of, parent_of
 
@@ -57,11 +58,19 @@ class Rule:
         style: How it is cut.
         parts: Sizes of the parts of a packed projection, along the dim that is cut.
         is_cut: Whether activations are cut along the sequence there, if they are at all.
+        gathered: Which of the parts are gathered where code takes them, as a key that all heads share is.
     """
 
     style: Style
     parts: tuple[int, ...] | None = None
     is_cut: bool = True
+    gathered: tuple[int, ...] = ()
+
+    @property
+    def ranges(self) -> Ranges:
+        """The features of the parts that are gathered."""
+        parts = self.parts or ()
+        return frozenset((sum(parts[:at]), sum(parts[: at + 1])) for at in self.gathered)
 
 
 Rules = dict[str, Rule]
@@ -131,7 +140,7 @@ def check_rules(
                 hint='write "replicate"',
             )
         if rule.style in ("packed_colwise", "packed_rowwise"):
-            rule = Rule(style=rule.style, parts=parts_of(model, fqn, rule, rules), is_cut=rule.is_cut)
+            rule = replace(rule, parts=parts_of(model, fqn, rule, rules))
         elif rule.parts is not None:
             raise PluginError(f'parts has no effect with "{rule.style}" of "{fqn}"', hint='write "packed_colwise"')
         _check_divides(fqn, module, rule, degree)

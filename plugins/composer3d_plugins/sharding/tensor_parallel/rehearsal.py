@@ -14,10 +14,11 @@ from composer3d import torch_compat
 from composer3d_plugins.sharding.tensor_parallel.calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed, cut_of, mark, unmark
 from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.on_meta import in_mode, on_meta, patched, unseen
 from composer3d_plugins.sharding.tensor_parallel.records import Record
 from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.trace import Recorder, in_mode, on_meta, patched, unseen
+from composer3d_plugins.sharding.tensor_parallel.trace import Recorder
 from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 
 __all__ = ["Rehearsal", "sized"]
@@ -264,7 +265,8 @@ class Rehearsal:
         if self._following is None:
             return result
         placed = Placed(dim=result.ndim - 1, parts=self.roles.expanding[fqn])
-        return mark(result, placed=placed, degree=self.degree, sources=frozenset({fqn}))
+        whole = self.roles.gathered.get(fqn, frozenset())
+        return mark(result, placed=placed, degree=self.degree, sources=frozenset({fqn}), whole=whole)
 
     def _contracted(self, fqn: str, x: Tensor, outputs: int) -> Tensor:
         shape, dim, cut = [*x.shape[:-1], outputs], self.roles.sequence_dim, cut_of(x)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from composer3d_plugins.sharding.tensor_parallel.cuts import Ranges
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rules, features
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Roles:
         local: Modules whose parameters have their gradients added up by their style.
         uncut: Linear layers that work on a whole sequence though activations are cut: on what an encoder gave, say.
         attention: torch's attention modules that are cut along their heads.
+        gathered: Of expanding layers the features that are gathered where code takes them.
     """
 
     expanding: dict[str, tuple[int, ...]]
@@ -31,6 +33,7 @@ class Roles:
     local: frozenset[str] = frozenset()
     uncut: frozenset[str] = frozenset()
     attention: frozenset[str] = frozenset()
+    gathered: Mapping[str, Ranges] = field(default_factory=dict)
 
 
 def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observed: bool = False) -> Roles:
@@ -58,6 +61,7 @@ def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observ
         local=frozenset() if observed else named("local", "sequence"),
         uncut=frozenset(name for name in layers if not rules[name].is_cut),
         attention=named("attention"),
+        gathered={name: rules[name].ranges for name in expanding},
     )
 
 

@@ -211,10 +211,12 @@ class Applier:
         size, cut = module.weight.shape[0 if kind_of(module) == "linear" else 1], self._cut(rule)
         parts = rule.parts or (size,)
         is_followed = self._is_followed(fqn)
+        # Known by the layer they come from, so that what is gathered of them is not taken for another one's.
+        marks = Marks(self.mesh.size(), frozenset({fqn}), rule.ranges) if rule.gathered else self._marks
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
             local: Tensor = torch_compat.unviewed(output.to_local())
-            return self._marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_followed else local
+            return marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_followed else local
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)

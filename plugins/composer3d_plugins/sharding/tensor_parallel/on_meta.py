@@ -1,0 +1,150 @@
+"""Running modules on meta, where code sees shapes and no values, or with values where it looks at some."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from composer3d import TransformError, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.calls import SMALL, Call
+from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+
+if TYPE_CHECKING:
+    from torch.nn.modules.module import Module
+
+__all__ = ["device_of", "gives_features", "in_mode", "on_meta", "patched", "unseen"]
+
+
+@contextlib.contextmanager
+def patched(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
+    """Give modules other forwards inside."""
+    before = {module: vars(module).get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.forward = forward
+        yield
+    finally:
+        for module, own in before.items():
+            if own is None:
+                del module.forward
+            else:
+                module.forward = own
+
+
+@contextlib.contextmanager
+def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
+    """Have a module behave as in training inside, or as in evaluation, in which it draws nothing at random."""
+    modes = {inner: inner.training for inner in module.modules()}
+    try:
+        for inner in modes:
+            inner.training = training
+        yield
+    finally:
+        for inner, mode in modes.items():
+            inner.training = mode
+
+
+def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], None] | None = None) -> Any:
+    """Run a module with all its tensors on meta, gradients as in training; what it holds is left as it is.
+
+    A call that has values runs with values, of which those on meta take no memory: each is one number.
+
+    Args:
+        module: Any.
+        call: What it is called with.
+        seen: Told of the tensors that stand for its own, by their names.
+    """
+    device = device_of(module) if call.has_values else torch.device("meta")
+    tensors = {
+        name: _valued(tensor, device) if call.has_values else torch.empty_like(tensor, device="meta")
+        for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+    }
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        tensors[name].requires_grad_(tensor.requires_grad)
+    if seen is not None:
+        seen(tensors)
+    # What the code makes without a device is on meta too; what it draws is not taken from the run's numbers.
+    drawing = torch.random.fork_rng() if call.has_values else contextlib.nullcontext()
+    with torch.enable_grad(), device, drawing, _replaced_tensors(module, tensors):
+        return module(*call.args, **call.kwargs)
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """Return where a module runs that is to run with values."""
+    tensors = itertools.chain(module.parameters(), module.buffers())
+    return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
+
+
+def _valued(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor's values, which the code may write to; one number for all where there are none."""
+    if tensor.is_meta:
+        return torch.full((), SMALL, device=device).to(tensor.dtype).expand(tensor.shape)
+    return tensor.detach().clone() if not isinstance(tensor, nn.Parameter) else tensor.detach()
+
+
+@contextlib.contextmanager
+def _replaced_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give a module other tensors inside, under every name that it has for them.
+
+    `torch.func.functional_call` leaves them there where one module has several names, as an embedding of encoder and
+    decoder does: it saves what stands under each name, and under the second that is the replacement already.
+    """
+    others = {id(tensor): tensors[name] for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+    held: list[Any] = [each for inner in module.modules() for each in (inner._parameters, inner._buffers)]
+    before = [dict(each) for each in held]
+    try:
+        for each in held:
+            each.update({name: others[id(tensor)] for name, tensor in each.items() if tensor is not None})
+        yield
+    finally:
+        for each, own in zip(held, before, strict=True):
+            each.update(own)
+
+
+def gives_features(module: Any) -> bool:
+    """Tell whether a linear layer gives one tensor of its features; a router that is one may give something else."""
+    rows, columns = module.weight.shape
+    inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
+    x = torch.empty(2, inputs, dtype=module.weight.dtype, device="meta")
+    try:
+        result = on_meta(module, Call(args=(x,), kwargs={}))
+    except Exception:  # a layer of the model's own may raise anything
+        return False
+    return isinstance(result, Tensor) and result.shape == (2, outputs)
+
+
+def unseen(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward for a run on meta of a module that may look at values, as experts do that pick their tokens.
+
+    There are none on meta. What it gives is then taken to be of the form of the activation that it was given: if it is
+    not, the module around it fails in the same way, and is answered for by this as well.
+    """
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return forward(*args, **kwargs)
+        except RuntimeError as error:
+            given = [leaf for leaf in [*args, *kwargs.values()] if isinstance(leaf, Tensor)]
+            first = next((leaf for leaf in given if leaf.is_floating_point() and leaf.ndim > 1), None)
+            if isinstance(error, TransformError) or first is None or not _is_about_values(error):
+                raise
+            with torch_compat.without_torch_functions():
+                cut = next((cut for leaf in given if (cut := cut_of(leaf)) is not None), None)
+                if cut is not None:
+                    message = "it does what depends on values, of which a rank has a share"
+                    raise Unfollowed(message, sources=cut.sources) from error
+                return torch.empty_like(first, requires_grad=True).clone()
+
+    return answer
+
+
+def _is_about_values(error: RuntimeError) -> bool:
+    # The last is said of grouped matrix products on meta alone.
+    words = ("meta tensor", "Expected inputs of BF16")
+    return isinstance(error, NotImplementedError) or any(word in str(error) for word in words)
