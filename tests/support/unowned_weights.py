@@ -127,6 +127,39 @@ class ReadWeight(nn.Module):
         return x + self.second(F.gelu(self.first(x)))
 
 
+class Repeated(nn.Module):
+    """ALBERT: one block in a list of lists, called three times."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB)
+        self.groups = nn.ModuleList([nn.ModuleList([UnevenHeads(dim, heads=4)])])
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for _ in range(3):
+            for block in self.groups[0]:
+                x = block(x)
+        return self.out(x)
+
+
+class NextToken(nn.Module):
+    """A block beside the list, as predictions of further tokens have, that uses a module of a block in the list."""
+
+    def __init__(self, dim=16):
+        super().__init__()
+        self.emb, self.out, self.join = nn.Embedding(VOCAB, dim), nn.Linear(dim, VOCAB), nn.Linear(2 * dim, dim)
+        self.layers = nn.ModuleList(UnevenHeads(dim, heads=4) for _ in range(2))
+        self.further, self.shared = UnevenHeads(dim, heads=4), self.layers[1]
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        y = self.join(torch.cat([x, x.roll(1, 1)], -1))
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x) + self.out(self.shared(self.further(y)))
+
+
 def normed(linear):
     return nn.utils.parametrizations.weight_norm(linear)
 
@@ -208,4 +241,4 @@ class ChannelsFirst(nn.Module):
 
 
 BLOCKS = (UnevenHeads, ReadWeight, Parametrised, ShiftedTokens, WholeDepthwise)
-MODELS = (SharedEmbedding, TransposedHead, ChannelsFirst)
+MODELS = (SharedEmbedding, TransposedHead, ChannelsFirst, Repeated, NextToken)

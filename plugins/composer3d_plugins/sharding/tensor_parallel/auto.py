@@ -27,7 +27,7 @@ from composer3d_plugins.sharding.tensor_parallel.roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.sequence import along_sequence, with_boundaries, without_sequence
 from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
 from composer3d_plugins.sharding.tensor_parallel.trace import Traced, plain, trace
-from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+from composer3d_plugins.sharding.tensor_parallel.weights import first_names, kind_of
 
 __all__ = ["Derived", "derive"]
 
@@ -225,8 +225,8 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
     if not any(rule.style in (*EXPANDING, "attention", "vocab", "head") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
         raise PluginError(
-            f"no plan can be derived for this model: {shown or 'it has no linear layers and no embeddings'}",
-            hint="write it",
+            f"no plan can be derived for this model: {shown or _without_layers(model)}",
+            hint="write it" if shown else "make linear layers of its projections",
         )
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
@@ -345,9 +345,10 @@ def _outside(
             style, reasons[fqn] = "replicate", why
         rules[fqn] = Rule(style=style, is_cut=False)
     # One tensor has one layout: a tie with something that stays whole keeps both whole, and what these are tied to.
+    first_name = first_names(model, context)
     for _ in context.ties:
         for group in context.ties:
-            owners = [owner_of(name) for name in group if name not in unread]
+            owners = list(dict.fromkeys(first_name[owner_of(name)] for name in group if name not in unread))
             cut = [owner in rules and rules[owner].style != "replicate" for owner in owners]
             if any(cut) and not all(cut):
                 rules |= dict.fromkeys(owners, Rule(style="replicate"))
@@ -362,3 +363,10 @@ def _why_whole(module: Any, *, is_read: bool, degree: int) -> str | None:
     if is_read:
         return READ
     return "its rows are rescaled as they are looked up" if getattr(module, "max_norm", None) is not None else None
+
+
+def _without_layers(model: nn.Module) -> str:
+    """Return what is said of a model without layers that can be sharded: which parameters its code uses itself."""
+    own = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
+    text = "it has no linear layers and no embeddings"
+    return f'{text}, but {len(own)} parameters that its own code multiplies, such as "{own[0]}"' if own else text

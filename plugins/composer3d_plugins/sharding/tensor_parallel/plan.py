@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d import PluginError, RunContext, select_fqns
 from composer3d_plugins.sharding.tensor_parallel.cuts import Ranges
 from composer3d_plugins.sharding.tensor_parallel.packed import parts_of
-from composer3d_plugins.sharding.tensor_parallel.weights import Kind, attention_sizes, kind_of, parent_of
+from composer3d_plugins.sharding.tensor_parallel.weights import Kind, attention_sizes, first_names, kind_of, parent_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -148,7 +148,7 @@ def check_rules(
     _check_pairs(result)
     if not is_derived:
         _check_heads(model, result, degree)
-    _check_ties(result, context, unread)
+    _check_ties(model, result, context, unread)
     return result
 
 
@@ -229,11 +229,12 @@ def _check_heads(model: nn.Module, rules: Rules, degree: int) -> None:
                 raise PluginError(f'"{fqn}": its {heads} {kind} do not divide by tp = {degree}')
 
 
-def _check_ties(rules: Rules, context: RunContext, unread: Collection[str]) -> None:
+def _check_ties(model: nn.Module, rules: Rules, context: RunContext, unread: Collection[str]) -> None:
     """One tensor has one layout, whatever modules it stands in."""
+    first_name = first_names(model, context) if context.ties else {}
 
     def layout(name: str) -> tuple[str, Any]:
-        rule = rules.get(name.rpartition(".")[0])
+        rule = rules.get(first_name[name.rpartition(".")[0]])
         if rule is not None and rule.style == "attention":
             return name.rpartition(".")[2], None
         if rule is None or rule.style in ("replicate", "split", "gather", "split_gather"):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import RunContext
+from composer3d import Role, RunContext
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -19,6 +19,7 @@ __all__ = [
     "attention_sizes",
     "cut_of_weight",
     "distribute",
+    "first_names",
     "head_counts",
     "kind_of",
     "parent_of",
@@ -53,6 +54,17 @@ def cut_of_weight(
     """Return the dim along which a linear layer's weight is cut, and the lengths of the runs that every rank has."""
     dim = int((along == "inputs") == (kind_of(module) == "linear"))
     return dim, tuple(size // degree for size in parts or (module.weight.shape[dim],))
+
+
+def first_names(model: nn.Module, context: RunContext) -> dict[str, str]:
+    """Return the first FQN of the module that each FQN stands for: one module may have several.
+
+    Of stages, one may hold it by its second name alone: there each name stands for itself.
+    """
+    if context.layout.degree(Role.STAGE) > 1:
+        return {fqn: fqn for fqn, _ in model.named_modules(remove_duplicate=False)}
+    first = {id(module): fqn for fqn, module in model.named_modules()}
+    return {fqn: first[id(module)] for fqn, module in model.named_modules(remove_duplicate=False)}
 
 
 def parent_of(model: nn.Module, fqn: str) -> nn.Module:
