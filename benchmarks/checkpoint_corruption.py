@@ -93,7 +93,7 @@ def measure(rounds: int, resumes: int, seed: int, folder: Path) -> dict[str, Any
         if number < resumes:
             (folder / f"r{number}").mkdir()
             shutil.copytree(bad, folder / f"r{number}" / "o")
-            resumed = run(folder / f"r{number}", 4)
+            resumed = run(folder / f"r{number}", 6)
             is_raw = "Traceback (most recent call last)" in resumed.stderr
             found["resume"] = "wrong: a traceback" if is_raw else "refused" if resumed.returncode else "same"
             if found["resume"] != found["load"]:

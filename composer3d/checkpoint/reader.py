@@ -21,6 +21,7 @@ from composer3d.checkpoint.archive import tensor_of
 from composer3d.checkpoint.checksums import Checksums, open_file, read_checksums, verify_part
 from composer3d.checkpoint.folder import METADATA, require
 from composer3d.checkpoint.index import Chunk, Entry, parse_index
+from composer3d.checkpoint.state_file import read_state
 from composer3d.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ def open_saved(path: Path) -> Saved:
     require(path)
     checksums = read_checksums(path)
     is_first = rank_of(None) == 0
+    if checksums is None:
+        read_state(path)  # which says whether there were digests
     if checksums is None and is_first:
         log.warning(
             "%s: saved without digests, by an earlier composer3d: damage to its files would not be noticed; "

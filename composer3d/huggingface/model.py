@@ -25,6 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Weights = Literal["pretrained", "init"]
 # What a configuration says of its own origin, and not of the model.
 _ORIGIN = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+_MOST_LAYERS = 100_000  # each is built on meta: a damaged number would build until memory ends
 
 
 class HuggingFaceModel:
@@ -189,6 +190,10 @@ def _read_config(folder: Path, trust_remote_code: bool, overrides: dict[str, Any
     if unknown is not None:
         hint = did_you_mean(unknown, [key for key in config.to_dict() if not key.startswith("_")])
         raise ModelError(f'the configuration of {type(config).__name__} has no "{unknown}"', key="args", hint=hint)
+    layers = {key: size for key, size in config.to_dict().items() if "layer" in key and type(size) is int}
+    deep = next((key for key, size in layers.items() if size > _MOST_LAYERS), None)
+    if deep is not None:
+        raise ModelError(f"the configuration in {folder} has {deep} = {layers[deep]:,}, more than any model's")
     if getattr(config, "quantization_config", None) is not None:
         raise ModelError(
             f"the weights in {folder} are quantised, and what is trained has to be in floating point",

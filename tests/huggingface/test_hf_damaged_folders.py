@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.huggingface import make
 from support.rotation import PART
 
 from composer3d.errors import ModelError
+from composer3d.huggingface import HuggingFaceModel
 from composer3d.huggingface.files import WeightFiles
 
 NAMES = ("model-1.safetensors", "model-2.safetensors")
@@ -161,3 +163,14 @@ def test_random_damage_is_an_error_or_harmless(folder):
             refusals += 1
         (folder / name).write_bytes(good[name])
     assert refusals > 100
+
+
+def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path):
+    path = make("llama", tmp_path / "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2**30}))
+    with pytest.raises(ModelError) as caught:
+        HuggingFaceModel(path)
+    assert str(caught.value) == (
+        f"the configuration in {path} has num_hidden_layers = 1,073,741,824, more than any model's"
+    )
