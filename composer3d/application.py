@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from composer3d import gradients, guard, initialisation
+from composer3d import gradients, guard, initialisation, torch_compat
 from composer3d.errors import InitialisationError, TransformError
 from composer3d.initialisation import Slab
+from composer3d.mesh import Role
 from composer3d.object_exchange import all_gather_json
 from composer3d.protocol import Part
-from composer3d.transform import Phase, Transform
+from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
-    from composer3d.initialisation import Recipe
+    from composer3d.initialisation import Attachments, Recipe
     from composer3d.preparation import Preparation
 
-__all__ = ["agree_on_factory", "agree_on_weights", "apply_transforms", "give_memory", "materialise"]
+__all__ = ["agree_on_factory", "agree_on_weights", "apply_transforms", "give_memory", "gradient_hooks", "materialise"]
 
 
 def apply_transforms(
@@ -130,6 +131,44 @@ def _finish(preparation: Preparation) -> None:
     for transform, fqns in preparation.selected:
         if transform.phase is Phase.MATERIALISE:
             _apply(transform, fqns, preparation.context)
+    _carry_over(preparation)
+
+
+def _carry_over(preparation: Preparation) -> None:
+    """Give this rank's parameters what the model hung on them; what one stage refuses, all ranks refuse.
+
+    Collectives: with several stages one all-reduce of one number.
+    """
+    import torch
+    import torch.distributed as dist
+
+    context, refusal = preparation.context, None
+    try:
+        preparation.attachments.carry_over(
+            (part.module for part in context.parts),
+            alone=context.world_size == 1,
+            from_stored=context.in_model_order,
+            to_stored=context.in_stored_order,
+        )
+    except TransformError as error:
+        refusal = error
+    if context.layout.degree(Role.STAGE) > 1:
+        refused = torch.tensor(int(refusal is not None), device=guard.control_device(context.device))
+        dist.all_reduce(refused, op=dist.ReduceOp.MAX)
+        if refusal is None and torch_compat.active_fake_mode() is None and int(refused):
+            refusal = TransformError("another stage's parameters were refused; its ranks say why")
+    if refusal is not None:
+        raise refusal
+
+
+def gradient_hooks(attachments: Attachments) -> StepAction:
+    """Return the step action that runs the model's own gradient hooks on reduced gradients.
+
+    Collectives: what gathers the gradients of sharded parameters that have hooks.
+    """
+    return StepAction(
+        name="model.gradient_hooks", point=StepPoint.GRADIENTS_REDUCED, run=lambda state: attachments.run_hooks()
+    )
 
 
 def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d import guard, mesh, spans, torch_compat
 from composer3d.accumulation import Accumulation
 from composer3d.agreement import agree_on_plan
-from composer3d.application import agree_on_factory, agree_on_weights, apply_transforms, materialise
+from composer3d.application import agree_on_factory, agree_on_weights, apply_transforms, gradient_hooks, materialise
 from composer3d.batch import to_device
 from composer3d.closing import close_all
 from composer3d.context import Purpose, RunContext
@@ -218,6 +218,8 @@ def freeze(
     context, hooks = preparation.context, preparation.hooks
     group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
     actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
+    if preparation.attachments.hooks:
+        actions.append(gradient_hooks(preparation.attachments))
     streams = Streams(seed=context.manifest.train.seed, layout=context.layout, rank=context.rank, device=context.device)
     flight = _flight(preparation, guarded=plan is not None)
     engine = StepEngine(

@@ -24,7 +24,7 @@ from composer3d.errors import (
     describe_error,
     is_interrupt,
 )
-from composer3d.initialisation import WeightsOnDisk
+from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Hooks, Registered
 from composer3d.transform import Transform, resolve
@@ -65,6 +65,7 @@ class Preparation:
         hooks: The plugins.
         model: On meta where it was made by a factory.
         recipe: How its weights are made; None where the model came with weights.
+        attachments: What its parameters have beside values.
         selected: The ordered transforms with the FQNs each selected on the whole model.
         problems: Every mistake found.
     """
@@ -73,6 +74,7 @@ class Preparation:
     hooks: Hooks
     model: nn.Module
     recipe: Recipe | None
+    attachments: Attachments
     selected: list[tuple[Transform, tuple[str, ...]]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
@@ -197,7 +199,8 @@ def prepare(
     context.fqns = tuple(fqn for fqn, _ in model.named_modules())
     context.parameter_fqns = tuple(fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
     context.ties = initialisation.ties(model)
-    preparation = Preparation(context=context, hooks=hooks, model=model, recipe=recipe)
+    attachments = Attachments.of(model)
+    preparation = Preparation(context=context, hooks=hooks, model=model, recipe=recipe, attachments=attachments)
     _find_problems(preparation)
     return preparation
 
@@ -214,6 +217,10 @@ def _find_problems(preparation: Preparation) -> None:
         for registered, function in preparation.hooks.freeze("composer3d_configure"):
             with _asking(problems, registered, context):
                 function(context=context)
+    if context.world_size > 1:
+        has_stages = context.layout.degree(Role.STAGE) > 1
+        for message in preparation.attachments.inexact(has_stages=has_stages, device=context.device):
+            problems.append(document.problem(("model", "use"), message))
     if not problems:
         _select(preparation)
     per_node = context.manifest.mesh.gpus_per_node

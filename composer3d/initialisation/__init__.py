@@ -7,6 +7,7 @@ no rank ever holds more than its shards and one full tensor. Weights that lie on
 
 from __future__ import annotations
 
+from composer3d.initialisation.attachments import Attachments
 from composer3d.initialisation.identity import fingerprints, first_difference, seed_of
 from composer3d.initialisation.placement import give_memory, materialise, place
 from composer3d.initialisation.recipe import Recipe, TensorSpec
@@ -15,6 +16,7 @@ from composer3d.initialisation.source import Slab, TensorSource, WeightsOnDisk
 from composer3d.initialisation.ties import restore_ties, ties
 
 __all__ = [
+    "Attachments",
     "Recipe",
     "Slab",
     "TensorSource",

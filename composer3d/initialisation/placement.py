@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from composer3d.errors import InitialisationError
 from composer3d.initialisation.source import Slab
 from composer3d.initialisation.ties import named_tensors, restore_ties
-from composer3d.torch_compat import allocate, shard_of
+from composer3d.torch_compat import allocate, shard_of, take_memory
 
 if TYPE_CHECKING:
     import torch
@@ -126,6 +126,12 @@ def materialise(
             path = fqn_of(f"{prefix}.{name}" if prefix else name)
             if isinstance(value, torch.Tensor) and value.is_meta and path in recipe.attributes:
                 setattr(owner, name, _read(full(path)).to(device))
+    for path, tensor in recipe.loose.items():
+        if tensor.is_meta and not take_memory(tensor, _read(full(path)).to(device)):
+            raise InitialisationError(
+                f'"{path}" cannot be given its values, since a graph or a weak reference points at it; '
+                "register it with register_buffer(name, tensor, persistent=False)"
+            )
     return tuple(sorted(unmade))
 
 
@@ -145,3 +151,6 @@ def give_memory(module: nn.Module, recipe: Recipe | None, *, device: torch.devic
             path = f"{prefix}.{name}" if prefix else name
             if isinstance(value, torch.Tensor) and value.is_meta and recipe is not None and path in recipe.attributes:
                 setattr(owner, name, torch.empty_like(value, device=device))
+    for tensor in recipe.loose.values() if recipe is not None else ():
+        if tensor.is_meta:
+            take_memory(tensor, torch.empty_like(tensor.detach(), device=device))

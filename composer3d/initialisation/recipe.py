@@ -30,6 +30,7 @@ class Recipe:
     Attributes:
         ties: Groups of FQNs that are one tensor.
         attributes: FQNs of tensors that are plain attributes, neither parameters nor buffers.
+        loose: Tensors that containers, closures and hooks hold, by how they are reached; they stay these objects.
         source: What lies on disk, and is read instead of made.
     """
 
@@ -40,17 +41,19 @@ class Recipe:
         *,
         ties: Sequence[tuple[str, ...]],
         attributes: Sequence[str],
+        loose: Mapping[str, Tensor] | None = None,
     ) -> None:
         self._log = log
         self._specs = dict(specs)
         self._keys = _random_keys(log, self._specs)
         self.ties = tuple(ties)
         self.attributes = frozenset(attributes)
+        self.loose = dict(loose or {})
         self.source: TensorSource | None = None
 
     @property
     def fqns(self) -> tuple[str, ...]:
-        """All names, tied ones too: parameters, then buffers, then attributes."""
+        """All names, tied ones too: parameters, then buffers, attributes, and what containers and closures hold."""
         return tuple(self._specs)
 
     def __contains__(self, fqn: str) -> bool:

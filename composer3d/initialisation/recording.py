@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import ComposerError, InitialisationError, describe_error, is_interrupt
 from composer3d.initialisation.log import Entry, Log, TensorSpec
 from composer3d.initialisation.places import is_torch, place_of_error, user_place
+from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.initialisation.recipe import Recipe
+from composer3d.initialisation.sharing import refuse_shared_memory
 from composer3d.initialisation.ties import named_tensors, ties
 from composer3d.torch_compat import dispatch_mode, has_argument, storage_key, tree_leaves, tree_map, written_tensors
 
@@ -292,13 +294,16 @@ class _Recorder:
 
         tensors = dict(named_tensors(module))
         attributes = _attributes(module, {id(tensor) for tensor in tensors.values()})
-        for fqn, tensor in [*tensors.items(), *attributes.items()]:
+        loose = _loose(module, {id(tensor) for tensor in tensors.values()} | {id(t) for t in attributes.values()})
+        everything = {**tensors, **attributes, **loose}
+        for fqn, tensor in everything.items():
             if is_lazy(tensor):
                 raise InitialisationError(f'"{fqn}" has no shape before a first forward; give its layer all sizes')
             if tensor.device.type != "meta" or storage_key(tensor) not in self._made:
                 raise InitialisationError(f'"{fqn}" was made outside of the factory; {_INSTEAD}')
-        specs = {fqn: self._log.spec(tensor) for fqn, tensor in [*tensors.items(), *attributes.items()]}
-        return Recipe(self._log, specs, ties=ties(module), attributes=tuple(attributes))
+        specs = {fqn: self._log.spec(tensor) for fqn, tensor in everything.items()}
+        refuse_shared_memory(tensors, {**attributes, **loose})
+        return Recipe(self._log, specs, ties=ties(module), attributes=tuple(attributes), loose=loose)
 
 
 def _on_meta(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -334,18 +339,24 @@ def _attributes(module: nn.Module, registered: set[int]) -> dict[str, Tensor]:
     """Return the tensors that modules hold as plain attributes, which no torch function would find."""
     import torch
 
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, owner in module.named_modules()
+        for name, value in vars(owner).items()
+        if isinstance(value, torch.Tensor) and id(value) not in registered
+    }
+
+
+def _loose(module: nn.Module, known: set[int]) -> dict[str, Tensor]:
+    """Return the tensors on meta that containers, closures and hooks hold, by how they are reached."""
     found: dict[str, Tensor] = {}
-    for prefix, owner in module.named_modules():
-        for name, value in vars(owner).items():
-            fqn = f"{prefix}.{name}" if prefix else name
-            if name in ("_parameters", "_buffers", "_modules"):
-                continue
-            loose = [tensor for tensor in _tensors(value) if id(tensor) not in registered]
-            if isinstance(value, torch.Tensor) and loose:
-                found[fqn] = value
-            elif any(tensor.is_meta for tensor in loose):
+    for reached in reachable_tensors(module):
+        if reached.tensor.is_meta and id(reached.tensor) not in known:
+            if not reached.is_ordered:
                 raise InitialisationError(
-                    f'"{fqn}" holds tensors that are neither parameters nor buffers; '
-                    "register them with register_buffer(name, tensor, persistent=False)"
+                    f'"{reached.path}" is in a set of tensors, which has no order that is the same on all ranks; '
+                    "keep them in a list, or register them with register_buffer(name, tensor, persistent=False)"
                 )
+            known.add(id(reached.tensor))
+            found.setdefault(reached.path, reached.tensor)
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from composer3d.torch_compat.views import keep_output_hooks
@@ -16,6 +16,7 @@ __all__ = [
     "fsdp_buffers",
     "fsdp_groups",
     "held_tensor",
+    "mark_unsharded",
     "replicate_buckets",
     "replicate_units",
     "shard_integers",
@@ -147,6 +148,30 @@ def fsdp_buffers(module: Any) -> Iterator[Any]:
             yield from parameter._unsharded_inner_tensors
             if hasattr(parameter, "_unsharded_param"):
                 yield parameter._unsharded_param
+
+
+def mark_unsharded(module: Any, attributes_of: Callable[[Any], Mapping[str, Any]]) -> None:
+    """Give the parameters that FSDP2 gathers, which a forward reads, attributes of the sharded ones.
+
+    They are made in the first all-gather, by a method of a private class (torch 2.11-2.15).
+    """
+
+    def mark(parameter: Any, attributes: Mapping[str, Any]) -> None:
+        make = parameter.init_unsharded_param
+
+        def init_unsharded_param() -> None:
+            make()
+            for name, value in attributes.items():
+                setattr(parameter._unsharded_param, name, value)
+
+        parameter.init_unsharded_param = init_unsharded_param
+
+    for submodule in module.modules():
+        for group, _, _ in fsdp_groups(submodule):
+            for parameter in group.fsdp_params:
+                attributes = attributes_of(parameter.sharded_param)
+                if attributes:
+                    mark(parameter, attributes)
 
 
 def held_tensor(tensor: Any) -> Any:

@@ -12,16 +12,20 @@ __all__ = [
     "foreach_lerp_",
     "foreach_mul_",
     "foreach_norm",
+    "gradient_hooks",
     "has_argument",
     "is_wrapper_subclass",
     "neg_view",
     "num_flops",
     "orthogonalised",
     "plain_tensors",
+    "set_gradient_hooks",
     "storage_key",
+    "take_memory",
     "tree_leaves",
     "tree_map",
     "unviewed",
+    "with_attributes_of",
     "written_tensors",
 ]
 
@@ -85,11 +89,80 @@ def neg_view(tensor: Any) -> Any:
 def allocate(module: Any, device: Any) -> None:
     """Give a module's tensors on meta memory on a device, and move the others there with their values.
 
-    `Module.to_empty` would empty those too, and `Module._apply`, which FSDP2 overrides to follow, is not public.
+    `Module.to_empty` would empty those too, and `Module._apply`, which FSDP2 overrides to follow, is not public. Plain
+    tensors stay the objects that they are, so that lists and closures that hold them hold what the module holds.
+    """
+    import gc
+
+    import torch
+
+    def on_meta() -> list[Any]:
+        owned = (t for owner in module.modules() for t in (*owner._parameters.values(), *owner._buffers.values()))
+        return [t for t in owned if t is not None and t.is_meta and not is_wrapper_subclass(type(t))]
+
+    for tensor in on_meta():
+        take_memory(tensor, torch.empty_like(tensor.detach(), device=device))
+    left = on_meta()
+    if left:
+        gc.collect()  # graphs of dry runs point at them until then
+        for tensor in left:
+            take_memory(tensor, torch.empty_like(tensor.detach(), device=device))
+    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+
+
+def take_memory(tensor: Any, memory: Any) -> bool:
+    """Let a tensor on meta have the memory of another, and stay the object that it is; return whether it could.
+
+    `torch.utils.swap_tensors` refuses what weak references or a graph point at, and it takes class, attributes and
+    gradient hooks away, which are given back here.
     """
     import torch
 
-    module._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
+    if type(memory) is not torch.Tensor or not tensor.is_meta:
+        return False  # a fake tensor is one by its class
+    cls, attributes, (before, after) = type(tensor), dict(vars(tensor)), gradient_hooks(tensor)
+    if isinstance(tensor, torch.nn.Parameter):
+        memory = torch.nn.Parameter(memory, requires_grad=tensor.requires_grad)
+    try:
+        torch.utils.swap_tensors(tensor, memory)
+    except RuntimeError:
+        return False
+    tensor.__class__ = cls
+    vars(tensor).update(attributes)
+    set_gradient_hooks(tensor, before, after)
+    return True
+
+
+def with_attributes_of(original: Any, twin: Any) -> Any:
+    """Return a tensor that stands for another with the python attributes that code has set on that one.
+
+    `copy.deepcopy` of a parameter leaves them behind (torch 2.11-2.15).
+    """
+    if not is_wrapper_subclass(type(original)):
+        for name, value in vars(original).items():
+            setattr(twin, name, value)
+    return twin
+
+
+def gradient_hooks(tensor: Any) -> tuple[Any, Any]:
+    """Return the gradient hooks of a tensor, and those that run after it is accumulated, by number; None where none.
+
+    They can be registered, and not be listed, by public names (torch 2.11-2.15).
+    """
+    return getattr(tensor, "_backward_hooks", None), getattr(tensor, "_post_accumulate_grad_hooks", None)
+
+
+def set_gradient_hooks(tensor: Any, before: Any, after: Any) -> None:
+    """Give a tensor these gradient hooks instead of its own; see `gradient_hooks`. Their handles remove them still.
+
+    Hooks that run after accumulation are added, and never taken off: torch keeps those that it has.
+    """
+    if tensor._backward_hooks is not None:
+        tensor._backward_hooks = None
+    if before:
+        tensor._backward_hooks = before
+    if after:
+        tensor._post_accumulate_grad_hooks = after
 
 
 def has_argument(operator: Any, name: str) -> bool:

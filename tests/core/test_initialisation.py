@@ -12,6 +12,7 @@ from torch import nn
 from composer3d.errors import InitialisationError
 from composer3d.initialisation import (
     Recipe,
+    materialise,
     record,
 )
 
@@ -349,13 +350,13 @@ def test_what_cannot_be_found_again_is_refused():
 
     def hidden():
         module = nn.Linear(2, 2)
-        module.cache = {"mask": torch.ones(2)}
+        module.cache = {torch.ones(2)}
         return module
 
     outside = '"weight" was made outside of the factory; ' + INSTEAD
     loose = (
-        '"cache" holds tensors that are neither parameters nor buffers; '
-        "register them with register_buffer(name, tensor, persistent=False)"
+        '"cache[0]" is in a set of tensors, which has no order that is the same on all ranks; '
+        "keep them in a list, or register them with register_buffer(name, tensor, persistent=False)"
     )
     for factory, message in [
         (lambda: existing, outside),
@@ -368,6 +369,22 @@ def test_what_cannot_be_found_again_is_refused():
             record(factory)
         assert str(caught.value) == message
     assert existing.weight.device.type == "cpu"
+
+
+def test_containers_and_closures_hold_values_and_the_parameters_themselves():
+    def factory():
+        module = nn.Linear(2, 2)
+        held = torch.full((2,), 3.0)
+        module.cache = {"held": [held, module.weight]}
+        module.register_forward_hook(lambda module, args, output: output * held)
+        return module
+
+    module, recipe = record(factory)
+    assert recipe.fqns == ("weight", "bias", "_forward_hooks[0].held")
+    materialise(module, recipe, seed=0, device="cpu")
+    assert module.cache["held"][1] is module.weight and module.cache["held"][0].tolist() == [3.0, 3.0]
+    expected = 3.0 * nn.functional.linear(torch.ones(2), module.weight, module.bias)
+    assert torch.equal(module(torch.ones(2)), expected)
 
 
 def test_an_unknown_fqn_is_refused():

@@ -330,3 +330,30 @@ def write_history(file):
 def test_the_allocators_history_is_written(tmp_path):
     run_ranks(write_history, 1, tmp_path / "history.pickle", init=False)
     assert (tmp_path / "history.pickle").stat().st_size > 0
+
+
+def test_a_tensor_on_meta_takes_memory_and_stays_what_it_is():
+    class Kind(torch.nn.Parameter):
+        pass
+
+    seen = []
+    parameter = Kind(torch.empty(3, device="meta"))
+    parameter.scale = 2.0
+    handle = parameter.register_hook(lambda grad: 2.0 * grad)
+    parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(float(parameter.grad.sum())))
+    assert torch_compat.take_memory(parameter, torch.ones(3))
+    assert (type(parameter), parameter.scale, parameter.tolist()) == (Kind, 2.0, [1.0] * 3)
+    parameter.sum().backward()
+    handle.remove()
+    parameter.sum().backward()
+    assert seen == [6.0, 9.0]
+    before, after = torch_compat.gradient_hooks(parameter)
+    assert (dict(before), len(after)) == ({}, 1)
+    parameter.register_hook(lambda grad: 2.0 * grad)
+    torch_compat.set_gradient_hooks(parameter, None, None)
+    parameter.sum().backward()
+    torch_compat.set_gradient_hooks(parameter, before, None)
+    parameter.sum().backward()
+    assert seen == [6.0, 9.0, 12.0, 18.0] and torch_compat.gradient_hooks(torch.ones(2)) == (None, None)
+    assert torch_compat.with_attributes_of(parameter, torch.ones(1)).scale == 2.0
+    assert not torch_compat.take_memory(parameter, torch.ones(3))

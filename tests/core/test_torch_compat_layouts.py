@@ -84,3 +84,20 @@ def test_what_a_dtensor_holds_keeps_its_attributes():
         held = torch_compat.held_tensor(distribute_tensor(torch.ones(4), init_device_mesh("cpu", (2,))))
         held.mark = 7
     assert torch_compat.held_tensor(held) is held and held.shape == (4,)
+
+
+def attributes_of_gathered():
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(4, 4, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    torch_compat.mark_unsharded(model, lambda parameter: {"scale": 3.0} if parameter is model.weight else {})
+    seen = []
+    model.register_forward_hook(lambda module, args, output: seen.append(getattr(module.weight, "scale", None)))
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+    return seen
+
+
+def test_what_fsdp2_gathers_has_attributes():
+    assert run_ranks(attributes_of_gathered, 2) == [[3.0, 3.0]] * 2

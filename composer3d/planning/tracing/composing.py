@@ -18,6 +18,7 @@ from composer3d.composition import Composition
 from composer3d.criterion import Criterion
 from composer3d.errors import ManifestError
 from composer3d.guard import Decided, Guard, Totals
+from composer3d.initialisation import Attachments
 from composer3d.planning.tracing.blocks import BlockCut
 from composer3d.preparation import Preparation, prepare
 
@@ -146,7 +147,11 @@ def prepared(job: Job) -> Preparation:
 def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
     """Let the preparation be another rank's, on a copy of the model; what composing adds is taken away after."""
     with preparation.context.as_rank(rank):
-        yield replace(preparation, model=copy.deepcopy(preparation.model))
+        model = copy.deepcopy(preparation.model)
+        for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
+            torch_compat.with_attributes_of(original, twin)
+            torch_compat.set_gradient_hooks(twin, *torch_compat.gradient_hooks(original))
+        yield replace(preparation, model=model, attachments=Attachments.of(model))
 
 
 def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:

@@ -162,7 +162,8 @@ def on_meta(model: nn.Module) -> nn.Module:
             if isinstance(value, torch.Tensor):
                 memo[id(value)] = value.detach().to("meta")
     for parameter in model.parameters():
-        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        twin = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+        memo[id(parameter)] = torch_compat.with_attributes_of(parameter, twin)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(model, memo)

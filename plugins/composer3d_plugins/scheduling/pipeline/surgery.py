@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, TransformError
+from composer3d.torch_compat import with_attributes_of
 
 __all__ = [
     "Done",
@@ -262,9 +263,11 @@ def tensors_of_stage(
     held = {firsts[fqn] for fqn in needed}
     for fqn, parameter in model.named_parameters():
         if fqn not in held:
-            memo[id(parameter)] = nn.Parameter(zeros(parameter, device), requires_grad=False)
+            absent = nn.Parameter(zeros(parameter, device), requires_grad=False)
+            memo[id(parameter)] = with_attributes_of(parameter, absent)
         elif fqn in clones:
-            memo[id(parameter)] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            clone = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            memo[id(parameter)] = with_attributes_of(parameter, clone)
         else:
             memo[id(parameter)] = parameter
     return memo

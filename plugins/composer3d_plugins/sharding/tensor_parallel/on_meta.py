@@ -66,7 +66,7 @@ def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]]
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]
     }
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        tensors[name].requires_grad_(tensor.requires_grad)
+        torch_compat.with_attributes_of(tensor, tensors[name]).requires_grad_(tensor.requires_grad)
     if seen is not None:
         seen(tensors)
     # What the code makes without a device is on meta too; what it draws is not taken from the run's numbers.
