@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from composer3d.loss import Reduction, as_loss, count_valid, reduction_of
+from composer3d.batch import tensors
+from composer3d.errors import LossError
+from composer3d.loss import Reduction, as_loss, count_valid, other_padding, reduction_of
 from composer3d.protocol import Batch, Loss, LossFunction
 
 __all__ = ["Criterion"]
+
+_OTHER_PADDING = (
+    "the loss is one number, and its targets hold {number}, which is no class: if the loss leaves such targets out, "
+    "they are not to be counted, and only -100 is known not to be. Pass target= and "
+    "compose(count_fn=lambda target: int((target != {number}).sum())), or return a sum and its count: "
+    "F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index={number}, reduction='sum'), "
+    "(target != {number}).sum()"
+)
 
 
 class Criterion:
@@ -30,13 +40,23 @@ class Criterion:
         self.told = self._reduction = reduction
         self._loss_fn, self._count_fn = loss_fn or _loss_of_model, count_fn
         self._counts: dict[int, int] = {}
+        self._padding: int | None = None
 
     def count_all(self, microbatches: Sequence[Batch]) -> list[int]:
         """Count the valid tokens of every micro-batch of a batch."""
         counts = [self.count(microbatch.target) for microbatch in microbatches]
+        self._padding = None if self._count_fn is not None else other_padding(self._counted(microbatches))
         # Schedules hand targets back to the loss; found again by identity, nothing is counted twice.
         self._counts = {id(m.target): n for m, n in zip(microbatches, counts, strict=True) if m.target is not None}
         return counts
+
+    def _counted(self, microbatches: Sequence[Batch]) -> Iterator[Any]:
+        """Yield the tensors whose numbers may say what a loss leaves out: targets, or all that a model is given."""
+        for batch in microbatches:
+            if batch.target is not None:
+                yield from tensors(batch.target)
+            else:
+                yield from tensors((batch.args, batch.kwargs))
 
     def count(self, target: Any) -> int:
         """Count what the loss of a target is summed over; a target of None stands for one."""
@@ -74,6 +94,10 @@ class Criterion:
         return self._as_loss(value.detach() if isinstance(value, torch.Tensor) else value, target, equal)
 
     def _as_loss(self, value: Any, target: Any, equal: bool) -> Loss:
+        import torch
+
+        if self._padding is not None and isinstance(value, torch.Tensor):
+            raise LossError(_OTHER_PADDING.format(number=self._padding))
         count = self._counts.get(id(target))
         count = self.count(target) if count is None else count
         return as_loss(value, count=count, equal=equal, reduction=self._reduction)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.protocol import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IGNORE_INDEX", "Reduction", "as_loss", "count_valid", "reduction_of", "without_factors"]
+__all__ = ["IGNORE_INDEX", "Reduction", "as_loss", "count_valid", "other_padding", "reduction_of", "without_factors"]
 
 Reduction = Literal["mean", "sum"]
 IGNORE_INDEX = -100
@@ -40,6 +41,24 @@ def count_valid(target: Any) -> int:
     if target.is_floating_point() or target.is_complex():
         return target.numel()
     return int((target != IGNORE_INDEX).sum())
+
+
+def other_padding(values: Iterable[Any]) -> int | None:
+    """Return a negative number other than -100 in integer tensors, which may stand for what a loss leaves out.
+
+    Args:
+        values: Targets, or arguments of a model; what is no integer tensor is passed over.
+    """
+    import torch
+
+    for value in values if torch_compat.active_fake_mode() is None else ():
+        if isinstance(value, torch.Tensor) and not (value.dtype is torch.bool or value.is_floating_point()):
+            if value.is_complex() or not value.numel() or value.is_meta:
+                continue
+            least = int(torch.where(value == IGNORE_INDEX, 0, value).min())
+            if least < 0:
+                return least
+    return None
 
 
 def reduction_of(loss: Tensor) -> Reduction:
@@ -141,6 +160,11 @@ def _as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reductio
     if isinstance(value, Loss):
         return value
     if isinstance(value, tuple | list) and len(value) == 2:
+        if isinstance(value[0], torch.Tensor) and value[0].numel() != 1:
+            raise LossError(
+                f"the loss is a pair whose first is a tensor of shape {list(value[0].shape)}, not a sum; of a model "
+                "that returns logits and a loss, take the loss with compose(loss_fn=lambda output, target: output[1])"
+            )
         return Loss(sum=value[0], count=value[1])
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f" of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else ""

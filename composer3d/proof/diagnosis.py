@@ -191,7 +191,8 @@ def _mixing(evidence: Evidence) -> Iterator[str]:
     if evidence.told.mixing.loss:
         yield (
             "the loss is no sum over samples: what it makes of one depends on the others of its micro-batch, as in a "
-            "contrastive loss or a mean with class weights, so that micro-batches and ranks do not add up to the loss "
+            "contrastive loss, a mean with class weights, or a mean over other targets than are counted (an "
+            "ignore_index other than -100), so that micro-batches and ranks do not add up to the loss "
             "of the global batch; return a sum, and what it is to be divided by, or gather what is compared"
         )
 

@@ -9,6 +9,7 @@ that mixes samples, as batch normalisation does, is another matter: that is what
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from composer3d.proof.one_device import alone, as_loss_of, count_of, microbatche
 from composer3d.proof.subject import Subject
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from composer3d import Batch
 
@@ -63,28 +64,54 @@ def mixing(subject: Subject, *, degree: int) -> Mixing:
         outputs = [run.model(*piece.args, **piece.kwargs) for piece in pieces]
         try:
             args, kwargs, target = _joined([(piece.args, piece.kwargs, piece.target) for piece in pieces])
-            output, together = _joined(outputs), run.model(*args, **kwargs)
-            model = _apart(together, output)
-            loss = _loss(subject, pieces, outputs, output, target)
+            together = run.model(*args, **kwargs)
+            model = _apart(together, outputs)
+            # What the model computes of both says the same of a loss, unless the model mixes samples itself.
+            whole = subject.loss_fn is None or model is None
+            loss = _loss(subject, pieces, outputs, together if whole else _joined(outputs), target)
         except Exception as error:  # code has not to bear another batch size, or has batches along another dim
             log.debug("two micro-batches cannot be computed together", exc_info=True)
             return Mixing(unknown=type(error).__name__)
-    if model is None:
-        return Mixing(unknown="its outputs do not have the samples along dim 0")
-    return Mixing(model=_beyond(model), loss=_beyond(loss))
+        if whole and loss > _SAME and (_beyond(model or 0.0) or _normalises(run.model)):
+            return Mixing(model=_beyond(model or 0.0), unknown="the model itself mixes samples")
+    return Mixing(model=_beyond(model or 0.0), loss=_beyond(loss))
+
+
+def _normalises(model: nn.Module) -> bool:
+    """Tell whether modules of torch mix samples, as their author asked for."""
+    from torch.nn.modules.batchnorm import _NormBase
+
+    return any(isinstance(module, _NormBase) for module in model.modules())
 
 
 def _loss(subject: Subject, pieces: Sequence[Batch], outputs: Sequence[Any], output: Any, target: Any) -> float:
-    """Return how far the loss of both is from the sum of theirs; 0 where it takes more than what samples have."""
-    if subject.loss_fn is None or any(leaf.dim() == 0 for leaf in _tensors(output)):
-        return 0.0  # a number of the model's own, as what balances experts, is no sum, and may be weighed like one
+    """Return how far the loss of both is from the sum of theirs; 0 where that says nothing.
+
+    A number among the outputs is a parameter's, as a temperature, or one of a micro-batch, as what balances experts:
+    that is no sum and may be weighed like one, and is left out.
+    """
+    numbers = [[leaf for leaf in _tensors(one) if not leaf.dim()] for one in outputs]
+    pairs = zip(*numbers, strict=True)
+    is_left_out = subject.loss_fn is not None and any(not bool((one == other).all()) for one, other in pairs)
+    if is_left_out:
+        outputs, output = [_without_numbers(one) for one in outputs], _without_numbers(output)
     counts = [count_of(subject, piece) for piece in pieces]
     apart = sum(
         float(as_loss_of(subject, out, piece.target, count, counts).sum.detach())
         for out, piece, count in zip(outputs, pieces, counts, strict=True)
     )
     together = as_loss_of(subject, output, target, sum(counts), [sum(counts)])
-    return relative(float(together.sum.detach()), apart)
+    found = relative(float(together.sum.detach()), apart)
+    return found if math.isfinite(found) or not is_left_out else 0.0
+
+
+def _without_numbers(tree: Any) -> Any:
+    """Return a tree of tensors in which those without dims are zero."""
+    import torch
+
+    return torch_compat.tree_map(
+        lambda leaf: torch.zeros_like(leaf) if isinstance(leaf, torch.Tensor) and not leaf.dim() else leaf, tree
+    )
 
 
 def _joined(trees: Sequence[Any]) -> Any:
@@ -102,12 +129,21 @@ def _joined(trees: Sequence[Any]) -> Any:
     return torch_compat.tree_map(lambda _: next(leaves), trees[0])
 
 
-def _apart(one: Any, other: Any) -> float | None:
-    """Return the largest difference of two trees of tensors; None where their samples lie otherwise."""
-    both = [(left, right) for left, right in zip(_tensors(one), _tensors(other), strict=True) if left.dim()]
-    if not both or any(left.shape != right.shape for left, right in both):
-        return None
-    return max(difference(left.detach(), right.detach()) for left, right in both)
+def _apart(together: Any, outputs: Sequence[Any]) -> float | None:
+    """Return the largest difference of outputs together and apart; None where samples do not lie along dim 0."""
+    import torch
+
+    found = []
+    for whole, *pieces in zip(_tensors(together), *map(_tensors, outputs), strict=True):
+        if not whole.dim():
+            continue
+        if any(piece.shape[1:] != whole.shape[1:] for piece in pieces):
+            return None
+        joined = torch.cat([piece.detach() for piece in pieces])
+        if joined.shape != whole.shape:
+            return None
+        found.append(difference(whole.detach(), joined))
+    return max(found, default=None)
 
 
 def _tensors(tree: Any) -> list[Tensor]:

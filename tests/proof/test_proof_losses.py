@@ -1,0 +1,156 @@
+"""Losses that are no sum over samples, and means over other targets than are counted: found, whoever computes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.faults import VOCAB, Even
+from support.models import sum_loss, write_manifest
+from support.proofs import DDP, assert_named, batch, refuted
+from torch import nn
+
+from composer3d import Batch, LossError
+from composer3d.criterion import Criterion
+from composer3d.testing import assert_parity
+
+SUM = "the loss is no sum over samples: what it makes of one depends on the others of its micro-batch"
+
+
+class TwoTowers(nn.Module):
+    """CLIP's shape: features of two towers, and a temperature without dims."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.other = nn.Embedding(VOCAB, 8), nn.Embedding(VOCAB, 8)
+        self.logit_scale = nn.Parameter(torch.tensor(1.0))
+
+    def features(self, tokens):
+        return [F.normalize(tower(tokens).mean(1), dim=-1) for tower in (self.words, self.other)]
+
+    def forward(self, tokens):
+        return (*self.features(tokens), self.logit_scale.exp())
+
+
+class Pairwise(TwoTowers):
+    """As commonly written: each sample of a micro-batch beside each."""
+
+    def forward(self, tokens):
+        one, other = self.features(tokens)
+        return self.logit_scale.exp() * one @ other.T
+
+
+class OwnLoss(Pairwise):
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return F.cross_entropy(logits, torch.arange(len(tokens)), reduction="sum")
+
+
+def clip_loss(output, target):
+    one, other, scale = output
+    return F.cross_entropy(scale * one @ other.T, torch.arange(len(one)), reduction="sum"), len(one)
+
+
+def pairwise_loss(logits, target):
+    return F.cross_entropy(logits, torch.arange(len(logits)), reduction="sum"), len(logits)
+
+
+class Scaled(Even):
+    """An innocent number among the outputs."""
+
+    def forward(self, tokens):
+        return super().forward(tokens), self.out.bias.exp().sum()
+
+
+class Balanced(Even):
+    """A number of each micro-batch, as what balances experts."""
+
+    def forward(self, tokens):
+        logits = super().forward(tokens)
+        return logits, logits.softmax(-1).mean((0, 1)).square().sum()
+
+
+def scaled_loss(output, target):
+    total, count = sum_loss(output[0] * output[1], target)
+    return total, count
+
+
+def balanced_loss(output, target):
+    total, count = sum_loss(output[0], target)
+    return total + 0.01 * output[1] * count, count
+
+
+@pytest.mark.parametrize(
+    ("factory", "loss_fn"), [(TwoTowers, clip_loss), (Pairwise, pairwise_loss), (OwnLoss, None)], ids=lambda v: str(v)
+)
+def test_a_contrastive_loss_is_found(factory, loss_fn):
+    assert_named(DDP, {"factory": factory, "loss_fn": loss_fn, "microbatch": 3}, SUM)
+
+
+@pytest.mark.parametrize(("factory", "loss_fn"), [(Scaled, scaled_loss), (Balanced, balanced_loss)])
+def test_a_number_among_the_outputs_is_no_fault(factory, loss_fn):
+    assert_parity(factory, write_manifest(DDP), batch(), loss_fn=loss_fn, microbatch=3, steps=1, own_dtype=False)
+
+
+class NanoGpt(Even):
+    """The loss in the model, and -1 for what it leaves out."""
+
+    def __init__(self, ignore_index=-1):
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(self, tokens, targets):
+        logits = super().forward(tokens)
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=self.ignore_index)
+
+
+def padded(number):
+    whole = batch()
+    targets = torch.where(whole.target == -100, number, whole.target)
+    return Batch(args=whole.args, kwargs={"targets": targets}, target=None)
+
+
+def test_a_mean_of_the_models_own_over_uneven_samples_is_found(monkeypatch):
+    # 0 is a token, too: nothing but the loss itself says that it is left out.
+    monkeypatch.setattr("support.proofs.batch", lambda: padded(0))
+    told = refuted(DDP, factory=lambda: NanoGpt(0), loss_fn=None, microbatch=3)
+    assert SUM in told
+
+
+def mean(output, target):
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-1)
+
+
+OTHER = (
+    "the loss is one number, and its targets hold -1, which is no class: if the loss leaves such targets out, they are "
+    "not to be counted, and only -100 is known not to be. Pass target= and "
+    "compose(count_fn=lambda target: int((target != -1).sum())), or return a sum and its count: "
+    "F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-1, reduction='sum'), (target != -1).sum()"
+)
+
+
+def test_another_padding_than_torchs_is_refused_unless_it_is_counted():
+    logits, target = torch.zeros(2, 3, 5, requires_grad=True), torch.tensor([[1, 2, -1], [-1, -1, 0]])
+    for criterion, piece in [
+        (Criterion(mean), Batch(args=(logits,), target=target)),
+        (Criterion(None), Batch(args=(logits,), kwargs={"targets": target}, target=None)),
+    ]:
+        criterion.count_all([piece])
+        with pytest.raises(LossError) as caught:
+            criterion.loss(mean(logits, target) if piece.target is None else logits, piece.target, equal=True)
+        assert str(caught.value) == OTHER
+    counted = Criterion(mean, lambda target: int((target != -1).sum()))
+    assert counted.count_all([Batch(args=(logits,), target=target)]) == [3]
+    assert counted.loss(logits, target, equal=True).count == 3
+    summed = Criterion(lambda output, target: (output.sum(), 3))
+    summed.count_all([Batch(args=(logits,), target=target)])
+    assert summed.loss(logits, target, equal=True).count == 3
+
+
+def test_logits_and_a_loss_are_no_sum_and_count():
+    with pytest.raises(LossError) as caught:
+        Criterion(None).loss((torch.zeros(2, 3), torch.zeros(())), None, equal=True)
+    assert str(caught.value) == (
+        "the loss is a pair whose first is a tensor of shape [2, 3], not a sum; of a model that returns logits and a "
+        "loss, take the loss with compose(loss_fn=lambda output, target: output[1])"
+    )
