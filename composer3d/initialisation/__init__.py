@@ -10,10 +10,11 @@ from __future__ import annotations
 from composer3d.initialisation.attachments import Attachments
 from composer3d.initialisation.identity import fingerprints, first_difference, seed_of
 from composer3d.initialisation.placement import give_memory, materialise, place
+from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.initialisation.recipe import Recipe, TensorSpec
 from composer3d.initialisation.recording import record
 from composer3d.initialisation.source import Slab, TensorSource, WeightsOnDisk
-from composer3d.initialisation.ties import restore_ties, ties
+from composer3d.initialisation.ties import named_tensors, restore_ties, ties
 
 __all__ = [
     "Attachments",
@@ -26,7 +27,9 @@ __all__ = [
     "first_difference",
     "give_memory",
     "materialise",
+    "named_tensors",
     "place",
+    "reachable_tensors",
     "record",
     "restore_ties",
     "seed_of",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["Reached", "reachable_tensors"]
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
-_LIBRARIES = frozenset({"torch", "torchgen", "builtins", "composer3d", "composer3d_plugins", "numpy"})
+_LIBRARIES = frozenset({"torch", "torchgen", "builtins", "numpy"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -143,7 +143,8 @@ def _of_function(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _is_library(cls: type) -> bool:
-    return (getattr(cls, "__module__", None) or "").partition(".")[0] in _LIBRARIES
+    root = (getattr(cls, "__module__", None) or "").partition(".")[0]
+    return root in _LIBRARIES or root.startswith("composer3d")
 
 
 def _name(hook: Any) -> str:

@@ -197,6 +197,18 @@ def _mixing(evidence: Evidence) -> Iterator[str]:
         )
 
 
+def _written(evidence: Evidence) -> Iterator[str]:
+    """A model that loses something when its factory is recorded."""
+    written = evidence.told.written
+    if written.loss or written.gradients:
+        what = f", at {some([fqn for fqn, _ in written.gradients])}" if written.gradients else ""
+        yield (
+            f"composing loses or changes something of the model{what}, on one process too: what the factory keeps "
+            "outside of parameters, buffers and attributes, or does to a tensor that it does not register; "
+            'set [model] build = "host", or pass a module that is built'
+        )
+
+
 def _streams(evidence: Evidence) -> Iterator[str]:
     kinds: Mapping[str, str] = {
         "equal_over": "ranks along {axis} draw the same random numbers at {sites}, and hold other samples or features",
@@ -225,6 +237,7 @@ _FIRST_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _batches,
     _counts,
     _mixing,
+    _written,
     initial,
     stale,
     _shares,

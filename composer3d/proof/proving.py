@@ -74,7 +74,7 @@ def prove(
         failures=failures,
         diagnosis=tuple(diagnose(evidence)) if failures else (),
         reduced=reduced,
-        notes=(*notes, *_mixed(told), *_coarse(told), *_untraceable(ranks)),
+        notes=(*notes, *_mixed(told), *_unwritten(told), *_coarse(told), *_untraceable(ranks)),
         num_steps=num_steps,
     )
 
@@ -114,6 +114,12 @@ def _mixed(told: ReferenceReport) -> list[str]:
         f"compared with one device that cuts the batch as the run does; two micro-batches together give other outputs, "
         f"off by {told.mixing.model:.2g}"
     ]
+
+
+def _unwritten(told: ReferenceReport) -> list[str]:
+    if not told.written.unknown:
+        return []
+    return [f"the factory could not be run as written, to be compared with what is made of it ({told.written.unknown})"]
 
 
 def _coarse(told: ReferenceReport) -> list[str]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
 from composer3d.proof.activations import Outputs
+from composer3d.proof.as_written import AS_WRITTEN, Written, as_written
 from composer3d.proof.communication import Counted, count_step, trace_step
 from composer3d.proof.comparison import Limits, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
@@ -48,6 +49,7 @@ class ReferenceReport:
         outputs: What modules and the loss return on the micro-batches of every data-parallel rank in the first step.
         unrepeatable: How far a second run of the first step on one device is apart; 0 where that is rounding.
         mixing: Whether samples of a micro-batch are computed together.
+        written: The factory as written, beside the model that is composed.
         kept: Buffers that forwards change.
         gains: Of one device's gradients in the run's dtypes, beside its own in float64.
         unit: The spacing of the narrowest of those dtypes at 1.
@@ -61,6 +63,7 @@ class ReferenceReport:
     outputs: Sequence[Outputs]
     unrepeatable: float = 0.0
     mixing: Mixing = NOT_MIXED
+    written: Written = AS_WRITTEN
     kept: tuple[str, ...] = ()
     gains: Mapping[str, Gain] = field(default_factory=dict)
     unit: float = 0.0
@@ -184,6 +187,7 @@ def reference_rank(
         outputs=first_outputs(subject, degree=degree),
         unrepeatable=max(reference.unrepeatable for reference in references.values()),
         mixing=mixing(subject, degree=degree),
+        written=as_written(subject, degree=degree),
         kept=references[passes[0]].kept,
         gains=references["own"].gains if "own" in references else {},
         unit=unit,
