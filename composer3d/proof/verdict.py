@@ -329,10 +329,10 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
     if written.loss:
         yield f"one device has another loss with the factory as written, off by {written.loss:.3g} (in float64)"
     if written.gradients:
-        fqn, off = written.gradients[0]
+        fqn, distance = written.gradients[0]
         yield (
             f"{len(written.gradients)} gradients of one device are not those of the factory as written, as that of "
-            f"{fqn}, off by {off:.3g} (in float64)"
+            f"{fqn}, off by {distance:.3g} (in float64)"
         )
     counted = evidence.other_count()
     if counted is not None:
