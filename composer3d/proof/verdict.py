@@ -325,15 +325,7 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         yield f"one device computes another first step when it is run again, off by {evidence.told.unrepeatable:.3g}"
     if evidence.told.mixing.loss:
         yield f"the loss of two micro-batches together is not the sum of theirs, off by {evidence.told.mixing.loss:.3g}"
-    written = evidence.told.written
-    if written.loss:
-        yield f"one device has another loss with the factory as written, off by {written.loss:.3g} (in float64)"
-    if written.gradients:
-        fqn, distance = written.gradients[0]
-        yield (
-            f"{len(written.gradients)} gradients of one device are not those of the factory as written, as that of "
-            f"{fqn}, off by {distance:.3g} (in float64)"
-        )
+    yield from _apart_from_written(evidence)
     counted = evidence.other_count()
     if counted is not None:
         yield "the ranks count {} valid tokens in step {}, and one device {}".format(*counted)
@@ -383,6 +375,18 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
             )
     for axis in evidence.silent:
         yield f"{axis} = {evidence.layout.degrees[axis]}, and no plugin communicated over {axis}"
+
+
+def _apart_from_written(evidence: Evidence) -> Iterator[str]:
+    written = evidence.told.written
+    if written.loss:
+        yield f"one device has another loss with the factory as written, off by {written.loss:.3g} (in float64)"
+    if written.gradients:
+        fqn, distance = written.gradients[0]
+        yield (
+            f"{len(written.gradients)} gradients of one device are not those of the factory as written, as that of "
+            f"{fqn}, off by {distance:.3g} (in float64)"
+        )
 
 
 _WHAT: Mapping[Kind, str] = {
