@@ -79,9 +79,10 @@ def mixing(subject: Subject, *, degree: int) -> Mixing:
 
 def _normalises(model: nn.Module) -> bool:
     """Tell whether modules of torch mix samples, as their author asked for."""
-    from torch.nn.modules.batchnorm import _NormBase
+    from torch import nn
 
-    return any(isinstance(module, _NormBase) for module in model.modules())
+    kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return any(isinstance(module, kinds) for module in model.modules())
 
 
 def _loss(subject: Subject, pieces: Sequence[Batch], outputs: Sequence[Any], output: Any, target: Any) -> float:
