@@ -59,7 +59,8 @@ def read_trace(run: Path) -> Trace:
     """Read a run's folder, or the folder of its trace files.
 
     Args:
-        run: With `traces/rank-R.jsonl` in it, or those files themselves.
+        run: With `traces/rank-R.jsonl` in it, or those files themselves; `rank-R.jsonl.1` and so on hold what was
+            before.
 
     Raises:
         ComposerError: There are no trace files, or none with spans.
@@ -75,10 +76,12 @@ def read_trace(run: Path) -> Trace:
     groups: dict[int, list[tuple[str, Mapping[str, Any], list[Span]]]] = {}
     cut = []
     for rank, path in sorted(files.items()):
-        rows, complete = _lines(path)
-        groups[rank] = [_group(row) for row in rows]
-        if not complete:
-            cut.append(path.name)
+        groups[rank] = []
+        for part in _parts(path):
+            rows, complete = _lines(part)
+            groups[rank] += [_group(row) for row in rows]
+            if not complete:
+                cut.append(part.name)
     if not any(groups.values()):
         raise ComposerError(f"{run}: the trace files hold no span")
     # A run that was started again goes on in the same files; what the last start wrote is what counts.
@@ -98,6 +101,12 @@ def read_trace(run: Path) -> Trace:
         rows=tuple(_lines(metrics)[0]) if metrics.is_file() else (),
         cut=tuple(cut),
     )
+
+
+def _parts(path: Path) -> list[Path]:
+    """Return a file with those that were put aside when it was full, the oldest first."""
+    aside = [found for found in path.parent.glob(f"{path.name}.*") if found.suffix[1:].isdigit()]
+    return [*sorted(aside, key=lambda found: -int(found.suffix[1:])), *([path] if path.is_file() else [])]
 
 
 def _lines(path: Path) -> tuple[list[Any], bool]:
@@ -140,7 +149,7 @@ def _attributes(items: Any) -> dict[str, Any]:
 
 
 def _memory(path: Path) -> Iterator[float]:
-    for row in _lines(path)[0] if path.is_file() else ():
+    for row in (row for part in _parts(path) for row in _lines(part)[0]):
         for resource in row["resource_metrics"]:
             for scope in resource["scope_metrics"]:
                 for metric in scope["metrics"]:

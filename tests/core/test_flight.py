@@ -90,7 +90,7 @@ def test_a_missing_collective_names_everything(case, missed, first):
         text,
     ), text
     assert other == text
-    assert took_s < TIMEOUT_S + 3
+    assert took_s < TIMEOUT_S + 60  # torch's own timeout is half an hour
 
 
 def test_another_collective_is_named():
@@ -107,7 +107,7 @@ def test_another_collective_is_named():
         text,
     ), text
     assert other == text
-    assert took_s < TIMEOUT_S + 3
+    assert took_s < TIMEOUT_S + 60  # torch's own timeout is half an hour
 
 
 NCCL = """
@@ -334,4 +334,4 @@ def test_a_stage_that_hangs_is_named_within_the_timeout(step):
         rf"rank 1 \(pp 1\): in step {step}, in [^\n]*at test_flight.py:\d+ in linger",
         text,
     ), text
-    assert took_s < TIMEOUT_S + 3
+    assert took_s < TIMEOUT_S + 60  # torch's own timeout is half an hour

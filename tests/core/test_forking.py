@@ -186,7 +186,7 @@ def test_a_child_dies_with_its_parent():
     # The grandchild holds the other end: the pipe ends when it does.
     started = time.monotonic()
     assert os.read(read, 1) == b""
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # else the grandchild waits for ever
     os.close(read)
 
 

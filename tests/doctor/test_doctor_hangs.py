@@ -43,7 +43,7 @@ def test_a_rank_that_hangs_in_data_loading_while_it_hangs(folder, capfd):
     if pid == 0:
         os._exit(main(start('data.args.fault="hangs"', "run.grace_s=0.1")))
     try:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while (found := diagnosed()) is None or found.kind != "data":
             assert time.monotonic() < deadline, found
             time.sleep(0.1)

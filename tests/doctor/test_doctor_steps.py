@@ -49,16 +49,16 @@ def test_what_allocators_say_was_asked_for(message, told):
 
 
 def test_a_slow_rank(run):
-    shown, found = run("slow", code=0, steps=10)
+    shown, found = run("slow", code=0, steps=20)
     assert (found["kind"], found["rank"]) == ("straggler", 1)
     match = re.fullmatch(
         rf"{ONE} is slow: forward takes it ([\d.]+) ms a step of its own, ([\d.]+) times the ([\d.]+) ms of the others",
         shown[0],
     )
     own, ratio, others = (float(number) for number in match.groups())
-    # It computes 50 ms where the other computes 10, and both do the rest of a forward, as slow as the machine is.
-    assert own >= 50 and others >= 10 and 1.5 < ratio < 6
-    matches(r"  the others wait [\d.]+ ms of every step for it \(median of \d steps\)", shown[1])
+    # It is delayed by three times a whole step of both, however slow the machine is.
+    assert own >= 60 and 1.5 < ratio and own > others
+    matches(r"  the others wait [\d.]+ ms of every step for it \(median of \d+ steps\)", shown[1])
 
 
 @pytest.mark.skipif(not may_mount(), reason="needs the right to mount a disk in a namespace of one's own")

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from composer3d_plugins.profiling.opentelemetry.exporters import RotatedFile
 from support.models import Net, composed, mine, padded, seeded, sum_loss
 from support.servers import browser
 
@@ -20,24 +21,26 @@ from composer3d.timeline import draw_page, measure, read_trace, statements
 
 
 class Slow(Net):
-    """A model whose forward keeps one rank busy."""
+    """A model whose forward delays one rank, by as much as a whole step takes on this machine."""
 
-    busy_s = 0.0
+    is_slow, last_s, longest_s = False, None, 0.1
 
     def forward(self, tokens):
-        deadline = time.perf_counter() + self.busy_s
-        while time.perf_counter() < deadline:
-            pass
+        if self.is_slow:
+            if self.last_s is not None:
+                self.longest_s = max(self.longest_s, min(time.perf_counter() - self.last_s, 2.0))
+            time.sleep(self.longest_s)
+            self.last_s = time.perf_counter()
         return super().forward(tokens)
 
 
-def traced(text, folder, steps=4, slow=None, options=None, busy_s=0.1):
+def traced(text, folder, steps=4, slow=None, options=None):
     """Train with traces on a rank; the rank `slow` computes longer than the others."""
     table = f'[profiling.opentelemetry]\nfolder = "{folder}"\ndetail = "microbatch"\ninterval_s = 0.02\n'
     model = seeded(Net if slow is None else Slow, **(options or {}))
     run = composed(f"{text}\n[train]\nmicrobatch = 3\n{table}", model, loss_fn=sum_loss)
     if run.context.rank == slow:
-        model.busy_s = busy_s
+        model.is_slow = True
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-3)
     tokens, targets = padded()
     for number in range(steps):
@@ -159,6 +162,26 @@ def test_merged_spans_are_filled_as_far_as_they_took(tmp_path):
     assert widths == pytest.approx([1120 * part for part in (0.6, 0.3, 0.2, 0.05)], abs=0.01)
     assert "detail = &quot;microbatch&quot;" in page
     assert re.findall(r'text-anchor="middle">([\d.]+)</text>', page) == [str(number) for number in range(11)]
+
+
+@pytest.mark.parametrize("num_kept", [1, 3])
+def test_files_are_put_aside_when_they_are_full_and_the_last_ones_stay(num_kept, tmp_path):
+    write(tmp_path, 0, [span("step", "s", "", 0, 1, step=0)])
+    line = (tmp_path / "rank-0.jsonl").read_text()
+    (tmp_path / "rank-0.jsonl").unlink()
+    size = 2 * len(line) + 60  # two steps, whose times have more digits than the first one's
+    file = RotatedFile(tmp_path / "rank-0.jsonl", max_bytes=size, num_kept=num_kept)
+    for step in range(11):
+        row = json.loads(line)
+        row["resourceSpans"][0]["scopeSpans"][0]["spans"] = [span("step", "s", "", step, step + 1, step=step % 10)]
+        file.write(json.dumps(row))
+    file.close()
+    names = ["rank-0.jsonl", "rank-0.jsonl.1", "rank-0.jsonl.2"][:num_kept]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert all(path.stat().st_size <= size for path in tmp_path.iterdir())
+    # Two steps a file; the last one holds one.
+    last = [step % 10 for step in range(11)][1 - 2 * num_kept :]
+    assert [one.attributes["step"] for one in read_trace(tmp_path).ranks[0]] == last
 
 
 def test_a_cut_off_line_and_an_older_start(tmp_path):

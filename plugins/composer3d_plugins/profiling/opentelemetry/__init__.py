@@ -51,10 +51,13 @@ class OpenTelemetry:
         headers: Of `otlp`, sent with every export; secrets, which are neither shown nor written: a value is a string,
             `{ env = "NAME" }` or `{ file = "PATH" }`.
         folder: Of `file`; default: `traces` in the run's folder.
+        file_mib: Of `file`: a file above it is put aside as `rank-R.jsonl.1`, and a new one begun.
+        keep_files: Of `file`: how many files of a rank stay, of spans and of metrics each; the oldest spans go.
         detail: `step` steps alone; `phase` forward, backward and so on, each once a step; `microbatch` every action of
             every micro-batch, and every collective; `layer` every block's forward and backward as well.
         every: Steps from one that is traced in detail to the next.
-        rotate_steps: Steps after which a new trace begins, linked to the first: viewers do not take endless ones.
+        rotate_steps: Steps after which a new trace begins, linked to the first: viewers do not take endless ones. It
+            begins no new file.
         interval_s: Seconds between exports of spans.
         metrics_interval_s: Seconds between exports of metrics, once a run lasts; the first come sooner.
         queue_size: Spans that wait for export at most; more are dropped, counted and told.
@@ -66,6 +69,8 @@ class OpenTelemetry:
     endpoint: str | None = None
     headers: dict[str, Secret] = Field(default_factory=dict)
     folder: str | None = None
+    file_mib: float = Field(default=32.0, gt=0)
+    keep_files: int = Field(default=4, ge=1)
     detail: Literal["step", "phase", "microbatch", "layer"] = "phase"
     every: int = Field(default=1, ge=1)
     rotate_steps: int = Field(default=1000, ge=1)
@@ -83,8 +88,12 @@ class OpenTelemetry:
                     raise PluginError(
                         f'{name} has no effect with exporter = "{self.exporter}"', hint='write exporter = "otlp"'
                     )
-        if self.exporter != "file" and self.folder is not None:
-            raise PluginError(f'folder has no effect with exporter = "{self.exporter}"', hint='write exporter = "file"')
+        if self.exporter != "file":
+            defaults = {"folder": None, "file_mib": 32.0, "keep_files": 4}
+            for name in (name for name, default in defaults.items() if getattr(self, name) != default):
+                raise PluginError(
+                    f'{name} has no effect with exporter = "{self.exporter}"', hint='write exporter = "file"'
+                )
         if self.exporter == "otlp" and not _is_installed(_MODULES[self.protocol]):
             raise PluginError(
                 f"the OTLP exporter for {self.protocol} is not installed", hint='pip install "composer3d[otlp]"'
@@ -164,6 +173,8 @@ def _start(options: OpenTelemetry, context: RunContext) -> Session:
         timeout_s=options.timeout_s,
         folder=context.output / "traces" if options.folder is None else Path(options.folder),
         rank=context.rank,
+        file_bytes=int(options.file_mib * 2**20),
+        keep_files=options.keep_files,
     )
     clock: DeviceClock | None = None
     if context.device.type == "cuda":

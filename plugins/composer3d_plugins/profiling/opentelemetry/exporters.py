@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from composer3d_plugins.profiling.opentelemetry.courier import Delivery
 
-__all__ = ["Exporters", "make_exporters"]
+__all__ = ["Exporters", "RotatedFile", "make_exporters"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +38,8 @@ def make_exporters(
     timeout_s: float,
     folder: Path,
     rank: int,
+    file_bytes: int,
+    keep_files: int,
 ) -> Exporters:
     """Make the exporters of one rank.
 
@@ -49,6 +51,8 @@ def make_exporters(
         timeout_s: Of one export, retries included.
         folder: Of `file`; made if it is not there.
         rank: This one.
+        file_bytes: Of `file`: above it a file is put aside and a new one begun.
+        keep_files: Of `file`: how many stay, the one that is written to included.
     """
     if kind == "otlp" and protocol == "http":
         return _http(endpoint or "http://127.0.0.1:4318", headers, timeout_s)
@@ -56,7 +60,7 @@ def make_exporters(
         return _grpc(endpoint or "http://127.0.0.1:4317", headers, timeout_s)
     if kind == "console":
         return _console()
-    return _file(folder, rank)
+    return _file(folder, rank, file_bytes, keep_files)
 
 
 def _http(endpoint: str, headers: Mapping[str, str], timeout_s: float) -> Exporters:
@@ -167,21 +171,55 @@ def _console() -> Exporters:
     return Exporters(spans=send, metrics=send_metrics, close=lambda: None)
 
 
-def _file(folder: Path, rank: int) -> Exporters:
+class RotatedFile:
+    """Lines in a file that is put aside as `NAME.1` when it is full, the ones before as `NAME.2` and so on.
+
+    Args:
+        path: The file.
+        max_bytes: Its size, which one line alone may exceed.
+        num_kept: Files that stay, this one included; the oldest one goes.
+    """
+
+    def __init__(self, path: Path, *, max_bytes: int, num_kept: int) -> None:
+        self._path, self._max_bytes, self._num_kept = path, max_bytes, num_kept
+        self._file = path.open("ab")
+
+    def write(self, text: str) -> None:
+        """Append a line in one write: what a kill cuts off is the last line at most."""
+        line = text.encode() + b"\n"
+        if self._file.tell() and self._file.tell() + len(line) > self._max_bytes:
+            self._rotate()
+        self._file.write(line)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _rotate(self) -> None:
+        self._file.close()
+        for number in range(self._num_kept - 1, 0, -1):
+            before = self._aside(number - 1) if number > 1 else self._path
+            if before.exists():
+                before.replace(self._aside(number))
+        self._file = self._path.open("wb" if self._num_kept == 1 else "ab")
+
+    def _aside(self, number: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{number}")
+
+
+def _file(folder: Path, rank: int, file_bytes: int, keep_files: int) -> Exporters:
     """Write OTLP's JSON encoding, a line an export, which collectors read as files too."""
     folder.mkdir(parents=True, exist_ok=True)
-    spans = (folder / f"rank-{rank}.jsonl").open("a", encoding="utf-8")
-    metrics = (folder / f"rank-{rank}.metrics.jsonl").open("a", encoding="utf-8")
+    spans = RotatedFile(folder / f"rank-{rank}.jsonl", max_bytes=file_bytes, num_kept=keep_files)
+    metrics = RotatedFile(folder / f"rank-{rank}.metrics.jsonl", max_bytes=file_bytes, num_kept=keep_files)
 
     def send(batch: Sequence[Any]) -> Delivery:
-        # One write: what a kill cuts off is the last line at most.
-        spans.write(json.dumps(_lines(batch), separators=(",", ":")) + "\n")
-        spans.flush()
+        spans.write(json.dumps(_lines(batch), separators=(",", ":")))
         return Delivery(ok=True)
 
     def send_metrics(data: Any) -> None:
-        metrics.write(data.to_json(indent=None) + "\n")
-        metrics.flush()
+        metrics.write(data.to_json(indent=None))
 
     def close() -> None:
         spans.close()
