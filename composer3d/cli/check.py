@@ -62,7 +62,8 @@ def _inspect(arguments: argparse.Namespace) -> Inspection:
     except ManifestError as error:
         return Inspection(problems=list(error.problems))
     device = device_of(inspected.manifest)
-    return inspect(inspected, world_size=arguments.world_size, rank=arguments.rank or 0, device=device)
+    rank = arguments.rank or 0
+    return inspect(inspected, world_size=arguments.world_size, rank=rank, device=device, forward=True)
 
 
 def _report(found: Inspection) -> dict[str, Any]:

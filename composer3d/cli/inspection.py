@@ -86,7 +86,9 @@ def device_of(manifest: Manifest) -> torch.device:
     return default_device() if stated == "auto" else torch.device(stated)
 
 
-def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, device: torch.device) -> Inspection:
+def inspect(
+    inspected: InspectedManifest, *, world_size: int | None, rank: int, device: torch.device, forward: bool = False
+) -> Inspection:
     """Find every problem that can be found without a process group and without weights.
 
     A mistake ends only what hangs on it: the data are looked at although the mesh does not fit. What is found in a
@@ -97,8 +99,10 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
         world_size: Ranks; None takes what the manifest's degrees multiply to.
         rank: Whose view is taken.
         device: Where the run would put parameters.
+        forward: Also run one forward of two samples on the CPU, where nothing is wrong so far.
     """
     from composer3d.cli import rules
+    from composer3d.cli.first_forward import first_forward_problems
     from composer3d.cli.sizes import output_problems, schedule_problems
     from composer3d.registry import Hooks
     from composer3d.runner.tables import ModelTable
@@ -133,6 +137,8 @@ def inspect(inspected: InspectedManifest, *, world_size: int | None, rank: int, 
         view = rank if rank < layout.world_size else 0
         found += _prepare(result, manifest, factory, world_size=fitting, rank=view, device=device)
     result.problems += _news(found, inspected)
+    if forward and result.preparation is not None and factory is not None and result.ok(strict=False):
+        result.problems += first_forward_problems(manifest, factory, result.preparation)
     if layout is not None and rank >= layout.world_size:
         result.problems.append(Problem(message=f"rank {rank} is not in a world of {layout.world_size} ranks"))
     return result

@@ -37,6 +37,7 @@ __all__ = [
     "optimizer_answer_problems",
     "optimizer_problems",
     "step_problems",
+    "vocab_size_of",
 ]
 
 # Text below this size is read whole: a fraction of a second, and binary files are found too.
@@ -56,7 +57,7 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
         return None, [document.problem(("model", "use"), error.message, hint=error.hint)]
     if problem := _uncallable(function, table.reference, document, "model"):
         return None, [problem]
-    known = {"vocab_size": _vocab_size(data, document.folder), "max_seq_len": data.seq_len}
+    known = {"vocab_size": vocab_size_of(data, document.folder), "max_seq_len": data.seq_len}
     derived = {key: value for key, value in known.items() if value is not None}
     problems = [
         *_argument_problems(function, table.reference, table.args, document, "model", derived=derived),
@@ -85,7 +86,7 @@ def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Pr
         return None, list(error.problems)
     assert factory.hf is not None, "the manifest names one"
     problems = []
-    needed, size = _vocab_size(data, document.folder), factory.hf.vocab_size
+    needed, size = vocab_size_of(data, document.folder), factory.hf.vocab_size
     if needed is not None and size is not None and needed > size:
         message = f"the model has {size} tokens, and the data have {needed}"
         hint = "set data.vocab_size" if data.kind == "synthetic" else "set data.tokenizer"
@@ -98,7 +99,7 @@ def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Pr
     return (None if problems else factory), problems
 
 
-def _vocab_size(data: DataTable, folder: Path) -> int | None:
+def vocab_size_of(data: DataTable, folder: Path) -> int | None:
     """Return below what the data's tokens are, as far as that can be told without reading them."""
     if data.kind == "synthetic" or data.tokenizer == "bpe":
         return data.vocab_size or (256 if data.kind == "synthetic" else None)

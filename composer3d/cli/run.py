@@ -169,7 +169,7 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     manifest = inspected.manifest
     device = device_of(manifest)
     num_ranks = arguments.nproc_per_node or num_local_ranks(manifest, device)
-    found = inspect(inspected, world_size=num_ranks, rank=0, device=device)
+    found = inspect(inspected, world_size=num_ranks, rank=0, device=device, forward=True)
     found.problems += _machine_problems(manifest, device, num_ranks or 1) + _resume_problems(arguments.resume)
     options = manifest.tables.get("run")
     return {

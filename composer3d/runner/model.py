@@ -122,8 +122,7 @@ class ModelFactory:
             model = self._function() if self.hf is not None else self._function(**self.args)
         if not isinstance(model, torch.nn.Module):
             raise ModelError(f"the factory returned {type(model).__name__}, not a torch.nn.Module", key="use")
-        accepted = _named_arguments(model.forward)
-        self._target_name = next((name for name in _TARGET_NAMES if name in accepted), None)
+        self.learn(model)
         self.flops_per_token = num_flops_per_token(model, self._manifest.tables["data"].seq_len)
         names = [fqn for fqn, _ in model.named_parameters(remove_duplicate=False)]
         frozen: set[str] = set()
@@ -136,6 +135,11 @@ class ModelFactory:
             if fqn in frozen:
                 parameter.requires_grad_(False)
         return model
+
+    def learn(self, model: nn.Module) -> None:
+        """Take in what the model calls its targets, of a model that another factory of the manifest has made."""
+        accepted = _named_arguments(model.forward)
+        self._target_name = next((name for name in _TARGET_NAMES if name in accepted), None)
 
     def open_weights(self, model: nn.Module) -> TensorSource | None:
         """Return where the weights of a Hugging Face model lie; None where the factory makes them."""

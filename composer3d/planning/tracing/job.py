@@ -50,6 +50,7 @@ def job_of(
     tables = manifest.tables
     if preparation is not None:
         model = preparation.model
+        factory.learn(model)
     else:
         built = factory.build()
         model = built if isinstance(built, nn.Module) else record(built)[0]

@@ -11,15 +11,15 @@ from torch import Tensor
 
 from composer3d.batch import map_tensors
 from composer3d.errors import DataError, describe_error, is_interrupt
-from composer3d.runner.data.collate import padded_width
-from composer3d.runner.data.inputs import call_of
+from composer3d.runner.data.collate import collate, padded_width
+from composer3d.runner.data.inputs import call_of, num_rows
 from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.source import Sample, Source
 from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.table import DataTable
 from composer3d.runner.data.user import call_user, seeded
 
-__all__ = ["Example", "example_of", "foreseen_batch", "foreseen_example"]
+__all__ = ["Example", "example_of", "first_samples", "foreseen_batch", "foreseen_example"]
 
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 # With one sample alone, a model's shapes tell less: a dim of 1 is not known from one that is broadcast.
@@ -76,6 +76,38 @@ def foreseen_batch(table: DataTable, folder: Path, *, seed: int, num_samples: in
     is_alike = isinstance(inputs, Tensor) and isinstance(targets, Tensor) and targets.shape[:1] == inputs.shape[:1]
     size = max(num_samples, _LEAST_SAMPLES)
     return example, map_tensors(lambda tensor: _padded(tensor, table if is_alike else None, size), targets)
+
+
+def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int | None) -> Sample | None:
+    """Return two samples with values, stacked, without preparing anything; None where that cannot be.
+
+    Of text the tokens are the largest that there may be, at every place: a model without rows for them fails.
+
+    Args:
+        table: The manifest's `[data]`.
+        folder: Of the manifest.
+        seed: Of the run.
+        vocab_size: Tokens are below it; None where nobody knows.
+    """
+    if table.kind == "user":
+        return _first_of_user(table, folder, seed)
+    rows = torch.full((2, table.seq_len + 1), (vocab_size or 1) - 1, dtype=torch.int64)
+    return rows[:, :-1], rows[:, 1:]
+
+
+def _first_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
+    try:
+        dataset = call_user(table, folder)
+        if callable(getattr(dataset, "prepare", None)):
+            return None
+        with seeded(seed, 0):
+            items = [dataset[0], dataset[1]] if hasattr(dataset, "__getitem__") else [next(iter(dataset))] * 2
+            samples = [as_sample(item, name="the first item", use=table.use) for item in items]
+        width = padded_width([num_rows(inputs) for inputs, _ in samples], table)
+        batch = collate(samples, step=0, indices=(0, 1), width=width, table=table)
+    except Exception:  # the run opens it as it has to be, and tells
+        return None
+    return batch.inputs, batch.targets
 
 
 def _foreseen_sample(table: DataTable, folder: Path, seed: int) -> Sample | None:

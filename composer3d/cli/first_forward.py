@@ -1,0 +1,211 @@
+"""One real forward of two samples in a process of its own: what a first step would die of, said by `check`."""
+
+from __future__ import annotations
+
+import json
+import signal
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError, ForkError, Problem
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d.manifest import Manifest
+    from composer3d.preparation import Preparation
+    from composer3d.runner.model import ModelFactory
+
+__all__ = ["first_forward_problems"]
+
+# Above it, of every list of equal blocks one is kept, and if that is still more the forward has shapes and no values.
+_MOST_BYTES = 1 << 26
+_MOST_SECONDS = 10
+# Beyond rounding: of two samples a sum is the sum of both, and a mean that of both.
+_TOLERANCE = 1e-4
+
+
+def first_forward_problems(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -> list[Problem]:
+    """Return what goes wrong where the model is called with the first samples and the loss with what it returns.
+
+    On the CPU, in a forked child that lives ten seconds at most: it may crash, hang or print, and this process runs no
+    operator. Nothing is looked at where the data cannot be foreseen, the model is one of Hugging Face, or no child may
+    be forked.
+
+    Args:
+        manifest: Typed, and without a problem so far.
+        factory: Of its model; called before.
+        preparation: The model on meta, or as the host built it.
+    """
+    from composer3d.cli.child import Child, ChildError
+
+    if factory.hf is not None:
+        return []
+    try:
+        found = Child(lambda: _look(manifest, factory, preparation)).result()
+    except (ForkError, ChildError, ComposerError):
+        return []  # the run tells what it meets itself
+    if not found:
+        return []
+    path = tuple(found["path"])
+    return [manifest.document.problem(path, found["message"], hint=found["hint"], severity=found["severity"])]
+
+
+def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -> Mapping[str, Any]:
+    import torch
+
+    from composer3d.runner.data.example import first_samples
+    from composer3d.runner.data.inputs import call_of
+
+    signal.alarm(_MOST_SECONDS)
+    torch.set_num_threads(1)
+    data, document = manifest.tables["data"], manifest.document
+    samples = first_samples(data, document.folder, seed=manifest.train.seed, vocab_size=_vocab_size(manifest))
+    if samples is None:
+        return {}
+    inputs, targets = samples
+    model, has_values = _with_values(preparation, manifest.train.seed)
+    args, kwargs = call_of(inputs)
+    kwargs = {**kwargs, **factory.inputs(targets)}
+    if not has_values:
+        args, kwargs = _on_meta((args, kwargs))
+    try:
+        with torch.no_grad():
+            output = model(*args, **kwargs)
+    except Exception as error:
+        if not has_values and not isinstance(error, TypeError):
+            return {}  # on meta some operators do not work that do elsewhere
+        return _problem(
+            ("model", "use"),
+            f"its forward fails on the first samples: {_said(error)}",
+            f"it was called with {_described(args, kwargs)}{_defaults(manifest)}",
+        )
+    return _judge(manifest, factory, output, targets) if has_values else {}
+
+
+def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any) -> Mapping[str, Any]:
+    """Compute the loss of the samples together and of each alone."""
+    import torch
+
+    from composer3d import torch_compat
+    from composer3d.errors import LossError
+
+    tensors = [leaf for leaf in torch_compat.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        message = f"its forward returns {type(output).__name__}, in which torch finds no tensor"
+        return _problem(("model", "use"), message, "return tensors, alone or in a tuple, list, dict or dataclass")
+    loss = manifest.tables["train"].loss_table
+    try:
+        whole = _value(factory, output, targets)
+        if ":" not in loss.use or not all(leaf.dim() and leaf.shape[0] == 2 for leaf in tensors):
+            return {}
+        rows = [_value(factory, *(_row(value, place) for value in (output, targets))) for place in (0, 1)]
+    except Exception as error:
+        said = str(error) if isinstance(error, LossError) else f"the loss fails on the first samples: {_said(error)}"
+        return _problem(("train", "loss"), said, None)
+    scale = max(abs(whole), *map(abs, rows), 1e-12)
+    if min(abs(whole - sum(rows)), abs(whole - sum(rows) / 2)) <= _TOLERANCE * scale:
+        return {}
+    train = manifest.tables["train"]
+    if train.global_batch is not None and train.global_batch == train.microbatch:
+        return {}
+    together, alone = f"{whole:.6g}", f"{rows[0]:.6g} and {rows[1]:.6g}"
+    return _problem(
+        ("train", "loss"),
+        f'loss = "{loss.use}" of two samples together is {together}, and of each alone {alone}: '
+        "it is no sum or mean over samples, so every micro-batch and every data-parallel rank changes it",
+        "set train.microbatch to train.global_batch on one data-parallel rank, or gather what is compared",
+        severity="warning",
+    )
+
+
+def _value(factory: ModelFactory, output: Any, targets: Any) -> float:
+    value = factory.loss_fn(output, targets)
+    total = getattr(value, "sum", None) if not hasattr(value, "numel") else value
+    if isinstance(value, tuple | list) and len(value) == 2:
+        total = value[0]
+    return float(total if total is not None else value)
+
+
+def _row(value: Any, place: int) -> Any:
+    from composer3d.batch import map_tensors
+
+    return map_tensors(lambda tensor: tensor[place : place + 1] if tensor.dim() else tensor, value)
+
+
+def _with_values(preparation: Preparation, seed: int) -> tuple[nn.Module, bool]:
+    """Return the model with its weights; a large one with a block of each list, or on meta."""
+    from composer3d.initialisation import materialise
+
+    model, recipe = preparation.model, preparation.recipe
+    if recipe is None:
+        return model, not any(parameter.is_meta for parameter in model.parameters())
+    if _bytes(model) > _MOST_BYTES:
+        _keep_first_blocks(model)
+    if _bytes(model) > _MOST_BYTES:
+        return model, False
+    materialise(model, recipe, seed=seed, device="cpu")
+    return model, True
+
+
+def _keep_first_blocks(model: nn.Module) -> None:
+    from torch import nn
+
+    for module in list(model.modules()):
+        if isinstance(module, nn.ModuleList) and len({type(child) for child in module}) == 1:
+            del module[1:]
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in [*model.parameters(), *model.buffers()])
+
+
+def _on_meta(value: Any) -> Any:
+    from composer3d.batch import map_tensors
+
+    return map_tensors(lambda tensor: tensor.to("meta"), value)
+
+
+def _vocab_size(manifest: Manifest) -> int | None:
+    from composer3d.cli.rules import vocab_size_of
+
+    return vocab_size_of(manifest.tables["data"], manifest.document.folder)
+
+
+def _said(error: Exception) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    # The innermost line that is the user's own; torch's says nothing to them.
+    own = [frame for frame in frames if "/torch/" not in frame.filename and "composer3d" not in frame.filename]
+    place = f", at {Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}{place}"
+
+
+def _described(args: Any, kwargs: Mapping[str, Any]) -> str:
+    from composer3d.runner.data.inputs import Inputs, named_leaves
+
+    shown = []
+    for name, tensor in named_leaves(Inputs(args=args, kwargs=kwargs), "input"):
+        largest = f" up to {int(tensor.max())}" if _is_index(tensor) else ""
+        shown.append(f"{name} {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}{largest}")
+    return ", ".join(shown)
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return not tensor.is_meta and not tensor.is_floating_point() and not tensor.is_complex() and tensor.numel() > 0
+
+
+def _defaults(manifest: Manifest) -> str:
+    """Name the values of `[data]` behind the tokens that nobody stated."""
+    data, document = manifest.tables["data"], manifest.document
+    if data.kind == "user":
+        return ""
+    told = [f"data.seq_len = {data.seq_len}{'' if document.get(('data', 'seq_len')) is not None else ' (the default)'}"]
+    if document.get(("data", "use")) is None:
+        told.append(f"data.use = {json.dumps(data.use)} (the default)")
+    return "; " + ", ".join(told)
+
+
+def _problem(path: tuple[str, str], message: str, hint: str | None, *, severity: str = "error") -> Mapping[str, Any]:
+    return {"path": list(path), "message": message, "hint": hint, "severity": severity}

@@ -1,0 +1,149 @@
+"""What a first step would die of: one real forward of two samples, in `check` and before a run."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from support import plain_models
+
+MODELS = '''
+import torch
+from torch import nn
+
+
+class Tokens(nn.Module):
+    def __init__(self, vocab_size=64, positions=64, returns="logits", dim=8, num_layers=1):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(vocab_size, dim), nn.Embedding(positions, dim)
+        self.layers = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_layers))
+        self.head, self.returns = nn.Linear(dim, vocab_size), returns
+
+    def forward(self, tokens):
+        x = self.tok(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(x)
+        return logits if self.returns == "logits" else Answer(logits) if self.returns == "object" else None
+
+
+class Answer:
+    def __init__(self, logits):
+        self.content = logits
+
+
+class Small(Tokens):
+    """Takes whatever rows it is given, however many tokens there are."""
+
+    def __init__(self, rows=64):
+        super().__init__(vocab_size=rows, positions=512)
+
+
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        return {"features": torch.zeros(3), "unknown": 1.0, "targets": torch.zeros(2)}
+
+
+class Features(nn.Linear):
+    def __init__(self):
+        super().__init__(3, 2)
+
+    def forward(self, features):
+        return super().forward(features)
+'''
+BASE = """\
+composer3d = 1
+run.device = "cpu"
+mesh.dp_shard = 2
+train.steps = 2
+train.global_batch = 4
+sharding.fsdp2 = {}
+"""
+
+
+@pytest.fixture
+def check(folder, command):
+    (folder / "first_models.py").write_text(MODELS)
+    shutil.copy(Path(plain_models.__file__), folder / "plain_models.py")
+
+    def checked(text, verb="check"):
+        (folder / "run.toml").write_text(BASE + text)
+        code, out, err = command(verb, "run.toml")
+        return code, (err + out).splitlines()[0]
+
+    return checked
+
+
+TOKENS = 'model.use = "first_models:Tokens"\ndata.use = "python_docs"\nmodel.args = { vocab_size = 256, %s }\n'
+CASES = {
+    "positions": (
+        TOKENS % "positions = 64",
+        "run.toml:7:7: [model] its forward fails on the first samples: IndexError: index out of range in self, at "
+        "first_models.py:14; it was called with input 0 int64 [2, 256] up to 255; data.seq_len = 256 (the default)",
+    ),
+    "rows": (
+        'model.use = "first_models:Small"\ndata.seq_len = 16\n',
+        "run.toml:7:7: [model] its forward fails on the first samples: IndexError: index out of range in self, at "
+        "first_models.py:14; it was called with input 0 int64 [2, 16] up to 255; data.seq_len = 16, data.use = "
+        '"python_docs" (the default)',
+    ),
+    "no tensor": (
+        TOKENS % 'positions = 256, returns = "nothing"',
+        "run.toml:7:7: [model] its forward returns NoneType, in which torch finds no tensor; return tensors, alone or "
+        "in a tuple, list, dict or dataclass",
+    ),
+    "object": (
+        TOKENS % 'positions = 256, returns = "object"',
+        "run.toml:7:7: [model] its forward returns Answer, in which torch finds no tensor; return tensors, alone or in "
+        "a tuple, list, dict or dataclass",
+    ),
+    "large": (
+        TOKENS % 'positions = 256, dim = 1024, num_layers = 40, returns = "nothing"',
+        "run.toml:7:7: [model] its forward returns NoneType, in which torch finds no tensor; return tensors, alone or "
+        "in a tuple, list, dict or dataclass",
+    ),
+    "argument": (
+        'model.use = "first_models:Features"\ndata.use = "first_models:Rows"\ntrain.loss = "mse"\n',
+        "run.toml:7:7: [model] its forward fails on the first samples: TypeError: Features.forward() got an unexpected "
+        'keyword argument "unknown"',
+    ),
+    "loss": (
+        'model.use = "plain_models:autoencoder"\ndata.use = "plain_models:images"\ntrain.loss = "mse"\n',
+        "run.toml:7:7: [model] its forward fails on the first samples: RuntimeError: mat1 and mat2 shapes cannot be "
+        "multiplied",
+    ),
+    "shapes": (
+        'model.use = "plain_models:classifier"\ndata.use = "plain_models:images"\ntrain.loss = "mse"\n',
+        'run.toml:9:7: [train] loss = "mse" compares element by element: the model returns [2, 5], and the targets are '
+        "[2]; give both one shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_first_step_that_would_fail_is_a_problem(name, check):
+    text, message = CASES[name]
+    code, told = check(text)
+    assert code == 2 and told.replace("'unknown'", '"unknown"').startswith(message), told
+
+
+def test_a_loss_that_is_no_sum_is_said(check):
+    text = 'model.use = "plain_models:pairs"\ndata.use = "plain_models:captions"\n'
+    code, told = check(text + 'train.loss = "plain_models:contrastive"\n')
+    assert code == 0 and told.startswith(
+        'run.toml:9:7: warning: [train] loss = "plain_models:contrastive" of two samples together is 0.693147, and of '
+        "each alone 0 and 0: it is no sum or mean over samples"
+    )
+
+
+def test_a_run_is_refused_before_its_ranks_are_started(check):
+    code, told = check(CASES["positions"][0], verb="run")
+    assert code == 2 and told.startswith(CASES["positions"][1])
+
+
+def test_what_is_right_stays_right(check):
+    assert check(TOKENS % "positions = 256")[0] == 0
