@@ -6,6 +6,8 @@ The loop is written here, in float64, with the same batches; losses of later ste
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,3 +159,22 @@ def test_a_run_is_one_device(name, layout, folder):
         assert rows[-1]["evaluation_accuracy"] == float((output.argmax(-1) == targets).double().mean())
         two = (output.topk(2).indices == targets[:, None]).any(-1).double().mean()
         assert rows[-1]["evaluation_top_two"] == float(two)
+
+
+@pytest.mark.parametrize(("name", "layout"), [("karpathy", FSDP), ("denoiser", PIPELINE)])
+def test_plans_and_proofs_take_them(name, layout, folder):
+    path = written(folder, CASES[name], layout)
+    for verb, said in (
+        (("plan", "--world-size", "2"), "all_reduce"),
+        (("verify",), "proven: the composition computes"),
+    ):
+        command = [sys.executable, "-m", "composer3d", verb[0], path.name, *verb[1:]]
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0 and said in done.stdout, done.stdout + done.stderr
+
+
+def test_a_loss_that_is_no_sum_is_not_proven(folder):
+    case = Case("pairs", "captions", '"plain_models:contrastive"', None)
+    command = [sys.executable, "-m", "composer3d", "verify", written(folder, case, FSDP).name]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 1 and "the loss is no sum over samples" in done.stdout, done.stdout + done.stderr
