@@ -33,7 +33,8 @@ def refusal(text, num_layers=4):
         ),
         (
             manifest("LoopedBFS", more="stages_per_rank = 3"),
-            "pp = 2 with 3 stages a rank makes 6 stages, and the model has 4 blocks (layers.*); every stage needs one",
+            "pp = 2 with 3 stages a rank makes 6 stages, and the model calls blocks 4 times (layers.0 to layers.3); "
+            "every stage needs one",
         ),
         (
             manifest("1F1B", more='split = ["layers.1", "layers.2"]'),

@@ -52,8 +52,12 @@ _MANY_MICROBATCHES = 1024
 class _Memory:
     """What the plugin remembers of a run: where the model is cut, and its tied parameters."""
 
-    division: Division
+    division: Division[Any]
     ties: Ties | None = None
+
+
+def _range(places: Sequence[str]) -> str:
+    return places[0] if len(places) == 1 else f"{places[0]} to {places[-1]}"
 
 
 @plugin(family="scheduling", owns=("pp",))
@@ -65,10 +69,12 @@ class Pipeline:
     last block the forward is left. Every pp rank is given the same batch, so masks and positions are computed where
     they are needed. Which stage needs which parameter is seen in one forward on meta (`example`, else token numbers).
     A parameter that several stages need has a copy on each, with summed gradients.
-    `split = "tracer"` is for models whose blocks are not called once each, in order, hidden state first: the values
-    that modules return are followed through the forward on meta, and those that later stages need travel. The cut is
-    that of torch's `pipeline()`, which exports a graph; here stages keep the model's modules, names, output and any
-    shapes, so that other plugins find them.
+    Blocks that are not called once each, in order, hidden state first, and models without one list of equal blocks,
+    are traced: the values that modules return are followed through the forward on meta, and those that later stages
+    need travel. Where no blocks are named, stages begin at blocks of any lists; where those are too few, or of unequal
+    cost, at the blocks inside them that are called one after the other, or at other modules. torch's `pipeline()`
+    divides so too, by exporting a graph; here stages keep the model's modules, names, output and any shapes, so that
+    other plugins find them.
 
     Memory: the parameters of a rank's stages. Activations of as many micro-batches as are in flight:
         GPipe and LoopedBFS all of them, 1F1B at most pp - rank, the others between pp and 2 pp stages' worth.
@@ -91,8 +97,8 @@ class Pipeline:
         split: `auto` makes the costliest stage as cheap as can be, in floating-point operations, those of embeddings
             and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
             activations of all micro-batches in flight there. Or the FQNs of the blocks that begin the second and every
-            further stage. `tracer` cuts any model, balanced alike, before calls of blocks; `{ tracer = [...] }` before
-            those named, where `layers.1@2` is the third call of layers.1.
+            further stage. `tracer` follows values whatever the blocks look like; `{ tracer = [...] }` begins stages
+            at the calls named, where `layers.1@2` is the third call of layers.1.
     """
 
     schedule: ScheduleName | _CsvFile = "1F1B"
@@ -178,26 +184,29 @@ class Pipeline:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        from composer3d_plugins.scheduling.pipeline.division import divide_straight
-        from composer3d_plugins.scheduling.pipeline.flow import divide_traced
+        from composer3d_plugins.scheduling.pipeline.choosing import divide
 
-        blocks = select_fqns(context.blocks, context.fqns)
-        is_traced = self.split == "tracer" or isinstance(self.split, dict)
-        division = (divide_traced if is_traced else divide_straight)(
-            model, blocks, context.example, partial(self._cuts, context, is_traced)
+        division = divide(
+            model,
+            select_fqns(context.blocks, context.fqns) if context.has_blocks else (),
+            context.example,
+            partial(self._cuts, context),
+            num_stages=context.degrees["pp"] * self._schedule(context).per_rank,
+            is_traced=self.split == "tracer" or isinstance(self.split, dict),
+            is_stated=context.manifest.model.blocks is not None,
         )
         context.state[self] = _Memory(division=division)
-        return blocks
+        return list(division.blocks)
 
-    def _cuts(self, context: RunContext, is_traced: bool, places: Sequence[str], load: Load) -> Sequence[int]:
+    def _cuts(self, context: RunContext, places: Sequence[str], load: Load) -> Sequence[int]:
         """Return which of the places where a stage can begin begin one."""
         per_rank = self._schedule(context).per_rank
         num_stages = context.degrees["pp"] * per_rank
         if len(places) < num_stages:
-            have = f"calls blocks {len(places)} times" if is_traced else f"has {len(places)} blocks"
             raise PluginError(
                 f"pp = {context.degrees['pp']} with {per_rank} stage{'s' * (per_rank > 1)} a rank makes "
-                f"{num_stages} stages, and the model {have} ({context.blocks}); every stage needs one"
+                f"{num_stages} stages, and the model calls blocks {len(places)} times ({_range(places)}); every stage "
+                "needs one"
             )
         stated = self._stated_cuts(places, num_stages)
         return stated or balance(load, num_stages=num_stages, in_flight=self._in_flight(context))
@@ -234,7 +243,7 @@ class Pipeline:
         """Copy the model's structure once for each of this rank's stages."""
         if context.degrees["pp"] == 1:
             return None
-        division: Division = context.state[self].division
+        division: Division[Any] = context.state[self].division
         mine = self._schedule(context).stages_of(context.coordinates["pp"])
         names = {fqn: tied for tied in context.ties for fqn in tied}
         parts: list[Part] = []

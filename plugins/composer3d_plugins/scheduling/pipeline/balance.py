@@ -32,6 +32,13 @@ class Load:
     parameters_bytes: Sequence[float] = ()
     activations_bytes: Sequence[float] = ()
 
+    def costliest(self, starts: Sequence[int]) -> float:
+        """Return the part of the whole cost that the costliest of the stages has that begin with some blocks."""
+        stages = [sum(self.costs[start:end]) for start, end in itertools.pairwise((*starts, len(self.costs)))]
+        stages[0] += self.first_cost
+        stages[-1] += self.last_cost
+        return max(stages) / max(sum(stages), 1.0)
+
 
 def peak_in_flight(actions: Iterable[tuple[int, str, int]], num_stages: int) -> list[int]:
     """Return for every stage the most micro-batches whose activations it holds at once.

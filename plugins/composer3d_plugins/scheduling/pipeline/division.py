@@ -38,15 +38,22 @@ class Division(abc.ABC, Generic[S]):
     Args:
         seen: Of the whole model.
         starts: The index of every stage's first block, or call.
+        costliest: The part of the whole forward's cost that the costliest stage has.
     """
 
     seen: S
     starts: tuple[int, ...]
+    costliest: float
 
     @property
     def num_stages(self) -> int:
         """Of the pipeline."""
         return len(self.starts)
+
+    @property
+    @abc.abstractmethod
+    def blocks(self) -> Sequence[str]:
+        """FQNs of the modules before which a stage could begin."""
 
     @property
     def parameters(self) -> Iterable[str]:
@@ -64,6 +71,11 @@ class Division(abc.ABC, Generic[S]):
 
 class Straight(Division[Observation]):
     """Blocks called once each, in order; only the hidden state travels."""
+
+    @property
+    def blocks(self) -> Sequence[str]:
+        """FQNs of the modules before which a stage could begin."""
+        return self.seen.blocks
 
     def _end(self, stage: int) -> int:
         return (*self.starts, len(self.seen.blocks))[stage + 1]
@@ -88,7 +100,8 @@ def divide_straight(model: nn.Module, blocks: Sequence[str], example: object, ch
     """Look at a model whose blocks are called once each, in order, and cut it.
 
     Raises:
-        TransformError: They are not.
+        NotStraightError: They are not.
+        TransformError: The forward cannot be followed on meta.
     """
     observation = observe(model, blocks, example)
     load = Load(
@@ -98,4 +111,5 @@ def divide_straight(model: nn.Module, blocks: Sequence[str], example: object, ch
         parameters_bytes=observation.parameters_bytes,
         activations_bytes=observation.activations_bytes,
     )
-    return Straight(seen=observation, starts=tuple(choose(blocks, load)))
+    starts = tuple(choose(blocks, load))
+    return Straight(seen=observation, starts=starts, costliest=load.costliest(starts))

@@ -24,6 +24,16 @@ __all__ = ["Traced", "divide_traced"]
 class Traced(Division[Trace]):
     """Calls in any order; the values that later stages need travel."""
 
+    @property
+    def blocks(self) -> Sequence[str]:
+        """FQNs of the modules before which a stage could begin."""
+        return list(dict.fromkeys(self.seen.calls[index].fqn for index in self.seen.block_calls))
+
+    @property
+    def beginnings(self) -> list[str]:
+        """Names of the calls with which the second and every further stage begins."""
+        return [self.seen.calls[start].name for start in self.starts[1:]]
+
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
         return tuple(sorted({stage for name in self._names[fqn] for stage in self._needs[name]}))
@@ -177,8 +187,10 @@ def divide_traced(model: nn.Module, blocks: Sequence[str], example: object, choo
     places = seen.block_calls
     if not places:
         raise TransformError(f'"{blocks[0]}" is not called in a forward, nor is another block')
-    starts = [places[index] if index else 0 for index in choose([seen.calls[p].name for p in places], _load(seen))]
-    division = Traced(seen=seen, starts=tuple(starts))
+    load = _load(seen)
+    chosen = choose([seen.calls[place].name for place in places], load)
+    starts = tuple(places[index] if index else 0 for index in chosen)
+    division = Traced(seen=seen, starts=starts, costliest=load.costliest(chosen))
     division.refuse()
     return division
 

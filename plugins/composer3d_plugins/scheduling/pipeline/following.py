@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
+from composer3d_plugins.scheduling.pipeline.values import Values
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -25,11 +26,15 @@ class Follower(abc.ABC):
     """Follows the sources of every tensor through one forward.
 
     Args:
-        skeleton: On meta.
+        model: Neither it nor its weights are touched; a skeleton of it, on meta, runs.
     """
 
-    def __init__(self, skeleton: nn.Module) -> None:
-        self.skeleton = skeleton
+    def __init__(self, model: nn.Module) -> None:
+        self.skeleton = skeleton = on_meta(model)
+        self.values = Values(self._unknown)
+        for empty, buffer in zip(skeleton.buffers(), model.buffers(), strict=True):
+            if not buffer.is_meta:
+                self.values.learn(empty, buffer.detach().to("cpu"))
         self._sources: dict[int, set[Source]] = defaultdict(set)
         self._alive: list[Any] = []  # a storage that is freed may give its key to another
         self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}
@@ -68,7 +73,7 @@ class Follower(abc.ABC):
         given = self._of(taken)
         if self._inside is not None:
             self._needed(given, self._inside)
-        result = func(*args, **kwargs)
+        result = self.values.run(func, args, kwargs)
         # What stands between two blocks is done where the second one is.
         place = self._inside if self._inside is not None else self._position
         self._costs[place] += torch_compat.num_flops(func, args, kwargs, result)
@@ -83,6 +88,20 @@ class Follower(abc.ABC):
         for tensor in [*made, *torch_compat.written_tensors(func, args, kwargs)]:
             self._sources[self._key(tensor)] |= given
         return result
+
+    def _unknown(self, tensor: Tensor) -> None:
+        """Refuse what is read between the modules that are followed: stages could go different ways."""
+        computed = {source for source in self._of(tensor) if not isinstance(source, str) or source in self._firsts}
+        if self._inside is None and computed:
+            raise TransformError(
+                f"between the modules that it calls, the forward decides by values that it has computed from "
+                f"{self._described(computed)}, and stages that hold other weights would decide otherwise; move the "
+                "decision into a module"
+            )
+
+    @abc.abstractmethod
+    def _described(self, sources: set[Source]) -> str:
+        """Return what sources are, for messages."""
 
     def _of(self, value: Any) -> set[Source]:
         found: set[Source] = set()
@@ -124,10 +143,12 @@ def run_on_meta(watch: Follower, example: Any) -> Any:
     import torch
 
     args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})
-    args, kwargs = torch_compat.tree_map(to_meta, (args, dict(kwargs)))
+    args, kwargs = torch_compat.tree_map(
+        lambda leaf: watch.values.twin(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
+    )
     handles = watch.attach()
     try:
-        with torch.no_grad(), torch.device("meta"), torch_compat.dispatch_mode(watch.operator, compiles=False):
+        with torch.no_grad(), torch_compat.dispatch_mode(watch.operator, compiles=False):
             return watch.skeleton(*args, **kwargs)
     except TransformError:
         raise

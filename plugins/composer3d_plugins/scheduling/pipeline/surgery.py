@@ -111,11 +111,15 @@ class _Container:
     """A ModuleList, Sequential or ModuleDict some of whose children are not in the module tree."""
 
     def _children(self) -> dict[str, Any]:
-        own: dict[str, Any] = self._modules  # type: ignore[attr-defined]
+        own: dict[str, Any] = self._modules
         return {name: own[name] if absent is None else absent for name, absent in vars(self)[_CHILDREN].items()}
 
     def __len__(self) -> int:
         return len(vars(self)[_CHILDREN])
+
+    def __getattr__(self, name: str) -> Any:
+        absent = vars(self).get(_CHILDREN, {}).get(name)
+        return super().__getattr__(name) if absent is None else absent  # type: ignore[misc]
 
 
 class _Listed(_Container):
@@ -123,7 +127,17 @@ class _Listed(_Container):
         return iter(self._children().values())
 
     def __getitem__(self, index: Any) -> Any:
-        return list(self._children().values())[index]
+        found = list(self._children().values())[index]
+        return _Slice(found) if isinstance(index, slice) else found
+
+
+class _Slice(list[Any]):
+    """Some children of a Sequential: a call runs them in turn, as the Sequential that torch would make of them."""
+
+    def __call__(self, value: Any) -> Any:
+        for child in self:
+            value = child(value)
+        return value
 
 
 class _Named(_Container):

@@ -18,7 +18,6 @@ from composer3d_plugins.scheduling.pipeline.following import (
     Follower,
     Source,
     leaves_of,
-    on_meta,
     run_on_meta,
     tensors_of,
 )
@@ -26,7 +25,7 @@ from composer3d_plugins.scheduling.pipeline.following import (
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Observation", "observe"]
+__all__ = ["NotStraightError", "Observation", "observe"]
 
 # What block i returns besides the hidden state has the source _BESIDES - i.
 _BESIDES = -2
@@ -97,7 +96,7 @@ class Observation:
 
 
 def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observation:
-    """Run a copy of the model on meta, in evaluation mode.
+    """Run a copy of the model on meta, in the mode it is in.
 
     Args:
         model: On any device; neither it nor its weights are touched.
@@ -105,22 +104,20 @@ def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observatio
         example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
 
     Raises:
-        TransformError: The forward fails on meta, or blocks are not called once each, in order, hidden state first.
+        TransformError: The forward fails on meta; a NotStraightError where blocks are not called once each, in order,
+            hidden state first.
 
     Memory: none. Collectives: none.
     """
-    watch = _Watch(on_meta(model).eval(), blocks)
-    try:
-        return watch.finish(run_on_meta(watch, example))
-    except NotStraightError as error:
-        raise TransformError(f'{error}; split = "tracer" cuts such models too') from error
+    watch = _Watch(model, blocks)
+    return watch.finish(run_on_meta(watch, example))
 
 
 class _Watch(Follower):
     """Follows a forward in which every block is called once, in order."""
 
-    def __init__(self, skeleton: nn.Module, blocks: Sequence[str]) -> None:
-        super().__init__(skeleton)
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        super().__init__(model)
         self._blocks = tuple(blocks)
         self._needs: dict[str, set[int]] = {fqn: set() for fqn in self._firsts}
         self._buffer_needs: dict[str, set[int]] = {fqn: set() for fqn in self._buffers.values()}
@@ -148,6 +145,10 @@ class _Watch(Follower):
     def _computed_by(self, source: Source) -> str:
         assert isinstance(source, int), "of calls"
         return self._blocks[source if source >= 0 else _BESIDES - source]
+
+    def _described(self, sources: set[Source]) -> str:
+        named = (f'"{source if isinstance(source, str) else self._computed_by(source)}"' for source in sources)
+        return " and ".join(sorted(named))
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
 

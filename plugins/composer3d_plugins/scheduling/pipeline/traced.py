@@ -31,6 +31,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     zeros,
 )
 from composer3d_plugins.scheduling.pipeline.tracer import Trace
+from composer3d_plugins.scheduling.pipeline.values import Values
 
 __all__ = ["TracedRunner", "build_traced_stage"]
 
@@ -177,8 +178,20 @@ class TracedRunner:
 
     def _run_on_meta(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._trace.skeleton.get_submodule(self._trace.calls[index].fqn)
-        args, kwargs = torch_compat.tree_map(to_meta, (args, kwargs))
-        with torch.no_grad(), torch.device("meta"):
+        values = Values()
+
+        def on_meta(leaf: Any) -> Any:
+            # Integers may say how long things are; what weights computed is another stage's to know.
+            is_number = isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point
+            return values.twin(leaf) if is_number else to_meta(leaf)
+
+        args, kwargs = torch_compat.tree_map(on_meta, (args, kwargs))
+        with (
+            torch.no_grad(),
+            torch_compat.dispatch_mode(
+                lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False
+            ),
+        ):
             return module(*args, **kwargs)
 
 

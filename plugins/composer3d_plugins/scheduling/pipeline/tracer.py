@@ -8,6 +8,7 @@ needs it computes it again from values. So only values have to travel, and any c
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,6 @@ from composer3d_plugins.scheduling.pipeline.following import (
     Follower,
     Source,
     leaves_of,
-    on_meta,
     run_on_meta,
     tensors_of,
 )
@@ -83,6 +83,14 @@ class Trace:
         """The indices of calls of blocks; a stage can begin at each but the first."""
         return [index for index, call in enumerate(self.calls) if call.is_block]
 
+    def is_chain(self, fqns: Sequence[str]) -> bool:
+        """Tell whether modules are called once each, in order, each with what the one before it returned."""
+        made = [call for call in self.calls if call.fqn in fqns]
+        links = itertools.pairwise(made)
+        return [call.fqn for call in made] == list(fqns) and all(
+            after.takes.intersection(before.values) for before, after in links
+        )
+
 
 def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
     """Run a copy of the model on meta, in the mode it is in.
@@ -97,18 +105,19 @@ def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
 
     Memory: none. Collectives: none.
     """
-    watch = _Watch(on_meta(model), blocks)
+    watch = _Watch(model, blocks)
     return watch.finish(run_on_meta(watch, example))
 
 
 class _Watch(Follower):
     """Follows values through one forward."""
 
-    def __init__(self, skeleton: nn.Module, blocks: Sequence[str]) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._seen: dict[int, set[int]] = defaultdict(set)  # tensors by storage
         self._born: dict[int, int] = {}  # storages, and how many operators had run when each was first seen
         self._num_operators = 0
-        super().__init__(skeleton)
+        super().__init__(model)
+        skeleton = self.skeleton
         self._blocks = {id(skeleton.get_submodule(fqn)) for fqn in blocks}
         around = {".".join(fqn.split(".")[:length]) for fqn in blocks for length in range(fqn.count(".") + 1)}
         self._around = {id(skeleton.get_submodule(fqn)) for fqn in around} - self._blocks
@@ -186,6 +195,15 @@ class _Watch(Follower):
 
     def _needed(self, sources: set[Source], place: int) -> None:
         self._takes[place] |= sources
+
+    def _described(self, sources: set[Source]) -> str:
+        made = {number: index for index, values in enumerate(self._values) for number in values}
+        named = (
+            source if isinstance(source, str) else self._name_of(made.get(source))
+            for source in sources
+            if not isinstance(source, tuple)
+        )
+        return " and ".join(sorted(f'"{name}"' for name in named))
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 

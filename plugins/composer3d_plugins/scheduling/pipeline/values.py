@@ -1,0 +1,162 @@
+"""Values of small tensors on meta: what a forward's control flow reads where tensors have none.
+
+Masks are asked whether they hide anything, positions whether they count up, routers how many tokens an expert has. What
+follows from numbers, from the example's values and from what the forward makes itself is computed beside the operators
+on meta. What depends on weights is not known: there everything is taken to be one, or true, so that all is visited.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["Values"]
+
+_MOST = 2**22  # elements of a tensor whose values are kept
+_MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
+
+
+class Values:
+    """Runs operators on meta, and beside them on the CPU where all values are known.
+
+    Args:
+        unknown: Called with a tensor that is read and whose values are not known.
+
+    Memory: at most four million elements for each tensor that has values.
+    """
+
+    def __init__(self, unknown: Callable[[Tensor], None] | None = None) -> None:
+        self._unknown = unknown
+        self._known: dict[int, Tensor] = {}
+        self._twins: dict[int, Tensor] = {}
+        self._alive: list[Any] = []  # an identity is another tensor's as soon as the first is freed
+        self._spoilt: set[int] = set()
+
+    def twin(self, tensor: Tensor) -> Tensor:
+        """Return a tensor's empty twin on meta, whose values are known if the tensor has any."""
+        if tensor.is_meta:
+            return tensor
+        if id(tensor) not in self._twins:
+            self._alive.append(tensor)
+            self._twins[id(tensor)] = made = tensor.detach().to("meta")
+            if tensor.numel() <= _MOST and not torch_compat.is_wrapper_subclass(type(tensor)):
+                self.learn(made, tensor.detach().to("cpu"))
+        return self._twins[id(tensor)]
+
+    def learn(self, tensor: Tensor, value: Tensor) -> None:
+        """Note the values of a tensor on meta."""
+        self._alive.append(tensor)
+        self._known[id(tensor)] = value
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator; results are on meta, and numbers where it returns numbers."""
+        import torch
+
+        args, kwargs = torch_compat.tree_map(self._on_meta, (args, kwargs))
+        if str(func.name()) in _MASKED:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        tensors = [leaf for leaf in torch_compat.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._reads(func, kwargs, tensors):
+            return self._read(func, args, kwargs)
+        if not tensors and any(argument.name == "device" for argument in func._schema.arguments):
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        result = func(*args, **kwargs)
+        self._run_beside(func, args, kwargs, tensors, result)
+        return result
+
+    # ---- what is known -----------------------------------------------------------------------------------------------
+
+    def _on_meta(self, value: Any) -> Any:
+        import torch
+
+        return self.twin(value) if isinstance(value, torch.Tensor) else value
+
+    def _of(self, tensor: Tensor) -> Tensor | None:
+        is_spoilt = torch_compat.storage_key(tensor) in self._spoilt
+        return None if is_spoilt else self._known.get(id(tensor))
+
+    def _run_beside(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Any
+    ) -> None:
+        """Compute values where those of all arguments are known; what is written over by others has none."""
+        import torch
+
+        made = [leaf for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        is_known = not is_drawn and all(self._of(tensor) is not None for tensor in tensors)
+        if is_known and all(tensor.numel() <= _MOST for tensor in made):
+            try:
+                found = func(*self._values_of(args), **_on_cpu(self._values_of(kwargs)))
+            except Exception:  # values are a help, and the result on meta stands without them
+                is_known = False
+            else:
+                values = [leaf for leaf in torch_compat.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+                for tensor, value in zip(made, values, strict=False):
+                    self.learn(tensor, value)
+                return
+        for tensor in torch_compat.written_tensors(func, args, kwargs):
+            self._spoilt.add(torch_compat.storage_key(tensor))
+
+    def _values_of(self, value: Any) -> Any:
+        import torch
+
+        return torch_compat.tree_map(lambda leaf: self._of(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
+
+    # ---- what is read ------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _reads(func: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
+        """Tell whether an operator's result cannot be had without values."""
+        import torch
+
+        if not tensors or str(func.name()) in _MASKED:  # once masks are places, shapes follow from shapes
+            return False
+        if func is torch.ops.aten._to_copy.default:
+            device = kwargs.get("device")
+            return device is not None and torch.device(device).type != "meta"
+        dependent = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+        return bool(dependent.intersection(func.tags)) or func is torch.ops.aten.bincount.default
+
+    def _read(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator on values; where they are not known, on ones."""
+        import torch
+
+        def value(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            known = self._of(leaf)
+            if known is not None:
+                return known
+            if self._unknown is not None:
+                self._unknown(leaf)
+            return torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
+
+        args, kwargs = torch_compat.tree_map(value, (args, kwargs))
+        result = func(*args, **_on_cpu(kwargs))
+        if func is torch.ops.aten._to_copy.default:
+            return result  # for whoever reads it outside of torch
+        return torch_compat.tree_map(self._on_meta, result)
+
+    def _without_masks(self, indices: Any) -> list[Any]:
+        """Return indices in which those that a mask selects stand for the mask."""
+        import torch
+
+        found: list[Any] = []
+        for index in indices:
+            if index is not None and index.dtype in (torch.bool, torch.uint8):
+                places = self._read(torch.ops.aten.nonzero.default, (index,), {})
+                found += places.unbind(1)
+            else:
+                found.append(index)
+        return found
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    import torch
+
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
