@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +13,13 @@ from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
+    from composer3d.manifest import InspectedManifest
+    from composer3d.planning.costing import Budget
+    from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.plan import Plan
     from composer3d.planning.tracing.roles import RankChoice
 
-__all__ = ["add", "execute"]
+__all__ = ["add", "execute", "plan_of"]
 
 DOES_NOT_FIT, WRONG = 1, 2
 
@@ -116,14 +120,8 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     """Return the plan of a manifest; None after printing what is wrong with it."""
     import torch
 
-    from composer3d.batch import units_of
-    from composer3d.cli.rules import find_factory
     from composer3d.planning.costing import Budget
     from composer3d.planning.hardware.cluster import load_hardware
-    from composer3d.planning.plan import make_plan
-    from composer3d.planning.tracing.job import job_of
-    from composer3d.runner.data import foreseen_batch
-    from composer3d.runner.tokenizer import with_tokenizer
 
     _refuse_idle(arguments)
     hardware = None if arguments.hardware is None else load_hardware(arguments.hardware)
@@ -133,6 +131,49 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     if not found.ok(strict=False) or found.layout is None or found.preparation is None:
         print_problems(found.ordered())
         return None
+    return plan_of(
+        inspected,
+        found,
+        hardware=hardware,
+        memory_bytes=arguments.memory,
+        choice=arguments.rank,
+        extrapolate=not arguments.full,
+        budget_of=lambda unit: Budget(num_units=_amount_of(unit, arguments), price=arguments.price),
+    )
+
+
+def plan_of(
+    inspected: InspectedManifest,
+    found: Inspection,
+    *,
+    hardware: Hardware | None,
+    memory_bytes: int | None = None,
+    choice: RankChoice = "worst",
+    extrapolate: bool = True,
+    budget_of: Callable[[str], Budget] | None = None,
+) -> Plan:
+    """Plan a manifest that was inspected on the CPU, and without errors.
+
+    Args:
+        inspected: From `open_manifest`.
+        found: From `inspect`.
+        hardware: As for `make_plan`.
+        memory_bytes: As for `make_plan`.
+        choice: As for `make_plan`.
+        extrapolate: As for `make_plan`.
+        budget_of: The whole run, given the unit of the model's inputs.
+
+    Raises:
+        ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
+    """
+    from composer3d.batch import units_of
+    from composer3d.cli.rules import find_factory
+    from composer3d.planning.plan import make_plan
+    from composer3d.planning.tracing.job import job_of
+    from composer3d.runner.data import foreseen_batch
+    from composer3d.runner.tokenizer import with_tokenizer
+
+    assert found.layout is not None and found.preparation is not None, "inspected without errors"
     manifest = with_tokenizer(inspected.manifest)
     factory, problems = find_factory(manifest)
     assert factory is not None and not problems, "the inspection has found it"
@@ -141,7 +182,8 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
         manifest.tables["data"], manifest.document.folder, seed=train.seed, num_samples=train.microbatch or 1
     )
     if batch is None:
-        raise ComposerError(f"{source}: the form of a batch of [data] cannot be told without preparing the data")
+        file = manifest.document.file
+        raise ComposerError(f"{file}: the form of a batch of [data] cannot be told without preparing the data")
     example, target = batch
     job = job_of(
         manifest,
@@ -152,17 +194,16 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
         has_targets=target is not None,
         preparation=found.preparation,
     )
-    choice: RankChoice = arguments.rank
     return make_plan(
         job,
         found.layout,
         orders_of=found.preparation.actions,
         schedule=_schedule_name(found),
         choice=choice,
-        memory_bytes=arguments.memory,
+        memory_bytes=memory_bytes,
         hardware=hardware,
-        budget=Budget(num_units=_amount_of(units_of(example)[0], arguments), price=arguments.price),
-        extrapolate=not arguments.full,
+        budget=None if budget_of is None else budget_of(units_of(example)[0]),
+        extrapolate=extrapolate,
     )
 
 

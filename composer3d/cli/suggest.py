@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.planning.formulas.setup import Setup
     from composer3d.planning.formulas.shape import ModelShape
+    from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.suggesting.search import Found
-    from composer3d.planning.suggesting.suggestion import Accepted, Suggestion
+    from composer3d.planning.suggesting.suggestion import Accepted, Planned, Suggestion
 
 __all__ = ["add", "execute"]
 
@@ -32,7 +34,8 @@ def add(subparsers: Subparsers) -> None:
         "suggest",
         help="find the layouts that suit a model and a cluster best",
         description="Search degrees, ZeRO stages, schedules, micro-batches, recomputation, precision and offloading by "
-        "formulas of memory and time, and print up to five manifests that check accepts, as patches to the given one.",
+        "formulas of memory and time, and print up to five manifests that check accepts and that fit by the plan, as "
+        "patches to the given one.",
     )
     add_manifest(parser)
     parser.add_argument("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")
@@ -76,6 +79,11 @@ def execute(arguments: argparse.Namespace) -> int:
     def check(setup: Setup) -> Accepted:
         return _checked(arguments, manifest, own, setup)
 
+    def plan(setup: Setup) -> Planned | None:
+        return _planned(arguments, _changes(manifest, own, setup), hardware)
+
+    errors = any(problem.severity == "error" for problem in found.ordered())
+    mine = None if errors or own.world_size != arguments.world_size else _planned(arguments, (), hardware)
     suggestions, searched, refused = suggest(
         shape,
         own,
@@ -84,11 +92,13 @@ def execute(arguments: argparse.Namespace) -> int:
         memory_bytes=memory,
         keep=kept(arguments.keep, own),
         check=check,
+        plan=plan,
+        own_bytes=None if mine is None else mine.total,
     )
     patches = [_changes(manifest, own, suggestion.candidate.setup) for suggestion in suggestions]
     if arguments.write is not None:
         _write(arguments.write, manifest, patches)
-    why_not = _own_verdict(found, own, arguments.world_size, shape, hardware, memory)
+    why_not = _own_verdict(found, own, arguments.world_size, shape, hardware, memory, mine)
     if arguments.json:
         say_json(_report(suggestions, patches, searched, refused, why_not, shape))
     else:
@@ -141,8 +151,36 @@ def _checked(arguments: argparse.Namespace, manifest: Manifest, own: Setup, setu
     return Accepted(refusal=None, orders=orders)
 
 
+def _planned(arguments: argparse.Namespace, changes: Sequence[str], hardware: Hardware) -> Planned | None:
+    """Plan a layout, in this process; None where it cannot be planned."""
+    import torch
+
+    from composer3d.cli.plan import plan_of
+    from composer3d.planning.suggesting.suggestion import Planned
+
+    inspected = open_manifest(arguments.manifest, [*arguments.overrides, *changes])
+    found = inspect(inspected, world_size=arguments.world_size, rank=0, device=torch.device("cpu"))
+    if not found.ok(strict=False):
+        return None
+    try:
+        # The cluster gives reserve and context; without it there is no time, which the search has its own model of.
+        ranks = plan_of(inspected, found, hardware=None).ranks
+    except ComposerError:
+        return None
+    from composer3d.planning.costs.allocator import allocate
+
+    fullest = max((allocate(rank.trace, hardware.device) for rank in ranks), key=lambda allocation: allocation.total)
+    return Planned(peak=fullest.allocated, total=fullest.total)
+
+
 def _own_verdict(
-    found: Inspection, own: Setup, world_size: int, shape: ModelShape, hardware: Any, memory: float
+    found: Inspection,
+    own: Setup,
+    world_size: int,
+    shape: ModelShape,
+    hardware: Hardware,
+    memory: float,
+    planned: Planned | None,
 ) -> str:
     """Return what is to be said of the given manifest."""
     from composer3d.planning.suggesting.search import evaluate
@@ -153,6 +191,8 @@ def _own_verdict(
     if own.world_size != world_size:
         return f"the given manifest is for {own.world_size} ranks"
     mine = evaluate(shape, own, hardware)
+    if planned is not None:
+        mine = replace(mine, reserved_bytes=planned.total)
     verdict = mine.verdict(memory)
     return (
         f"the given manifest {verdict}: {mine.reserved_bytes / GIB:.1f} of {memory / GIB:.1f} GiB, "
@@ -176,7 +216,10 @@ def _show(
         for reason in suggestion.reasons:
             say(f"   {reason}")
         say("   " + (" ".join(f"--set '{change}'" for change in changes) or "(the manifest as it is)"))
-    say(f"\n{found.num_tried} layouts searched, {found.num_fitting} fit; times are modelled, within about 25 %")
+    say(
+        f"\n{found.num_tried} layouts searched, {found.num_fitting} fit by formulas; those above were planned; times "
+        "are modelled, within about 25 %"
+    )
 
 
 def _nothing_fits(found: Found, memory: float) -> str:
@@ -184,7 +227,7 @@ def _nothing_fits(found: Found, memory: float) -> str:
     if least is None:
         return "no layout keeps what is pinned: the batch, the heads or the layers do not divide so"
     if found.num_fitting:
-        return "every layout that fits is refused by check; --json tells why"
+        return "every layout that fits by formulas is refused by check, or does not fit by the plan; --json says why"
     return (
         f"no layout fits {memory / GIB:.1f} GiB; the least memory that was found is "
         f"{least.reserved_bytes / GIB:.1f} GiB: {_layout(least.setup)}"
@@ -241,7 +284,7 @@ def _report(
                 "memory": {
                     "peak": suggestion.candidate.peak_bytes,
                     "reserved": int(suggestion.candidate.reserved_bytes),
-                    "known": "modelled",
+                    "known": "traced" if suggestion.candidate.is_planned else "modelled",
                 },
                 "time": _time(suggestion),
             }

@@ -85,7 +85,9 @@ def time_of(
     return {"hardware": hardware.name, "unit": unit, unit: size, **report}
 
 
-def advice_on(job: Job, layout: Layout, hardware: Hardware, memory_bytes: int) -> tuple[str, ...]:
+def advice_on(
+    job: Job, layout: Layout, hardware: Hardware, memory_bytes: int, *, planned_bytes: int
+) -> tuple[str, ...]:
     """Return the mistakes of the layout on the cluster; of models that are no decoders of equal blocks, none is known.
 
     Args:
@@ -93,6 +95,7 @@ def advice_on(job: Job, layout: Layout, hardware: Hardware, memory_bytes: int) -
         layout: Of its world.
         hardware: The cluster.
         memory_bytes: Of a device.
+        planned_bytes: What the fullest rank needs of it.
     """
     from composer3d.patterns import find_blocks
     from composer3d.planning.formulas.lint import lint
@@ -107,7 +110,9 @@ def advice_on(job: Job, layout: Layout, hardware: Hardware, memory_bytes: int) -
     except ComposerError as error:
         return (f"the layout was not examined: {error}",)
     setup = setup_of(job.manifest, dict(layout.degrees))
-    found = lint(shape, setup, hardware, world_size=layout.world_size, memory_bytes=memory_bytes)
+    found = lint(
+        shape, setup, hardware, world_size=layout.world_size, memory_bytes=memory_bytes, planned_bytes=planned_bytes
+    )
     return tuple(map(str, found))
 
 

@@ -134,7 +134,15 @@ def make_plan(
         time=None
         if hardware is None
         else time_of(traces, job, layout, hardware, orders=orders, budget=budget or Budget()),
-        advice=() if hardware is None else advice_on(job, layout, hardware, memory_bytes or 0),
+        advice=()
+        if hardware is None
+        else advice_on(
+            job,
+            layout,
+            hardware,
+            memory_bytes or 0,
+            planned_bytes=max(rank.allocation.total for rank in ranks),
+        ),
         notes=_notes(traces, hardware, memory_bytes),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,6 +21,7 @@ __all__ = ["Advice", "lint"]
 GIB = 2**30
 _BUBBLE = 0.2  # of a step; four micro-batches a stage stay below it
 _IMBALANCE = 0.05
+_NeedsOf = Callable[[Setup], float]  # bytes of a layout's fullest rank
 _ROOM = 0.7  # of the memory: below it, what was saved may be spent
 
 
@@ -51,6 +52,7 @@ def lint(
     *,
     world_size: int | None = None,
     memory_bytes: float | None = None,
+    planned_bytes: float | None = None,
 ) -> tuple[Advice, ...]:
     """Return what is wrong with a layout, what cannot run first.
 
@@ -60,18 +62,24 @@ def lint(
         hardware: The cluster.
         world_size: Ranks that there are; None takes what the degrees multiply to.
         memory_bytes: Of a device; None takes the described one's.
+        planned_bytes: What the layout's fullest rank needs by a plan: the formulas of others are corrected by it.
     """
     limit = memory_bytes or hardware.device.memory_bytes
+    rate = 1.0 if planned_bytes is None else planned_bytes / reserved_bytes(peak_bytes(shape, setup), hardware)
+
+    def needs_of(other: Setup) -> float:
+        return rate * reserved_bytes(peak_bytes(shape, other), hardware)
+
     found = [
         *_world(setup, world_size or setup.world_size),
         *_divisibility(shape, setup),
         *_batch(setup),
-        *_memory(shape, setup, hardware, limit),
+        *_memory(shape, setup, needs_of, limit),
         *_tensor_parallel(shape, setup, hardware),
         *_pipeline(shape, setup),
-        *_resharding(shape, setup, hardware, limit),
+        *_resharding(shape, setup, hardware, needs_of, limit),
         *_precision(setup, hardware),
-        *_recompute(shape, setup, hardware, limit),
+        *_recompute(setup, needs_of, limit),
     ]
     return tuple(sorted(found, key=lambda advice: advice.severity != "error"))
 
@@ -130,7 +138,7 @@ def _batch(setup: Setup) -> Iterator[Advice]:
         )
 
 
-def _memory(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> Iterator[Advice]:
+def _memory(shape: ModelShape, setup: Setup, needs_of: _NeedsOf, limit: float) -> Iterator[Advice]:
     states = sum(state_bytes(shape.num_parameters, 1, 0, setup.precision).values())
     each = states / shape.num_parameters
     if states / setup.world_size > limit:
@@ -144,17 +152,17 @@ def _memory(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -
             fix=f"take at least {needed} devices, a low-bit optimizer, or offload",
         )
         return
-    needs = reserved_bytes(peak_bytes(shape, setup), hardware)
+    needs = needs_of(setup)
     if needs > limit:
         yield Advice(
             rule="does not fit",
             severity="error",
             message=f"the worst rank needs {needs / GIB:.1f} GiB of {limit / GIB:.1f} GiB",
-            fix=_what_would_fit(shape, setup, hardware, limit),
+            fix=_what_would_fit(setup, needs_of, limit),
         )
 
 
-def _what_would_fit(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> str:
+def _what_would_fit(setup: Setup, needs_of: _NeedsOf, limit: float) -> str:
     """Return the smallest change that fits."""
     changes = [(f"recompute {mode}", replace(setup, recompute=mode)) for mode in ("selective", "full")]
     changes += [(f"zero = {zero}", replace(setup, zero=zero)) for zero in (1, 2, 3) if zero > setup.zero]
@@ -164,9 +172,9 @@ def _what_would_fit(shape: ModelShape, setup: Setup, hardware: Hardware, limit: 
         shared = replace(setup, dp_shard=setup.data_parallel, dp_replicate=1)
         changes = [(name, replace(changed, dp_shard=shared.dp_shard, dp_replicate=1)) for name, changed in changes]
     for name, changed in changes:
-        needs = reserved_bytes(peak_bytes(shape, changed), hardware)
+        needs = needs_of(changed)
         if needs <= limit:
-            return f"{name} needs {needs / GIB:.1f} GiB"
+            return f"{name} needs about {needs / GIB:.1f} GiB; composer3d plan says whether it does"
     return "composer3d suggest searches for a layout that fits"
 
 
@@ -227,12 +235,13 @@ def _pipeline(shape: ModelShape, setup: Setup) -> Iterator[Advice]:
         )
 
 
-def _resharding(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> Iterator[Advice]:
+def _resharding(
+    shape: ModelShape, setup: Setup, hardware: Hardware, needs_of: _NeedsOf, limit: float
+) -> Iterator[Advice]:
     count = setup.num_microbatches
     if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1:
         return
-    kept = replace(setup, zero=2)
-    needs = reserved_bytes(peak_bytes(shape, kept), hardware)
+    needs = needs_of(replace(setup, zero=2))
     if needs > _ROOM * limit:
         return
     held = shape.num_parameters / setup.pp / setup.tp * setup.precision.gather_bytes
@@ -259,10 +268,10 @@ def _precision(setup: Setup, hardware: Hardware) -> Iterator[Advice]:
     )
 
 
-def _recompute(shape: ModelShape, setup: Setup, hardware: Hardware, limit: float) -> Iterator[Advice]:
+def _recompute(setup: Setup, needs_of: _NeedsOf, limit: float) -> Iterator[Advice]:
     if setup.recompute == "none":
         return
-    needs = reserved_bytes(peak_bytes(shape, replace(setup, recompute="none")), hardware)
+    needs = needs_of(replace(setup, recompute="none"))
     if needs > _ROOM * limit:
         return
     extra = "a third" if setup.recompute == "full" else "up to a sixth"

@@ -113,7 +113,7 @@ def _gathered(setup: Setup, held: tuple[float, float], num_layers: int) -> float
     precision = setup.precision
     if setup.dp_shard * setup.cp == 1 or not setup.zero:
         return held[0] * precision.compute_bytes if precision.param_bytes > precision.compute_bytes else 0.0
-    if setup.zero < 3:
+    if setup.zero < 3 or setup.pp > 1:  # torch's schedules reduce gradients, and free parameters, after the last one
         if setup.shards_weights:  # weights as they compute, and gradients that micro-batches add up
             return held[0] * (precision.compute_bytes + precision.reduce_bytes)
         return held[0] * precision.compute_bytes if precision.param_bytes > precision.compute_bytes else 0.0

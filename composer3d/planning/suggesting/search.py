@@ -43,6 +43,7 @@ class Candidate:
         reserved_bytes: What the device shows.
         step_s: Of an optimizer step.
         time: The parts of it; None before it was simulated.
+        is_planned: Whether the bytes are those of a plan, and not of formulas.
     """
 
     setup: Setup
@@ -50,6 +51,7 @@ class Candidate:
     reserved_bytes: float
     step_s: float
     time: Estimate | None = None
+    is_planned: bool = False
 
     def verdict(self, memory_bytes: float) -> str:
         """Return `fits`, `tight` or `does not fit`."""
@@ -83,6 +85,7 @@ def search(
     memory_bytes: float | None = None,
     keep: Keep = lambda setup: True,
     offload: bool = True,
+    correction: Callable[[Setup], float] = lambda setup: 1.0,
 ) -> Found:
     """Find the layouts with the least step time that fit.
 
@@ -94,6 +97,7 @@ def search(
         memory_bytes: Of a device; None takes the described one's.
         keep: What the user wants kept; layouts for which it is false are left out.
         offload: Whether optimizer state may go to the host where nothing else fits.
+        correction: By what a layout's modelled memory is multiplied: what plans of its kind have shown.
     """
     limit = memory_bytes or hardware.device.memory_bytes
     fitting: list[Candidate] = []
@@ -106,7 +110,7 @@ def search(
             for choice in choices:
                 peak = peak_bytes(shape, choice)
                 num_tried += 1
-                reserved = reserved_bytes(peak, hardware)
+                reserved = correction(choice) * reserved_bytes(peak, hardware)
                 found = Candidate(setup=choice, peak_bytes=peak, reserved_bytes=reserved, step_s=math.inf)
                 if smallest is None or peak < smallest.peak_bytes:
                     smallest = found
@@ -117,7 +121,10 @@ def search(
             if not fits:
                 break
     fitting.sort(key=lambda candidate: candidate.step_s)
-    best = [evaluate(shape, candidate.setup, hardware) for candidate in fitting[:_SIMULATED]]
+    best = [
+        replace(evaluate(shape, candidate.setup, hardware), reserved_bytes=candidate.reserved_bytes)
+        for candidate in fitting[:_SIMULATED]
+    ]
     best.sort(key=lambda candidate: candidate.step_s)
     return Found(best=tuple(best), num_tried=num_tried, num_fitting=len(fitting), smallest=smallest)
 

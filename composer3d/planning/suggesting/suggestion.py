@@ -1,9 +1,9 @@
-"""From a search to a few manifests worth trying: different from each other, accepted by `check`, with their reasons."""
+"""From a search to a few manifests worth trying: different, accepted by `check`, fitting by `plan`, with reasons."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from composer3d.planning.formulas.setup import Precision, Setup
 from composer3d.planning.formulas.shape import ModelShape
@@ -11,7 +11,7 @@ from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.suggesting.search import Candidate, Found, Keep, evaluate, search
 from composer3d.protocol import Action
 
-__all__ = ["Accepted", "Suggestion", "against", "bases", "different", "suggest"]
+__all__ = ["Accepted", "Planned", "Suggestion", "against", "bases", "different", "suggest"]
 
 GIB = 2**30
 NUM_SUGGESTIONS, NUM_CHECKED = 5, 12
@@ -28,6 +28,19 @@ class Accepted:
 
     refusal: str | None
     orders: Sequence[Sequence[Action]] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """Memory of a layout's fullest rank, as `plan` finds it.
+
+    Args:
+        peak: Allocated.
+        total: What a device must have.
+    """
+
+    peak: int
+    total: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +65,13 @@ def suggest(
     memory_bytes: float,
     keep: Keep,
     check: Callable[[Setup], Accepted],
+    plan: Callable[[Setup], Planned | None] = lambda setup: None,
+    own_bytes: float | None = None,
 ) -> tuple[tuple[Suggestion, ...], Found, tuple[str, ...]]:
-    """Return the best layouts that `check` accepts, what was searched, and what check refused.
+    """Return the best layouts that `check` accepts and that fit by the plan, what was searched, and what was refused.
+
+    The formulas of the search are quick, and may be far off for a kind of layout. So every layout is planned before it
+    is proposed; where one does not fit, the kind's formulas are corrected by what the plan says, and searched anew.
 
     Args:
         shape: Of the model.
@@ -63,40 +81,111 @@ def suggest(
         memory_bytes: Of a device.
         keep: What the user pins.
         check: Asks for one layout.
+        plan: Plans one layout; None where it cannot be planned, and the formulas have to do.
+        own_bytes: What the given manifest needs by the plan.
     """
-    searched = [
-        search(shape, base, hardware, world_size=world_size, memory_bytes=memory_bytes, keep=keep)
-        for base in bases(own, hardware)
-    ]
-    found = Found(
+    jury = _Jury(shape=shape, hardware=hardware, memory_bytes=memory_bytes, check=check, plan=plan)
+    while True:
+        searched = [
+            search(
+                shape,
+                base,
+                hardware,
+                world_size=world_size,
+                memory_bytes=memory_bytes,
+                keep=keep,
+                correction=jury.correction,
+            )
+            for base in bases(own, hardware)
+        ]
+        found = _together(searched)
+        if not jury.hear(different(found.best, jury.chosen)):
+            break
+    for candidate in _in_float8(jury.chosen, shape, hardware, keep):
+        jury.ask(candidate)
+    # Lower precision is another run: it comes after all that compute what was asked for.
+    jury.chosen.sort(key=lambda candidate: (candidate.setup.precision.dtype != own.precision.dtype, candidate.step_s))
+    mine = evaluate(shape, own, hardware) if own.world_size == world_size else None
+    if mine is not None and own_bytes is not None:
+        mine = replace(mine, reserved_bytes=own_bytes)
+    found_all = tuple(
+        Suggestion(candidate=candidate, reasons=tuple(against(candidate, mine, memory_bytes)))
+        for candidate in jury.chosen
+    )
+    return found_all, found, tuple(jury.refused)
+
+
+def _together(searched: Sequence[Found]) -> Found:
+    return Found(
         best=tuple(candidate for one in searched for candidate in one.best),
         num_tried=sum(one.num_tried for one in searched),
         num_fitting=sum(one.num_fitting for one in searched),
         smallest=min((one.smallest for one in searched if one.smallest), key=lambda c: c.peak_bytes, default=None),
     )
-    chosen: list[Candidate] = []
-    refused: list[str] = []
 
-    def ask(candidate: Candidate) -> None:
-        answer = check(candidate.setup)
-        if answer.refusal is None:
-            chosen.append(evaluate(shape, candidate.setup, hardware, orders=answer.orders))
-        else:
-            refused.append(answer.refusal)
 
-    for candidate in different(found.best, chosen):
-        if len(chosen) == NUM_SUGGESTIONS - 1 or len(chosen) + len(refused) == NUM_CHECKED:
-            break
-        ask(candidate)
-    for candidate in _in_float8(chosen, shape, hardware, keep):
-        ask(candidate)
-    # Lower precision is another run: it comes after all that compute what was asked for.
-    chosen.sort(key=lambda candidate: (candidate.setup.precision.dtype != own.precision.dtype, candidate.step_s))
-    mine = evaluate(shape, own, hardware) if own.world_size == world_size else None
-    found_all = tuple(
-        Suggestion(candidate=candidate, reasons=tuple(against(candidate, mine, memory_bytes))) for candidate in chosen
-    )
-    return found_all, found, tuple(refused)
+@dataclass(kw_only=True)
+class _Jury:
+    """What `check` and `plan` said so far.
+
+    Args:
+        shape: Of the model.
+        hardware: The cluster.
+        memory_bytes: Of a device.
+        check: Asks for one layout.
+        plan: Plans one layout.
+    """
+
+    shape: ModelShape
+    hardware: Hardware
+    memory_bytes: float
+    check: Callable[[Setup], Accepted]
+    plan: Callable[[Setup], Planned | None]
+    chosen: list[Candidate] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    _asked: list[Setup] = field(default_factory=list)
+    _corrections: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+    def correction(self, setup: Setup) -> float:
+        """Return by what the modelled memory of such layouts is multiplied."""
+        return self._corrections.get(_kind(setup), 1.0)
+
+    def hear(self, candidates: Iterable[Candidate]) -> bool:
+        """Ask for the best of some layouts; return whether the rest has to be searched for anew."""
+        for candidate in candidates:
+            if len(self.chosen) == NUM_SUGGESTIONS - 1 or len(self._asked) >= NUM_CHECKED:
+                return False
+            if candidate.setup not in self._asked and self.ask(candidate):
+                return True
+        return False
+
+    def ask(self, candidate: Candidate) -> bool:
+        """Let check and plan judge a layout; return whether the plan says that it does not fit."""
+        setup = candidate.setup
+        self._asked.append(setup)
+        answer = self.check(setup)
+        if answer.refusal is not None:
+            self.refused.append(answer.refusal)
+            return False
+        found = evaluate(self.shape, setup, self.hardware, orders=answer.orders)
+        planned = self.plan(setup)
+        if planned is not None:
+            modelled = found.reserved_bytes
+            found = replace(found, peak_bytes=planned.peak, reserved_bytes=float(planned.total), is_planned=True)
+            self._corrections[_kind(setup)] = max(self.correction(setup), planned.total / modelled)
+            if found.verdict(self.memory_bytes) == "does not fit":
+                needs, has = planned.total / GIB, self.memory_bytes / GIB
+                self.refused.append(
+                    f"needs {needs:.1f} of {has:.1f} GiB by the plan, and {modelled / GIB:.1f} by formulas"
+                )
+                return True
+        self.chosen.append(found)
+        return False
+
+
+def _kind(setup: Setup) -> tuple[object, ...]:
+    """Return what layouts have in common that the formulas misjudge alike."""
+    return setup.recompute, setup.pp > 1, setup.stages_per_rank > 1
 
 
 def bases(own: Setup, hardware: Hardware) -> tuple[Setup, ...]:
@@ -140,7 +229,8 @@ def _key(candidate: Candidate) -> tuple[object, ...]:
 def against(candidate: Candidate, own: Candidate | None, memory_bytes: float) -> Iterable[str]:
     """Yield why a layout wins: its own figures, and what moved against the given manifest's."""
     part = candidate.reserved_bytes / memory_bytes
-    yield f"{candidate.reserved_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB ({part:.0%})"
+    source = "by the plan" if candidate.is_planned else "by formulas, not planned"
+    yield f"{candidate.reserved_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB ({part:.0%}), {source}"
     if own is None:
         return
     if own.verdict(memory_bytes) == "does not fit":

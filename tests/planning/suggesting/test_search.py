@@ -14,8 +14,9 @@ from composer3d.planning.formulas.shape import ModelShape
 from composer3d.planning.hardware.cluster import load_hardware
 from composer3d.planning.suggesting.keeping import kept
 from composer3d.planning.suggesting.search import evaluate, search
-from composer3d.planning.suggesting.suggestion import Accepted, suggest
+from composer3d.planning.suggesting.suggestion import NUM_CHECKED, Accepted, Planned, suggest
 
+GIB = 2**30
 H100 = load_hardware("h100")
 LLAMA_1B = ModelShape(
     num_layers=16, hidden=2048, num_heads=32, num_kv_heads=8, head_dim=64, ffn=8192, vocab_size=128256, tied=True
@@ -132,6 +133,36 @@ def test_suggestions_differ_and_check_has_the_last_word():
     assert dtypes[-1].startswith("float8")
     assert any("x the speed of the given manifest" in reason for reason in found[0].reasons)
     assert searched.num_tried >= searched.num_fitting > 0
+
+
+def test_what_does_not_fit_by_the_plan_is_not_proposed_and_corrects_the_formulas():
+    planned = []
+
+    def plan(setup):
+        # Formulas that know nothing of what is kept: only full recomputation fits.
+        planned.append(setup)
+        total = 30 * GIB if setup.recompute == "full" else 100 * GIB
+        return Planned(peak=total - GIB, total=total)
+
+    own = replace(RUN, dp_shard=8)
+    found, _, refused = suggest(
+        LLAMA_1B,
+        own,
+        H100,
+        world_size=8,
+        memory_bytes=H100.device.memory_bytes,
+        keep=kept(["tp<=2", "pp=1"], own),
+        check=lambda setup: Accepted(refusal=None),
+        plan=plan,
+        own_bytes=100 * GIB,
+    )
+    assert found
+    assert all(suggestion.candidate.setup.recompute == "full" for suggestion in found)
+    assert all(suggestion.reasons[0].startswith("30.0 of 79.1 GiB (38%), by the plan") for suggestion in found)
+    assert found[0].reasons[1] == "the given manifest needs 100.0 GiB and does not fit"
+    assert any(reason.startswith("needs 100.0 of 79.1 GiB by the plan, and ") for reason in refused)
+    # One plan shows what is wrong with all layouts of its kind.
+    assert len(planned) <= NUM_CHECKED + 1
 
 
 def test_precision_is_searched_where_it_is_not_pinned():
