@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from composer3d.planning.costing import Budget
     from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.plan import Plan
+    from composer3d.planning.tracing.composing import Job
     from composer3d.planning.tracing.roles import RankChoice
 
 __all__ = ["add", "execute", "plan_of"]
@@ -167,13 +168,31 @@ def plan_of(
         ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
     """
     from composer3d.batch import units_of
-    from composer3d.cli.rules import find_factory
     from composer3d.planning.plan import make_plan
+
+    assert found.layout is not None and found.preparation is not None, "inspected without errors"
+    job = _job(inspected, found)
+    return make_plan(
+        job,
+        found.layout,
+        orders_of=found.preparation.actions,
+        schedule=_schedule_name(found),
+        choice=choice,
+        memory_bytes=memory_bytes,
+        hardware=hardware,
+        budget=None if budget_of is None else budget_of(units_of(job.example)[0]),
+        extrapolate=extrapolate,
+    )
+
+
+def _job(inspected: InspectedManifest, found: Inspection) -> Job:
+    """Return what is traced, with the form of its batches."""
+    from composer3d.cli.rules import find_factory
     from composer3d.planning.tracing.job import job_of
     from composer3d.runner.data import foreseen_batch
     from composer3d.runner.tokenizer import with_tokenizer
 
-    assert found.layout is not None and found.preparation is not None, "inspected without errors"
+    assert found.layout is not None, "inspected without errors"
     manifest = with_tokenizer(inspected.manifest)
     factory, problems = find_factory(manifest)
     assert factory is not None and not problems, "the inspection has found it"
@@ -185,7 +204,7 @@ def plan_of(
         file = manifest.document.file
         raise ComposerError(f"{file}: the form of a batch of [data] cannot be told without preparing the data")
     example, target = batch
-    job = job_of(
+    return job_of(
         manifest,
         factory,
         found.layout,
@@ -193,17 +212,6 @@ def plan_of(
         target=target,
         has_targets=target is not None,
         preparation=found.preparation,
-    )
-    return make_plan(
-        job,
-        found.layout,
-        orders_of=found.preparation.actions,
-        schedule=_schedule_name(found),
-        choice=choice,
-        memory_bytes=memory_bytes,
-        hardware=hardware,
-        budget=None if budget_of is None else budget_of(units_of(example)[0]),
-        extrapolate=extrapolate,
     )
 
 

@@ -123,6 +123,7 @@ def make_plan(
         allocation = allocate(trace, None if hardware is None else hardware.device)
         verdict = None if memory_bytes is None else judge(allocation, memory_bytes)
         ranks.append(RankPlan(trace=trace, allocation=allocation, verdict=verdict))
+    fullest = max(rank.allocation.total for rank in ranks)
     return Plan(
         layout=layout,
         schedule=schedule,
@@ -134,15 +135,7 @@ def make_plan(
         time=None
         if hardware is None
         else time_of(traces, job, layout, hardware, orders=orders, budget=budget or Budget()),
-        advice=()
-        if hardware is None
-        else advice_on(
-            job,
-            layout,
-            hardware,
-            memory_bytes or 0,
-            planned_bytes=max(rank.allocation.total for rank in ranks),
-        ),
+        advice=() if hardware is None else advice_on(job, layout, hardware, memory_bytes or 0, planned_bytes=fullest),
         notes=_notes(traces, hardware, memory_bytes),
     )
 

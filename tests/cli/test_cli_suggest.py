@@ -23,6 +23,10 @@ def manifest(tmp_path, monkeypatch):
     return "run.toml"
 
 
+def as_sets(changes):
+    return [word for change in changes for word in ("--set", change)]
+
+
 def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
     code = main(["suggest", manifest, "--world-size", "4", "--keep", "tp<=2", "--json", "--write", "found"])
     report = json.loads(capsys.readouterr().out)
@@ -33,6 +37,11 @@ def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
     assert "scheduling.activation_checkpoint=false" in first["set"]
     assert any("x the speed of the given manifest" in reason for reason in first["why"])
     assert first["time"]["step_s"]["known"] == "modelled"
+    assert first["memory"]["known"] == "traced"
+    code = main(["plan", manifest, "--world-size", "4", "--hardware", "h100", "--json", *as_sets(first["set"])])
+    planned = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert int(first["memory"]["reserved"]) == max(rank["memory"]["total"] for rank in planned["ranks"])
     assert first["time"]["mfu"]["convention"] == "palm"
     files = sorted((tmp_path / "found").iterdir())
     assert len(files) == len(report["suggestions"])
@@ -53,6 +62,18 @@ def test_nothing_fits(manifest, capsys):
     out = capsys.readouterr().out
     assert out.startswith("the given manifest")
     assert "no layout fits 0.0 GiB; the least memory that was found is" in out
+
+
+def test_what_is_proposed_of_sharded_stages_fits_by_the_plan(manifest, capsys):
+    keep = ["--keep", "pp=2", "--keep", "dp_shard=2", "--keep", "tp=1", "--keep", "schedule=1F1B"]
+    code = main(["suggest", manifest, "--world-size", "4", "--memory", "8GiB", *keep, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["suggestions"] else 1)
+    for suggestion in report["suggestions"]:
+        sets = as_sets(suggestion["set"])
+        assert main(["plan", manifest, "--world-size", "4", "--hardware", "h100", "--memory", "8GiB", *sets]) == 0
+        capsys.readouterr()
+    assert report["suggestions"] or any("by the plan" in reason for reason in report["searched"]["refused_by_check"])
 
 
 def test_pins_that_leave_nothing(manifest, capsys):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Values"]
 
 _MOST = 2**22  # elements of a tensor whose values are kept
+_COPY = "aten::_to_copy"
 _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
 
 
@@ -116,7 +117,7 @@ class Values:
 
         if not tensors or str(func.name()) in _MASKED:  # once masks are places, shapes follow from shapes
             return False
-        if func is torch.ops.aten._to_copy.default:
+        if str(func.name()) == _COPY:
             device = kwargs.get("device")
             return device is not None and torch.device(device).type != "meta"
         dependent = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -138,7 +139,7 @@ class Values:
 
         args, kwargs = torch_compat.tree_map(value, (args, kwargs))
         result = func(*args, **_on_cpu(kwargs))
-        if func is torch.ops.aten._to_copy.default:
+        if str(func.name()) == _COPY:
             return result  # for whoever reads it outside of torch
         return torch_compat.tree_map(self._on_meta, result)
 
