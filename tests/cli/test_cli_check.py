@@ -372,18 +372,3 @@ def test_two_plugins_that_make_the_optimizer_are_found(folder, command, other):
     assert "both make the optimizer, and a run has one; remove one of them" in problem["message"]
     assert all(name in problem["message"] for name in ("sharding.cpu_offload", other.partition("=")[0]))
     assert command("check", "run.toml", "--set", offload % "gradients", "--set", other)[0] == 0
-
-
-def test_stages_that_get_too_few_micro_batches_are_found(tmp_path, monkeypatch, command):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "few.toml").write_text(
-        'composer3d = 1\nmesh.pp = 2\nmodel.use = "composer3d.models:llama"\nmodel.args = { num_layers = 4 }\n'
-        '[data]\nuse = "synthetic"\n[train]\nsteps = 1\n[scheduling.pipeline]\n'
-    )
-    code, _, err = command("check", "few.toml")
-    assert code == 2
-    assert err.startswith(
-        "few.toml:7:2: [train] there are 1 micro-batches, and 1F1B needs at least as many micro-batches as stages, 2; "
-        "state a global_batch of more than 1"
-    )
-    assert command("check", "few.toml", "--set", "train.global_batch=2")[0] == 0
