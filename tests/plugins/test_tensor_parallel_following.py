@@ -162,7 +162,7 @@ REFUSED = {
     "sum": (lambda x: x.sum(-1), "sum on cut features: it mixes the features of all ranks"),
     "norm": (lambda x: F.layer_norm(x, (8,)), "layer_norm does not work on cut features"),
     "weights": (lambda x: x @ torch.ones(8, 8), "matmul does not work on cut features"),
-    "unpaired": (lambda x: torch.einsum("bsf,f->bsf", x, torch.ones(8)), "einsum does not work on cut features"),
+    "unpaired": (lambda x: torch.einsum("...f,f->...f", x, torch.ones(8)), "einsum does not work on cut features"),
     "writing into whole": (lambda x: torch.zeros(2, 3, 8).add_(x), "add_ on cut features: it writes them into"),
     "writing a share": (lambda x: x.__setitem__((..., slice(0, 4)), 0.0), "__setitem__ on cut features: it writes"),
     "writing by mask": (lambda x: x.__setitem__(x > 0, 0.0), "__setitem__ on cut features: it writes"),

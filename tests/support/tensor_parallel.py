@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from torch.distributed.tensor import DTensor
 
 import composer3d
 from composer3d.testing import count_collectives, full
@@ -107,6 +108,20 @@ def errors(run, gradients):
     )
 
 
+def watch_partial_sums(run):
+    """Return the set to which the name of every parameter is added whose gradient is a partial sum in the backward."""
+    found = set()
+    for name, parameter in run.named_parameters():
+
+        def note(parameter, name=name):
+            if isinstance(parameter.grad, DTensor) and any(each.is_partial() for each in parameter.grad.placements):
+                found.add(name)
+
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(note)
+    return found
+
+
 def steps_of(cases):
     """Run steps on a rank, each of (family, text) or (family, text, options): a world costs more than a step."""
     return [one_step(family, text, options=dict(*options)) for family, text, *options in cases]
@@ -115,17 +130,21 @@ def steps_of(cases):
 def one_step(family, text, *, options=None, num_samples=4):
     """Run on a rank: one composed step in float64.
 
-    Returns (loss error, norm error, largest relative gradient error, collectives of forward and backward).
+    Returns (loss error, norm error, largest relative gradient error, collectives of forward and backward, without the
+    one that ends it for each gradient that is a partial sum then).
     """
     torch.set_default_dtype(torch.float64)
     loss_1, gradients, norm_1 = reference(family, options, num_samples)
     run = composer3d.compose(built(family, options), write_manifest(text), loss_fn=class_loss)
     inputs, targets = (mine(run, tensor) for tensor in batch_of(family, num_samples))
+    partial = watch_partial_sums(run)
     with run.step(0):
         # Dynamo refuses to work under the mode that counts.
         with contextlib.nullcontext() if "scheduling.compile" in text else count_collectives(run.mesh) as collectives:
             loss = run.forward_backward(inputs, target=targets)
         counted = {key: count for key, (count, _) in collectives.summary().items()} if collectives else {}
+        if partial and counted:
+            counted["all_reduce", "tp"] -= len(partial)
         norm = run.clip_grad_norm_(float("inf"))
         error = errors(run, gradients)
     run.close()
