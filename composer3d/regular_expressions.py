@@ -15,7 +15,7 @@ from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser as parser  # type: ignore[attr-defined]
 from typing import Any
 
-__all__ = ["Expression", "search"]
+__all__ = ["Expression", "SlowExpression", "search"]
 
 _MANY = 2  # repetitions of unknown length that Python's matcher is trusted with, one after another
 _UNBOUNDED = (op.MAX_REPEAT, op.MIN_REPEAT)
@@ -36,6 +36,10 @@ _CATEGORIES = {
     op.CATEGORY_WORD: r"\w",
     op.CATEGORY_NOT_WORD: r"\W",
 }
+
+
+class SlowExpression(ValueError):
+    """A regular expression that nothing here matches in bounded time."""
 
 
 class Expression:
@@ -112,7 +116,7 @@ def _is_single(tree: Any) -> bool:
 def _refuse(tree: Any) -> None:
     for kind, argument in tree:
         if kind in (op.GROUPREF, op.GROUPREF_EXISTS, op.ATOMIC_GROUP, op.POSSESSIVE_REPEAT):
-            raise ValueError(
+            raise SlowExpression(
                 "it has repetitions inside or beside others, and a reference to a group, an atomic group or a "
                 "possessive repetition; leave one of both out"
             )

@@ -11,7 +11,7 @@ from pydantic import Field, ValidationError, model_validator
 from composer3d.huggingface.model import Dtype, Weights
 from composer3d.manifest import tables as core
 from composer3d.manifest.tables import table
-from composer3d.regular_expressions import Expression
+from composer3d.regular_expressions import Expression, SlowExpression
 from composer3d.runner.data import DataTable
 from composer3d.runner.loss_table import LossTable
 
@@ -378,8 +378,10 @@ def _compile(key: str, expression: str) -> None:
         raise ValueError(f"{key} has {len(expression)} characters, and at most {_LONGEST_EXPRESSION} are read")
     try:
         Expression(expression)
+    except SlowExpression as error:
+        raise ValueError(f'{key} = "{expression}" could take for ever: {error}') from None
     except ValueError as error:
-        raise ValueError(f'{key} = "{expression}" is not a regular expression that can be used: {error}') from None
+        raise ValueError(f'{key} = "{expression}" is not a regular expression: {error}') from None
 
 
 TABLES: Mapping[str, type] = MappingProxyType(

@@ -58,7 +58,7 @@ ALONE = {
     "train.global_batch = 1_000_000_000\ntrain.batch_ramp = { start = 1, step = 1, every = 1 }": None,
     'optimizer.groups = [{ match = "(a+)+$" }]': 'match = "(a+)+$" finds no parameter of the model; it is a regular',
     'optimizer.no_decay = "(.*)*x"': None,
-    'optimizer.groups = [{ match = "(" }]': 'match = "(" is not a regular expression that can be used: missing )',
+    'optimizer.groups = [{ match = "(" }]': 'match = "(" is not a regular expression: missing )',
     r"optimizer.no_decay = '((\w+)+)\1'": "and a reference to a group, an atomic group or a possessive repetition",
     "train.frozen = ['" + "**." * 30 + "nothing']": 'nothing" matches nothing in the model',
     "train.grad_clip = inf": None,
