@@ -67,11 +67,13 @@ def _found(error: BaseException) -> Iterator[_Found]:
         yield _Found(number=error.errno, path=Path(os.fsdecode(name)) if isinstance(name, (str, bytes)) else None)
         return
     text = str(error)
+    subject = Path(text.partition(": ")[0])  # errors of checkpoints begin with theirs
+    about = subject if "\n" not in subject.name and os.path.isdir(subject.parent) and subject.parent.name else None
     for number, path in _NUMBERED.findall(text):
-        yield _Found(number=int(number), path=Path(path) if path else None)
+        yield _Found(number=int(number), path=Path(path) if path else about)
     for words, number in _WORDS.items():
         if words in text:
-            yield _Found(number=number, path=None)
+            yield _Found(number=number, path=about)
 
 
 def _missing(found: _Found, output: Path | None) -> str:
@@ -114,7 +116,7 @@ def _usage(place: Path | None) -> str:
         except OSError:
             place = None if place.parent == place else place.parent
             continue
-        return f": {free / 2**20:,.1f} of {total / 2**20:,.1f} MiB free"
+        return f": {free / 2**20:,.1f} of {total / 2**20:,.1f} MiB free now"
     return ""
 
 

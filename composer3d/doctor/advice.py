@@ -64,6 +64,8 @@ def advice_for(kind: Kind, evidence: Evidence, *, rank: int | None) -> tuple[str
     own: Iterable[str] = _ADVICE.get(kind, ())
     if kind == "not_finite":
         own = _not_finite(evidence)
+    if kind == "machine" and evidence.error is not None:
+        own = (evidence.error["advice"].partition("; then start")[0],)
     if kind == "out_of_memory" and not evidence.snapshots:
         own = (*own, "[profiling.memory_snapshot] writes down what fills the memory when it runs out")
     if kind in ("running", "ended", "straggler"):

@@ -82,6 +82,8 @@ def _failed(evidence: Evidence, error: Mapping[str, Any]) -> _Told:
     if kind == "not_finite":
         first = _first_line(report).partition("; ")[0]  # what to try comes below
         return _Told(kind=kind, rank=None, first=first, others=tell_anomaly(evidence, report["step"]))
+    if report["kind"] == "machine":
+        return _Told(kind=kind, rank=None, first=f"{_first_line(report)}{_when(report)}")
     if kind == "disk_full":
         return _Told(kind=kind, rank=None, first=f"the disk was full{_when(report)}: {_first_line(report)}")
     if kind == "out_of_memory":

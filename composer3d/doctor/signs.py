@@ -18,6 +18,7 @@ Kind = Literal[
     "shapes",
     "out_of_memory",
     "disk_full",
+    "machine",
     "not_finite",
     "straggler",
     "crash",
@@ -48,6 +49,8 @@ def kind_of(report: Mapping[str, Any]) -> Kind | None:
         return "out_of_memory"
     if _DISK.search(text):
         return "disk_full"
+    if report["kind"] == "machine":
+        return "machine"
     if _SHAPES.search(text):
         return "shapes"
     if report["consequence"]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from composer3d.runner.lock import RunLock
+from composer3d.runner.lock import PRIVATE, RunLock
 from composer3d.runner.progress import attempt_folder
 from composer3d.runner.rank import rank_main, under_torchrun
 from composer3d.runner.report import FailureReport, wrong_manifest
@@ -124,9 +124,7 @@ def launch_local(
         prewarm()
         refuse_unsafe_fork()
     with ExitStack() as stack:
-        private = Path(
-            stack.enter_context(tempfile.TemporaryDirectory(prefix="composer3d-launch-", ignore_cleanup_errors=True))
-        )
+        private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PRIVATE, ignore_cleanup_errors=True)))
         lock = stack.enter_context(RunLock(output, attempts=private)) if exclusive else None
         watch = Watch(
             private=private, num_ranks=num_ranks, max_restarts=max_restarts, timeout_s=timeout_s, grace_s=grace_s

@@ -7,7 +7,9 @@ import fcntl
 import json
 import logging
 import os
+import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -17,8 +19,9 @@ from typing import Any
 
 from composer3d.errors import LockError
 
-__all__ = ["RunLock", "attempts_of"]
+__all__ = ["PRIVATE", "RunLock", "attempts_of"]
 
+PRIVATE = "composer3d-launch-"  # begins the name of a launcher's own folder in the temporary folder
 _FILE = ".lock"
 _DYING_S = 10.0  # how long ranks of a launcher that was killed may take to end, with the memory they hold
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -47,6 +50,7 @@ class RunLock:
         self._owner = os.getpid()
         output.mkdir(parents=True, exist_ok=True)
         self._descriptor = self._acquire(output)
+        _remove_left(_holder(self._path))
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": _now(), "attempts": str(attempts or "")}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, (json.dumps(holder) + "\n").encode(), 0)
@@ -154,6 +158,14 @@ def _is_at(descriptor: int, path: Path) -> bool:
         return False
     own = os.fstat(descriptor)
     return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _remove_left(holder: Mapping[str, Any]) -> None:
+    """Remove what the launcher before left in the temporary folder, if it was killed there."""
+    attempts = Path(str(holder.get("attempts") or "."))
+    is_private = attempts.parent == Path(tempfile.gettempdir()) and attempts.name.startswith(PRIVATE)
+    if is_private and not attempts.is_symlink():
+        shutil.rmtree(attempts, ignore_errors=True)
 
 
 def _now() -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
-import os
 import re
 import tempfile
 
@@ -14,7 +14,7 @@ from composer3d.cli import main
 from composer3d.forking import limit_ranks
 
 ROWS = """\
-import os, resource, shutil
+import os, resource, shutil, signal
 from pathlib import Path
 import torch
 
@@ -45,6 +45,14 @@ class Rows:
     def delete(self):
         shutil.rmtree(self.output, ignore_errors=True)
 
+    def protect(self):
+        (self.output / "checkpoints").chmod(0o500)
+        self.output.chmod(0o500)
+
+    def stop(self):
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGSTOP)
+
     def close(self):
         lowest = os.open(os.devnull, os.O_RDONLY)
         os.close(lowest)
@@ -53,14 +61,14 @@ class Rows:
 WHO = r"\\(rank [01] of 2 \([^ ]+, pid \d+\) at step \d+( while saving)?\)"
 
 
-def run(folder, fault, output="out"):
+def run(folder, fault, output="out", *more):
     (folder / "faulty.py").write_text(ROWS)
     arguments = [
         "data.use=faulty:Rows",
         f'data.args={{fault = "{fault}", output = "{output}"}}',
         f"run.output={output}",
     ]
-    settings = [*arguments, "model.args.vocab_size=100", "train.steps=1000", "checkpoint.every=3"]
+    settings = [*arguments, "model.args.vocab_size=100", "train.steps=1000", "checkpoint.every=3", *more]
     return main(["run", "run.toml", *(option for text in settings for option in ("--set", text))])
 
 
@@ -89,7 +97,7 @@ def test_a_disk_that_fills_up_is_named_even_where_no_file_finds_room(folder, cap
     first, *rest = report(capfd.readouterr())
     newest = "disk/out/checkpoints/step-3"
     assert re.fullmatch(
-        r"run failed: the disk of disk/out\S* is full: 0.0 of 2.0 MiB free \(.*No space left on device.*\).*", first
+        r"run failed: the disk of disk/out\S* is full: 0.0 of 2.0 MiB free now \(.*No space left on device.*\).*", first
     )
     rest = [line for line in rest if not line.startswith(("likewise: ", "also ended: "))]
     assert rest == [
@@ -130,9 +138,39 @@ def test_ranks_without_a_file_descriptor_left_say_so(folder, capfd):
     assert rest[-2].startswith("try: raise the limit (ulimit -n 65536)")
 
 
-@pytest.mark.skipif(os.getuid() == 0, reason="nothing is read-only for root")
-def test_a_folder_that_may_not_be_written_to_is_named(folder, capfd):
-    (folder / "out").mkdir(mode=0o500)
+def drop_capabilities():
+    """Let permissions hold for root too, in this process and its children."""
+    header, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None, use_errno=True).capset(header, none) == 0
+
+
+def test_a_folder_that_becomes_read_only_is_named(folder, capfd):
+    def without_capabilities():
+        drop_capabilities()
+        return run(folder, "protect")
+
     with limit_ranks(2):
-        assert run(folder, "delete") == 3
-    assert report(capfd.readouterr())[0].startswith("run failed: out/.lock cannot be written to (PermissionError: ")
+        assert in_child(without_capabilities) == 3
+    (folder / "out").chmod(0o700)
+    first, *rest = report(capfd.readouterr())
+    assert re.fullmatch(
+        r"run failed: out/checkpoints/step-\d+.tmp cannot be written to \(CheckpointError: "
+        r"out/checkpoints/step-\d+: rank 0: PermissionError: \[Errno 13\] Permission denied: "
+        r"'out/checkpoints/step-\d+.tmp'\)",
+        first,
+    )
+    assert rest == [
+        "try: make out writable for this user, or choose another run.output; then start the same command again: it "
+        "goes on from the newest checkpoint",
+        "out/error.json could not be written; the newest complete checkpoint is out/checkpoints/step-3",
+    ]
+
+
+def test_a_stopped_rank_is_waited_for_no_longer_than_the_timeout(folder, capfd):
+    with limit_ranks(2):
+        assert run(folder, "stop", "out", "run.timeout_s=3") == 3
+    told = capfd.readouterr()
+    assert (
+        "rank 1 (dp_shard 1): gave no answer: it ended, or hangs" in told.err and "Timed out waiting 3000ms" in told.err
+    )
+    assert "; the newest complete checkpoint is out/checkpoints/step-" in told.err

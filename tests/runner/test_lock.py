@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import tempfile
 import time
 
 import pytest
@@ -147,3 +148,13 @@ def test_where_ranks_leave_their_files_is_found_through_it(tmp_path):
     assert attempts_of(tmp_path) == tmp_path / "ranks"
     with RunLock(tmp_path, attempts=tmp_path / "elsewhere"):
         assert attempts_of(tmp_path) == tmp_path / "elsewhere"
+
+
+@pytest.mark.parametrize(("name", "is_left"), [("composer3d-launch-x", False), ("precious", True)])
+def test_what_a_killed_launcher_left_is_removed_and_nothing_else(tmp_path, monkeypatch, name, is_left):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / name
+    left.mkdir()
+    end(held(tmp_path / "out", attempts=left))
+    RunLock(tmp_path / "out").release()
+    assert left.exists() == is_left
