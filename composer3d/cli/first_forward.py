@@ -75,14 +75,25 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
         with torch.no_grad():
             output = model(*args, **kwargs)
     except Exception as error:
-        if not has_values and not isinstance(error, TypeError):
-            return {}  # on meta some operators do not work that do elsewhere
+        if not _is_certain(error, has_values=has_values, device=preparation.context.device.type):
+            return {}
         return _problem(
             ("model", "use"),
             f"its forward fails on the first samples: {_said(error)}",
             f"it was called with {_described(args, kwargs)}{_defaults(manifest)}",
         )
     return _judge(manifest, factory, output, targets) if has_values else {}
+
+
+def _is_certain(error: Exception, *, has_values: bool, device: str) -> bool:
+    """Tell whether the run's forward will fail like this one, which has no process group and runs on the CPU."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if any("/torch/distributed/" in frame.filename for frame in frames):
+        return False
+    # On meta some operators do not work that do elsewhere, and some kernels are a GPU's alone.
+    if not has_values:
+        return isinstance(error, TypeError) and len(frames) < 4  # the call itself
+    return device == "cpu" or isinstance(error, IndexError | TypeError)
 
 
 def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any) -> Mapping[str, Any]:

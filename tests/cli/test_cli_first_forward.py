@@ -40,6 +40,14 @@ class Small(Tokens):
         super().__init__(vocab_size=rows, positions=512)
 
 
+class Ranked(Tokens):
+    def __init__(self, vocab_size):
+        super().__init__(vocab_size)
+
+    def forward(self, tokens):
+        return super().forward(tokens) * (1 + torch.distributed.get_rank())
+
+
 class Rows(torch.utils.data.Dataset):
     def __len__(self):
         return 40
@@ -147,3 +155,7 @@ def test_a_run_is_refused_before_its_ranks_are_started(check):
 
 def test_what_is_right_stays_right(check):
     assert check(TOKENS % "positions = 256")[0] == 0
+
+
+def test_a_forward_that_asks_for_its_rank_is_not_refused(check):
+    assert check('model.use = "first_models:Ranked"\ndata.seq_len = 16\n')[0] == 0
