@@ -176,8 +176,8 @@ def test_refusals(how, message):
     [
         (
             'schedule = "LoopedBFS"',
-            "pp = 2 with 2 stages a rank makes 4 stages, and the model calls blocks 2 times (layers.*); every stage "
-            "needs one",
+            "pp = 2 with 2 stages a rank makes 4 stages, and the model calls blocks 2 times (layers.0 to layers.1); "
+            "every stage needs one",
         ),
         (
             'split = { tracer = ["layers.0@1"] }',

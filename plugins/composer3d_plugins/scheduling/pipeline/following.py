@@ -34,7 +34,7 @@ class Follower(abc.ABC):
         self.values = Values(self._unknown)
         for empty, buffer in zip(skeleton.buffers(), model.buffers(), strict=True):
             if not buffer.is_meta:
-                self.values.learn(empty, buffer.detach().to("cpu"))
+                self.values.learn(empty, buffer)
         self._sources: dict[int, set[Source]] = defaultdict(set)
         self._alive: list[Any] = []  # a storage that is freed may give its key to another
         self._parameters = {id(p): fqn for fqn, p in skeleton.named_parameters()}

@@ -45,14 +45,15 @@ class Values:
         if id(tensor) not in self._twins:
             self._alive.append(tensor)
             self._twins[id(tensor)] = made = tensor.detach().to("meta")
-            if tensor.numel() <= _MOST and not torch_compat.is_wrapper_subclass(type(tensor)):
-                self.learn(made, tensor.detach().to("cpu"))
+            if not torch_compat.is_wrapper_subclass(type(tensor)):
+                self.learn(made, tensor)
         return self._twins[id(tensor)]
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Note the values of a tensor on meta."""
-        self._alive.append(tensor)
-        self._known[id(tensor)] = value
+        """Note the values of a tensor on meta; those that are given stay as they are, whatever is written there."""
+        if value.numel() <= _MOST:
+            self._alive.append(tensor)
+            self._known[id(tensor)] = value.detach().to("cpu", copy=True)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator; results are on meta, and numbers where it returns numbers."""
@@ -98,7 +99,8 @@ class Values:
             else:
                 values = [leaf for leaf in torch_compat.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
                 for tensor, value in zip(made, values, strict=False):
-                    self.learn(tensor, value)
+                    self._alive.append(tensor)
+                    self._known[id(tensor)] = value  # not a copy: views share what is written
                 return
         for tensor in torch_compat.written_tensors(func, args, kwargs):
             self._spoilt.add(torch_compat.storage_key(tensor))
