@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -131,13 +132,23 @@ def _launch(folder: Path, device: str, function: Callable[..., Any], args: Seque
     from composer3d.proof.session import reference_rank
     from composer3d.runner.launch import launch_local
 
+    alone = function is reference_rank
+    _tell(
+        "one device: forward, backward and steps in each dtype" if alone else f"{num_ranks} ranks: {function.__name__}"
+    )
     kind: Any = "cpu" if device == "cpu" else "cuda"
     result = launch_local(warning_once, (folder, function, args), num_ranks=num_ranks, device=kind, output=folder)
     if result.report is not None:
-        raise _Failed(result.report, alone=function is reference_rank)
+        raise _Failed(result.report, alone=alone)
     if len(result.values) < num_ranks:
         raise _Interrupted
     return [result.values[rank] for rank in range(num_ranks)]
+
+
+def _tell(what: str) -> None:
+    """Say at a terminal what runs now, since a proof takes a while."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"composer3d verify: {what.replace('_rank', '').replace('_', ' ')} ...\n")
 
 
 def _refuted(report: FailureReport, found: dict[str, Any]) -> Verdict:

@@ -18,6 +18,7 @@ __all__ = ["averages_of", "digits_of", "late_ones", "leftovers_of", "updates_of"
 
 # Relative.
 _CLOSE = 1e-9
+_APART = 1e-6
 
 
 def digits_of(
@@ -49,9 +50,19 @@ def updates_of(
     """Return, of each wrong update, which multiple of the right one it is, and of the parameter it is off by."""
     off = [fqn for fqn in wrong if fqn in before and fqn in after and fqn in start and fqn in expected]
     return {
-        "updates": {fqn: multiple(after[fqn] - before[fqn], expected[fqn] - start[fqn]) for fqn in off},
+        "updates": {fqn: _multiple(after[fqn] - before[fqn], expected[fqn] - start[fqn]) for fqn in off},
         "decays": {fqn: _decay(after[fqn] - expected[fqn], before[fqn], expected[fqn]) for fqn in off},
     }
+
+
+def _multiple(update: Tensor, right: Tensor) -> float | None:
+    """Return which multiple of the right update another is: as a whole, or where it is wrong."""
+    found = multiple(update, right)
+    if found is not None or update.shape != right.shape or not right.numel():
+        return found
+    # Updates are differences of parameters, and have fewer digits than they.
+    wrong = (update - right).abs() > _APART * right.abs().max()
+    return multiple(update[wrong], right[wrong])
 
 
 def _decay(off: Tensor, before: Tensor, updated: Tensor) -> float | None:

@@ -138,7 +138,7 @@ def _skipped(evidence: Evidence) -> Iterator[str]:
     if moved and not explained:
         where = pieces_of_ranks(evidence, {fqn: wrong[fqn] for fqn in moved})
         when = f" in step {number}, after right ones" if number else ""
-        state = ": what it keeps from step to step is lost or another one" if number else ""
+        state = ": its options, or what it keeps from step to step, are other ones there" if number else ""
         yield (
             f"the optimizer updates {some(moved)} otherwise than on one device{when}, from the same gradients"
             f"{where}{state}"
@@ -168,10 +168,12 @@ def _updates(evidence: Evidence, moved: Sequence[str], number: int) -> Iterator[
         middle = sum(values) / len(values)
         if max(values) - min(values) > 1e-3 * abs(middle) or (what == "updates" and abs(middle - 1.0) <= 1e-3):
             continue
+        wrong = evidence.wrong("parameters", step=number)
+        where = pieces_of_ranks(evidence, {fqn: wrong[fqn] for fqn in known})
         if what == "updates":
             yield (
                 f"the updates of {some(sorted(known))} are {middle:.4g} times the right ones, from the same "
-                "gradients: the learning rate is another one, or applied more than once"
+                f"gradients: the learning rate is another one, or applied more than once{where}"
             )
         else:
             yield (

@@ -38,6 +38,12 @@ def positioned():
     ("text", "options", "cause"),
     [
         pytest.param(FSDP, {"optimizer": adamw_with(eps=1e-3)}, SECOND, id="another eps"),
+        pytest.param(
+            FSDP,
+            {"optimizer": adamw_with(lr=2e-3)},
+            r"are 2 times the right ones, .* the learning rate is another one, .*, only in the pieces of rank 1",
+            id="another rate, sharded",
+        ),
         pytest.param(FSDP, {"optimizer": adamw_with(weight_decay=0.5)}, SECOND, id="another decay", marks=SLOW),
         pytest.param(
             FSDP,

@@ -18,12 +18,27 @@ def second(run):
     return run.context.rank == 1
 
 
+class Secretive(torch.optim.AdamW):
+    """Steps with other options than its groups have, which is what ranks compare."""
+
+    def __init__(self, params, *, other, **options):
+        super().__init__(params, **options)
+        self.other = other
+
+    def step(self, closure=None):
+        stated = [{name: group[name] for name in self.other} for group in self.param_groups]
+        for group in self.param_groups:
+            group.update(self.other)
+        super().step()
+        for group, options in zip(self.param_groups, stated, strict=True):
+            group.update(options)
+
+
 def adamw_with(**other):
-    """Return what makes AdamW, with other options on the second rank."""
+    """Return what makes AdamW, which steps with other options on the second rank."""
 
     def make(run):
-        options = {"lr": 1e-3, **(other if second(run) else {})}
-        return run.optimizer(torch.optim.AdamW, **options)
+        return run.optimizer(Secretive, lr=1e-3, other=other if second(run) else {})
 
     return make
 
