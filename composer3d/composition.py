@@ -116,7 +116,7 @@ class Composition:
 
     @contextlib.contextmanager
     def step(self, number: int, *, target: Any = None) -> Iterator[StepState]:
-        """Open an optimizer step.
+        """Open an optimizer step. A loop that opens none has one from its first forward to the optimizer's `step`.
 
         Args:
             number: Decides the random streams, so it must be the same on all ranks and go on after a resume.
@@ -216,18 +216,12 @@ class Composition:
             The norm before, the same on every rank.
         """
         parameters, stepper = self._engine.clipped(max_norm), self._engine.stepper
-        where: dict[str, Any] = {"group": self._assembled.group, "device": self._assembled.control_device}
+        where: Any = {"group": self._assembled.group, "device": self._assembled.control_device}
         with self.context.span("all_reduce", group="norm", axis="world"):
             if stepper is not None:
                 return stepper.norm(max_norm, norm_type, **where)
-            return gradients.clip_norm_(
-                parameters,
-                max_norm,
-                layout=self.context.layout,
-                norm_type=norm_type,
-                copies=self.context.copies(),
-                **where,
-            )
+            where |= {"layout": self.context.layout, "copies": self.context.copies()}
+            return gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
 
     # ---- around steps ------------------------------------------------------------------------------------------------
 
@@ -381,6 +375,7 @@ class Composition:
         if self._closed:
             return
         self._closed = True
+        self._engine.own_steps.abandon()
         stepper = self._engine.stepper
         plugins = self._assembled.hooks.freeze("composer3d_close")
         close_all(

@@ -76,7 +76,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
 
     def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if owner is module:
-            engine.enter_own_forward(args, kwargs)
+            engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
 
     def after(owner: nn.Module, *_: Any) -> None:
         if owner is module:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.batch import Digest
 from composer3d.errors import StepError
-from composer3d.loop_state import same_pieces, same_stage
+from composer3d.loop_state import Decided, same_pieces, same_stage
 from composer3d.mesh import Layout, Role
 from composer3d.object_exchange import all_gather_json
 
@@ -24,27 +24,12 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Decided", "Guard", "Totals", "contract_group", "control_device"]
+__all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
 # In the place of the batch's number: an evaluation is never taken for a step of the same number.
 _EVALUATION = 0xFFFF
 _PLAN_BITS = 40
 _SHOWN = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class Decided:
-    """What a rank's loop decided for itself.
-
-    Args:
-        state: A number that ranks of the same stage have in common.
-        weights: One that ranks which hold the same pieces of parameters have in common.
-        described: Returns by name what the numbers are made of, given whether that of the weights differs.
-    """
-
-    state: int = 0
-    weights: int = 0
-    described: Callable[[bool], Mapping[str, Any]] = lambda of_weights: {}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,8 @@ else exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d.gradients import local
@@ -18,11 +19,26 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["EVERY", "LoopState", "replica_axes", "same_pieces", "same_stage"]
+__all__ = ["EVERY", "Decided", "LoopState", "replica_axes", "same_pieces", "same_stage"]
 
 EVERY = 50  # steps between two digests of replicated parameters: one reads all of them
 _BITS = (1 << 62) - 1
 _SAMPLE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """What a rank's loop decided for itself.
+
+    Args:
+        state: A number that ranks of the same stage have in common.
+        weights: One that ranks which hold the same pieces of parameters have in common.
+        described: Returns by name what the numbers are made of, given whether that of the weights differs.
+    """
+
+    state: int = 0
+    weights: int = 0
+    described: Callable[[bool], Mapping[str, Any]] = lambda of_weights: {}
 
 
 class LoopState:
@@ -41,6 +57,14 @@ class LoopState:
         self._modules: list[nn.Module] | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._sample: list[nn.Parameter] = []
+
+    def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
+        """Return what this rank's loop decided for itself before a step."""
+        return Decided(
+            state=self.number(optimizer),
+            weights=self.weights(step),
+            described=lambda of_weights: self.described(optimizer, weights=of_weights),
+        )
 
     def number(self, optimizer: torch.optim.Optimizer | None) -> int:
         """Return what ranks of the same stage must have in common, as a number of 62 bits; never 0."""

@@ -53,7 +53,7 @@ class Persistence:
 
     def _save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
         tensors: dict[str, Tensor] = self._model_tensors()
-        state: dict[str, Any] = {"format": FORMAT, "states": {}}
+        state: dict[str, Any] = {"format": FORMAT, "states": {}, "next_step": self._assembled.engine.own_steps.next}
         if optimizer is not None:
             more, state["optimizer"] = checkpoint.optimizer_tensors(optimizer, self._parameters())
             tensors |= more
@@ -92,6 +92,7 @@ class Persistence:
             checkpoint.match_optimizer_state(optimizer, self._parameters(), saved)
         with _plain_state(optimizer, write=True):
             self._fill(path, state, optimizer, tensors)
+        self._assembled.engine.own_steps.next = state.get("next_step", 0)
 
     def _fill(
         self, path: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, tensors: dict[str, Tensor]

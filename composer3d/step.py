@@ -12,11 +12,12 @@ from composer3d.criterion import Criterion
 from composer3d.errors import StepError
 from composer3d.evaluation import let_go
 from composer3d.flight import Flight
-from composer3d.guard import Decided, Guard
+from composer3d.guard import Guard
 from composer3d.in_backward import BackwardStepper
 from composer3d.ledger import Ledger
-from composer3d.loop_state import LoopState
+from composer3d.loop_state import Decided, LoopState
 from composer3d.own_forward import OwnForward
+from composer3d.own_steps import OwnSteps
 from composer3d.protocol import Batch, GradScaler
 from composer3d.step_state import StepState
 from composer3d.transform import StepAction, StepPoint
@@ -54,6 +55,7 @@ class StepEngine:
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
         self.loop = LoopState(context)
+        self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = False  # the loop runs backwards without this composition, and knows it
         self.scaler: GradScaler | None = None
         self.stepper: BackwardStepper | None = None
@@ -61,16 +63,20 @@ class StepEngine:
         self.state: StepState | None = None
         self._own: OwnForward | None = None
         self._scheduled = self._evaluating = self._bypassed = self._equal = self._gathered = False
+        self._num_backwards = 0
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def step(self, number: int, target: Any) -> Iterator[StepState]:
         """Open step `number`; see `Composition.step`."""
+        if self.own_steps.is_open and not self._num_backwards:
+            self.own_steps.abandon()  # a forward before the loop's first step opened one
         if self.state is not None:
             raise StepError(f"step {number} begins inside step {self.state.step}; steps do not nest")
         context = self._context
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
+        self.own_steps.next = number + 1
         self._ledger.clear()
         self._call = self._num_forwards = self._num_backwards = self._seen = 0
         self._used, self._own, self._applied = False, None, 1.0
@@ -90,6 +96,10 @@ class StepEngine:
         if self.state is None:
             raise StepError(f"{call} was called outside a step; write: with run.step(n): ...")
         return self.state
+
+    def _begun(self) -> StepState:
+        """Return the open step, or open the next one: it ends with the optimizer's step."""
+        return self.own_steps.open() if self.state is None else self.state
 
     def _at(self, point: StepPoint) -> None:
         for action in self.actions[point]:
@@ -126,7 +136,7 @@ class StepEngine:
         self, batch: Batch, *, identity: int, size: int | None, train: Callable[[Sequence[Batch]], None]
     ) -> Tensor:
         """Run one batch of an open step; see `Composition.forward_backward`."""
-        state = self.current("forward_backward")
+        state = self._begun()
         self._refuse_used("forward_backward")
         microbatches = cut(batch, size)
         if self.stepper is not None:
@@ -205,8 +215,10 @@ class StepEngine:
         """Whether a forward that begins now is the loop's own, inside a step."""
         return self.state is not None and not self._scheduled and not self._evaluating
 
-    def enter_own_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Start the random stream of a forward that the loop runs itself inside a step."""
+    def enter_own_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> None:
+        """Start the random stream of a forward that the loop runs itself inside a step; open one to train in."""
+        if self.state is None and trains and self.optimizer is not None and not (self._evaluating or self.is_plain):
+            self.own_steps.open()
         if self.is_own_forward:
             assert self.state is not None, "inside a step"
             if self._own is None:  # else the step was announced with its target, or by its first backward
@@ -233,7 +245,7 @@ class StepEngine:
 
     def backward(self, value: Any, *, last: bool) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
-        state = self.current("backward")
+        state = self._begun()
         self._refuse_used("backward")
         if self._own is None:
             self._announce_own(None, self._seen % (1 << 62))
@@ -265,20 +277,11 @@ class StepEngine:
         assert self.state is not None, "inside a step"
         step, call = self.state.step, self._call
         with self._context.span("all_reduce", group="counts", axis="world"):
-            decided = self._decided(step) if self._guard.compares and not call else Decided()
+            decided = self.loop.decided(step, self.optimizer) if self._guard.compares and not call else Decided()
             totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, own=own, decided=decided)
         self._call, self._equal = self._call + 1, totals.equal
         self.state.count += totals.count
         self._ledger.announce(totals.count)
-
-    def _decided(self, step: int) -> Decided:
-        """Return what this rank's loop decided for itself, as numbers that ranks compare."""
-        loop, optimizer = self.loop, self.optimizer
-        return Decided(
-            state=loop.number(optimizer),
-            weights=loop.weights(step),
-            described=lambda of_weights: loop.described(optimizer, weights=of_weights),
-        )
 
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -347,6 +350,7 @@ class StepEngine:
                 self._at(point)
         if self.scaler is not None:
             self.scaler.update("grad_scaler" in state.vetoes)
+        self.own_steps.close()
         return None if state.vetoes else result
 
     def _decide(self, state: StepState) -> tuple[str, ...]:
@@ -362,6 +366,7 @@ class StepEngine:
 
     def parameters_loaded(self) -> None:
         """Run the actions that depend on final parameters, after a load or another change between steps."""
+        self.own_steps.abandon()
         if self.state is not None:
             raise StepError(f"parameters_changed was called inside step {self.state.step}; call it between steps")
         self.state = StepState(step=-1, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
@@ -373,6 +378,7 @@ class StepEngine:
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
         """Let the optimizer step outside steps, for checkpoints that need its state to exist."""
+        self.own_steps.abandon()
         if self.state is not None:
             raise StepError(f"load was called inside step {self.state.step}; load between steps")
         self._bypassed = True

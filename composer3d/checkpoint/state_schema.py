@@ -35,6 +35,7 @@ class _Optimizer(_Strict):
 class _Composition(_Strict):
     states: dict[str, Any]
     dispensable: list[str] = []
+    next_step: NonNegativeInt = 0
     optimizer: _Optimizer | None = None
 
 

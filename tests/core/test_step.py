@@ -39,20 +39,12 @@ def plain():
 
 
 def outside():
-    run, optimizer, tokens, targets = plain()
-    return [
-        message_of(call)
-        for call in (
-            lambda: run.forward_backward(tokens, target=targets),
-            lambda: run.backward(torch.ones((), requires_grad=True)),
-            lambda: run.clip_grad_norm_(1.0),
-            optimizer.step,
-        )
-    ]
+    run, optimizer, *_ = plain()
+    return [message_of(call) for call in (lambda: run.clip_grad_norm_(1.0), optimizer.step)]
 
 
 def test_nothing_of_a_step_happens_outside_one():
-    names = ("forward_backward", "backward", "clip_grad_norm_", "optimizer.step")
+    names = ("clip_grad_norm_", "optimizer.step")
     assert run_ranks(outside, 1)[0] == [
         f"{name} was called outside a step; write: with run.step(n): ..." for name in names
     ]

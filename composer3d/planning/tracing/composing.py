@@ -17,8 +17,9 @@ from composer3d.batch import map_tensors
 from composer3d.composition import Composition
 from composer3d.criterion import Criterion
 from composer3d.errors import ManifestError
-from composer3d.guard import Decided, Guard, Totals
+from composer3d.guard import Guard, Totals
 from composer3d.initialisation import Attachments
+from composer3d.loop_state import Decided
 from composer3d.planning.tracing.blocks import BlockCut
 from composer3d.preparation import Preparation, prepare
 

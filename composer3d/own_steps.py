@@ -1,0 +1,54 @@
+"""Steps that a loop does not open itself: its first forward or backward opens one, the optimizer's step closes it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+from composer3d.errors import StepError
+from composer3d.step_state import StepState
+
+__all__ = ["OwnSteps"]
+
+
+class OwnSteps:
+    """Opens and closes steps for a loop that says only when the optimizer steps.
+
+    Attributes:
+        next: The number of the next step; it goes on after those that the loop numbered, and after a load.
+
+    Args:
+        step: Makes the context of a step, given its number.
+    """
+
+    def __init__(self, step: Callable[[int], contextlib.AbstractContextManager[StepState]]) -> None:
+        self.next = 0
+        self._step = step
+        self._open: contextlib.ExitStack | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a step is open that the loop has not opened itself."""
+        return self._open is not None
+
+    def open(self) -> StepState:
+        """Open the next step."""
+        with contextlib.ExitStack() as stack:
+            state = stack.enter_context(self._step(self.next))
+            self._open = stack.pop_all()
+        return state
+
+    def close(self) -> None:
+        """Close the step, if one is open."""
+        stack, self._open = self._open, None
+        if stack is not None:
+            stack.close()
+
+    def abandon(self) -> None:
+        """Give up the step, if one is open, as if it had not begun."""
+        stack, self._open = self._open, None
+        if stack is not None:
+            self.next -= 1
+            given_up = StepError("the step was given up")
+            with contextlib.suppress(StepError):
+                stack.__exit__(StepError, given_up, None)

@@ -1,0 +1,109 @@
+"""Loops as others write them, compared with the same lines on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import composed, mine, seeded, unpadded
+
+from composer3d.testing import full, run_ranks
+
+TIGHT = 1e-12
+FSDP = "[sharding.fsdp2]\n"
+EPOCHS, NUM_BATCHES, ACCUMULATED = 2, 5, 2
+
+
+def batches():
+    tokens, targets = unpadded(num_sequences=4 * NUM_BATCHES)
+    return list(zip(tokens.chunk(NUM_BATCHES), targets.chunk(NUM_BATCHES), strict=True))
+
+
+def mean(model, tokens, targets):
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def loop(model, optimizer, backward, clip, part, evaluate):
+    """Train as a script without a trainer does: accumulate, step now and then and at the end of an epoch, evaluate."""
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    for _ in range(EPOCHS):
+        model.train()
+        for number, (tokens, targets) in enumerate(batches()):
+            loss = mean(model, part(tokens), part(targets)) / ACCUMULATED
+            backward(loss)
+            if (number + 1) % ACCUMULATED == 0 or number == NUM_BATCHES - 1:
+                clip(0.5)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        model.eval()
+        evaluate()
+
+
+def one_device():
+    model = seeded()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    clip = lambda norm: torch.nn.utils.clip_grad_norm_(model.parameters(), norm)  # noqa: E731
+    loop(model, optimizer, torch.Tensor.backward, clip, lambda tensor: tensor, lambda: None)
+    return model
+
+
+def embedded(layout, path):
+    """Run the loop without a `with run.step(n)`, saving and loading in its middle."""
+    torch.set_default_dtype(torch.float64)
+    run = composed(layout)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=0.01)
+    opened = []
+
+    def evaluate():
+        with torch.no_grad():
+            run.model(mine(run, batches()[0][0]))
+        run.save(path / f"step-{len(opened)}")
+        opened.append(run._engine.own_steps.next)
+
+    loop(run.model, optimizer, run.backward, run.clip_grad_norm_, lambda tensor: mine(run, tensor), evaluate)
+    reference = one_device()
+    error = max(
+        float((full(parameter.detach()) - reference.get_parameter(fqn).detach()).abs().max())
+        for fqn, parameter in run.named_parameters()
+    )
+    run.load(path / "step-0")
+    assert run._engine.own_steps.next == opened[0]
+    run.close()
+    return error, opened
+
+
+@pytest.mark.parametrize(
+    "layout", [FSDP, FSDP + "zero = 1\n", "[sharding.ddp]\n", '[sharding.ddp]\nreducer = "bucketed"\n']
+)
+def test_a_loop_that_opens_no_steps_trains_as_on_one_device(layout, tmp_path):
+    for error, opened in run_ranks(embedded, 2, layout, tmp_path):
+        assert error < TIGHT
+        assert opened == [3, 6]
+
+
+def mixed_steps():
+    """Open some steps, leave others to open themselves, and give one up; return their numbers."""
+    run = composed(FSDP)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    numbers = []
+    for number in (None, 7, None):
+        if number is None:
+            run.backward(mean(run.model, tokens, targets))
+            numbers.append(run._engine.state.step)
+            optimizer.step()
+        else:
+            run.model(tokens)  # looked at, and no backward follows
+            with run.step(number) as state:
+                run.forward_backward(tokens, target=targets)
+                numbers.append(state.step)
+                optimizer.step()
+        optimizer.zero_grad()
+    run.model(tokens)
+    run.close()
+    return numbers
+
+
+def test_numbers_go_on_after_those_of_the_loop():
+    assert run_ranks(mixed_steps, 2) == [[0, 7, 8]] * 2
