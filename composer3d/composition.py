@@ -22,12 +22,14 @@ from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
 from composer3d.protocol import Part, Stateful
 from composer3d.sampling import Sampler, sampler_of
+from composer3d.shared_loader import shared_loader
 from composer3d.step_state import StepState
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.data import DataLoader
 
     from composer3d.context import RunContext
 
@@ -109,7 +111,7 @@ class Composition:
 
     def describe(self) -> str:
         """Return the layout and the ordered plan as text; the same for any order of the manifest's tables."""
-        rows = [f"{self.context.layout} on {self.context.device.type}", *(str(row) for row in self.plan)]
+        rows = [f"{self.context.layout} on {self.context.device.type}", *map(str, self.plan)]
         return "\n".join(row.rstrip() for row in rows)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
@@ -190,8 +192,7 @@ class Composition:
             target: Passed to the loss.
             kwargs: The model's.
         """
-        identity = self._engine.identity((args, kwargs, target))
-        batch = self._assembled.placed(args, kwargs, target)
+        identity, batch = self._engine.identity((args, kwargs, target)), self._assembled.placed(args, kwargs, target)
         self._evaluations += 1
         with evaluating(self.parts):
             loss, count = self._engine.evaluate(
@@ -283,6 +284,10 @@ class Composition:
             dataset: Anything with a length; or the length.
         """
         return sampler_of(dataset, self.context)
+
+    def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a DataLoader that reads this rank's part of every batch of another one, which is the global batch."""
+        return shared_loader(loader, self.context)
 
     def attach(self, name: str, stateful: Stateful) -> None:
         """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.

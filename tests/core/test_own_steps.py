@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from support.models import composed, mine, seeded, unpadded
 
+from composer3d import BatchError
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
@@ -107,3 +108,41 @@ def mixed_steps():
 
 def test_numbers_go_on_after_those_of_the_loop():
     assert run_ranks(mixed_steps, 2) == [[0, 7, 8]] * 2
+
+
+def read_by(layout, shuffle):
+    run = composed(layout)
+    data = torch.utils.data.TensorDataset(torch.arange(22))
+    loader = run.loader(torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle, drop_last=True))
+    torch.manual_seed(run.context.rank)
+    epochs = [[batch.tolist() for (batch,) in loader] for _ in range(2)]
+    return epochs, len(loader)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_ranks_share_the_batches_of_a_loader(shuffle):
+    one, two = (found[0] for found in run_ranks(read_by, 2, FSDP, shuffle))
+    (whole,) = (found[0] for found in run_ranks(read_by, 1, FSDP, shuffle))
+    joined = [[a + b for a, b in zip(*epochs, strict=True)] for epochs in zip(one, two, strict=True)]
+    assert joined == whole
+    assert (whole[0] == whole[1]) is not shuffle
+    assert sorted(sum(whole[0], [])) == list(range(20)) or shuffle
+
+
+def odd_batches():
+    run = composed(FSDP)
+    data = torch.utils.data.TensorDataset(torch.arange(7))
+    with pytest.raises(BatchError) as caught:
+        list(run.loader(torch.utils.data.DataLoader(data, batch_size=4)))
+    return str(caught.value)
+
+
+def test_batches_that_do_not_divide_over_ranks_are_refused():
+    assert (
+        run_ranks(odd_batches, 2)
+        == [
+            "a batch of 3 samples does not divide over 2 ranks that read samples of their own; give the DataLoader a "
+            "batch_size that does, and drop_last=True"
+        ]
+        * 2
+    )

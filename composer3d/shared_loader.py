@@ -1,0 +1,58 @@
+"""A loop's DataLoader, of whose batches every rank reads its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import BatchError, StepError
+from composer3d.initialisation import seed_of
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+    from composer3d.context import RunContext
+
+__all__ = ["shared_loader"]
+
+
+class _Part:
+    """A batch sampler that yields this rank's part of every batch of another one, in an order that all ranks have."""
+
+    def __init__(self, batches: Any, context: RunContext) -> None:
+        self._batches, self._context, self._epoch = batches, context, 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        import torch
+
+        context, num = self._context, self._context.num_readers
+        # A sampler without a generator draws from torch's, which is another one on every rank.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed_of(context.manifest.train.seed, "loader", self._epoch))
+            batches = [list(batch) for batch in self._batches]
+        self._epoch += 1
+        for batch in batches:
+            if len(batch) % num:
+                raise BatchError(
+                    f"a batch of {len(batch)} samples does not divide over {num} ranks that read samples of their own; "
+                    "give the DataLoader a batch_size that does, and drop_last=True"
+                )
+            size = len(batch) // num
+            yield batch[context.reader * size : (context.reader + 1) * size]
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def shared_loader(loader: DataLoader[Any], context: RunContext) -> DataLoader[Any]:
+    """Return a loader of this rank's samples; see `Composition.loader`."""
+    from torch.utils.data import DataLoader, IterableDataset
+
+    if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
+        raise StepError(
+            "run.loader(...) takes a DataLoader with batches of a map-style dataset; let an IterableDataset yield "
+            "sample i where i % run.context.num_readers == run.context.reader"
+        )
+    kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
+    options = {name: getattr(loader, name) for name in (*kept, "multiprocessing_context", "persistent_workers")}
+    return DataLoader(loader.dataset, batch_sampler=_Part(loader.batch_sampler, context), **options)
