@@ -51,22 +51,32 @@ def divide(
         TransformError: It cannot be divided; with what was seen of it.
     """
     lists = [tuple(blocks)] if is_stated else block_lists(model)
-    alone = blocks or (lists[0] if len(lists) == 1 and len(lists[0]) >= num_stages else ())
+    alone = tuple(blocks) or (lists[0] if len(lists) == 1 else ())
+    if len(alone) < num_stages and lists != [tuple(blocks)]:
+        alone = ()  # equal blocks among others, too few by themselves
     error: TransformError | None = None
+    straight: Division[Any] | None = None
     if not is_traced and alone:
         try:
             straight = divide_straight(model, alone, example, choose)
         except NotStraightError as refused:
             error = refused
         else:
-            if lists == [tuple(alone)] or straight.costliest <= _UNEVEN / num_stages:
+            if lists == [alone] or straight.costliest <= _UNEVEN / num_stages:
                 return straight
     if is_stated or lists == [tuple(blocks)]:
         try:
             return divide_traced(model, blocks, example, choose)
         except TransformError as refused:
             raise _joined(error, refused) from refused
-    division = _traced(model, lists, example, choose, num_stages=num_stages, straight=error)
+    try:
+        division = _traced(model, lists, example, choose, num_stages=num_stages, straight=error)
+    except TransformError:
+        if straight is None:
+            raise
+        return straight
+    if straight is not None and division.costliest > _BETTER * straight.costliest:
+        return straight
     logger.info("the model has %s; stages begin at calls of %s", _seen(lists), ", ".join(division.beginnings))
     return division
 
