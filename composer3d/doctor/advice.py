@@ -7,6 +7,7 @@ from pathlib import Path
 
 from composer3d.doctor.reading import Evidence
 from composer3d.doctor.signs import Kind
+from composer3d.errors import CheckpointError
 
 __all__ = ["advice_for"]
 
@@ -83,7 +84,10 @@ def _not_finite(evidence: Evidence) -> Iterable[str]:
 def _resume(run: Path) -> str:
     from composer3d.checkpoint.folder import latest
 
-    newest = latest(run / "checkpoints")
+    try:
+        newest = latest(run / "checkpoints")
+    except CheckpointError as error:
+        return str(error)
     if newest is None:
         return "there is no complete checkpoint: the next run begins anew"
     return f"the next run goes on from {newest.relative_to(run)}"

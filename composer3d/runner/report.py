@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from composer3d.errors import ComposerError, ManifestError
+from composer3d.errors import CheckpointError, ComposerError, ManifestError
 from composer3d.flight import lost_a_peer
 from composer3d.machine_errors import machine_error
 from composer3d.runner.progress import LastSeen, left_reason
@@ -346,8 +346,11 @@ def _short(other: FailureReport) -> str:
 def _where(output: Path) -> str:
     from composer3d.checkpoint.folder import latest  # the package imports torch, which no report needs before this
 
-    checkpoint = latest(output / "checkpoints")
-    kept = f"the newest complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was complete"
+    try:
+        checkpoint = latest(output / "checkpoints")
+        kept = f"the newest complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was complete"
+    except CheckpointError as error:
+        kept = str(error)
     details = output / "error.json"
     return f"details: {details}; {kept}" if details.exists() else f"{details} could not be written; {kept}"
 

@@ -181,3 +181,13 @@ def test_reserved_names_are_refused(tmp_path, name):
     with pytest.raises(CheckpointError) as caught:
         prepare(tmp_path / name)
     assert str(caught.value) == f'{tmp_path / name}: a checkpoint cannot have this name; use for example "step-100"'
+
+
+def test_reports_of_a_run_say_that_its_marker_is_damaged(tmp_path):
+    from composer3d.doctor.advice import _resume
+    from composer3d.runner.report import _where
+
+    make(tmp_path / "checkpoints" / "step-1")
+    (tmp_path / "checkpoints" / "latest").write_text("step-1")
+    damaged = f"{tmp_path / 'checkpoints' / 'latest'}: damaged: "
+    assert damaged in _where(tmp_path) and _resume(tmp_path).startswith(damaged)
