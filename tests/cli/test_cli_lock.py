@@ -51,8 +51,10 @@ def test_a_second_run_is_refused_and_the_first_goes_on(folder, capfd, launcher):
                 assert main([*RUN, *more]) == 3
                 told = capfd.readouterr()
                 assert told.out == ""
-                assert told.err.startswith(f"out: another run is in this folder: pid {pid} on ")
-                assert f" This one (pid {os.getpid()} on " in told.err and told.err.count("\n") == 1
+                starting, refused = told.err.splitlines()
+                assert starting == "starting 2 ranks on cpu"
+                assert refused.startswith(f"out: another run is in this folder: pid {pid} on ")
+                assert f" This one (pid {os.getpid()} on " in refused
             assert content(folder / "out") == before
             assert first.poll() is None
         finally:

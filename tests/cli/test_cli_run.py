@@ -37,14 +37,16 @@ def test_a_run_trains_resumes_and_says_when_it_is_finished(folder, run):
     assert code == 0, err
     assert (code, [row["step"] for row in rows(folder)]) == (0, [1, 2])
     assert re.fullmatch(r"finished: 2 steps, loss \d\.\d{4}; out\n", out)
-    assert err.startswith("training to out: pp=1 x dp_replicate=1 x dp_shard=2 x cp=1 x tp=1, 2 steps\n")
+    assert err.startswith(
+        "starting 2 ranks on cpu\ntraining to out: pp=1 x dp_replicate=1 x dp_shard=2 x cp=1 x tp=1, 2 steps\n"
+    )
     code, out, err = run("--set", "train.steps=3")
     assert code == 0, err
     assert (code, [row["step"] for row in rows(folder)]) == (0, [1, 2, 3])
-    assert err.startswith("going on from out/checkpoints/step-2: ")
+    assert err.startswith("starting 2 ranks on cpu\ngoing on from out/checkpoints/step-2: ")
     code, out, err = run("--set", "train.steps=3")
     assert (code, out) == (0, "")
-    assert err.startswith("out is finished: 3 steps are done")
+    assert err.startswith("starting 2 ranks on cpu\nout is finished: 3 steps are done")
 
 
 def test_a_rank_that_fails_is_exit_code_3_and_one_report(folder, run):

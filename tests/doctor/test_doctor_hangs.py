@@ -57,8 +57,8 @@ def test_a_rank_that_hangs_in_data_loading_while_it_hangs(folder, capfd):
         rf"wait_for_a_lock, last collective all_reduce of \[3\] over dp_shard {PLUGIN}",
         shown[0],
     )
-    matches(rf"  {GROUP}{ONE} did not run all_reduce of \[9\], in which rank 0 waited", shown[1])
-    matches(rf"  {ZERO}: in step 3, in all_reduce, at \S+ in \S+, last collective all_reduce of \[9\] .*", shown[2])
+    matches(rf"  {GROUP}{ONE} did not run all_reduce of \[13\], in which rank 0 waited", shown[1])
+    matches(rf"  {ZERO}: in step 3, in all_reduce, at \S+ in \S+, last collective all_reduce of \[13\] .*", shown[2])
     assert "data source" in shown[3]
 
 
