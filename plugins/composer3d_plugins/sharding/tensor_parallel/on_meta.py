@@ -18,7 +18,9 @@ from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
 
-__all__ = ["device_of", "gives_features", "in_mode", "on_meta", "patched", "unseen"]
+__all__ = ["VALUES", "device_of", "gives_features", "in_mode", "on_meta", "patched", "unseen"]
+
+VALUES = "it does what depends on values, of which a rank has a share"
 
 
 @contextlib.contextmanager
@@ -137,8 +139,7 @@ def unseen(forward: Callable[..., Any]) -> Callable[..., Any]:
             with torch_compat.without_torch_functions():
                 cut = next((cut for leaf in given if (cut := cut_of(leaf)) is not None), None)
                 if cut is not None:
-                    message = "it does what depends on values, of which a rank has a share"
-                    raise Unfollowed(message, sources=cut.sources) from error
+                    raise Unfollowed(VALUES, sources=cut.sources) from error
                 return torch.empty_like(first, requires_grad=True).clone()
 
     return answer

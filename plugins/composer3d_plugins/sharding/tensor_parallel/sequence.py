@@ -13,6 +13,7 @@ from composer3d import PluginError
 from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
 from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.on_meta import VALUES, device_of
 from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, Style
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.roles import Roles
@@ -58,18 +59,26 @@ def along_sequence(
         Unfollowed: Something in the block needs what cannot be put together.
     """
 
-    def followed(rules: Rules) -> Rules:
+    def followed(rules: Rules, call: Call) -> Rules:
         rehearsal = Rehearsal(block=block, degree=degree, roles=roles(rules))
         rehearsal.follow(call, where)
         return _rules_of(rehearsal, rules, read)
 
+    whole = {name: _whole(rule) for name, rule in rules.items()}
+    # Experts that pick their tokens can be given the whole sequence; which code does so shows with values alone.
+    first: Unfollowed | None = None
+    for chosen in (rules, whole):
+        try:
+            return followed(chosen, call)
+        except Unfollowed as error:
+            first = first or error
+    assert first is not None, "both ways have failed"
+    if VALUES not in str(first):
+        raise first
     try:
-        return followed(rules)
+        return followed(rules, call.with_values(device_of(block)))
     except Unfollowed:
-        whole = {name: _whole(rule) for name, rule in rules.items()}
-        if whole == rules:
-            raise
-        return followed(whole)
+        raise first from None
 
 
 def _whole(rule: Rule) -> Rule:
