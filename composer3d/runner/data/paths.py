@@ -62,11 +62,14 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
         raise DataError(f'[data] use = "{use}" is {what}; give {_CHOICES}')
     if kind is None:
         return Located(kind="tokens" if path.suffix in TOKEN_SUFFIXES else "text", files=(path,))
-    found = sorted(
-        file
-        for file in path.rglob("*")
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-    )
+    try:
+        found = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
+    except OSError as error:  # something in it goes away while it is listed
+        raise DataError(f'[data] use = "{use}" cannot be listed: {error}') from None
     tokens = tuple(file for file in found if file.suffix in TOKEN_SUFFIXES)
     text = tuple(file for file in found if file.suffix.lower() in TEXT_SUFFIXES)
     others = Counter(file.suffix or "no suffix" for file in found if file not in {*tokens, *text})
