@@ -80,9 +80,7 @@ def balanced_loss(output, target):
     return total + 0.01 * output[1] * count, count
 
 
-@pytest.mark.parametrize(
-    ("factory", "loss_fn"), [(TwoTowers, clip_loss), (Pairwise, pairwise_loss), (OwnLoss, None)], ids=lambda v: str(v)
-)
+@pytest.mark.parametrize(("factory", "loss_fn"), [(TwoTowers, clip_loss), (Pairwise, pairwise_loss), (OwnLoss, None)])
 def test_a_contrastive_loss_is_found(factory, loss_fn):
     assert_named(DDP, {"factory": factory, "loss_fn": loss_fn, "microbatch": 3}, SUM)
 
