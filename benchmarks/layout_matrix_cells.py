@@ -152,7 +152,7 @@ PERMITTED = (
         reason="too few micro-batches or blocks for the schedule",
         message=(
             r"makes \d+ micro-batches of \d+, and \w+ needs at least as many micro-batches as stages, \d+"
-            r"|makes \d+ stages, and the model has \d+ blocks"
+            r"|makes \d+ stages, and the model (has \d+ blocks|calls blocks \d+ times)"
         ),
         # DualPipeV's two stages a rank are those of one model run from both ends: with fewer micro-batches it has no
         # order of actions. A stage without a block would have nothing to do.
