@@ -110,7 +110,7 @@ def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Pr
     hint = _IN_TABLE.get(table, {}).get(key) or _ANYWHERE.get(key)
     if hint is None and table == "model":
         hint = f"arguments of the model stand in model.args: write model.args.{key}"
-    if hint is None:
+    if hint is None or hint == f"write {table}.{key}":  # the word is right; tables of a run are not a loop's
         return problem
     if hint.startswith(f"write {table}.") and (problem.hint or "").startswith("did you mean"):
         return problem

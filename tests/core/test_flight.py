@@ -64,9 +64,9 @@ REASON = r"a collective failed in step 1: \[[^\n]*\] Timed out waiting 2000ms fo
     [
         pytest.param(
             "hangs",
-            r"all_reduce of \[9\]",
+            r"all_reduce of \[13\]",
             r"in step 1, in all_reduce, at test_flight.py:\d+ in faulty_step, "
-            r"last collective all_reduce of \[9\] over dp_shard \(composer3d\)",
+            r"last collective all_reduce of \[13\] over dp_shard \(composer3d\)",
             id="a rank that hangs",
         ),
         pytest.param(
