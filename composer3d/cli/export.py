@@ -218,7 +218,13 @@ def _places(to: Path, num_shards: int, total_bytes: int) -> list[Path]:
     existing = next((file for file in (*files, files[0].with_name(INDEX)) if file.exists()), None)
     if existing is not None:
         raise CheckpointError(f"{existing} exists and is not overwritten; name another place with --to")
-    files[0].parent.mkdir(parents=True, exist_ok=True)
+    folder = files[0].parent
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CheckpointError(
+            f"{to}: {folder} is no folder and cannot be made one; name another place with --to"
+        ) from None
     return files
 
 

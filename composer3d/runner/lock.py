@@ -40,7 +40,7 @@ class RunLock:
         attempts: Where the ranks of this run leave their files, for `composer3d doctor` to find.
 
     Raises:
-        LockError: Another run holds it; the text names both.
+        LockError: Another run holds it; the text names both. Or another user's link lies in it.
 
     Memory: none. Collectives: none.
     """
@@ -49,6 +49,7 @@ class RunLock:
         self._path = output / _FILE
         self._owner = os.getpid()
         output.mkdir(parents=True, exist_ok=True)
+        _refuse_foreign_links(output)
         self._descriptor = self._acquire(output)
         _remove_left(_holder(self._path))
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": _now(), "attempts": str(attempts or "")}
@@ -106,6 +107,17 @@ class RunLock:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.release()
+
+
+def _refuse_foreign_links(output: Path) -> None:
+    """Refuse links of other users in the folder, and any in the place of the lock: the run would write through them."""
+    for path in sorted(output.iterdir()):
+        owner = path.lstat().st_uid
+        if path.is_symlink() and (owner != os.getuid() or path.name == _FILE):
+            raise LockError(
+                f"{path}: is a symbolic link of user {owner}, and a run would write through it; remove it, and "
+                f"let nobody else write to {output}"
+            )
 
 
 def attempts_of(output: Path) -> Path:

@@ -122,3 +122,11 @@ def test_a_malicious_checkpoint_is_refused_and_does_nothing(run, command):
     assert (code, out) == (2, "")
     assert "refused, nothing was executed" in err
     assert not (run.parent / "stolen").exists()
+
+
+@pytest.mark.parametrize("place", ["taken", "taken/below"])
+def test_a_place_that_cannot_be_a_folder_is_named(place, run, command):
+    (run.parent / "taken").write_text("")
+    code, out, err = command("export", "run", "--to", place)
+    assert (code, out) == (2, "")
+    assert f"{place}: {place} is no folder and cannot be made one; name another place with --to" in err

@@ -122,16 +122,6 @@ def test_a_run_whose_predecessor_is_just_dying_waits_for_it(tmp_path):
     os.wait()
 
 
-def test_a_link_in_its_place_is_not_followed(tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("precious")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / ".lock").symlink_to(victim)
-    with pytest.raises(OSError, match="symbolic links") as caught:
-        RunLock(tmp_path / "out")
-    assert (caught.value.errno, victim.read_text()) == (errno.ELOOP, "precious")
-
-
 def test_a_disk_without_locks_is_named(tmp_path, monkeypatch, caplog):
     def flock(*_):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -158,3 +148,29 @@ def test_what_a_killed_launcher_left_is_removed_and_nothing_else(tmp_path, monke
     end(held(tmp_path / "out", attempts=left))
     RunLock(tmp_path / "out").release()
     assert left.exists() == is_left
+
+
+def planted(folder, name, owner):
+    link = folder / name
+    link.symlink_to(folder.parent / "elsewhere")
+    os.lchown(link, owner, owner)
+    return (
+        f"{link}: is a symbolic link of user {owner}, and a run would write through it; remove it, and let nobody else "
+        f"write to {folder}"
+    )
+
+
+@pytest.mark.parametrize("name", [".lock", "accounts", "checkpoints", "metrics.jsonl"])
+def test_links_of_other_users_are_refused(tmp_path, name):
+    if os.getuid() != 0:
+        pytest.skip("needs root, which alone may give a link to another user")
+    (tmp_path / "out").mkdir()
+    text = planted(tmp_path / "out", name, 65534)
+    assert refused(tmp_path / "out") == text
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_in_the_place_of_the_lock_is_refused_whoever_owns_it(tmp_path):
+    (tmp_path / "out").mkdir()
+    text = planted(tmp_path / "out", ".lock", os.getuid())
+    assert refused(tmp_path / "out") == text
