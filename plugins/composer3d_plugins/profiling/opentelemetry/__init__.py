@@ -70,7 +70,7 @@ class OpenTelemetry:
     headers: dict[str, Secret] = Field(default_factory=dict)
     folder: str | None = None
     file_mib: float = Field(default=32.0, gt=0)
-    keep_files: int = Field(default=4, ge=1)
+    keep_files: int = Field(default=4, ge=1, examples=[])  # of files that are closed: no step differs
     detail: Literal["step", "phase", "microbatch", "layer"] = "phase"
     every: int = Field(default=1, ge=1)
     rotate_steps: int = Field(default=1000, ge=1)
