@@ -173,10 +173,10 @@ class Composition:
             last: Whether it is the last one of this step.
 
         Returns:
-            The mean loss of the global batch after the last one, else None.
+            None unless `last`; else the mean loss over all ranks, undivided where the loop passed `loss / n`.
 
         Raises:
-            StepError: Outside a step, or with a pipeline.
+            StepError: With a pipeline.
         """
         if self._assembled.has_schedule:
             raise StepError(

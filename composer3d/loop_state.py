@@ -1,4 +1,4 @@
-"""What a loop decides for itself and ranks must have in common: hyperparameters, modes, frozen parameters, replicas.
+"""State of a loop that ranks must have in common: hyperparameters, modes, frozen parameters, replicas.
 
 All of it is two numbers a rank, which travel with the all-reduce that opens a step; only where they differ is anything
 else exchanged.

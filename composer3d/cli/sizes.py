@@ -1,4 +1,4 @@
-"""What numbers of several tables, or of a table and the model, say together: schedules, stages, positions, output.
+"""Rules over numbers of several tables, or of a table and the model: schedules, stages, positions, output.
 
 Each rule returns problems at the lines of the keys at fault.
 """

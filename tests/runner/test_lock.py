@@ -118,7 +118,9 @@ def test_a_run_whose_predecessor_is_just_dying_waits_for_it(tmp_path):
         time.sleep(0.3)
         os._exit(0)
     os.close(descriptor)
-    RunLock(tmp_path).release()
+    lock = RunLock(tmp_path)
+    assert json.loads((tmp_path / ".lock").read_text())["pid"] == os.getpid()
+    lock.release()
     os.wait()
 
 

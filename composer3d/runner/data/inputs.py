@@ -1,4 +1,4 @@
-"""What a model is called with: one tensor, or several by position and by name."""
+"""Inputs of a model: one tensor, or several by position and by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How to divide a model: straight where its blocks are called once each, in order; traced where they are not."""
+"""Choice of a split: straight where blocks are called once each, in order; traced where they are not."""
 
 from __future__ import annotations
 
