@@ -12,6 +12,7 @@ from composer3d.mesh import Role
 from composer3d.object_exchange import all_gather_json
 from composer3d.protocol import Part
 from composer3d.transform import Phase, StepAction, StepPoint, Transform
+from composer3d.unsuitable_models import mark_composed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -36,6 +37,8 @@ def apply_transforms(
     context.split = preparation.hooks.query("composer3d_split", context=context, model=model)
     context.parts = context.split.parts if context.split is not None else (Part(module=model),)
     after_split(context.parts)
+    if context.split is None and any(transform.phase is not Phase.SPLIT for transform, _ in preparation.selected):
+        mark_composed(model)  # stages are copies; without them the transforms change the module that compose was given
     for transform, fqns in preparation.selected:
         if transform.phase is not Phase.MATERIALISE:
             _apply(transform, fqns, context)

@@ -28,6 +28,7 @@ from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Hooks, Registered
 from composer3d.transform import Transform, resolve
+from composer3d.unsuitable_models import refuse_unsuitable
 
 if TYPE_CHECKING:
     import torch
@@ -129,22 +130,6 @@ def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> La
     return layout
 
 
-def _refuse_compiled(model: nn.Module) -> None:
-    """Refuse wrappers under which every parameter has another name, in checkpoints and patterns too.
-
-    Raises:
-        TransformError: torch.compile wrapped the model or a module of it.
-    """
-    for fqn, module in model.named_modules():
-        if hasattr(module, "_orig_mod"):
-            what = f'"{fqn}"' if fqn else "the model"
-            raise TransformError(
-                f'torch.compile wrapped {what} before compose, so that its parameters are called "_orig_mod.*"; hand '
-                "compose the model as it was, and write [scheduling.compile] into the manifest, which compiles its "
-                "blocks"
-            )
-
-
 def prepare(
     model: nn.Module | Callable[[], nn.Module],
     manifest: Manifest,
@@ -184,7 +169,7 @@ def prepare(
             raise
         except ComposerError as error:
             raise ManifestError([manifest.document.problem(("model", "use"), str(error))]) from error
-    _refuse_compiled(model)
+    refuse_unsuitable(model)
     context = RunContext(
         purpose=purpose,
         manifest=manifest,

@@ -143,21 +143,26 @@ def publish(path: Path) -> None:
 
 def discard(path: Path) -> None:
     """Remove a checkpoint; a kill half way leaves only what is known to be incomplete."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     beside = path if path.suffix == BESIDE else path.with_name(path.name.removesuffix(REPLACED) + BESIDE)
     if beside != path:
-        if beside.exists():
-            _remove(beside)
+        _remove(beside)
         path.rename(beside)
     _remove(beside)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder that a save in another thread, clearing what killed runs left, may be removing too."""
-    while folder.exists():
+    """Remove a folder that a save in another thread, clearing what killed runs left, may be removing too.
+
+    Of a link, as of a checkpoint that was moved to another disk, the link alone: what it leads to is somebody's.
+    """
+    while os.path.lexists(folder):
         with suppress(FileNotFoundError):
-            shutil.rmtree(folder)
+            if folder.is_dir() and not folder.is_symlink():
+                shutil.rmtree(folder)
+            else:
+                folder.unlink()
 
 
 def _steps(folder: Path, *, replaced: bool = False) -> Iterator[tuple[int, Path]]:

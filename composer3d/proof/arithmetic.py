@@ -78,6 +78,7 @@ def without_random_numbers() -> Iterator[None]:
     mean, a Bernoulli one whether its probability is above a half, a multinomial one the likeliest, a permutation none.
     What comes out is then the same in every layout.
     """
+    import torch
     from torch.overrides import TorchFunctionMode
 
     settled = _settled()
@@ -89,7 +90,10 @@ def without_random_numbers() -> Iterator[None]:
                 return backward_inside(self, args, kwargs or {})
             # What comes from a generator of its own is the same wherever it is drawn.
             if name in settled and (kwargs or {}).get("generator") is None:
-                return settled[name](func, args, dict(kwargs or {}))
+                # What initialises changes parameters, for which its own code turns gradients off.
+                initialises = getattr(func, "__module__", None) == "torch.nn.init"
+                with torch.no_grad() if initialises else contextlib.nullcontext():
+                    return settled[name](func, args, dict(kwargs or {}))
             return traceable(func)(*args, **(kwargs or {}))
 
     with Settled():
@@ -112,13 +116,18 @@ def _settled() -> dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any
         **dict.fromkeys(("randint", "randint_like", "randperm"), _ordered),
         **dict.fromkeys(("bernoulli", "bernoulli_"), _likelier),
         "normal": _normal,
-        "normal_": lambda func, args, kwargs: args[0].fill_(_argument(args, kwargs, 1, "mean", 0.0)),
-        "log_normal_": lambda func, args, kwargs: args[0].fill_(math.exp(_argument(args, kwargs, 1, "mean", 1.0))),
-        "cauchy_": lambda func, args, kwargs: args[0].fill_(_argument(args, kwargs, 1, "median", 0.0)),
+        "normal_": lambda func, args, kwargs: _fill(args, kwargs, _argument(args, kwargs, 1, "mean", 0.0)),
+        "log_normal_": lambda func, args, kwargs: _fill(
+            args, kwargs, math.exp(_argument(args, kwargs, 1, "mean", 1.0))
+        ),
+        "cauchy_": lambda func, args, kwargs: _fill(args, kwargs, _argument(args, kwargs, 1, "median", 0.0)),
         "uniform_": _uniform,
-        "exponential_": lambda func, args, kwargs: args[0].fill_(1.0 / _argument(args, kwargs, 1, "lambd", 1.0)),
-        "geometric_": lambda func, args, kwargs: args[0].fill_(math.ceil(1.0 / _argument(args, kwargs, 1, "p", 0.5))),
-        "random_": lambda func, args, kwargs: args[0].zero_(),
+        "kaiming_uniform_": lambda func, args, kwargs: _fill(args, kwargs, 0.0),
+        "exponential_": lambda func, args, kwargs: _fill(args, kwargs, 1.0 / _argument(args, kwargs, 1, "lambd", 1.0)),
+        "geometric_": lambda func, args, kwargs: _fill(
+            args, kwargs, math.ceil(1.0 / _argument(args, kwargs, 1, "p", 0.5))
+        ),
+        "random_": lambda func, args, kwargs: _fill(args, kwargs, _lowest(args, kwargs)),
         "poisson": lambda func, args, kwargs: _argument(args, kwargs, 0, "input", None).round(),
         "multinomial": _likeliest,
     }
@@ -128,8 +137,22 @@ def _argument(args: tuple[Any, ...], kwargs: dict[str, Any], place: int, name: s
     return args[place] if len(args) > place else kwargs.get(name, default)
 
 
+def _subject(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the tensor that a function is about; torch.nn.init always passes its `tensor` by name."""
+    return args[0] if args else kwargs["tensor" if "tensor" in kwargs else "input"]
+
+
+def _fill(args: tuple[Any, ...], kwargs: dict[str, Any], value: float) -> Any:
+    return _subject(args, kwargs).fill_(value)
+
+
+def _lowest(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return where `random_(to)` or `random_(from, to)` begins."""
+    return int(kwargs.get("from", args[1] if len(args) > 2 else 0) or 0)
+
+
 def _kept(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return args[0] if args else kwargs["input"]
+    return _subject(args, kwargs)
 
 
 def _attention(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -164,8 +187,10 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    low, high = _argument(args, kwargs, 1, "from", 0.0), _argument(args, kwargs, 2, "to", 1.0)
-    return args[0].fill_((low + high) / 2)
+    # torch.nn.init calls its bounds a and b.
+    low = _argument(args, kwargs, 1, "a" if "a" in kwargs else "from", 0.0)
+    high = _argument(args, kwargs, 2, "b" if "b" in kwargs else "to", 1.0)
+    return _fill(args, kwargs, (low + high) / 2)
 
 
 def _ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -206,11 +231,15 @@ def _softmax(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _likelier(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    probability = args[1] if len(args) > 1 else kwargs.get("p")
+    subject, probability = _subject(args, kwargs), args[1] if len(args) > 1 else kwargs.get("p")
     if func.__name__ == "bernoulli_":
-        return args[0].fill_(float(0.5 if probability is None else probability) >= 0.5)
-    likely = args[0] >= 0.5 if probability is None else args[0].new_full((), probability).expand_as(args[0]) >= 0.5
-    return likely.to(args[0].dtype)
+        import torch
+
+        if isinstance(probability, torch.Tensor):
+            return subject.copy_(probability >= 0.5)
+        return subject.fill_(float(0.5 if probability is None else probability) >= 0.5)
+    likely = subject >= 0.5 if probability is None else subject.new_full((), probability).expand_as(subject) >= 0.5
+    return likely.to(subject.dtype)
 
 
 def _zeroed(kwargs: dict[str, Any], name: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from composer3d.errors import LockError
@@ -23,6 +23,10 @@ __all__ = ["PRIVATE", "RunLock", "attempts_of"]
 
 PRIVATE = "composer3d-launch-"  # begins the name of a launcher's own folder in the temporary folder
 _FILE = ".lock"
+_REPLACED = ("manifest.toml", "environment.json")  # are written whole, and read back as the run's own
+_KINDS = MappingProxyType(
+    {"checkpoints": Path.is_dir, **dict.fromkeys((_FILE, *_REPLACED, "metrics.jsonl", "error.json"), Path.is_file)}
+)
 _DYING_S = 10.0  # how long ranks of a launcher that was killed may take to end, with the memory they hold
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -49,7 +53,7 @@ class RunLock:
         self._path = output / _FILE
         self._owner = os.getpid()
         output.mkdir(parents=True, exist_ok=True)
-        _refuse_foreign_links(output)
+        _refuse_obstacles(output)
         self._descriptor = self._acquire(output)
         _remove_left(_holder(self._path))
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": _now(), "attempts": str(attempts or "")}
@@ -109,8 +113,8 @@ class RunLock:
         self.release()
 
 
-def _refuse_foreign_links(output: Path) -> None:
-    """Refuse links of other users in the folder, and any in the place of the lock: the run would write through them."""
+def _refuse_obstacles(output: Path) -> None:
+    """Refuse what lies in the folder and would be written through, or in the place of a file of the run's own."""
     for path in sorted(output.iterdir()):
         owner = path.lstat().st_uid
         if path.is_symlink() and (owner != os.getuid() or path.name == _FILE):
@@ -118,6 +122,13 @@ def _refuse_foreign_links(output: Path) -> None:
                 f"{path}: is a symbolic link of user {owner}, and a run would write through it; remove it, and "
                 f"let nobody else write to {output}"
             )
+        advice = "move it away, or set another run.output"
+        if path.is_symlink() and path.name in _REPLACED:
+            raise LockError(f"{path}: is a symbolic link, and a run writes its own file there; {advice}")
+        is_kind = _KINDS.get(path.name)
+        if is_kind is not None and not is_kind(path):
+            kind = "file" if is_kind is Path.is_file else "folder"
+            raise LockError(f"{path}: is no {kind}, and a run keeps a {kind} of its own there; {advice}")
 
 
 def attempts_of(output: Path) -> Path:

@@ -69,6 +69,7 @@ from composer3d.torch_compat.processes import (
     reduce_scatter_single,
     set_group_timeout,
 )
+from composer3d.torch_compat.recomputed import recomputed_tensors
 from composer3d.torch_compat.shapes import ResultMemory
 from composer3d.torch_compat.tensors import (
     allocate,
@@ -119,6 +120,7 @@ __all__ = [
     "watch_storages",
     "with_values",
     "record_memory_history",
+    "recomputed_tensors",
     "reduce_scatter_single",
     "dump_memory_history",
     "CHECKPOINT_METADATA_GLOBALS",

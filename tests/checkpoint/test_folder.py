@@ -168,6 +168,27 @@ def test_prepare_clears_what_killed_runs_left(tmp_path):
     assert list((tmp_path / "step-4.tmp").iterdir()) == []
 
 
+@pytest.mark.parametrize("left", ["link", "dangling", "file"])
+def test_prepare_removes_a_link_and_leaves_what_it_leads_to(tmp_path, left):
+    if left == "file":
+        (tmp_path / "step-1.tmp").touch()
+    else:
+        (tmp_path / "step-1.tmp").symlink_to(tmp_path / "elsewhere")
+    if left == "link":
+        make(tmp_path / "elsewhere")
+    assert list(prepare(tmp_path / "step-1").iterdir()) == []
+    assert left != "link" or complete(tmp_path / "elsewhere")
+
+
+def test_prune_of_a_checkpoint_that_was_moved_away_removes_the_link_to_it(tmp_path):
+    make(tmp_path / "disk")
+    (tmp_path / "step-1").symlink_to(tmp_path / "disk")
+    publish_step(tmp_path, "step-2")
+    assert prune(tmp_path, 1) == (tmp_path / "step-1",)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "latest", "step-2"]
+    assert complete(tmp_path / "disk")
+
+
 def test_publish_replaces_and_marks(tmp_path):
     make(tmp_path / "step-1")
     (prepare(tmp_path / "step-1") / "new").touch()

@@ -51,6 +51,10 @@ HEADS = torch.rand(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
         (lambda: torch.randn(64), ONES * 0),
         (lambda: torch.bernoulli(ONES * 0.7), ONES),
         (lambda: torch.empty(64).bernoulli_(0.3), ONES * 0),
+        (lambda: torch.empty(64).bernoulli_(ONES * 0.7), ONES),
+        (lambda: torch.bernoulli(input=ONES, p=0.3), ONES * 0),
+        (lambda: torch.empty(64).random_(2, 5), ONES * 2),
+        (lambda: torch.empty(64).random_(5), ONES * 0),
         (
             lambda: F.scaled_dot_product_attention(HEADS, HEADS, HEADS, dropout_p=0.5),
             F.scaled_dot_product_attention(HEADS, HEADS, HEADS),
@@ -60,6 +64,28 @@ HEADS = torch.rand(1, 2, 4, 8, generator=torch.Generator().manual_seed(0))
 def test_what_draws_gives_the_same_always(draw, expected):
     with without_random_numbers():
         assert torch.equal(draw(), expected)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    ("initialise", "options", "expected"),
+    [
+        (nn.init.normal_, {}, 0.0),
+        (nn.init.normal_, {"mean": 3.0}, 3.0),
+        (nn.init.uniform_, {}, 0.5),
+        (nn.init.uniform_, {"a": 2.0, "b": 4.0}, 3.0),
+        (nn.init.trunc_normal_, {"mean": 1.0}, 1.0),
+        (nn.init.kaiming_uniform_, {}, 0.0),
+        (nn.init.kaiming_normal_, {}, 0.0),
+        (nn.init.xavier_uniform_, {}, 0.0),
+        (nn.init.xavier_normal_, {}, 0.0),
+    ],
+)
+def test_initialisers_give_their_mean_to_parameters(initialise, options, expected, by_name):
+    parameter = nn.Parameter(torch.full((4, 4), 7.0))
+    with without_random_numbers():
+        initialise(tensor=parameter, **options) if by_name else initialise(parameter, **options)
+    assert torch.equal(parameter, torch.full((4, 4), expected))
 
 
 def test_recurrent_and_attention_modules_drop_nothing():

@@ -176,3 +176,34 @@ def test_a_link_in_the_place_of_the_lock_is_refused_whoever_owns_it(tmp_path):
     (tmp_path / "out").mkdir()
     text = planted(tmp_path / "out", ".lock", os.getuid())
     assert refused(tmp_path / "out") == text
+
+
+@pytest.mark.parametrize("name", ["manifest.toml", "environment.json"])
+def test_a_link_of_ones_own_in_the_place_of_a_file_that_is_replaced_is_refused(tmp_path, name):
+    (tmp_path / "own.toml").write_text("mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / name).symlink_to(tmp_path / "own.toml")
+    assert refused(tmp_path / "out") == (
+        f"{tmp_path}/out/{name}: is a symbolic link, and a run writes its own file there; move it away, or set another "
+        "run.output"
+    )
+    assert (tmp_path / "own.toml").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["manifest.toml", "metrics.jsonl", "error.json", ".lock"])
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file_in_the_place_of_one_is_refused(tmp_path, name, make):
+    make(tmp_path / name)
+    assert refused(tmp_path) == (
+        f"{tmp_path}/{name}: is no file, and a run keeps a file of its own there; move it away, or set another "
+        "run.output"
+    )
+
+
+def test_checkpoints_may_be_a_link_to_a_folder_and_no_file(tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoints").symlink_to(tmp_path / "disk")
+    RunLock(tmp_path / "out").release()
+    (tmp_path / "disk").rmdir()
+    assert refused(tmp_path / "out").startswith(f"{tmp_path}/out/checkpoints: is no folder, and a run keeps a folder")

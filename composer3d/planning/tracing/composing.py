@@ -148,7 +148,7 @@ def prepared(job: Job) -> Preparation:
 def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
     """Let the preparation be another rank's, on a copy of the model; what composing adds is taken away after."""
     with preparation.context.as_rank(rank):
-        model = copy.deepcopy(preparation.model)
+        model = copy.deepcopy(preparation.model, torch_compat.recomputed_tensors(preparation.model))
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
             torch_compat.with_attributes_of(original, twin)
             torch_compat.set_gradient_hooks(twin, *torch_compat.gradient_hooks(original))

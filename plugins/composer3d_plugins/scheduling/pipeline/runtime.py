@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from composer3d import Batch, PluginError, RunContext, StepError, torch_compat
+from composer3d import Batch, ComposerError, PluginError, RunContext, StepError, torch_compat
 from composer3d_plugins.scheduling.pipeline.custom import CustomSchedule
 from composer3d_plugins.scheduling.pipeline.rules import NamedSchedule
 from composer3d_plugins.scheduling.pipeline.surgery import runner_of
@@ -99,8 +99,10 @@ class PipelineRuntime:
                     microbatch=indices,
                     return_outputs=False,
                 )
-        except BaseException:
+        except BaseException as error:
             self._signature = None
+            if (refusal := _refusal_behind(error)) is not None:
+                raise refusal from None
             raise
         finally:
             self._microbatches = ()
@@ -286,6 +288,14 @@ class PipelineRuntime:
             torch.empty(shape[:dims], dtype=_DTYPES[dtype], device=self._context.device)
             for dtype, dims, *shape in header.tolist()
         )
+
+
+def _refusal_behind(error: BaseException) -> ComposerError | None:
+    """Return the error meant for the user that torch, which names stage and arguments, wrapped in a RuntimeError."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, ComposerError):
+        found = found.__cause__
+    return found
 
 
 def _signature(microbatches: Sequence[Batch]) -> Any:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, TransformError
-from composer3d.torch_compat import with_attributes_of
+from composer3d.torch_compat import recomputed_tensors, with_attributes_of
 
 __all__ = [
     "Done",
@@ -270,7 +270,8 @@ def tensors_of_stage(
         clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
         device: Of the zeros.
     """
-    memo: dict[int, Any] = {
+    memo: dict[int, Any] = {**recomputed_tensors(model)}
+    memo |= {
         id(b): torch.zeros(b.shape, dtype=b.dtype, device=device) if fqn in absent_buffers else b
         for fqn, b in model.named_buffers()
     }

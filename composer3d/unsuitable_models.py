@@ -1,0 +1,76 @@
+"""Models that cannot be composed as they are: compiled or wrapped before, sharded already, or composed before."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+from composer3d.errors import TransformError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["mark_composed", "refuse_unsuitable"]
+
+# On the module itself, so that a deep copy, whose parameters are as sharded, has it too.
+_MARK = "_composer3d_composed"
+
+
+def mark_composed(model: nn.Module) -> None:
+    """Note on a module that transforms have changed it; closing the composition does not take them back."""
+    setattr(model, _MARK, True)
+
+
+def refuse_unsuitable(model: nn.Module) -> None:
+    """Refuse a model whose names, parameters or hooks are not those that its code made.
+
+    Raises:
+        TransformError: With the FQN at fault, and what to hand over instead.
+    """
+    _refuse_compiled(model)
+    _refuse_replicated(model)
+    _refuse_sharded(model)
+
+
+def _refuse_compiled(model: nn.Module) -> None:
+    """Refuse wrappers under which every parameter has another name, in checkpoints and patterns too."""
+    for fqn, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            what = f'"{fqn}"' if fqn else "the model"
+            raise TransformError(
+                f'torch.compile wrapped {what} before compose, so that its parameters are called "_orig_mod.*"; hand '
+                "compose the model as it was, and write [scheduling.compile] into the manifest, which compiles its "
+                "blocks"
+            )
+
+
+def _refuse_replicated(model: nn.Module) -> None:
+    """Refuse torch's wrappers that replicate a module, which average gradients once more."""
+    from torch import nn
+
+    for fqn, module in model.named_modules():
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            what = f'"{fqn}"' if fqn else "the model"
+            raise TransformError(
+                f"{type(module).__name__} wraps {what} before compose; hand compose what it wraps, its .module, and "
+                "write [sharding.ddp] into the manifest"
+            )
+
+
+def _refuse_sharded(model: nn.Module) -> None:
+    """Refuse parameters that are shards: a plan, a checkpoint or a comparison of ranks would take them for whole."""
+    # To import it takes long, and where nobody has there are none.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+    shard = next((fqn for fqn, tensor in model.named_parameters() if isinstance(tensor, kind)), None)
+    if _MARK in vars(model):
+        still = "" if shard is None else f', and its parameters are still the shards of then ("{shard}" is a DTensor)'
+        raise TransformError(
+            f"compose was called with this module before{still}; close does not take back what was done to its "
+            "modules. Hand compose a function that builds the model, or a module that is built anew, and for the "
+            "weights trained so far call run.save(...) before close and run.load(...) after compose"
+        )
+    if shard is not None:
+        raise TransformError(
+            f'"{shard}" is a DTensor before compose, so something else sharded the model; hand compose the model as '
+            "it was, and write the sharding into the manifest"
+        )
