@@ -7,7 +7,15 @@ from typing import Any
 
 from composer3d.batch import tensors
 from composer3d.errors import LossError
-from composer3d.loss import Reduction, as_loss, count_valid, other_padding, reduction_of
+from composer3d.loss import (
+    Reduction,
+    as_loss,
+    count_provisionally,
+    count_valid,
+    loss_of_model,
+    other_padding,
+    reduction_of,
+)
 from composer3d.protocol import Batch, Loss, LossFunction
 
 __all__ = ["Criterion"]
@@ -62,7 +70,7 @@ class Criterion:
         """Count what the loss of a target is summed over; a target of None stands for one."""
         if target is None:
             return 1
-        return int(self._count_fn(target)) if self._count_fn is not None else count_valid(target)
+        return int(self._count_fn(target)) if self._count_fn is not None else count_provisionally(target)
 
     def loss(self, output: Any, target: Any, *, equal: bool) -> Loss:
         """Compute the loss of one micro-batch.
@@ -98,6 +106,8 @@ class Criterion:
 
         if self._padding is not None and isinstance(value, torch.Tensor):
             raise LossError(_OTHER_PADDING.format(number=self._padding))
+        if self._count_fn is None and target is not None and isinstance(value, torch.Tensor):
+            count_valid(target)  # a scalar says no count, so the target has to
         count = self._counts.get(id(target))
         count = self.count(target) if count is None else count
         return as_loss(value, count=count, equal=equal, reduction=self._reduction)
@@ -111,4 +121,4 @@ class Criterion:
 
 def _loss_of_model(output: Any, target: Any) -> Any:
     """Take the loss that the model computed itself."""
-    return output.loss if hasattr(output, "loss") else output
+    return loss_of_model(output)

@@ -12,7 +12,17 @@ from composer3d.protocol import Loss
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["IGNORE_INDEX", "Reduction", "as_loss", "count_valid", "other_padding", "reduction_of", "without_factors"]
+__all__ = [
+    "IGNORE_INDEX",
+    "Reduction",
+    "as_loss",
+    "count_provisionally",
+    "count_valid",
+    "loss_of_model",
+    "other_padding",
+    "reduction_of",
+    "without_factors",
+]
 
 Reduction = Literal["mean", "sum"]
 IGNORE_INDEX = -100
@@ -36,11 +46,30 @@ def count_valid(target: Any) -> int:
     if not isinstance(target, torch.Tensor):
         raise LossError(
             f"cannot count the valid tokens of a target of type {type(target).__name__}; "
-            "pass compose(count_fn=...), which returns their number"
+            "return the loss as (sum, count), or pass compose(count_fn=...), which returns their number"
         )
     if target.is_floating_point() or target.is_complex():
         return target.numel()
     return int((target != IGNORE_INDEX).sum())
+
+
+def count_provisionally(target: Any) -> int:
+    """Count as `count_valid`, or the samples of a target of another form, for losses that report their own count.
+
+    Gradients are divided by it before the backward, and corrected by what the losses report after it.
+
+    Raises:
+        LossError: There is no tensor of samples in it either.
+    """
+    import torch
+
+    try:
+        return count_valid(target)
+    except LossError:
+        leaves = (leaf for leaf in torch_compat.tree_leaves(target) if isinstance(leaf, torch.Tensor) and leaf.dim())
+        if (first := next(leaves, None)) is None:
+            raise
+        return int(first.shape[0])
 
 
 def other_padding(values: Iterable[Any]) -> int | None:
@@ -59,6 +88,13 @@ def other_padding(values: Iterable[Any]) -> int | None:
             if least < 0:
                 return least
     return None
+
+
+def loss_of_model(output: Any) -> Any:
+    """Return the loss that a model computed itself: `loss` of its output, as an attribute or a key, else the output."""
+    if isinstance(output, Mapping) and "loss" in output:
+        return output["loss"]
+    return output.loss if hasattr(output, "loss") else output
 
 
 def reduction_of(loss: Tensor) -> Reduction:
@@ -92,7 +128,8 @@ def _reduction_at(node: Any) -> Reduction:
     seen = "it has no graph" if node is None else f"its last operation is {type(node).__name__.removesuffix('0')}"
     raise LossError(
         f"cannot tell whether the loss is a sum or a mean ({seen}); "
-        'pass compose(loss_reduction="mean") or "sum", or ' + _RETURN_A_SUM
+        'pass compose(loss_reduction="mean") or "sum", in a manifest [train] loss = { use = "module:callable", '
+        'reduction = "sum" }, or ' + _RETURN_A_SUM
     )
 
 

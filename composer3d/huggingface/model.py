@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d.errors import ModelError, did_you_mean
+from composer3d.errors import ComposerError, ModelError, did_you_mean
 from composer3d.huggingface.files import WeightFiles
 from composer3d.huggingface.folder import TOKENIZER, find_folder, import_transformers
 from composer3d.huggingface.forward import expect_no_packing, multiply_in_double_precision, run_on_meta
@@ -25,6 +25,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "float64"]
 Weights = Literal["pretrained", "init"]
 # What a configuration says of its own origin, and not of the model.
 _ORIGIN = ("_name_or_path", "transformers_version", "architectures", "dtype", "torch_dtype", "use_cache")
+_SIZES = ("vocab_size", "hidden_size")
 _MOST_LAYERS = 100_000  # each is built on meta: a damaged number would build until memory ends
 
 
@@ -113,8 +114,12 @@ class HuggingFaceModel:
             model: nn.Module = AutoModelForCausalLM.from_config(
                 self.config, dtype=_widened(self.dtype), trust_remote_code=self._trusts, **options
             )
-        except (ValueError, ImportError) as error:
-            said = str(error).strip().splitlines()[0]
+        except ComposerError:
+            raise
+        except Exception as error:  # what a size that fits no other raises depends on the family
+            said = (str(error).strip() or type(error).__name__).splitlines()[0]
+            if not isinstance(error, ValueError | ImportError):
+                said = f"{type(error).__name__}: {said}"
             if self._attention is not None and ("attn_implementation" in str(error) or self._attention in said):
                 message = f'attn_implementation = "{self._attention}" cannot be used: {said}'
                 raise ModelError(message, key="attn_implementation") from error
@@ -190,6 +195,10 @@ def _read_config(folder: Path, trust_remote_code: bool, overrides: dict[str, Any
     if unknown is not None:
         hint = did_you_mean(unknown, [key for key in config.to_dict() if not key.startswith("_")])
         raise ModelError(f'the configuration of {type(config).__name__} has no "{unknown}"', key="args", hint=hint)
+    for key in _SIZES:
+        size = getattr(config.get_text_config(decoder=True), key, None)
+        if type(size) is int and size < 1:
+            raise ModelError(f"the configuration in {folder} has {key} = {size}, and a model has at least 1")
     layers = {key: size for key, size in config.to_dict().items() if "layer" in key and type(size) is int}
     deep = next((key for key, size in layers.items() if size > _MOST_LAYERS), None)
     if deep is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint
 from composer3d.batch import cut, map_tensors, to_device
-from composer3d.loss import as_loss, count_valid, reduction_of
+from composer3d.loss import as_loss, count_provisionally, loss_of_model, reduction_of
 from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
 from composer3d.protocol import Batch, Loss
 from composer3d.testing.parity import full
@@ -78,7 +78,7 @@ def count_of(subject: Subject, piece: Batch) -> int:
         target = piece.kwargs.get("labels")
     if target is None:
         return 1
-    return int(subject.count_fn(target)) if subject.count_fn is not None else count_valid(target)
+    return int(subject.count_fn(target)) if subject.count_fn is not None else count_provisionally(target)
 
 
 def loss_of(subject: Subject, run: Composition, piece: Batch, count: int, counts: list[int]) -> Loss:
@@ -93,7 +93,7 @@ def as_loss_of(subject: Subject, output: Any, target: Any, count: int, counts: l
     if subject.loss_fn is not None:
         value = subject.loss_fn(output, target)
     else:
-        value = output.loss if hasattr(output, "loss") else output
+        value = loss_of_model(output)
     scalar = isinstance(value, torch.Tensor) and value.numel() == 1
     return as_loss(value, count=count, equal=len(set(counts)) == 1, reduction=reduction_of(value) if scalar else None)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import LossError, ReferenceFailure
 from composer3d.manifest import resolve_reference
+from composer3d.runner.loss import logits_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +110,7 @@ class EvaluationMetrics:
 
 def accuracy(output: Any, target: Tensor, *, ignored: int = -100) -> tuple[Tensor, Tensor]:
     """Return how often the largest logit is that of the target, and the number of targets that are not ignored."""
-    logits = getattr(output, "logits", output)
+    logits = logits_of(output)
     valid = target != ignored
     return ((logits.argmax(-1) == target) & valid).sum(), valid.sum()
 

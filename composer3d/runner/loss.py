@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from composer3d import Loss
 
-__all__ = ["RunLoss", "count_targets", "make_loss", "returned_loss", "token_loss"]
+__all__ = ["RunLoss", "count_targets", "logits_of", "make_loss", "returned_loss", "token_loss"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,8 @@ def make_loss(table: LossTable, folder: Path) -> RunLoss:
         function = returned_loss
     else:
         function = _imported(table, folder)
+    if table.reduction is not None:
+        function = functools.partial(_reduced, function=function, reduction=table.reduction)
     return RunLoss(
         function=function, count=functools.partial(count_targets, ignored=table.ignored), ignored=table.ignored
     )
@@ -86,6 +88,19 @@ def _imported(table: LossTable, folder: Path) -> Callable[[Any, Any], Any]:
     return function
 
 
+def _reduced(output: Any, target: Any, *, function: Callable[[Any, Any], Any], reduction: str) -> Any:
+    """Return a scalar loss as one whose last operation shows that it is the sum, or the mean, that it is said to be."""
+    import torch
+
+    value = function(output, target)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise LossError(
+            f'[train] loss has reduction = "{reduction}", which says what a scalar is, and the loss returned '
+            f"{type(value).__name__}; remove it"
+        )
+    return value.reshape(1).sum() if reduction == "sum" else value.reshape(1).mean()
+
+
 def count_targets(targets: Any, *, ignored: int) -> int:
     """Count what the loss of targets is summed over, where the loss does not say it itself.
 
@@ -109,7 +124,7 @@ def token_loss(
     """Return the cross entropy of logits, summed in float32 over the targets that are not ignored.
 
     Args:
-        output: Logits `[..., vocabulary]`, or a named tuple or other registered tree that has them as `logits`.
+        output: Logits `[..., vocabulary]`, or a dict, named tuple or other registered tree that has them as `logits`.
         target: `[...]`, tokens or classes.
         ignore_index: The target that carries no loss.
         label_smoothing: Share of the target's probability that is spread over all classes.
@@ -123,7 +138,7 @@ def token_loss(
 
     from composer3d import Loss
 
-    logits = getattr(output, "logits", output)
+    logits = logits_of(output)
     if logits is not output and not any(leaf is logits for leaf in torch_compat.tree_leaves(output)):
         # FSDP2 hangs its backward on the tensors that it finds in a module's output; with none it trains nothing, and
         # nobody is told.
@@ -135,8 +150,8 @@ def token_loss(
         kind = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
         raise LossError(
             f"the model returns {kind}, and the loss of a run takes logits [batch, sequence, vocabulary]; return "
-            "those, or something that has them as `logits`; for another loss write [train] loss, for example "
-            '"mse" or "module:callable"'
+            "those, or something that has them as `logits`, a dict for example; for another loss write [train] loss, "
+            'for example "mse" or "module:callable"'
         )
     _refuse_targets(target)
     if class_dim != -1:
@@ -164,7 +179,7 @@ def _elementwise(output: Any, target: Any, *, kind: str, options: Mapping[str, A
 
     from composer3d import Loss
 
-    value = getattr(output, "logits", output)
+    value = logits_of(output)
     _refuse_targets(target)
     if not isinstance(value, torch.Tensor):
         raise LossError(
@@ -186,6 +201,13 @@ def _widened(value: Tensor) -> Tensor:
     import torch
 
     return value if value.dtype is torch.float64 else value.float()
+
+
+def logits_of(output: Any) -> Any:
+    """Return the `logits` that an output has as an attribute or under that key, else the output."""
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    return getattr(output, "logits", output)
 
 
 def _refuse_targets(target: Any) -> None:

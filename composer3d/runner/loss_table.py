@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -38,6 +38,8 @@ class LossTable:
         ignore_index: The target that carries no loss; default -100.
         label_smoothing: Of `cross_entropy`.
         class_dim: Of `cross_entropy`: the dim of the logits that holds the classes; default the last.
+        reduction: Of `module:callable` and `model`, what their scalar is, where its last operation does not show it,
+            as of `2 * cross_entropy(..., reduction="sum")`: `sum` over what the loss counts, or `mean`.
         args: Further arguments: `delta` of `huber`, `beta` of `smooth_l1`, those of `module:callable`.
     """
 
@@ -45,6 +47,7 @@ class LossTable:
     ignore_index: int | None = None
     label_smoothing: float | None = Field(default=None, ge=0, lt=1)
     class_dim: int | None = None
+    reduction: Literal["sum", "mean"] | None = None
     args: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -65,6 +68,8 @@ class LossTable:
                 raise ValueError(f'loss "{self.use}" takes no argument "{key}"')
         if self.use in ELEMENTWISE and self.ignore_index is not None:
             raise ValueError(f'ignore_index is for integers, and "{self.use}" counts every element; remove it')
+        if self.reduction is not None and self.use in ("cross_entropy", *ELEMENTWISE):
+            raise ValueError(f'"{self.use}" is a mean over what it counts; remove reduction')
         for key in ("label_smoothing", "class_dim"):
             if self.use != "cross_entropy" and getattr(self, key) is not None:
                 raise ValueError(f'{key} is for "cross_entropy", and this is "{self.use}"; remove it')

@@ -70,6 +70,9 @@ class ModelFactory:
             self.loss = make_loss(loss, document.folder)
         except ReferenceFailure as error:
             raise ManifestError([document.problem(("train", "loss"), error.message, hint=error.hint)]) from error
+        if self.hf is not None and self.uses_own_loss and loss.reduction is not None:
+            message = "the loss of a Hugging Face model is a sum over its labels already; remove reduction"
+            raise ManifestError([document.problem(("train", "loss", "reduction"), message)])
         self._target_name: str | None = None
         self.flops_per_token = 0
         self._unmatched: list[PatternError] = []

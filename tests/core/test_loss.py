@@ -1,21 +1,25 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from support.models import write_manifest
 
-from composer3d import Loss, LossError
-from composer3d.loss import as_loss, count_valid, reduction_of
+import composer3d
+from composer3d import Loss, LossError, RankError
+from composer3d.loss import as_loss, count_valid, loss_of_model, reduction_of
+from composer3d.testing import assert_gradients_equal, run_ranks
 
 RETURN_A_SUM = (
     "return a sum and its count instead, for example "
     "F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='sum'), (target != -100).sum()"
 )
 CANNOT_TELL = (
-    'cannot tell whether the loss is a sum or a mean ({}); pass compose(loss_reduction="mean") or "sum", or '
-    + RETURN_A_SUM
+    'cannot tell whether the loss is a sum or a mean ({}); pass compose(loss_reduction="mean") or "sum", in a '
+    'manifest [train] loss = {{ use = "module:callable", reduction = "sum" }}, or ' + RETURN_A_SUM
 )
 
 LOSSES = {
@@ -83,7 +87,7 @@ def test_other_targets_need_a_function(target):
         count_valid(target)
     assert str(caught.value) == (
         f"cannot count the valid tokens of a target of type {type(target).__name__}; "
-        "pass compose(count_fn=...), which returns their number"
+        "return the loss as (sum, count), or pass compose(count_fn=...), which returns their number"
     )
 
 
@@ -133,3 +137,42 @@ def test_what_is_no_loss_is_refused(value, shown):
     with pytest.raises(LossError) as caught:
         given(value)
     assert str(caught.value) == f"the loss is {shown}, not a scalar; {RETURN_A_SUM}"
+
+
+def told_apart(path, as_pair):
+    """Train one step on targets of another form, whose loss says what it counts; uneven over ranks."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, reference = torch.nn.Linear(5, 3), torch.nn.Linear(5, 3)
+    reference.load_state_dict(model.state_dict())
+    x, y, weight = torch.randn(4, 5), torch.randn(4, 3), torch.tensor([1.0, 0.0, 1.0, 1.0])
+
+    def loss_fn(output, target):
+        total = ((output - target["y"]).square().sum(-1) * target["weight"]).sum()
+        return Loss(sum=total, count=target["weight"].sum()) if as_pair else total
+
+    (((reference(x) - y).square().sum(-1) * weight).sum() / weight.sum()).backward()
+    run = composer3d.compose(model, path, loss_fn=loss_fn)
+    rank = run.context.data_parallel_rank
+    mine = slice(2 * rank, 2 * rank + 2)
+    with run.step(0):
+        run.forward_backward(x[mine], target={"y": y[mine], "weight": weight[mine]})
+    found = {fqn: parameter.grad.full_tensor() for fqn, parameter in run.named_parameters()}
+    run.close()
+    return found, {fqn: parameter.grad for fqn, parameter in reference.named_parameters()}
+
+
+def test_a_loss_that_says_its_count_needs_no_count_of_its_targets():
+    for found, expected in run_ranks(told_apart, 2, write_manifest("[sharding.fsdp2]\n"), True):
+        assert_gradients_equal(found, expected, tolerance=1e-12)
+
+
+def test_a_scalar_loss_of_such_targets_needs_one():
+    message = "cannot count the valid tokens of a target of type dict; return the loss as"
+    with pytest.raises(RankError, match=message):
+        run_ranks(told_apart, 1, write_manifest("[sharding.fsdp2]\n"), False)
+
+
+@pytest.mark.parametrize("output", [{"loss": 3.0, "logits": 1.0}, SimpleNamespace(loss=3.0), 3.0])
+def test_the_loss_of_a_model_is_an_attribute_a_key_or_the_output(output):
+    assert loss_of_model(output) == 3.0

@@ -174,3 +174,14 @@ def test_more_layers_than_any_model_has_are_refused_at_once(tmp_path):
     assert str(caught.value) == (
         f"the configuration in {path} has num_hidden_layers = 1,073,741,824, more than any model's"
     )
+
+
+@pytest.mark.parametrize("weights", ["pretrained", "init"])
+@pytest.mark.parametrize("key", ["vocab_size", "hidden_size"])
+def test_a_size_that_no_model_has_is_refused(tmp_path, key, weights):
+    path = make("llama", tmp_path / "llama")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, key: 0}))
+    with pytest.raises(ModelError) as caught:
+        HuggingFaceModel(path, weights=weights)
+    assert str(caught.value).startswith(f"the configuration in {path} ") and key in str(caught.value)

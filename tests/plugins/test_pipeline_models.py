@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import partial
 
 import pytest
@@ -20,12 +21,24 @@ from support.pipelined import (
 )
 from torch import nn
 
-from composer3d import ManifestError, StepError
+from composer3d import ManifestError, RankError, StepError
 from composer3d.testing import run_ranks
 
 PP = "[mesh]\npp = 2\n"
 V = PP + '[scheduling.pipeline]\nschedule = "ZBVZeroBubble"\n'
 ONE = PP + "[scheduling.pipeline]\n"
+
+
+def normed_chain(num_layers=4):
+    """Every linear layer of the blocks keeps `weight` as an attribute, which a hook computes from parameters."""
+    model = chain(num_layers)
+    for module in list(model.modules()):
+        if isinstance(module, nn.Linear):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                nn.utils.weight_norm(module)
+    return model
+
 
 MASK = torch.ones(12, 5, dtype=torch.int64)
 MASK[:, 3:] = 0
@@ -40,6 +53,8 @@ CASES = [
     pytest.param(ONE, InPlace, None, id="in-place"),
     pytest.param(V, InPlace, None, id="in-place-v"),
     pytest.param(ONE + '[model]\nblocks = "block_*"\n', Plain, None, id="attributes-dataclass"),
+    pytest.param(ONE + '[model]\nblocks = "block*"\n', normed_chain, None, id="older-weight-norm"),
+    pytest.param(ONE + 'split = "tracer"\n', normed_chain, None, id="older-weight-norm-traced"),
 ]
 
 
@@ -293,3 +308,24 @@ def outcome_of_mood():
             run.parts[0].module(torch.zeros(12, 5, 7), microbatch=torch.tensor(0))
         run.close()
     return str(caught.value)
+
+
+class Refusing(Block):
+    def forward(self, x):
+        if not x.is_meta:
+            raise StepError("the last block refuses")
+        return super().forward(x)
+
+
+def refusing():
+    tokens, targets = padded()
+    model = seeded()
+    model.layers[-1] = Refusing(model.layers[-1].up.in_features)
+    run = composed(ONE + "[train]\nmicrobatch = 3\n", model)
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+
+
+def test_a_refusal_inside_a_stage_arrives_as_it_was_raised():
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed: composer3d.errors.StepError: the last block refuses\n"):
+        run_ranks(refusing, 2)

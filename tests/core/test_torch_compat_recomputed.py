@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+from composer3d import torch_compat
+
+
+def older_weight_norm(module):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(module)
+
+
+def older_spectral_norm(module):
+    module = nn.utils.spectral_norm(module)
+    module(torch.randn(2, 4))  # its first forward computes the weight
+    return module
+
+
+@pytest.mark.parametrize(
+    "changed", [older_weight_norm, older_spectral_norm, lambda module: prune.l1_unstructured(module, "weight", 0.5)]
+)
+def test_copies_have_tensors_that_a_hook_computes(changed):
+    torch.manual_seed(0)
+    model = nn.Sequential(changed(nn.Linear(4, 4))).eval()
+    with pytest.raises(RuntimeError, match="deepcopy"):  # the reason: torch refuses to copy what is no leaf
+        copy.deepcopy(model)
+    twin = copy.deepcopy(model, torch_compat.recomputed_tensors(model))
+    for parameter in [*model.parameters(), *twin.parameters()]:
+        parameter.data.add_(1.0)
+    x = torch.randn(2, 4)
+    assert torch.equal(twin(x), model(x)) and twin[0].weight is not model[0].weight
+
+
+def test_other_tensors_that_are_computed_are_left_to_torch():
+    model = nn.Linear(4, 4)
+    model.doubled = model.weight * 2
+    assert torch_compat.recomputed_tensors(model) == {}

@@ -1,0 +1,119 @@
+"""Models that compose refuses because something was done to them before."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from support.models import composed, seeded, unpadded
+from torch import nn
+
+from composer3d import TransformError
+from composer3d.testing import run_ranks
+
+FSDP = "[sharding.fsdp2]\n"
+PLANS = {
+    "fsdp2": FSDP,
+    "ddp": "[sharding.ddp]\n",
+    "bucketed": '[sharding.ddp]\nreducer = "bucketed"\n',
+    "recomputed": "[scheduling.activation_checkpoint]\n",
+    "tensor_parallel": '[mesh]\ntp = 2\n[sharding.tensor_parallel]\nplan = { "layers.*.0" = "colwise", '
+    '"layers.*.2" = "rowwise" }\n',
+}
+STILL = ', and its parameters are still the shards of then ("{}" is a DTensor)'
+AGAIN = (
+    "compose was called with this module before{}; close does not take back what was done to its modules. Hand compose "
+    "a function that builds the model, or a module that is built anew, and for the weights trained so far call "
+    "run.save(...) before close and run.load(...) after compose"
+)
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def again(text, weights, then):
+    model = seeded(Layers)
+    composed(text, model).close()
+    with pytest.raises(TransformError) as caught:
+        composed(text, then(model), weights=weights)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("weights", ["check", "rank0"])
+@pytest.mark.parametrize("name", PLANS)
+def test_a_module_that_was_composed_before_is_refused_whatever_was_done_to_it(name, weights):
+    world = 1 if name == "recomputed" else 2
+    expected = AGAIN.format("" if name in ("recomputed", "bucketed") else STILL.format("layers.0.0.weight"))
+    assert run_ranks(again, world, PLANS[name], weights, lambda model: model) == [expected] * world
+
+
+def test_so_is_a_copy_of_it():
+    assert run_ranks(again, 1, PLANS["recomputed"], "check", copy.deepcopy) == [AGAIN.format("")]
+
+
+def untouched(text):
+    """Compose the same module twice where nothing is done to it; return both losses."""
+    model, (tokens, targets) = seeded(), unpadded()
+    found = []
+    for _ in range(2):
+        run = composed(text, model)
+        with run.step(0):
+            found.append(float(run.forward_backward(tokens, target=targets)))
+        run.close()
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "world"), [("", 1), ("[mesh]\npp = 2\n[train]\nmicrobatch = 2\n[scheduling.pipeline]\n", 2)]
+)
+def test_a_module_that_stayed_as_it_was_is_composed_again(text, world):
+    for first, second in run_ranks(untouched, world, text):
+        assert first == second
+
+
+def wrapped(how):
+    from torch.distributed.fsdp import fully_shard
+
+    model = seeded()
+    if how == "sharded":
+        fully_shard(model)
+    elif how == "whole":
+        model = nn.parallel.DistributedDataParallel(model)
+    else:
+        model.layers[1] = nn.DataParallel(model.layers[1])
+    with pytest.raises(TransformError) as caught:
+        composed(FSDP, model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "sharded",
+            '"tok.weight" is a DTensor before compose, so something else sharded the model; hand compose the model as '
+            "it was, and write the sharding into the manifest",
+        ),
+        (
+            "whole",
+            "DistributedDataParallel wraps the model before compose; hand compose what it wraps, its .module, and "
+            "write [sharding.ddp] into the manifest",
+        ),
+        (
+            "a block",
+            'DataParallel wraps "layers.1" before compose; hand compose what it wraps, its .module, and write '
+            "[sharding.ddp] into the manifest",
+        ),
+    ],
+)
+def test_what_another_library_did_before_is_refused(how, message):
+    assert run_ranks(wrapped, 2, how) == [message] * 2
