@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,29 +12,12 @@ from composer3d.runner.evaluation_metrics import accuracy
 from composer3d.runner.loss import make_loss, token_loss
 from composer3d.runner.loss_table import LossTable
 
-SCALED = """
-from torch.nn.functional import cross_entropy
-
-
-def scaled(logits, target, k=2.0):
-    return k * cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-
-
-def pair(logits, target):
-    return logits.sum(), 1
-"""
 TARGET = torch.tensor([[1, 3, -100]])
 
 
 @pytest.fixture
 def logits():
     return torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
-
-
-def made(folder, **options):
-    sys.modules.pop("scaled_losses", None)
-    (folder / "scaled_losses.py").write_text(SCALED)
-    return make_loss(LossTable(**options), folder)
 
 
 def test_the_logits_may_be_a_key_of_what_a_model_returns(logits):
@@ -53,12 +34,12 @@ def test_elements_are_compared_with_such_logits(tmp_path, logits):
 
 @pytest.mark.parametrize("reduction", ["sum", "mean"])
 def test_a_manifest_says_what_a_scaled_scalar_is(tmp_path, logits, reduction):
-    plain = made(tmp_path, use="scaled_losses:scaled")
+    plain = make_loss(LossTable(use="support.scaled_losses:scaled"), tmp_path)
     with pytest.raises(
         LossError, match=r'in a manifest \[train\] loss = { use = "module:callable", reduction = "sum" }'
     ):
         reduction_of(plain.function(logits, TARGET))
-    loss = made(tmp_path, use="scaled_losses:scaled", reduction=reduction, args={"k": 3.0})
+    loss = make_loss(LossTable(use="support.scaled_losses:scaled", reduction=reduction, args={"k": 3.0}), tmp_path)
     value = loss.function(logits, TARGET)
     total = 3.0 * F.cross_entropy(logits.flatten(0, 1), TARGET.flatten(), reduction="sum")
     assert reduction_of(value) == reduction
@@ -68,7 +49,7 @@ def test_a_manifest_says_what_a_scaled_scalar_is(tmp_path, logits, reduction):
 
 def test_a_reduction_of_what_says_its_count_itself_is_refused(tmp_path, logits):
     with pytest.raises(LossError) as caught:
-        made(tmp_path, use="scaled_losses:pair", reduction="sum").function(logits, TARGET)
+        make_loss(LossTable(use="support.scaled_losses:pair", reduction="sum"), tmp_path).function(logits, TARGET)
     assert str(caught.value) == (
         '[train] loss has reduction = "sum", which says what a scalar is, and the loss returned tuple; remove it'
     )
