@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -217,7 +217,11 @@ def freeze(
     """Collect what runs in steps, so that no step looks anything up; `make_guard` takes the arguments of `Guard`."""
     context, hooks = preparation.context, preparation.hooks
     group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
-    actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
+    acting = spans.Acting(is_watched=bool(hooks.freeze("composer3d_recorder")))
+    actions: list[StepAction] = [
+        replace(action, run=acting.named(registered.name, action.run))
+        for registered, action in hooks.collect("composer3d_step_actions", context=context)
+    ]
     if preparation.attachments.hooks:
         actions.append(gradient_hooks(preparation.attachments))
     streams = Streams(seed=context.manifest.train.seed, layout=context.layout, rank=context.rank, device=context.device)
@@ -232,19 +236,20 @@ def freeze(
         criterion=criterion,
     )
     engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
+    recorders = tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context))
     context.freeze(
-        recorders=tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
+        recorders=(acting, *recorders) if recorders else (),
         flight=flight,
         microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
         sharded=streams.sharded,
     )
     spans.watch_sharding(context)
-    unwatch = spans.watch_operators(context)
+    unwatch = spans.watch_operators(context, acting)
     scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
     states = {plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)}
 
     def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
-        return tuple(function for _, function in hooks.freeze(hook))
+        return tuple(acting.named(registered.name, function) for registered, function in hooks.freeze(hook))
 
     if flight is not None:
         flight.start()  # last: nothing that fails before has a thread to stop

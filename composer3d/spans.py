@@ -7,6 +7,8 @@ Nothing here is prepared, and nothing costs anything, where no plugin records sp
 from __future__ import annotations
 
 import contextlib
+import functools
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 Span = Callable[..., AbstractContextManager[None]]
 
-__all__ = ["opened", "waits", "watch_operators", "watch_own_forward", "watch_sharding"]
+__all__ = ["Acting", "opened", "waits", "watch_operators", "watch_own_forward", "watch_sharding"]
 
 _END = object()
 # nullcontext holds nothing and may be entered any number of times at once.
@@ -43,6 +45,56 @@ class _Spans:
     def __exit__(self, *error: object) -> None:
         for recorder, token in zip(reversed(self._recorders), reversed(self._tokens), strict=True):
             recorder.end(token)
+
+
+class Acting(threading.local):
+    """The plugin whose hook or step action runs now: collectives that it issues are in spans that name it.
+
+    A recorder as well, which knows whether a collective is in a span of the plugin's own already.
+
+    Args:
+        is_watched: Whether any plugin records spans.
+    """
+
+    def __init__(self, *, is_watched: bool) -> None:
+        self._is_watched = is_watched
+        self.plugin: str | None = None
+        self._open: list[str] = []
+
+    def begin(self, name: str, attributes: Mapping[str, Any]) -> bool:
+        """Note a span that is opened while a plugin acts."""
+        if self.plugin is None:
+            return False
+        self._open.append(name)
+        return True
+
+    def end(self, token: bool) -> None:
+        """Note that it is closed."""
+        if token and self._open:
+            self._open.pop()
+
+    def needs_span(self, op: str) -> bool:
+        """Tell whether a collective that is issued now is a plugin's, and in no span yet."""
+        return self.plugin is not None and (not self._open or self._open[-1] != op)
+
+    def attributes(self) -> dict[str, str]:
+        """Return what spans of collectives say of who issues them."""
+        return {} if self.plugin is None else {"plugin": self.plugin}
+
+    def named(self, plugin: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a plugin's function, during whose calls the plugin acts."""
+        if not self._is_watched:
+            return function
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before, self.plugin = self.plugin, plugin
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.plugin = before
+
+        return call
 
 
 def opened(recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> AbstractContextManager[None]:
@@ -106,28 +158,34 @@ def watch_sharding(context: RunContext) -> None:
                 _watch_group(group, all_gather, reduce_scatter, unit=name or "(root)", span=context.span)
 
 
-def watch_operators(context: RunContext) -> Callable[[], None]:
+def watch_operators(context: RunContext, acting: Acting) -> Callable[[], None]:
     """Open spans around collectives that operators issue (DTensor's, under tensor parallelism), inside of compiled code
-    too; return what ends it.
+    too, and around those that a plugin issues itself while it acts; return what ends it.
 
-    Each is two spans: one where it is issued, with its `bytes`, and `wait` where its result is needed, with its `op`.
-    Both name the mesh `axis`, or the axes joined by `+` where a group goes along several.
+    Each of an operator is two spans: one where it is issued, with its `bytes`, and `wait` where its result is needed,
+    with its `op`. A plugin's own is one, where it is issued. All name the mesh `axis`, or the axes joined by `+` where
+    a group goes along several, and the `plugin` whose hook or step action issues it.
 
     Args:
         context: Frozen.
+        acting: Which plugin acts.
     """
     if not context.has_recorders:
         return lambda: None
     names: dict[str, str] = {}
 
-    def named(group: Any) -> str:
+    def span(name: str, group: Any, **attributes: Any) -> AbstractContextManager[None]:
         if (key := torch_compat.group_name(group)) not in names:
             names[key] = _axes_of(group, context)
-        return names[key]
+        return context.span(name, axis=names[key], **acting.attributes(), **attributes)
 
-    return torch_compat.watch_operator_collectives(
-        lambda name, group, **attributes: context.span(name, axis=named(group), **attributes)
-    )
+    ends = torch_compat.watch_operator_collectives(span), torch_compat.watch_group_collectives(span, acting.needs_span)
+
+    def end() -> None:
+        for each in ends:
+            each()
+
+    return end
 
 
 def _axes_of(group: Any, context: RunContext) -> str:

@@ -6,13 +6,15 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.inspection import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import compress, print_problems, say, say_json
-from composer3d.errors import ManifestError
+from composer3d.cli.step_plan import StepRow, step_rows
+from composer3d.errors import ManifestError, OrderError, Problem
 
 if TYPE_CHECKING:
     from composer3d.preparation import Preparation
@@ -45,14 +47,15 @@ def execute(arguments: argparse.Namespace) -> int:
     """Check, and print; 2 if something is wrong."""
     with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
         found = _inspect(arguments)
-    ok = found.ok(strict=arguments.strict)
+        steps = _steps(found)
+        ok = found.ok(strict=arguments.strict)
     if arguments.json:
-        say_json({"ok": ok, **_report(found)})
+        say_json({"ok": ok, **_report(found, steps)})
     else:
         if found.problems:
             print_problems(found.ordered())
         if ok:
-            _show(found, with_groups=arguments.rank is not None)
+            _show(found, steps, with_groups=arguments.rank is not None)
     return 0 if ok else 2
 
 
@@ -66,13 +69,25 @@ def _inspect(arguments: argparse.Namespace) -> Inspection:
     return inspect(inspected, world_size=arguments.world_size, rank=rank, device=device, forward=True)
 
 
-def _report(found: Inspection) -> dict[str, Any]:
+def _steps(found: Inspection) -> list[StepRow]:
+    """Return what happens in every step; actions that cannot be ordered are a problem."""
+    if found.preparation is None or not found.ok(strict=False):
+        return []
+    try:
+        return step_rows(found.preparation)
+    except OrderError as error:
+        found.problems.append(Problem(message=str(error)))
+        return []
+
+
+def _report(found: Inspection, steps: Sequence[StepRow]) -> dict[str, Any]:
     """Return what `--json` prints, but for `ok`."""
     preparation, layout = found.preparation, found.layout
     rows = preparation.plan if preparation is not None else ()
     return {
         "problems": [problem.to_json() for problem in found.ordered()],
         "plan": [{"phase": row.phase, "name": row.name, "fqns": list(row.fqns)} for row in rows],
+        "step": [{key: value for key, value in asdict(row).items() if key != "note" or value} for row in steps],
         "world_size": None if layout is None else layout.world_size,
         "degrees": {} if layout is None else dict(layout.degrees),
         "coordinates": {} if preparation is None else dict(preparation.context.coordinates),
@@ -95,8 +110,8 @@ def _span(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
 
 
-def _show(found: Inspection, *, with_groups: bool) -> None:
-    """Print the layout and the plan."""
+def _show(found: Inspection, steps: Sequence[StepRow], *, with_groups: bool) -> None:
+    """Print the layout, the plan, and what happens in every step."""
     preparation = found.preparation
     assert preparation is not None, "without a problem there is a plan"
     context = preparation.context
@@ -108,3 +123,7 @@ def _show(found: Inspection, *, with_groups: bool) -> None:
                 say(f"{axis:<12} is of {len(ranks)} ranks: {_span(ranks)}")
     for row in preparation.plan:
         say(f"{row.phase:<12} {row.name:<24} {compress(row.fqns)}")
+    if steps:
+        say("in every step:")
+    for step in steps:
+        say(f"  {step}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from composer3d.torch_compat.buckets import watch_buckets
 from composer3d.torch_compat.compiling import compile_module, trace_quantisers
+from composer3d.torch_compat.group_calls import watch_group_collectives
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -191,6 +192,7 @@ __all__ = [
     "unviewed",
     "wait_for_message",
     "watch_buckets",
+    "watch_group_collectives",
     "watch_operator_collectives",
     "watching_messages",
     "with_attributes_of",

@@ -191,7 +191,7 @@ def merge(records: Sequence[Record], clock: DeviceClock | None, *, together: boo
     Args:
         records: Of one batch.
         clock: For marks of a device.
-        together: Merge records of one name, one parent and one collective group.
+        together: Merge records of one name, one parent, one collective group and the plugin that issued it.
     """
     found: dict[Any, _Merged] = {}
     of_record: dict[int, _Merged] = {}
@@ -201,7 +201,8 @@ def merge(records: Sequence[Record], clock: DeviceClock | None, *, together: boo
             start_ns, end_ns = clock.time_ns(record.begin_event), clock.time_ns(record.end_event)
         parent = of_record.get(id(record.parent))
         own = record.attributes
-        key = (id(parent), record.name, own.get("group"), own.get("axis")) if together else id(record)
+        who = (own.get("group"), own.get("axis"), own.get("plugin"))
+        key = (id(parent), record.name, *who) if together else id(record)
         merged = found.get(key)
         if merged is None:
             merged = _Merged(record, parent, start_ns, end_ns, dict(own), busy_ns=end_ns - start_ns)
