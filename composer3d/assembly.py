@@ -206,6 +206,17 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     )
 
 
+def _actions(preparation: Preparation, acting: spans.Acting) -> tuple[StepAction, ...]:
+    """Collect the actions of every step, in their order."""
+    actions: list[StepAction] = [
+        replace(action, run=acting.named(registered.name, action.run))
+        for registered, action in preparation.hooks.collect("composer3d_step_actions", context=preparation.context)
+    ]
+    if preparation.attachments.hooks:
+        actions.append(gradient_hooks(preparation.attachments))
+    return order(actions)
+
+
 def freeze(
     preparation: Preparation,
     criterion: Criterion,
@@ -218,17 +229,11 @@ def freeze(
     context, hooks = preparation.context, preparation.hooks
     group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
     acting = spans.Acting(is_watched=bool(hooks.freeze("composer3d_recorder")))
-    actions: list[StepAction] = [
-        replace(action, run=acting.named(registered.name, action.run))
-        for registered, action in hooks.collect("composer3d_step_actions", context=context)
-    ]
-    if preparation.attachments.hooks:
-        actions.append(gradient_hooks(preparation.attachments))
     streams = Streams(seed=context.manifest.train.seed, layout=context.layout, rank=context.rank, device=context.device)
     flight = _flight(preparation, guarded=plan is not None)
     engine = StepEngine(
         context=context,
-        actions=order(actions),
+        actions=_actions(preparation, acting),
         guard=_guard(preparation, group, device, plan, make_guard),
         flight=flight,
         ledger=_ledger(preparation, group, device),

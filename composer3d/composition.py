@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,25 +19,22 @@ from composer3d.evaluation import Evaluation, evaluating, let_go
 from composer3d.in_backward import BackwardStepper
 from composer3d.measurement import measure
 from composer3d.optimizer import compose_step, make_optimizer
+from composer3d.own_loop import OwnLoop
 from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
-from composer3d.protocol import Part, Stateful
-from composer3d.sampling import Sampler, sampler_of
-from composer3d.shared_loader import shared_loader
+from composer3d.protocol import Stateful
 from composer3d.step_state import StepState
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
-    from torch.utils.data import DataLoader
 
-    from composer3d.context import RunContext
 
 __all__ = ["Composition"]
 
 
-class Composition:
+class Composition(OwnLoop):
     """A composed model. Everything here is collective: all ranks call the same methods in the same order."""
 
     def __init__(self, assembled: Assembled) -> None:
@@ -52,16 +50,6 @@ class Composition:
     # ---- what there is -----------------------------------------------------------------------------------------------
 
     @property
-    def context(self) -> RunContext:
-        """What plugins see."""
-        return self._assembled.context
-
-    @property
-    def parts(self) -> tuple[Part, ...]:
-        """This rank's stages; without a pipeline one, the whole model."""
-        return self.context.parts
-
-    @property
     def plan(self) -> tuple[PlanRow, ...]:
         """What was done to the model, in order."""
         return self._assembled.plan
@@ -75,34 +63,6 @@ class Composition:
     def coordinates(self) -> Mapping[str, int]:
         """This rank's index along every axis."""
         return self.context.coordinates
-
-    @property
-    def model(self) -> nn.Module:
-        """The model, for a loop that keeps its own forward.
-
-        Raises:
-            StepError: A schedule runs the forward itself.
-        """
-        if self._assembled.has_schedule:
-            raise StepError("the manifest has a pipeline, which runs the forward itself; use run.forward_backward(...)")
-        return self.parts[0].module
-
-    @property
-    def has_grad_scaler(self) -> bool:
-        """Whether a plugin scales the loss; gradients that are not finite are then its to find, and to skip."""
-        return self._engine.scaler is not None
-
-    @contextlib.contextmanager
-    def without_grad_scaler(self) -> Iterator[None]:
-        """Leave gradients as they are inside, for a loop that computes losses and backwards without this composition.
-
-        A plugin's loss scaler would divide them by a scale that they were not multiplied with.
-        """
-        scaler, self._engine.scaler, self._engine.is_plain = self._engine.scaler, None, True
-        try:
-            yield
-        finally:
-            self._engine.scaler, self._engine.is_plain = scaler, False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under the FQNs of the whole model, each tensor once; none of them gathered."""
@@ -165,25 +125,6 @@ class Composition:
             train=self._assembled.schedule.train,
         )
 
-    def backward(self, loss: Any, *, last: bool = True) -> Tensor | None:
-        """Run backward of a loss that the loop computed with `run.model`.
-
-        Args:
-            loss: A scalar mean or sum, `(sum, count)`, or a `Loss`.
-            last: Whether it is the last one of this step.
-
-        Returns:
-            None unless `last`; else the mean loss over all ranks, undivided where the loop passed `loss / n`.
-
-        Raises:
-            StepError: With a pipeline.
-        """
-        if self._assembled.has_schedule:
-            raise StepError(
-                "the manifest has a pipeline, which runs the backward itself; use run.forward_backward(...)"
-            )
-        return self._engine.backward(loss, last=last)
-
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
         """Run the forward of one batch without gradients, in evaluation mode; inside or outside a step.
 
@@ -216,6 +157,10 @@ class Composition:
         Returns:
             The norm before, the same on every rank.
         """
+        import torch
+
+        if not self.sync_gradients:
+            return torch.tensor(math.nan)
         parameters, stepper = self._engine.clipped(max_norm), self._engine.stepper
         where: Any = {"group": self._assembled.group, "device": self._assembled.control_device}
         with self.context.span("all_reduce", group="norm", axis="world"):
@@ -270,24 +215,14 @@ class Composition:
             raise StepError("run.optimizer(...) was called twice; a composition has one optimizer, with groups")
         let_go(self.parts)
         optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=self._assembled.hooks)
-        self._optimizer = self._engine.optimizer = compose_step(optimizer, self._engine.optimizer_step)
+        self._optimizer = self._engine.optimizer = compose_step(
+            optimizer, self._engine.optimizer_step, waits=lambda: not self.sync_gradients
+        )
         if in_backward:
             self._engine.stepper = BackwardStepper(
                 optimizer, self.context, actions=self._engine.actions, has_schedule=self._assembled.has_schedule
             )
         return self._optimizer
-
-    def sampler(self, dataset: Any) -> Sampler:
-        """Return a batch sampler for a map-style dataset: sample i of step s is a function of the seed and s.
-
-        Args:
-            dataset: Anything with a length; or the length.
-        """
-        return sampler_of(dataset, self.context)
-
-    def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a DataLoader that reads this rank's part of every batch of another one, which is the global batch."""
-        return shared_loader(loader, self.context)
 
     def attach(self, name: str, stateful: Stateful) -> None:
         """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.
@@ -381,6 +316,7 @@ class Composition:
             return
         self._closed = True
         self._engine.own_steps.abandon()
+        self._engine.accumulated.close()
         stepper = self._engine.stepper
         plugins = self._assembled.hooks.freeze("composer3d_close")
         close_all(

@@ -90,8 +90,10 @@ def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**group, "params": parameters} for parameters in kinds.values()]
 
 
-def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any]) -> torch.optim.Optimizer:
-    """Give an optimizer a subclass whose `step` is run by the composition.
+def compose_step(
+    optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any], *, waits: Callable[[], bool]
+) -> torch.optim.Optimizer:
+    """Give an optimizer a subclass whose `step` is run by the composition, and whose `zero_grad` may wait.
 
     A subclass, because learning-rate schedulers want a real Optimizer with a bound `step`, and isinstance checks want
     the class that was asked for.
@@ -99,9 +101,14 @@ def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], A
     Args:
         optimizer: Made, not yet stepped.
         run: Called with the optimizer's own step; decides whether and when it runs.
+        waits: Whether gradients are to be kept, because a step's further micro-batches add to them.
     """
     cls = type(optimizer)
     inner = cls.step
+
+    def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
+        if not waits():
+            cls.zero_grad(self, set_to_none)
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
         if closure is not None:
@@ -112,5 +119,7 @@ def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], A
     step.hooked = True  # type: ignore[attr-defined]
     # Checkpoints unwrap `step` down to the bare one: no hook takes the making of state for a step.
     step.__wrapped__ = inner  # type: ignore[attr-defined]
-    optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
+    optimizer.__class__ = type(
+        cls.__name__, (cls,), {"step": step, "zero_grad": zero_grad, "__module__": cls.__module__}
+    )
     return optimizer

@@ -40,6 +40,11 @@ class Persistence:
         self._attached: dict[str, Stateful] = {}
         self._saver: checkpoint.AsyncSaver | None = None
 
+    @property
+    def attached(self) -> tuple[Stateful, ...]:
+        """What the loop added."""
+        return tuple(self._attached.values())
+
     def attach(self, name: str, stateful: Stateful) -> None:
         """Add something to what is saved; see `Composition.attach`."""
         if name in self._attached:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import BatchError, StepError
@@ -11,9 +12,12 @@ from composer3d.initialisation import seed_of
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from composer3d.accumulated_steps import AccumulatedSteps
     from composer3d.context import RunContext
 
 __all__ = ["shared_loader"]
+
+_END = object()
 
 
 class _Part:
@@ -44,8 +48,19 @@ class _Part:
         return len(self._batches)
 
 
-def shared_loader(loader: DataLoader[Any], context: RunContext) -> DataLoader[Any]:
-    """Return a loader of this rank's samples; see `Composition.loader`."""
+def _saying_the_last(batches: Iterator[Any], accumulated: AccumulatedSteps) -> Iterator[Any]:
+    """Yield batches; a loop that evaluates on another loader meanwhile finds what it was told before."""
+    before = accumulated.has_ended
+    try:
+        for batch, following in pairwise(chain(batches, (_END,))):
+            accumulated.has_ended = following is _END
+            yield batch
+    finally:
+        accumulated.has_ended = before
+
+
+def shared_loader(loader: DataLoader[Any], context: RunContext, accumulated: AccumulatedSteps) -> DataLoader[Any]:
+    """Return a loader of this rank's samples that says which batch is its last; see `Composition.loader`."""
     from torch.utils.data import DataLoader, IterableDataset
 
     if loader.batch_sampler is None or isinstance(loader.dataset, IterableDataset):
@@ -55,4 +70,9 @@ def shared_loader(loader: DataLoader[Any], context: RunContext) -> DataLoader[An
         )
     kept = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor")
     options = {name: getattr(loader, name) for name in (*kept, "multiprocessing_context", "persistent_workers")}
-    return DataLoader(loader.dataset, batch_sampler=_Part(loader.batch_sampler, context), **options)
+
+    class Shared(DataLoader[Any]):
+        def __iter__(self) -> Any:
+            return _saying_the_last(super().__iter__(), accumulated)
+
+    return Shared(loader.dataset, batch_sampler=_Part(loader.batch_sampler, context), **options)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients
+from composer3d.accumulated_steps import AccumulatedSteps
 from composer3d.batch import cut
 from composer3d.criterion import Criterion
 from composer3d.errors import StepError
@@ -55,6 +56,7 @@ class StepEngine:
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
         self.loop = LoopState(context)
+        self.accumulated = AccumulatedSteps()
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = False  # the loop runs backwards without this composition, and knows it
         self.scaler: GradScaler | None = None
@@ -339,8 +341,8 @@ class StepEngine:
 
     def optimizer_step(self, inner: Callable[[], Any]) -> Any:
         """Run an optimizer step, unless some rank vetoes it."""
-        if self._bypassed:
-            return inner()
+        if self._bypassed or not self.accumulated.is_last:
+            return inner() if self._bypassed else None
         state = self.current("optimizer.step")
         self.gradients_ready("optimizer.step")
         state.vetoes = self._decide(state)

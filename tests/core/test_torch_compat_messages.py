@@ -218,3 +218,26 @@ def test_a_message_is_waited_for_no_longer_than_a_collective(how):
     run_ranks(wait_for_a_message, 2, how)
     with fake_world(2), torch_compat.bounded_messages(dist.group.WORLD, torch.device("cpu")):
         assert (schedules._batch_p2p, distributed_c10d.batch_isend_irecv) == before
+
+
+def test_collectives_that_python_code_calls_for_are_watched_until_the_end():
+    from contextlib import nullcontext
+
+    seen = []
+
+    def span(op, group, **attributes):
+        seen.append((op, group.size(), attributes["bytes"]))
+        return nullcontext()
+
+    with fake_world(2):
+        end = torch_compat.watch_group_collectives(span, lambda op: op != "broadcast")
+        try:
+            dist.all_reduce(torch.ones(3))
+            dist.broadcast(torch.ones(3), src=0)
+            dist.all_gather([torch.ones(2), torch.ones(2)], torch.ones(2))
+            dist.all_to_all_single(torch.ones(4), torch.ones(4))
+            dist.barrier()
+        finally:
+            end()
+        dist.all_reduce(torch.ones(3))
+    assert seen == [("all_reduce", 2, 12), ("all_gather", 2, 16), ("all_to_all", 2, 16), ("barrier", 2, 0)]

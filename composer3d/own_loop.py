@@ -1,0 +1,128 @@
+"""What a composition is to a loop that keeps its own forward and backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from composer3d.assembly import Assembled
+from composer3d.errors import StepError
+from composer3d.sampling import Sampler, sampler_of
+from composer3d.shared_loader import shared_loader
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.utils.data import DataLoader
+
+    from composer3d.context import RunContext
+    from composer3d.persistence import Persistence
+    from composer3d.protocol import Part
+    from composer3d.step import StepEngine
+
+__all__ = ["OwnLoop"]
+
+
+class OwnLoop:
+    """The part of a composition that such a loop calls; `Composition` is one."""
+
+    _assembled: Assembled
+    _engine: StepEngine
+    _persistence: Persistence
+
+    @property
+    def context(self) -> RunContext:
+        """What plugins see."""
+        return self._assembled.context
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """This rank's stages; without a pipeline one, the whole model."""
+        return self.context.parts
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, for a loop that keeps its own forward.
+
+        Raises:
+            StepError: A schedule runs the forward itself.
+        """
+        if self._assembled.has_schedule:
+            raise StepError("the manifest has a pipeline, which runs the forward itself; use run.forward_backward(...)")
+        return self.parts[0].module
+
+    @property
+    def has_grad_scaler(self) -> bool:
+        """Whether a plugin scales the loss; gradients that are not finite are then its to find, and to skip."""
+        return self._engine.scaler is not None
+
+    @contextlib.contextmanager
+    def without_grad_scaler(self) -> Iterator[None]:
+        """Leave gradients as they are inside, for a loop that computes losses and backwards without this composition.
+
+        A plugin's loss scaler would divide them by a scale that they were not multiplied with.
+        """
+        scaler, self._engine.scaler, self._engine.is_plain = self._engine.scaler, None, True
+        try:
+            yield
+        finally:
+            self._engine.scaler, self._engine.is_plain = scaler, False
+
+    def backward(self, loss: Any, *, last: bool | None = None) -> Tensor | None:
+        """Run backward of a loss that the loop computed with `run.model`.
+
+        Args:
+            loss: A scalar mean or sum, `(sum, count)`, or a `Loss`.
+            last: Whether it is the last one of this step; None, the default, says so, but for the micro-batches of
+                `accumulate` that are not.
+
+        Returns:
+            None unless `last`; else the mean loss over all ranks, undivided where the loop passed `loss / n`.
+
+        Raises:
+            StepError: With a pipeline.
+        """
+        if self._assembled.has_schedule:
+            raise StepError(
+                "the manifest has a pipeline, which runs the backward itself; use run.forward_backward(...)"
+            )
+        return self._engine.backward(loss, last=self._engine.accumulated.is_last if last is None else last)
+
+    @contextlib.contextmanager
+    def accumulate(self, num_microbatches: int, *, last: bool = False) -> Iterator[None]:
+        """Run a micro-batch of the loop's own; `num_microbatches` of them are one step, which opens and closes itself.
+
+        In all but the last of a group the optimizer's `step` and `zero_grad`, `step` of its schedulers that are
+        attached, and `clip_grad_norm_`, which returns NaN then, do nothing, and data parallelism reduces no gradients
+        but those that it keeps sharded. All micro-batches of a group weigh the same, also where one has fewer.
+
+        Args:
+            num_microbatches: Of a step.
+            last: End the group here, at the end of an epoch for example; batches of `run.loader(...)` say so.
+
+        Raises:
+            StepError: The loop opened a step itself, or changed the learning rate inside a group.
+        """
+        engine = self._engine
+        if engine.state is not None and not engine.own_steps.is_open:
+            raise StepError("run.accumulate(...) was called inside run.step(...), whose micro-batches are its own")
+        attached = self._persistence.attached
+        with engine.accumulated.microbatch(num_microbatches, last=last, optimizer=engine.optimizer, attached=attached):
+            yield
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether gradients are complete after this micro-batch, so that the optimizer steps; see `accumulate`."""
+        return self._engine.accumulated.is_last
+
+    def sampler(self, dataset: Any) -> Sampler:
+        """Return a batch sampler for a map-style dataset: sample i of step s is a function of the seed and s.
+
+        Args:
+            dataset: Anything with a length; or the length.
+        """
+        return sampler_of(dataset, self.context)
+
+    def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Return a DataLoader that reads this rank's part of every batch of another one, which is the global batch."""
+        return shared_loader(loader, self.context, self._engine.accumulated)
