@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
 from composer3d.evaluation import let_go
+from composer3d.gradients import local
 from composer3d.ordering import Order
 from composer3d.protocol import Stateful
 
@@ -56,7 +58,14 @@ class Persistence:
         with _plain_state(optimizer, write=False):
             self._save(path, optimizer, asynchronous=asynchronous)
 
-    def _save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
+    def snapshot(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return a copy of what would be saved; see `Composition.snapshot`."""
+        with _plain_state(optimizer, write=False):
+            tensors, state = self._saved(optimizer)
+            return {key: local(tensor).clone().cpu() for key, tensor in tensors.items()}, copy.deepcopy(state)
+
+    def _saved(self, optimizer: torch.optim.Optimizer | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return what is saved: tensors by key, and the rest in JSON."""
         tensors: dict[str, Tensor] = self._model_tensors()
         state: dict[str, Any] = {"format": FORMAT, "states": {}, "next_step": self._assembled.engine.own_steps.next}
         if optimizer is not None:
@@ -66,6 +75,10 @@ class Persistence:
         state["dispensable"] = _dispensable(stateful)
         for prefix, thing in stateful.items():
             state["states"][prefix] = _take_out(thing.state_dict(), prefix, tensors)
+        return tensors, state
+
+    def _save(self, path: Path, optimizer: torch.optim.Optimizer | None, *, asynchronous: bool) -> None:
+        tensors, state = self._saved(optimizer)
         with self._assembled.context.span("checkpoint", action="save", asynchronous=asynchronous):
             tensors |= {key: _rewritten(tensor, order.model) for key, tensor, order in self._reordered(tensors)}
             if asynchronous:

@@ -12,7 +12,18 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["COMPARED", "EXACT", "Fit", "Limits", "difference", "fit", "relative", "scale_of", "tolerances"]
+__all__ = [
+    "COMPARED",
+    "EXACT",
+    "Fit",
+    "Limits",
+    "difference",
+    "fit",
+    "largest_of",
+    "relative",
+    "scale_of",
+    "tolerances",
+]
 
 EXACT = 1e-12
 # Gradients of the first step, before and after clipping; of later steps, which rest on updates, both together.
@@ -30,7 +41,17 @@ def scale_of(tensors: Iterable[Tensor]) -> float:
     other noise in a layout; its relative error says nothing. The noise of float64 is 2^-52 of what was added up, which
     is no more than the largest value of all tensors: that much, and no more, is let pass as 1e-12.
     """
-    return _FLOOR * max((float(tensor.abs().max()) for tensor in tensors if tensor.numel()), default=0.0)
+    return _FLOOR * max((largest_of(tensor) for tensor in tensors if tensor.numel()), default=0.0)
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Return the largest absolute value; NaN where there is one. It reads the tensor once, and writes nothing."""
+    import torch
+
+    if not tensor.is_floating_point():
+        return float(tensor.abs().max())
+    least, most = torch.aminmax(tensor.detach())
+    return float(torch.maximum(-least, most))
 
 
 def difference(actual: Tensor, reference: Tensor, *, scale: float = 0.0) -> float:
@@ -42,10 +63,10 @@ def difference(actual: Tensor, reference: Tensor, *, scale: float = 0.0) -> floa
     if not reference.numel():
         return 0.0
     one, other = actual.to("cpu", torch.float64), reference.to("cpu", torch.float64)
-    distance = float((one - other).abs().max())
+    distance = largest_of(one - other)
     if distance == 0.0:
         return 0.0
-    largest = max(float(other.abs().max()), scale)
+    largest = max(largest_of(other), scale)
     return distance / largest if largest else math.inf
 
 

@@ -19,7 +19,8 @@ from composer3d.proof.one_device import of_dtype
 from composer3d.proof.reached import noting_reached
 from composer3d.proof.reference import Reference, ReferenceStep
 from composer3d.proof.replicas import Holding, held_buffers, held_tensors, saved_buffers
-from composer3d.proof.subject import Arithmetic, Subject
+from composer3d.proof.resuming import Looped, Restored, go_on, resume
+from composer3d.proof.subject import Arithmetic, Subject, settled
 
 if TYPE_CHECKING:
     import torch
@@ -90,6 +91,7 @@ class RankSteps:
         buffers: What this rank holds of buffers after the last step and what the loop does before it saves.
         stale: What was computed from other parameters than the last step left.
         off: How far those buffers are from one device's, where every rank sees all samples.
+        restored: How a run that was saved and loaded went on; None where none was.
     """
 
     steps: list[RankStep] = field(default_factory=list)
@@ -98,6 +100,7 @@ class RankSteps:
     buffers: dict[str, Holding] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
     off: dict[str, float] = field(default_factory=dict)
+    restored: Restored | None = None
 
 
 def run_composed(
@@ -108,6 +111,7 @@ def run_composed(
     tolerances: Limits,
     folder: Path,
     keep: Path | None,
+    resumes: bool = False,
 ) -> RankSteps:
     """Run the reference's steps on this rank of the composition.
 
@@ -118,27 +122,49 @@ def run_composed(
         tolerances: By what is compared; only what is beyond is examined further.
         folder: Where it is left which parameters the forwards reach.
         keep: Where the first step's gradients are left if they are wrong; None leaves nothing.
+        resumes: Save after the last step, and let a fresh run load that and go on.
 
     Memory: all gradients and parameters in full, and the reference. Collectives: the run's, and those of `gather_full`.
     """
     result = RankSteps()
-    with subject.composed(which, subject.manifest_for(which)) as run, noting_reached(run, folder):
-        optimizer = subject.make_optimizer(run)
-        result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
-        result.initial = deviations_of(run, _parameters(run), reference.initial, tolerances, "parameters")
-        averages = None if subject.make_averages is None else subject.make_averages(run)
-        previous = None
-        for number, expected in enumerate(reference.steps):
-            beginning = _Beginning(start=reference.initial, previous=previous, reduce_dtype=reference.reduce_dtype)
-            step = _step(subject, run, optimizer, averages, number, which, expected, tolerances, keep, beginning)
-            result.steps.append(step)
-            previous = expected
-        result.stale = stale_values(run)
-        if subject.average_buffers is not None:
-            subject.average_buffers(run)
-        result.buffers = held_buffers(run)
-        result.off = _off(run, reference)
+    gone = None
+    with subject.composed(which, subject.manifest_for(which), draws=True) as run, noting_reached(run, folder):
+        with settled(run):
+            optimizer, averages = _run_steps(subject, which, run, reference, result, tolerances, keep)
+        if resumes:
+            loop = Looped.attached(subject, run, optimizer, averages)
+            gone = go_on(subject, which, run, loop, step=len(reference.steps), folder=folder)
+    if gone is not None:
+        result.restored = resume(subject, which, gone)
     return result
+
+
+def _run_steps(
+    subject: Subject,
+    which: Arithmetic,
+    run: Composition,
+    reference: Reference,
+    result: RankSteps,
+    tolerances: Limits,
+    keep: Path | None,
+) -> tuple[torch.optim.Optimizer, Averages | None]:
+    """Run the steps, note them in `result`, and return the loop's optimizer and averages."""
+    optimizer = subject.make_optimizer(run)
+    result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
+    result.initial = deviations_of(run, _parameters(run), reference.initial, tolerances, "parameters")
+    averages = None if subject.make_averages is None else subject.make_averages(run)
+    previous = None
+    for number, expected in enumerate(reference.steps):
+        beginning = _Beginning(start=reference.initial, previous=previous, reduce_dtype=reference.reduce_dtype)
+        step = _step(subject, run, optimizer, averages, number, which, expected, tolerances, keep, beginning)
+        result.steps.append(step)
+        previous = expected
+    result.stale = stale_values(run)
+    if subject.average_buffers is not None:
+        subject.average_buffers(run)
+    result.buffers = held_buffers(run)
+    result.off = _off(run, reference)
+    return optimizer, averages
 
 
 def _off(run: Composition, reference: Reference) -> dict[str, float]:

@@ -11,6 +11,7 @@ from composer3d.proof.activations import INPUTS, LOSS, TARGETS, Difference
 from composer3d.proof.deviations import Deviation
 from composer3d.proof.gains import multiplied
 from composer3d.proof.gradient_causes import GRADIENT_RULES, backward
+from composer3d.proof.restored import causes_of_restored
 from composer3d.proof.shares import explain_shares
 from composer3d.proof.update_causes import UPDATE_RULES, initial, stale
 from composer3d.proof.verdict import Evidence
@@ -29,7 +30,7 @@ def diagnose(evidence: Evidence) -> list[str]:
         return [UNREPEATABLE]
     lines = [line for rule in (*_FIRST_RULES, *GRADIENT_RULES) for line in rule(evidence)]
     lines += backward(evidence, is_explained=bool(lines))
-    lines += [line for rule in (_forward, *UPDATE_RULES, _streams) for line in rule(evidence)]
+    lines += [line for rule in (_forward, *UPDATE_RULES, _streams, causes_of_restored) for line in rule(evidence)]
     return list(dict.fromkeys(lines or _roundings(evidence)))
 
 

@@ -13,10 +13,12 @@ from composer3d.proof.subject import Subject
 from composer3d.protocol import Batch
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from composer3d import Composition, Manifest
     from composer3d.runner.data import Batch as RunBatch
+    from composer3d.runner.lr_schedule import LRSchedule
 
 __all__ = ["read_manifest", "subject_of", "truncate_blocks"]
 
@@ -89,6 +91,7 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
             opened, tables["data"], seed=tables["train"].seed, num_samples=tables["train"].microbatch or 1
         ),
         prepare=lambda run: _bound_waiting(run, tables["run"].timeout_s or _PATIENCE_S),
+        make_schedule=lambda run, optimizer: _schedule(manifest, optimizer),
     )
 
 
@@ -100,6 +103,14 @@ def _bound_waiting(run: Composition, timeout_s: float) -> None:
 
     if dist.get_backend() != "fake":
         set_timeout(run, timeout_s)
+
+
+def _schedule(manifest: Manifest, optimizer: torch.optim.Optimizer) -> LRSchedule:
+    """Return the run's schedule."""
+    from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
+
+    table, num_steps = manifest.tables["lr_schedule"], manifest.tables["train"].steps
+    return LRSchedule(optimizer, multiplier_of(table, num_steps=num_steps, folder=manifest.document.folder))
 
 
 def _cpu() -> Any:

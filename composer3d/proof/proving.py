@@ -10,10 +10,12 @@ from pathlib import Path
 
 from composer3d.mesh import Layout, Role
 from composer3d.proof.diagnosis import UNREPEATABLE, diagnose
+from composer3d.proof.failures import failures_of
 from composer3d.proof.reached import Uneven
+from composer3d.proof.restored import notes_of_restored
 from composer3d.proof.session import Launch, RankReport, ReferenceReport, Session
 from composer3d.proof.subject import Arithmetic, Subject
-from composer3d.proof.verdict import Evidence, Verdict, failures_of, gather_evidence
+from composer3d.proof.verdict import Evidence, Verdict, gather_evidence
 
 __all__ = ["prove"]
 
@@ -74,9 +76,20 @@ def prove(
         failures=failures,
         diagnosis=tuple(diagnose(evidence)) if failures else (),
         reduced=reduced,
-        notes=(*notes, *_mixed(told), *_unwritten(told), *_coarse(told), *_untraceable(ranks)),
+        notes=(*notes, *_notes(evidence)),
         num_steps=num_steps,
     )
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    told = evidence.told
+    return [
+        *_mixed(told),
+        *_unwritten(told),
+        *_coarse(told),
+        *_untraceable(evidence.ranks),
+        *notes_of_restored(evidence),
+    ]
 
 
 def _stated(told: ReferenceReport, tolerance: float) -> ReferenceReport:

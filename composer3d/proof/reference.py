@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.evaluation import let_go
 from composer3d.gradients import local
+from composer3d.proof.comparison import largest_of
 from composer3d.proof.gains import Gain, gains_of
 from composer3d.proof.one_device import alone, copies, count_of, loss_of, microbatches, objective_of, rest_of_divisor
 from composer3d.proof.replicas import saved_buffers
@@ -180,7 +181,7 @@ def _samples(
     found = []
     for number in range(_NUM_SAMPLES):
         # In their own dtype, so that every arithmetic has the same.
-        _set_weights(run, {fqn: w * (1.0 + _APART * signs(w, number)) for fqn, w in matrices.items()})
+        _set_weights(run, {fqn: signs(w, number).mul_(_APART).add_(1.0).mul_(w) for fqn, w in matrices.items()})
         run.parameters_changed()
         # With a graph, by whose last operation a plain loss is known for a sum or a mean.
         with run.step(0):
@@ -224,7 +225,8 @@ def _step(
     for parameter in parameters.values():
         assert parameter.grad is not None, "chosen so"
         parameter.grad.mul_(factor)
-    clipped = copies({fqn: p.grad for fqn, p in parameters.items()})
+    # Of the same tensors a file has one copy.
+    clipped = gradients if factor == 1.0 else copies({fqn: p.grad for fqn, p in parameters.items()})
     if nudge:
         _nudge(parameters, nudge)
     optimizer.step()
@@ -246,7 +248,8 @@ def _nudge(parameters: Mapping[str, Any], size: float | Mapping[str, float]) -> 
     The largest is that of all gradients: where large terms cancel, as in the bias of keys before a softmax, what is
     left is rounding noise of their size, and optimizers that divide by it make full steps of it.
     """
-    largest = max((local(p.grad).abs().max() for p in parameters.values() if local(p.grad).numel()), default=0.0)
+    grads = [local(parameter.grad) for parameter in parameters.values()]
+    largest = max((largest_of(grad) for grad in grads if grad.numel()), default=0.0)
     for fqn, parameter in parameters.items():
         grad = local(parameter.grad)
         amount = size * largest if isinstance(size, float) else size.get(fqn, 0.0)
@@ -255,7 +258,7 @@ def _nudge(parameters: Mapping[str, Any], size: float | Mapping[str, float]) -> 
         if grad.dim() > 1 and not isinstance(size, float):
             # In few digits, though, terms cancel to zero in one order and not in another.
             felt |= felt.any(-1, keepdim=True) & felt.any(-2, keepdim=True)
-        grad.add_(signs(grad) * felt * amount)
+        grad.add_(signs(grad).mul_(felt).mul_(amount))
 
 
 def _set_weights(run: Composition, weights: Mapping[str, Tensor]) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from composer3d.proof.restored import text_of_restored
 from composer3d.proof.verdict import Evidence, Kind, Verdict
 
 __all__ = ["to_json", "to_text"]
@@ -62,6 +63,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
             ],
             "tolerance": {name: dict(limits) for name, limits in evidence.told.tolerances.items()},
             "own_dtype": _own(evidence),
+            "resumed": next(iter(text_of_restored(evidence)), None),
             "degrees": dict(evidence.layout.degrees),
             **tail,
         }
@@ -109,7 +111,7 @@ def to_text(verdict: Verdict) -> str:
     if evidence is not None:
         size = evidence.layout.world_size
         lines.append(f"{evidence.layout} = {size} ranks, {verdict.num_steps} steps, against one device")
-        lines += _text_of_numbers(evidence)
+        lines += [*_text_of_numbers(evidence), *text_of_restored(evidence)]
         rows = verdict.table()
         lines += ["", *_columns(("parameter", "placement", "gradient", "update"), _cells(verdict))]
         if len(rows) > _SHOWN:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from composer3d.proof.comparison import COMPARED, difference, scale_of
+from composer3d.proof.comparison import COMPARED, difference, largest_of, scale_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,8 +24,8 @@ def noise(rounded: Reference, exact: Reference) -> dict[str, float]:
     found: dict[str, float] = {}
     for one, other in zip(rounded.steps, exact.steps, strict=True):
         for fqn in one.clipped.keys() & other.clipped.keys():
-            distance = (one.clipped[fqn].double() - other.clipped[fqn].double()).abs()
-            found[fqn] = max(found.get(fqn, 0.0), float(distance.max()) if distance.numel() else 0.0)
+            distance = one.clipped[fqn].double() - other.clipped[fqn].double()
+            found[fqn] = max(found.get(fqn, 0.0), largest_of(distance) if distance.numel() else 0.0)
     return found
 
 
@@ -92,5 +92,9 @@ def signs(tensor: Tensor, level: int = 0) -> Tensor:
     """Return 1 and -1 by turns, each 2^level times."""
     import torch
 
-    turns = (torch.arange(tensor.numel(), device=tensor.device) >> level) % 2
-    return (1.0 - 2.0 * turns.to(tensor.dtype)).view_as(tensor)
+    turns = torch.ones(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
+    width = 1 << level
+    whole = tensor.numel() // (2 * width) * 2 * width
+    turns[:whole].view(-1, 2, width)[:, 1].fill_(-1.0)
+    turns[whole + width :].fill_(-1.0)
+    return turns.view_as(tensor)

@@ -231,8 +231,10 @@ def composed_rank(
     for which in passes:
         reference = torch.load(folder / f"reference-{which}.pt", weights_only=False, map_location="cpu")
         keep = folder / "wrong.pt" if which == "float64" else None
+        # In the last of them, which is the run's own where that is looked at: all its plugins are there.
+        resumes = which == passes[-1]
         report.steps[which] = run_composed(
-            subject, which, reference, tolerances=limits[which], folder=folder, keep=keep
+            subject, which, reference, tolerances=limits[which], folder=folder, keep=keep, resumes=resumes
         )
     report.draws, report.keep_unsharded = _draw(subject, folder)
     report.happened, messages = count_step(subject)

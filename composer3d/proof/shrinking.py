@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ __all__ = ["Shrunk", "reduce_degrees", "reduce_sizes", "shrink"]
 
 
 _VOCABULARY = 512
+# A vocabulary above the first is reduced to a little above the second, in steps of the third and of all degrees, so
+# that it divides, or does not, as before: the products with its rows would take most of the time.
+_MANY_TOKENS, _FEW_TOKENS, _STEP = 4096, 1024, 128
 # Keys of Hugging Face's configurations that are sizes; of the other whole numbers many are not.
 _CONFIGURED = frozenset(
     "d_ff d_kv d_model ffn_dim head_dim hidden_size intermediate_size moe_intermediate_size n_embd n_head n_inner "
@@ -100,8 +104,9 @@ def shrink(manifest: Manifest, layout: Layout, *, max_ranks: int, max_dim: int |
             reduced.append(f"{axis}: {degree} -> {carved} ranks")
     if reduced:
         _shrink_batch(manifest, layout, degrees, overrides, reduced)
-    if max_dim is not None:
-        for key, (old, new) in reduce_sizes(manifest, max_dim, degrees).items():
+    sizes = reduce_vocabulary(manifest, degrees) if max_dim is None else reduce_sizes(manifest, max_dim, degrees)
+    if sizes:
+        for key, (old, new) in sizes.items():
             overrides.append(f"{key}={new}")
             reduced.append(f"{key}: {old} -> {new}")
         table = manifest.tables["model"]
@@ -193,13 +198,37 @@ def _defaults(reference: str, folder: Path) -> dict[str, int]:
     return _whole({name: parameter.default for name, parameter in parameters})
 
 
-def _configured(manifest: Manifest) -> dict[str, int]:
-    """Return the widths, heads and vocabulary of a Hugging Face model's configuration."""
+def _configured(manifest: Manifest, *, everything: bool = False) -> dict[str, int]:
+    """Return the widths, heads and vocabulary of a Hugging Face model's configuration, or all its whole numbers."""
     from composer3d.huggingface.folder import CONFIG, find_folder
 
     path = find_folder(str(manifest.tables["model"].hf), beside=manifest.document.folder) / CONFIG
     configured = _whole(json.loads(path.read_text(encoding="utf-8")))
-    return {name: value for name, value in configured.items() if name in _CONFIGURED}
+    return {name: value for name, value in configured.items() if everything or name in _CONFIGURED}
+
+
+def reduce_vocabulary(manifest: Manifest, degrees: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """Return (old, new) of a large vocabulary by its keys in the manifest, where tokens are made up.
+
+    Args:
+        manifest: With the runner's tables.
+        degrees: Reduced ones, by axis.
+    """
+    table, data = manifest.tables["model"], manifest.tables["data"]
+    if data.kind != "synthetic" or (table.hf is not None and table.weights != "init"):
+        return {}
+    defaults = _configured(manifest, everything=True) if table.hf else _defaults(table.use, manifest.document.folder)
+    sizes = {**defaults, **_whole(table.args)}
+    large = {f"model.args.{name}": value for name, value in sizes.items() if "vocab" in name and value > _MANY_TOKENS}
+    if (data.vocab_size or 0) > _MANY_TOKENS:
+        large["data.vocab_size"] = data.vocab_size
+    step = math.lcm(_STEP, *degrees.values())
+    less = (min(large.values(), default=_FEW_TOKENS) - _FEW_TOKENS) // step * step
+    # Tokens of a meaning of their own must stay among the others.
+    tokens = [value for name, value in sizes.items() if "pad" in name or name.endswith(("_id", "_idx", "_index"))]
+    kept = max([*tokens, 0 if "data.vocab_size" in large else data.vocab_size or 0], default=0)
+    found = {key: (value, value - less) for key, value in large.items()}
+    return found if all(kept <= new for _, new in found.values()) else {}
 
 
 def _halved(value: int, limit: int) -> int:

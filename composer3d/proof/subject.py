@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from composer3d import Batch, Composition, Manifest
     from composer3d.protocol import Example, LossFunction
 
-__all__ = ["Arithmetic", "Averages", "Subject", "without_plugins"]
+__all__ = ["Arithmetic", "Averages", "Schedule", "Subject", "settled", "without_plugins"]
 
 Arithmetic: TypeAlias = Literal["float64", "own"]
 Kept: TypeAlias = Literal["nothing", "precision", "conversions"]
@@ -30,6 +30,22 @@ class Averages(Protocol):
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return them by FQN, under `averages`."""
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take them back."""
+
+
+class Schedule(Protocol):
+    """Learning rates, as a loop sets them."""
+
+    def apply(self, step: int) -> float:
+        """Set those of a step."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what is saved of it."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take that back."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,6 +66,8 @@ class Subject:
         decay: What is left of an average after an update; they are updated in every step.
         example: As for `compose`.
         prepare: Called with every composition; None where a loop does nothing with it before its first step.
+        make_schedule: Called with a composition and its optimizer; None where learning rates stay. It is there once a
+            run is saved, and not before: a warm-up would hide updates.
     """
 
     manifest: Manifest
@@ -65,6 +83,7 @@ class Subject:
     decay: float = 0.0
     example: Example | Callable[[], Example | None] | None = None
     prepare: Callable[[Composition], None] | None = None
+    make_schedule: Callable[[Composition, torch.optim.Optimizer], Schedule] | None = None
 
     @contextmanager
     def composed(self, which: Arithmetic, manifest: Manifest, *, draws: bool = False) -> Iterator[Composition]:
@@ -91,8 +110,7 @@ class Subject:
             if self.prepare is not None:
                 self.prepare(run)
             if not draws:
-                stack.enter_context(without_random_numbers())
-                stack.enter_context(_without_dropout(run))
+                stack.enter_context(settled(run))
             yield run
 
     def _example(self, which: Arithmetic) -> Example | None:
@@ -125,6 +143,13 @@ def without_plugins(manifest: Manifest, *, keep: Kept = "nothing") -> Manifest:
         plugin for plugin in precision if keep == "precision" or hasattr(plugin.instance, "composer3d_convert")
     )
     return replace(manifest, plugins=kept, tables={**manifest.tables, "mesh": type(manifest.mesh)()})
+
+
+@contextmanager
+def settled(run: Composition) -> Iterator[None]:
+    """Let nothing be random inside."""
+    with without_random_numbers(), _without_dropout(run):
+        yield
 
 
 @contextmanager

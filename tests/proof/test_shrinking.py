@@ -65,6 +65,26 @@ def test_a_vocabulary_of_made_up_tokens_is_reduced_where_only_the_model_states_i
     assert "model.args.vocab_size" not in reduced(tmp_path, LLAMA.format(dim=64, heads=4, data="python_docs"), 64)
 
 
+@pytest.mark.parametrize(
+    ("model", "data", "expected"),
+    [
+        ("vocab_size = 49152", "vocab_size = 49152", {"model.args.vocab_size": "1024", "data.vocab_size": "1024"}),
+        # What does not divide still does not: 50257 is 1105 and 128 times 384.
+        ("vocab_size = 50304", "vocab_size = 50257", {"model.args.vocab_size": "1152", "data.vocab_size": "1105"}),
+        ("vocab_size = 4096", "vocab_size = 4096", {}),
+        ("vocab_size = 49152", "", {"model.args.vocab_size": "1024"}),
+        ("vocab_size = 49152", "vocab_size = 2048", {}),
+    ],
+)
+def test_a_large_vocabulary_of_made_up_tokens_is_reduced(tmp_path, model, data, expected):
+    text = f'[model]\nuse = "composer3d.models:llama"\nargs = {{ {model} }}\n[data]\nuse = "synthetic"\n{data}\n'
+    assert reduced(tmp_path, text, None) == expected
+
+
+def test_a_vocabulary_of_real_tokens_stays(tmp_path):
+    assert reduced(tmp_path, LLAMA.format(dim=64, heads=4, data="python_docs"), None) == {}
+
+
 def test_heads_still_divide_the_width(tmp_path):
     found = reduced(tmp_path, LLAMA.format(dim=112, heads=14, data="synthetic"), 28)
     assert (found["model.args.dim"], found["model.args.num_heads"]) == ("28", "7")

@@ -1,0 +1,91 @@
+"""What of the evidence does not hold, a line each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from composer3d.proof.gains import multiplied
+from composer3d.proof.restored import failures_of_restored
+from composer3d.proof.verdict import KINDS, Evidence, Kind
+
+__all__ = ["failures_of"]
+
+
+def failures_of(evidence: Evidence) -> Iterator[str]:
+    """Yield a line for everything that does not hold."""
+    if evidence.told.unrepeatable:
+        yield f"one device computes another first step when it is run again, off by {evidence.told.unrepeatable:.3g}"
+    if evidence.told.mixing.loss:
+        yield f"the loss of two micro-batches together is not the sum of theirs, off by {evidence.told.mixing.loss:.3g}"
+    yield from _apart_from_written(evidence)
+    counted = evidence.other_count()
+    if counted is not None:
+        yield "the ranks count {} valid tokens in step {}, and one device {}".format(*counted)
+    for which, limits in evidence.told.tolerances.items():
+        label = "in float64" if which == "float64" else "in the run's dtypes"
+        for name, what in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
+            number = evidence.number(name, which)  # type: ignore[arg-type]
+            if not number.rel <= limits[name]:
+                yield f"{what} differs by {number.rel:.3g} of its value, more than {limits[name]:.3g} ({label})"
+        for kind in KINDS:
+            wrong = evidence.wrong(kind, which)
+            if wrong:
+                exceeded = min(
+                    evidence.limit(kind, which, step, fqn) for step, _, fqn, _ in evidence.beyond(kind, which)
+                )
+                total = len({fqn for _, _, fqn, _ in evidence.deviations(kind, which)})
+                yield f"{len(wrong)} of {total} {_WHAT[kind]} differ by more than {exceeded:.3g} ({label})"
+        narrow = evidence.narrowed(which)
+        if narrow:
+            yield f"{len(narrow)} gradients have fewer digits than those of one device, as {min(narrow)} ({label})"
+    yield from multiplied(evidence)
+    for what in ("gradients", "parameters", "averages", "buffers"):
+        drifted = [drift for drift in evidence.drifts if drift.what == what]
+        if drifted:
+            yield f"copies of {len(drifted)} {what} are not equal on the ranks that hold them, as {drifted[0].fqn}"
+    off = evidence.off_buffers()
+    if off:
+        yield f"{len(off)} buffers are not those of one device, as {off[0]}"
+    yield from failures_of_restored(evidence)
+    stale = evidence.stale()
+    if stale:
+        yield f"{len(stale)} values that plugins keep beside parameters are not those of the parameters, as {stale[0]}"
+    same = evidence.same_batches()
+    if same is not None:
+        yield f"the data-parallel ranks of rank {same[1]} and rank {same[2]} are given the same batch in step {same[0]}"
+    for rank, report in enumerate(evidence.ranks):
+        if report.trace_error:
+            yield f"rank {rank} cannot be traced, so its collectives cannot be compared: {report.trace_error}"
+            break
+    if evidence.streams:
+        sites = {fault.site for fault in evidence.streams}
+        yield f"random numbers are not drawn as the axes promise at {len(sites)} call sites, as {min(sites)}"
+    for row in evidence.rows:
+        if not row.ok:
+            yield (
+                f"{row.op} over {row.axis}: {row.count} of {row.bytes} bytes happened on rank {row.rank}, "
+                f"{row.expected} of {row.expected_bytes} bytes were expected"
+            )
+    for axis in evidence.silent:
+        yield f"{axis} = {evidence.layout.degrees[axis]}, and no plugin communicated over {axis}"
+
+
+def _apart_from_written(evidence: Evidence) -> Iterator[str]:
+    written = evidence.told.written
+    if written.loss:
+        yield f"one device has another loss with the factory as written, off by {written.loss:.3g} (in float64)"
+    if written.gradients:
+        fqn, distance = written.gradients[0]
+        yield (
+            f"{len(written.gradients)} gradients of one device are not those of the factory as written, as that of "
+            f"{fqn}, off by {distance:.3g} (in float64)"
+        )
+
+
+_WHAT: Mapping[Kind, str] = {
+    "initial": "weights before the first step",
+    "gradients": "gradients",
+    "clipped": "gradients as the optimizer sees them",
+    "parameters": "updated parameters",
+    "averages": "moving averages",
+}

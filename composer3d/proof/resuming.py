@@ -1,0 +1,323 @@
+"""A run that is saved, loaded by a fresh one, and goes on: beside itself, going on without, to the last bit.
+
+Right after the load the two are compared in all that a checkpoint has, and after one more step again. What is another
+one at once was restored wrongly; what differs only after the step rests on something that no checkpoint has.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError
+from composer3d.object_exchange import all_gather_json
+from composer3d.proof.comparison import fit
+from composer3d.proof.keeping import changed, kept_beside
+from composer3d.proof.one_device import of_dtype
+from composer3d.proof.streams import recording
+from composer3d.proof.subject import Arithmetic, Subject
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d import Composition
+    from composer3d.proof.subject import Averages, Schedule
+
+__all__ = ["Gone", "Looped", "Restored", "go_on", "resume"]
+
+# Of the length of an update, where a second resumed run is another one too: sums in another order, through an optimizer
+# that divides by small gradients; and by units of the dtype.
+_BOUND, _UNITS = 1e-2, 64.0
+_SPARE = 2.0  # times what a checkpoint takes, so that nobody else's files find the disk full
+_GROUPS, _STATES, _PART = "optimizer/groups/", "optimizer/", "model/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restored:
+    """How a run that was loaded is beside the one that was saved, on one rank.
+
+    Args:
+        refused: Why it could not be saved; empty where it was.
+        failed: Why it could not be loaded, or did not get through its step; empty where it did.
+        loaded: By name, what is another one right after the load, and how.
+        stepped: The same after one more step, where nothing was before it.
+        draws: Call sites at which that step draws other random numbers.
+        unsaved: What no checkpoint has of the model and the loss, and was another one when the step began.
+        inexact: How far the updates are apart where two resumed runs are too, as a share; 0 where all is equal.
+    """
+
+    refused: str = ""
+    failed: str = ""
+    loaded: Mapping[str, str] = field(default_factory=dict)
+    stepped: Mapping[str, str] = field(default_factory=dict)
+    draws: tuple[str, ...] = ()
+    unsaved: tuple[str, ...] = ()
+    inexact: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Looped:
+    """What a loop has beside its composition.
+
+    Args:
+        optimizer: Made.
+        averages: None where the loop keeps none.
+        schedule: The same.
+    """
+
+    optimizer: torch.optim.Optimizer
+    averages: Averages | None
+    schedule: Schedule | None
+
+    @classmethod
+    def attached(
+        cls, subject: Subject, run: Composition, optimizer: torch.optim.Optimizer, averages: Averages | None
+    ) -> Looped:
+        """Attach what the loop saves besides."""
+        schedule = None if subject.make_schedule is None else subject.make_schedule(run, optimizer)
+        if averages is not None:
+            run.attach("ema", averages)
+        if schedule is not None:
+            run.attach("lr_schedule", schedule)
+        return cls(optimizer=optimizer, averages=averages, schedule=schedule)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Snapshot:
+    """This rank's tensors on the CPU by key, all else by path, and what no checkpoint has."""
+
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, Any]
+    unsaved: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Gone:
+    """A run that went on after it was saved.
+
+    Args:
+        path: Its checkpoint.
+        step: The one after the save.
+        refused: As in `Restored`.
+        saved: What it had then.
+        stepped: What it had a step later.
+        draws: By call site, what that step drew.
+    """
+
+    path: Path
+    step: int
+    refused: str = ""
+    saved: _Snapshot | None = None
+    stepped: _Snapshot | None = None
+    draws: Mapping[str, list[str]] = field(default_factory=dict)
+
+
+def go_on(subject: Subject, which: Arithmetic, run: Composition, loop: Looped, *, step: int, folder: Path) -> Gone:
+    """Save, and take one more step.
+
+    Args:
+        subject: What is proven.
+        which: The arithmetic.
+        run: After its proven steps.
+        loop: Around it.
+        step: The next one.
+        folder: Of this proof, for the checkpoint.
+
+    Memory: two copies of this rank's parameters and optimizer state. Collectives: those of a save and a step.
+    """
+    path = folder / f"saved-{which}"
+    if loop.schedule is not None:
+        loop.schedule.apply(step - 1)
+    try:
+        saved = _snapshot(subject, run, loop)
+        short = _short(saved, folder)
+        if short:
+            return Gone(path=path, step=step, refused=short)
+        run.save(path)
+    except ComposerError as error:
+        return Gone(path=path, step=step, refused=str(error))
+    draws = _step(subject, which, run, loop, step)
+    return Gone(path=path, step=step, saved=saved, stepped=_snapshot(subject, run, loop), draws=draws)
+
+
+def resume(subject: Subject, which: Arithmetic, gone: Gone) -> Restored:
+    """Compose anew, load, step, and compare. Collectives: those of a load and a step, and one of a few numbers."""
+    if gone.saved is None or gone.stepped is None:
+        return Restored(refused=gone.refused)
+    try:
+        loaded, stepped, draws = _resumed(subject, which, gone, is_warm=False)
+    except ComposerError as error:
+        return Restored(failed=f"{type(error).__name__}: {error}")
+    wrong = _apart(loaded, gone.saved)
+    if any(all_gather_json(bool(wrong))):
+        return Restored(loaded=wrong)
+    later = _apart(stepped, gone.stepped)
+    if not any(all_gather_json(bool(later))):
+        return Restored()
+    # The first step of a process may add up in another order than a later one, and some kernels in any.
+    _, again, _ = _resumed(subject, which, gone, is_warm=True)
+    is_same = not _apart(again, stepped)
+    found = all_gather_json([is_same, _share(stepped, gone.stepped, gone.saved), _units(gone.saved)])
+    share = max(one[1] for one in found)
+    if not all(one[0] for one in found) and share <= max(_BOUND, _UNITS * max(one[2] for one in found)):
+        return Restored(inexact=share)
+    return Restored(
+        stepped=later,
+        draws=tuple(site for site in {**gone.draws, **draws} if gone.draws.get(site) != draws.get(site)),
+        unsaved=tuple(changed(gone.saved.unsaved, loaded.unsaved)),
+    )
+
+
+def _resumed(
+    subject: Subject, which: Arithmetic, gone: Gone, *, is_warm: bool
+) -> tuple[_Snapshot, _Snapshot, Mapping[str, list[str]]]:
+    """Return what a fresh run has after its load, and a step later, and what that step draws.
+
+    Args:
+        subject: What is proven.
+        which: The arithmetic.
+        gone: The run that was saved.
+        is_warm: Take a step before the load.
+    """
+    with subject.composed(which, subject.manifest_for(which), draws=True) as run:
+        optimizer = subject.make_optimizer(run)
+        averages = None if subject.make_averages is None else subject.make_averages(run)
+        loop = Looped.attached(subject, run, optimizer, averages)
+        if is_warm:
+            _step(subject, which, run, loop, gone.step)
+        run.load(gone.path)
+        loaded = _snapshot(subject, run, loop)
+        draws = _step(subject, which, run, loop, gone.step)
+        return loaded, _snapshot(subject, run, loop), draws
+
+
+def _step(subject: Subject, which: Arithmetic, run: Composition, loop: Looped, number: int) -> dict[str, list[str]]:
+    """Take a step on the batch of the one before it, and return what it draws, by call site."""
+    context = run.context
+    given = subject.batch(number - 1, context.data_parallel_rank, context.data_parallel_degree)
+    batch = of_dtype(given, which)
+    if loop.schedule is not None:
+        loop.schedule.apply(number)
+    with run.step(number), recording(run) as drawn:
+        run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
+        run.clip_grad_norm_(subject.grad_clip)
+        loop.optimizer.step()
+        if loop.averages is not None:
+            loop.averages.update(number)
+        loop.optimizer.zero_grad()
+    return {site: draws.forward for site, draws in drawn.sites.items()}
+
+
+# ---- what there is ---------------------------------------------------------------------------------------------------
+
+
+def _snapshot(subject: Subject, run: Composition, loop: Looped) -> _Snapshot:
+    tensors, state = run._persistence.snapshot(loop.optimizer)
+    return _Snapshot(tensors=tensors, values=dict(_leaves(state)), unsaved=kept_beside(run, subject.loss_fn))
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{path}/{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{path}/{index}")
+    else:
+        yield path, value
+
+
+def _short(saved: _Snapshot, folder: Path) -> str:
+    """Return that the disk is too small for a checkpoint; empty where it is not. Collectives: one small gather."""
+    sizes = all_gather_json(sum(tensor.nbytes for tensor in saved.tensors.values()))
+    free = min(all_gather_json(shutil.disk_usage(folder).free))
+    if free >= _SPARE * sum(sizes):
+        return ""
+    return f"a checkpoint takes {sum(sizes) / 2**30:.1f} GiB, and {folder.parent} has {free / 2**30:.1f} GiB left"
+
+
+# ---- what differs ----------------------------------------------------------------------------------------------------
+
+
+def _apart(found: _Snapshot, right: _Snapshot) -> dict[str, str]:
+    """Return what is another one, by what a user would call it, and how."""
+    paths = [path for path in {**right.values, **found.values} if path != "next_step"]
+    wrong = {
+        _called(path): f"is {found.values.get(path)}, not {right.values.get(path)}"
+        for path in paths
+        if not _equal(found.values.get(path), right.values.get(path))
+    }
+    wrong |= {
+        _called(key): _how(key, found.tensors.get(key), tensor, right)
+        for key, tensor in right.tensors.items()
+        if key not in found.tensors or not _same(found.tensors[key], tensor)
+    }
+    return wrong | {_called(key): "was not there before" for key in found.tensors.keys() - right.tensors.keys()}
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return bool(one == other) or (isinstance(one, float) and isinstance(other, float) and one != one and other != other)
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    import torch
+
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    return torch.equal(*(tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)))
+
+
+def _called(key: str) -> str:
+    """Return what a user would call an entry of a checkpoint."""
+    if key.startswith(_PART):
+        return key.removeprefix(_PART)
+    if key.startswith(_GROUPS) and key.count("/") == 4:
+        _, _, group, _, name = key.split("/")
+        return f"{name} of the optimizer's group {group}"
+    name = key.removeprefix(_STATES)
+    if key.startswith(_STATES) and "/" in name:
+        fqn, _, state = name.rpartition("/")
+        return f"{state} of {fqn}"
+    return key.removeprefix("states/")
+
+
+def _how(key: str, found: Tensor | None, right: Tensor, saved: _Snapshot) -> str:
+    if found is None:
+        return "is gone"
+    if found.shape != right.shape or found.dtype != right.dtype:
+        return f"is a tensor of {list(found.shape)} in {str(found.dtype).removeprefix('torch.')}"
+    if not found.any():
+        return "is zero"
+    kind = key.rpartition("/")[2] if key.startswith(_STATES) else ""
+    for other, tensor in saved.tensors.items():
+        alike = other.rpartition("/")[2] == kind if kind else other.startswith(_PART)
+        if other != key and alike and _same(found, tensor):
+            return f"is {_called(other)}" if not kind else f"is that of {_called(other).removeprefix(f'{kind} of ')}"
+    multiple = fit(found, right) if found.is_floating_point() else None
+    if multiple is not None and multiple.residual <= 1e-6 and multiple.factor:
+        return f"is {multiple.factor:.4g} times what it was"
+    distance = float((found.double() - right.double()).abs().max())
+    largest = float(right.double().abs().max())
+    return f"is off by {distance / largest if largest else math.inf:.3g} of its largest element"
+
+
+def _share(found: _Snapshot, right: _Snapshot, before: _Snapshot) -> float:
+    """Return how far the parameters are apart after the step, as a share of the way they went in it."""
+    apart = gone = 0.0
+    for key, tensor in right.tensors.items():
+        if key.startswith(_PART) and tensor.is_floating_point() and key in found.tensors:
+            apart += float((found.tensors[key].double() - tensor.double()).square().sum())
+            gone += float((before.tensors[key].double() - tensor.double()).square().sum())
+    return math.sqrt(apart / gone) if gone else math.inf if apart else 0.0
+
+
+def _units(saved: _Snapshot) -> float:
+    import torch
+
+    dtypes = {tensor.dtype for key, tensor in saved.tensors.items() if key.startswith(_PART)}
+    return max((torch.finfo(dtype).eps for dtype in dtypes if dtype.is_floating_point), default=0.0)
