@@ -35,13 +35,19 @@ __all__ = ["Composition"]
 
 
 class Composition(OwnLoop):
-    """A composed model. Everything here is collective: all ranks call the same methods in the same order."""
+    """A composed model. Everything here is collective: all ranks call the same methods in the same order.
+
+    Attributes:
+        averages_buffers: Whether `save`, `evaluate` and `full_state_dict` average buffers first, as `sync_buffers`.
+    """
 
     def __init__(self, assembled: Assembled) -> None:
         self._assembled = assembled
         self._engine = assembled.engine
         self._closed = False
         self._evaluations = 0
+        # What a forward changes is another one on every data-parallel rank, and one of them is read or saved.
+        self.averages_buffers = True
         self._persistence = Persistence(assembled)
         self._optimizer: torch.optim.Optimizer | None = None
         if not assembled.has_schedule:
@@ -135,6 +141,7 @@ class Composition(OwnLoop):
         """
         identity, batch = self._engine.identity((args, kwargs, target)), self._assembled.placed(args, kwargs, target)
         self._evaluations += 1
+        self._average_buffers()
         with evaluating(self.parts):
             loss, count = self._engine.evaluate(
                 batch,
@@ -244,6 +251,7 @@ class Composition(OwnLoop):
             CheckpointError: On all ranks, if any of them could not write.
         """
         with self.explaining("save"):
+            self._average_buffers()
             self._persistence.save(Path(path), self._optimizer, asynchronous=asynchronous)
 
     def load(self, path: str | Path) -> None:
@@ -260,9 +268,15 @@ class Composition(OwnLoop):
     def sync_buffers(self) -> None:
         """Average the buffers that training changed, as batch-norm's statistics, before they are evaluated or saved.
 
+        `save`, `evaluate` and `full_state_dict` do so by themselves, unless `averages_buffers` is set to False; a loop
+        that evaluates with a forward of its own calls it before.
         Collectives: one all-reduce an axis of other samples or positions.
         """
         average_buffers(self.context)
+
+    def _average_buffers(self) -> None:
+        if self.averages_buffers:
+            self.sync_buffers()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Return parameters and persistent buffers of the whole model on the CPU of the first rank; no others there.
@@ -276,6 +290,7 @@ class Composition(OwnLoop):
         if self._assembled.has_schedule:
             raise StepError("no rank of a pipeline has all tensors; write run.save(...), and composer3d export")
         with self.explaining("full_state_dict"):
+            self._average_buffers()
             return self._persistence.full_state_dict()
 
     def parameters_changed(self) -> None:

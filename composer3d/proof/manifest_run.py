@@ -90,9 +90,15 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         example=lambda: example_of(
             opened, tables["data"], seed=tables["train"].seed, num_samples=tables["train"].microbatch or 1
         ),
-        prepare=lambda run: _bound_waiting(run, tables["run"].timeout_s or _PATIENCE_S),
+        prepare=lambda run: _prepare(run, tables["run"].timeout_s or _PATIENCE_S),
         make_schedule=lambda run, optimizer: _schedule(manifest, optimizer),
     )
+
+
+def _prepare(run: Composition, timeout_s: float) -> None:
+    """Do what a run does before its first step; buffers are averaged where the manifest says so."""
+    run.averages_buffers = False
+    _bound_waiting(run, timeout_s)
 
 
 def _bound_waiting(run: Composition, timeout_s: float) -> None:

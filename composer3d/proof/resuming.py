@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
+from composer3d.gradients import local
 from composer3d.object_exchange import all_gather_json
 from composer3d.proof.comparison import fit
 from composer3d.proof.keeping import changed, kept_beside
@@ -134,11 +135,11 @@ def go_on(subject: Subject, which: Arithmetic, run: Composition, loop: Looped, *
     if loop.schedule is not None:
         loop.schedule.apply(step - 1)
     try:
-        saved = _snapshot(subject, run, loop)
-        short = _short(saved, folder)
+        short = _short(run, loop.optimizer, folder)
         if short:
             return Gone(path=path, step=step, refused=short)
         run.save(path)
+        saved = _snapshot(subject, run, loop)  # with the buffers that saving has averaged
     except ComposerError as error:
         return Gone(path=path, step=step, refused=str(error))
     draws = _step(subject, which, run, loop, step)
@@ -232,13 +233,18 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def _short(saved: _Snapshot, folder: Path) -> str:
-    """Return that the disk is too small for a checkpoint; empty where it is not. Collectives: one small gather."""
-    sizes = all_gather_json(sum(tensor.nbytes for tensor in saved.tensors.values()))
+def _short(run: Composition, optimizer: torch.optim.Optimizer, folder: Path) -> str:
+    """Return that the disk is too small for a checkpoint; empty where it is not. Collectives: two small gathers."""
+    import torch
+
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = [*(parameter for _, parameter in run.named_parameters()), *states]
+    size = sum(local(tensor.detach()).nbytes for tensor in held if isinstance(tensor, torch.Tensor))
+    total = sum(all_gather_json(size))
     free = min(all_gather_json(shutil.disk_usage(folder).free))
-    if free >= _SPARE * sum(sizes):
+    if free >= _SPARE * total:
         return ""
-    return f"a checkpoint takes {sum(sizes) / 2**30:.1f} GiB, and {folder.parent} has {free / 2**30:.1f} GiB left"
+    return f"a checkpoint takes {total / 2**30:.1f} GiB, and {folder.parent} has {free / 2**30:.1f} GiB left"
 
 
 # ---- what differs ----------------------------------------------------------------------------------------------------

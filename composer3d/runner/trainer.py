@@ -126,6 +126,7 @@ class Trainer:
                 example=lambda: example_of(self.source, tables["data"], seed=seed, num_samples=num_samples),
             )
         )
+        self.run.averages_buffers = False  # once before an evaluation of many batches, and as the manifest says
         self.factory.refuse_unmatched()
         set_timeout(self.run, tables["run"].timeout_s)
         agree_on_data(self.run.context, self.source.record())

@@ -177,7 +177,7 @@ def _subject(
         make_optimizer=optimizer or (lambda run: run.optimizer(torch.optim.AdamW, lr=1e-3)),
         batch=lambda step, rank, degree: cut(batch, len(local_slice(range(_length(batch)), rank, degree)))[rank],
         grad_clip=grad_clip,
-        average_buffers=None,
+        average_buffers=lambda run: run.sync_buffers(),  # as `run.save` does
         device=torch.device("cpu"),
         count_fn=count_fn,
         example=_example(batch, manifest.train.microbatch or 1),

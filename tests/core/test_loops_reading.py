@@ -271,3 +271,29 @@ def test_a_model_that_was_compiled_before_is_refused(whole, what):
         f'torch.compile wrapped {what} before compose, so that its parameters are called "_orig_mod.*"; hand compose '
         "the model as it was, and write [scheduling.compile] into the manifest, which compiles its blocks"
     ]
+
+
+def read_by(how, folder, averages):
+    run = composed("[sharding.ddp]\n", model=seeded(Averaged), loss_fn=lambda output, target: output.sum())
+    run.averages_buffers = averages
+    torch.manual_seed(run.context.rank)
+    x = torch.randn(6, 3)
+    with run.step(0):
+        run.forward_backward(x, target=torch.ones(6))
+    own = run.model.norm.running_mean.clone()
+    read = {
+        "evaluate": lambda: run.evaluate(x, target=torch.ones(6)),
+        "save": lambda: run.save(folder / "saved"),
+        "full_state_dict": run.full_state_dict,
+    }
+    read[how]()
+    return own, run.model.norm.running_mean.clone()
+
+
+@pytest.mark.parametrize("how", ["evaluate", "save", "full_state_dict"])
+@pytest.mark.parametrize("averages", [True, False])
+def test_what_reads_buffers_averages_them_before(how, averages, tmp_path):
+    (one, mean_one), (two, mean_two) = run_ranks(read_by, 2, how, tmp_path, averages)
+    assert not torch.equal(one, two)
+    assert torch.equal(mean_one, mean_two) == averages
+    assert torch.allclose(mean_one, (one + two) / 2 if averages else one)

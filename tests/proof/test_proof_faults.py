@@ -169,12 +169,6 @@ def test_wrong_random_numbers_are_found(text, cause):
             r"the copies of .* drift apart along dp_replicate: their ranks update them differently",
             id="drift",
         ),
-        pytest.param(
-            DDP,
-            {"factory": functools.partial(Even, batch_norm=True)},
-            r"the buffers statistics.running_mean, statistics.running_var are not synchronised over dp_replicate",
-            id="running statistics",
-        ),
     ],
 )
 def test_a_wrong_update_is_explained(text, options, cause):
