@@ -15,6 +15,7 @@ __all__ = [
     "hide_profiler_warnings",
     "import_torchao",
     "in_backward",
+    "no_torch_function",
     "on_state_dict",
     "run_backward",
     "selective_contexts",
@@ -51,6 +52,13 @@ def without_torch_functions() -> AbstractContextManager[None]:
     import torch
 
     return torch._C.DisableTorchFunction()
+
+
+def no_torch_function() -> Any:
+    """Return the `__torch_function__` of a tensor subclass that looks at operators only; public by no name."""
+    import torch
+
+    return torch._C._disabled_torch_function_impl
 
 
 def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> Any:

@@ -129,3 +129,21 @@ def test_a_function_returns_what_state_dict_returns():
     module = torch.nn.Linear(2, 2)
     torch_compat.on_state_dict(module, lambda owner, state, prefix, _: {**state, "more": prefix})
     assert module.state_dict().keys() == {"weight", "bias", "more"}
+
+
+def test_a_subclass_may_look_at_operators_only():
+    class Seen(torch.Tensor):
+        __torch_function__ = torch_compat.no_torch_function()
+        operators: list[str] = []
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            cls.operators.append(func.name())
+            return func(*(arg.plain if isinstance(arg, Seen) else arg for arg in args))
+
+    plain = torch.arange(3.0)
+    tensor = plain.as_subclass(Seen)
+    tensor.plain = plain
+    result = tensor * 2
+    assert Seen.operators == ["aten::mul.Tensor"]
+    assert type(result) is torch.Tensor and result.tolist() == [0.0, 2.0, 4.0]

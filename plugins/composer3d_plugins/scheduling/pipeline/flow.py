@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from composer3d import TransformError
 from composer3d_plugins.scheduling.pipeline.balance import Load
 from composer3d_plugins.scheduling.pipeline.division import Choose, Division
-from composer3d_plugins.scheduling.pipeline.following import Source
+from composer3d_plugins.scheduling.pipeline.following import Source, same_places
 from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, Trace, trace
 
 if TYPE_CHECKING:
@@ -108,18 +108,10 @@ class Traced(Division[Trace]):
         for first, names in self._names.items():
             if not any(needs[name] for name in names):
                 needs[first] = {min(self._callers(first), default=0)}  # it has to be somewhere
-        for same in self._same_places():
+        for same in same_places(self.seen.skeleton):
             together = set().union(*(needs[name] for name in same))
             needs.update(dict.fromkeys(same, together))
         return needs
-
-    def _same_places(self) -> list[list[str]]:
-        """Return the names that stand for one place: of a module that is in the model twice."""
-        places: dict[tuple[int, str], list[str]] = defaultdict(list)
-        for prefix, module in self.seen.skeleton.named_modules(remove_duplicate=False):
-            for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
-                places[id(module), name].append(f"{prefix}.{name}".lstrip("."))
-        return list(places.values())
 
     def _callers(self, fqn: str) -> set[int]:
         """Return the stages that call a module that something lies in."""

@@ -15,7 +15,7 @@ from composer3d_plugins.scheduling.pipeline.values import Values
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Follower", "Source", "leaves_of", "on_meta", "run_on_meta", "tensors_of", "to_meta"]
+__all__ = ["Follower", "Source", "leaves_of", "on_meta", "run_on_meta", "same_places", "tensors_of", "to_meta"]
 
 # What a tensor came from: the FQN of a parameter or buffer, or what a subclass makes of modules that were called.
 Source = str | int | tuple[str, int]
@@ -188,6 +188,15 @@ def on_meta(model: nn.Module) -> nn.Module:
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
     return copy.deepcopy(model, memo)
+
+
+def same_places(model: nn.Module) -> list[list[str]]:
+    """Return for every parameter of every module its names; several where a module is in the model more than once."""
+    places: dict[tuple[int, str], list[str]] = defaultdict(list)
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, _ in module.named_parameters(recurse=False, remove_duplicate=False):
+            places[id(module), name].append(f"{prefix}.{name}".lstrip("."))
+    return list(places.values())
 
 
 def tensors_of(value: Any) -> list[Tensor]:

@@ -2,8 +2,8 @@
 
 Blocks of other stages are not in the module tree: where the parent looks for them it finds objects that hand the hidden
 state on, the last one before this stage's first block hands on what was received. Behind the stage's last block the
-parent's forward is left. Parameters that the stage does not need are zeros without memory, or lie in modules that are
-not in the tree either; so every name that is left is the name in the whole model.
+parent's forward is left. Absent tensors without memory stand for parameters that the stage does not need, or these lie
+in modules that are not in the tree either; so every name that is left is the name in the whole model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError
+from composer3d_plugins.scheduling.pipeline.absent import refuse_absent
+from composer3d_plugins.scheduling.pipeline.following import leaves_of
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -53,6 +55,7 @@ class Runner:
         # torch takes the gradients of inputs and of weights apart by walking from the stage's input, so it must have a
         # gradient; and it cannot where a parameter is used in several places. The first stage has no such halves.
         self.has_halves = start == 0 or observation.uses_once(start, end)
+        self.is_inside = False
         self._position = 0
 
     @property
@@ -81,10 +84,12 @@ class Runner:
         try:
             output = inner_call(model)(*args, **kwargs)
         finally:
-            self.received = None
+            self.received, self.is_inside = None, False
         if self._position != self.end:
             name = self.observation.blocks[self._position]
             raise StepError(f'the forward of this batch did not call "{name}", as it did when the model was split')
+        if self.is_last:
+            refuse_absent(leaves_of(output))
         return output
 
     def passing(self, index: int, value: Tensor) -> Any:
@@ -94,19 +99,28 @@ class Runner:
         form = self.observation.returns[index]
         return type(form)((hidden, *form[1:])) if isinstance(form, list | tuple) else hidden
 
+    def entered(self, index: int) -> None:
+        """Note that a block of this stage begins to run."""
+        self._refuse_other_place(index)
+        self.is_inside = True
+
     def _arrive(self, index: int) -> None:
+        self._refuse_other_place(index)
+        self._position += 1
+
+    def _refuse_other_place(self, index: int) -> None:
         if index != self._position:
             raise StepError(
                 f'the forward of this batch called "{self.observation.blocks[index]}" in another place than when the '
                 "model was split; a pipeline needs every block called once, in order"
             )
-        self._position += 1
 
     def left(self, index: int, output: Any) -> Any:
         """Note that a block of this stage has run; after the last one leave the parent's forward."""
         self._arrive(index)
         if index == self.end - 1 and not self.is_last:
             hidden = output[0] if isinstance(output, list | tuple) else output
+            refuse_absent([hidden])
             raise Done(hidden.contiguous())
         return output
 
@@ -119,7 +133,12 @@ class _Owned(Kept):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner, index = vars(self)[_BLOCK]
-        return runner.left(index, super().__call__(*args, **kwargs))  # type: ignore[misc]
+        runner.entered(index)
+        try:
+            output = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            runner.is_inside = False
+        return runner.left(index, output)
 
 
 class _Absent:
@@ -159,7 +178,7 @@ def build_stage(
         observation: Of this model.
         start: Index of the first block.
         end: Index after the last block.
-        device: Of the zeros that stand for absent parameters.
+        device: Of what stands for absent parameters.
         clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
 
     Raises:
@@ -168,7 +187,7 @@ def build_stage(
     runner = Runner(observation, start, end)
     needed, absent = observation.needed(start, end), observation.absent_buffers(start, end)
     memo = tensors_of_stage(
-        model, observation.firsts, needed=needed, absent_buffers=absent, clones=clones, device=device
+        model, observation.firsts, needed=needed, absent_buffers=absent, clones=clones, device=device, runner=runner
     )
     for index, fqn in enumerate(observation.blocks):
         if not start <= index < end:
@@ -177,7 +196,7 @@ def build_stage(
     stage = copy.deepcopy(model, memo)
     _take_out_blocks(stage, observation)
     runner.attach(stage)
-    take_out_tensors(stage, "", needed, absent, device)
+    take_out_tensors(stage, "", needed, absent, runner)
     become_root(stage, runner, around=observation.blocks)
     refuse_out_of_reach(stage, needed)
     return stage

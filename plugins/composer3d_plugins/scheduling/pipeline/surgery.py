@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from composer3d import StepError, TransformError
 from composer3d.torch_compat import recomputed_tensors, with_attributes_of
+from composer3d_plugins.scheduling.pipeline.absent import Absent, Stage, absent_zeros
 
 __all__ = [
     "Done",
@@ -24,7 +25,6 @@ __all__ = [
     "take_out",
     "take_out_tensors",
     "tensors_of_stage",
-    "zeros",
 ]
 
 # Where modules of a stage keep what their added classes need.
@@ -219,19 +219,19 @@ def take_out(parent: nn.Module, name: str) -> None:
 
 
 def take_out_tensors(
-    module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str], device: torch.device
+    module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str], runner: Stage
 ) -> None:
-    """Replace parameters and buffers that are not needed by zeros; modules that are left without any leave the tree."""
+    """Replace parameters that are not needed by absent ones; modules that are left without any leave the tree."""
     for name, child in list(module._modules.items()):
         if child is not None:
             is_absent = _is_absent(child, f"{prefix}{name}.", needed, absent)
-            take_out_tensors(child, f"{prefix}{name}.", needed, absent, device)
+            take_out_tensors(child, f"{prefix}{name}.", needed, absent, runner)
             if is_absent:
                 take_out(module, name)
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and f"{prefix}{name}" not in needed:
             del module._parameters[name]
-            vars(module)[name] = zeros(parameter, device)
+            vars(module)[name] = _absent(f"{prefix}{name}", parameter, runner)
     for name in [name for name in module._buffers if f"{prefix}{name}" in absent]:
         vars(module)[name] = module._buffers.pop(name)
 
@@ -246,9 +246,10 @@ def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: f
     return bool(names) and not others and not is_block and needed.isdisjoint(names)
 
 
-def zeros(parameter: Tensor, device: torch.device) -> Tensor:
-    """Return zeros of a parameter's shape that take no memory."""
-    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+def _absent(fqn: str, parameter: Tensor, runner: Stage) -> Tensor:
+    if isinstance(parameter, Absent):
+        return parameter
+    return absent_zeros(parameter, device=parameter.device, source=f'the parameter "{fqn}"', stage=runner)
 
 
 def tensors_of_stage(
@@ -259,16 +260,18 @@ def tensors_of_stage(
     absent_buffers: Collection[str],
     clones: Collection[str],
     device: torch.device,
+    runner: Stage,
 ) -> dict[int, Any]:
     """Return what a copy of the model has in the place of its tensors, as `copy.deepcopy` wants it.
 
     Args:
         model: Whole.
         firsts: For every name of a parameter its first one.
-        needed: Names of the parameters that the stage holds; zeros stand for the others.
+        needed: Names of the parameters that the stage holds; absent ones stand for the others.
         absent_buffers: Names of the buffers that it does not; what is written into them here goes into zeros.
         clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
-        device: Of the zeros.
+        device: Of what is absent.
+        runner: Of the stage.
     """
     memo: dict[int, Any] = {**recomputed_tensors(model)}
     memo |= {
@@ -278,7 +281,7 @@ def tensors_of_stage(
     held = {firsts[fqn] for fqn in needed}
     for fqn, parameter in model.named_parameters():
         if fqn not in held:
-            absent = nn.Parameter(zeros(parameter, device), requires_grad=False)
+            absent = absent_zeros(parameter, device=device, source=f'the parameter "{fqn}"', stage=runner)
             memo[id(parameter)] = with_attributes_of(parameter, absent)
         elif fqn in clones:
             clone = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)

@@ -19,6 +19,7 @@ from composer3d_plugins.scheduling.pipeline.following import (
     Source,
     leaves_of,
     run_on_meta,
+    same_places,
     tensors_of,
 )
 
@@ -227,10 +228,15 @@ class _Watch(Follower):
         costs = [self._costs[index] for index in range(len(self._blocks))]
         if not any(costs):
             costs = [float(self._num_parameters(fqn)) for fqn in self._blocks]
-        for fqn, blocks in self._needs.items():
-            # What nothing uses stays where it lies; outside of blocks with the first stage.
-            if not blocks and not self._uses[self._firsts[fqn]] and self._firsts[fqn] == fqn:
-                blocks.add(self._home(fqn))
+        self._refuse_module_of_several_blocks()
+        homes = {
+            # What nothing uses stays where it lies; outside of blocks with what is used beside it.
+            fqn: self._home(fqn)
+            for fqn, users in self._needs.items()
+            if not users and not self._uses[self._firsts[fqn]] and self._firsts[fqn] == fqn
+        }
+        for fqn, home in homes.items():
+            self._needs[fqn].add(home)
         return Observation(
             blocks=self._blocks,
             needs={fqn: frozenset(blocks) for fqn, blocks in self._needs.items()},
@@ -259,8 +265,26 @@ class _Watch(Follower):
         return settled
 
     def _home(self, fqn: str) -> int:
-        inside = (index for index, block in enumerate(self._blocks) if fqn.startswith(f"{block}."))
-        return next(inside, 0)
+        inside = self._block_of(fqn)
+        if inside is not None:
+            return inside
+        names = fqn.split(".")[:-1]
+        for length in range(len(names), 0, -1):
+            prefix = ".".join(names[:length]) + "."
+            beside = set().union(*(users for name, users in self._needs.items() if name.startswith(prefix)))
+            if beside:
+                return min(beside)
+        return 0
+
+    def _block_of(self, fqn: str) -> int | None:
+        return next((index for index, block in enumerate(self._blocks) if fqn.startswith(f"{block}.")), None)
+
+    def _refuse_module_of_several_blocks(self) -> None:
+        """Refuse a module with parameters that blocks hold, and others too: it would be in one stage's tree only."""
+        for names in same_places(self.skeleton):
+            blocks = {self._block_of(name) for name in names}
+            if len(names) > 1 and len(blocks) > 1:
+                raise NotStraightError(f'"{names[0]}" and "{names[-1]}" are one parameter of one module')
 
     def _parameters_bytes(self) -> tuple[float, ...]:
         """Add up parameters where they are needed, those needed by several blocks at the first and the last."""

@@ -2,8 +2,8 @@
 
 As in `stage`, the forward that runs is the model's own, with its own modules under their own names, so that whatever
 works on modules works on stages. A call of another stage's module is not made: it returns the values that were
-received, or zeros in the form of what nobody behind it needs. Behind the stage's last call the forward is left, with
-all values that later stages need; those of earlier stages are handed on.
+received, or absent tensors in the form of what nobody behind it needs. Behind the stage's last call the forward is
+left, with all values that later stages need; those of earlier stages are handed on.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, torch_compat
-from composer3d_plugins.scheduling.pipeline.following import tensors_of, to_meta
+from composer3d_plugins.scheduling.pipeline.absent import absent_zeros, refuse_absent
+from composer3d_plugins.scheduling.pipeline.following import leaves_of, tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -28,7 +29,6 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     refuse_out_of_reach,
     take_out_tensors,
     tensors_of_stage,
-    zeros,
 )
 from composer3d_plugins.scheduling.pipeline.tracer import Trace
 from composer3d_plugins.scheduling.pipeline.values import Values
@@ -66,7 +66,7 @@ class TracedRunner:
         self.has_halves = has_halves
         self.call: Callable[..., Any] | None = None
         self._position = 0
-        self._is_running = self._is_inside = False
+        self._is_running = self.is_inside = False
         self._values: dict[int, Tensor] = {}
         self._forms: dict[Hashable, Any] = {}
 
@@ -102,17 +102,19 @@ class TracedRunner:
         try:
             output = inner_call(model)(*args, **kwargs)
         finally:
-            self._is_running = self._is_inside = False
+            self._is_running = self.is_inside = False
             self._values = {}
         if self._position != self._end:
             name = self._trace.calls[self._position].name
             raise StepError(f'the forward of this batch did not call "{name}", as it did when the model was split')
+        if self.is_last:
+            refuse_absent(leaves_of(output))
         return output
 
     def called(self, fqn: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call of a module, or stand in for it; behind the stage's last one leave the parent's forward."""
         # Recomputed in a backward, or called by a module that is itself called: not ours to count.
-        if not self._is_running or self._is_inside:
+        if not self._is_running or self.is_inside:
             return run(*args, **kwargs)
         index = self._position
         if index >= len(self._trace.calls) or self._trace.calls[index].fqn != fqn:
@@ -123,15 +125,17 @@ class TracedRunner:
         self._position += 1
         output = self._make(index, run, args, kwargs) if self.runs(index) else self._stand_in(index, args, kwargs)
         if self._position == self._end and not self.is_last:
-            raise Done(tuple(self._values[number].contiguous() for number in self._leaves))
+            leaving = [self._values[number] for number in self._leaves]
+            refuse_absent(leaving)
+            raise Done(tuple(tensor.contiguous() for tensor in leaving))
         return output
 
     def _make(self, index: int, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._is_inside = True
+        self.is_inside = True
         try:
             output = run(*args, **kwargs)
         finally:
-            self._is_inside = False
+            self.is_inside = False
         call = self._trace.calls[index]
         tensors = tensors_of(output)
         if len(tensors) != len(call.values):
@@ -155,9 +159,13 @@ class TracedRunner:
                 received = self._values[number]
                 # It may be sent on, so what is written over is another.
                 return received.clone() if number in self._trace.written else received
-            if number in self._trace.written:
-                return torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device(args, kwargs))
-            return zeros(leaf, self._device(args, kwargs))
+            return absent_zeros(
+                leaf,
+                device=self._device(args, kwargs),
+                source=f'what "{self._trace.calls[index].name}" returns',
+                stage=self,
+                is_written=number in self._trace.written,
+            )
 
         return torch_compat.tree_map(value, self._form(index, args, kwargs))
 
@@ -226,14 +234,14 @@ def build_traced_stage(
         needed: Names of the parameters that the stage holds.
         absent_buffers: Names of the buffers that it does not.
         clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
-        device: Of the zeros that stand for absent parameters.
+        device: Of what stands for absent parameters.
     """
     memo = tensors_of_stage(
-        model, trace.firsts, needed=needed, absent_buffers=absent_buffers, clones=clones, device=device
+        model, trace.firsts, needed=needed, absent_buffers=absent_buffers, clones=clones, device=device, runner=runner
     )
     stage = copy.deepcopy(model, memo)
     become_root(stage, runner, around=[call.fqn for call in trace.calls if call.fqn])
     runner.attach(stage)
-    take_out_tensors(stage, "", needed, absent_buffers, device)
+    take_out_tensors(stage, "", needed, absent_buffers, runner)
     refuse_out_of_reach(stage, needed)
     return stage

@@ -1,0 +1,119 @@
+"""Tensors that stand for what another stage holds, and that nothing may be computed with unnoticed.
+
+Every stage runs the whole forward, so its code computes with parameters and values of other stages and throws the
+results away. What the forward that was followed did not need there, another batch's may: then the output would be made
+of zeros. So results of absent tensors are absent too, and using one where it counts is an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from composer3d import StepError, torch_compat
+
+__all__ = ["Absent", "Stage", "absent_zeros", "refuse_absent"]
+
+# A call may be given what it does not need: hooks cast it, autograd takes aliases of it.
+_COPIES = frozenset({"aten::_to_copy", "aten::alias", "aten::clone", "aten::detach", "aten::view", "aten::view_as"})
+
+
+class Stage(Protocol):
+    """The runner of a stage."""
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether a block or call of the stage itself is running."""
+
+
+class Absent(Tensor):
+    """Zeros that remember what they stand for; so do all tensors that are computed with them.
+
+    Attributes:
+        source: A parameter, or what a module returns, with its FQN, for messages.
+        stage: Of the runner that is asked whether the stage's own modules are running.
+        plain: The zeros, on the same memory.
+    """
+
+    source: str
+    stage: Stage
+    plain: Tensor
+
+    __torch_function__ = torch_compat.no_torch_function()  # functions are left as they are; operators are looked at
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator on zeros; its results are absent.
+
+        Raises:
+            StepError: The stage's own modules compute with it, or something reads a number of it.
+        """
+        kwargs = kwargs or {}
+        leaves = torch_compat.tree_leaves((args, kwargs))
+        first = next(leaf for leaf in leaves if isinstance(leaf, Absent))
+        if first.stage.is_inside and func.name() not in _COPIES:
+            _refuse(first)
+        plain_args, plain_kwargs = torch_compat.tree_map(_plain, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        if not any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result)) and func._schema.returns:
+            _refuse(first)
+        written = {id(_plain(tensor)): tensor for tensor in torch_compat.written_tensors(func, args, kwargs)}
+
+        def marked(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            return written[id(leaf)] if id(leaf) in written else _stand_for(leaf, first.source, first.stage)
+
+        return torch_compat.tree_map(marked, result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+        """Stand for the same in a copy of a stage."""
+        return _stand_for(self.plain.clone(), self.source, self.stage)
+
+
+def absent_zeros(like: Tensor, *, device: torch.device, source: str, stage: Stage, is_written: bool = False) -> Absent:
+    """Return zeros of a tensor's shape, which take no memory unless they are written to.
+
+    Args:
+        like: Of the shape and dtype.
+        device: Of the zeros.
+        source: As in `Absent`.
+        stage: As in `Absent`.
+        is_written: Something may be written into them.
+    """
+    if is_written:
+        return _stand_for(torch.zeros(like.shape, dtype=like.dtype, device=device), source, stage)
+    return _stand_for(torch.zeros((), dtype=like.dtype, device=device).expand(like.shape), source, stage)
+
+
+def refuse_absent(tensors: Any) -> None:
+    """Refuse what a stage sends, or the model returns, where it is made of absent tensors.
+
+    Raises:
+        StepError: Names the first.
+    """
+    for tensor in tensors:
+        if isinstance(tensor, Absent):
+            _refuse(tensor)
+
+
+def _stand_for(plain: Tensor, source: str, stage: Stage) -> Absent:
+    made: Absent = plain.as_subclass(Absent)
+    made.source, made.stage, made.plain = source, stage, plain
+    return made
+
+
+def _plain(value: Any) -> Any:
+    return value.plain if isinstance(value, Absent) else value
+
+
+def _refuse(absent: Absent) -> None:
+    raise StepError(
+        f"the forward of this batch computes with {absent.source}, which another stage of the pipeline holds: the "
+        "forward by which the model was split did not need it here; let one module hold both ways of a decision, so "
+        "that both are on its stage, or hand compose an example that takes this way"
+    )
