@@ -103,6 +103,7 @@ def inspect(
     """
     from composer3d.cli import rules
     from composer3d.cli.first_forward import first_forward_problems
+    from composer3d.cli.layout_problems import layout_problems
     from composer3d.cli.sizes import output_problems, schedule_problems
     from composer3d.registry import Hooks
     from composer3d.runner.tables import ModelTable
@@ -138,6 +139,7 @@ def inspect(
         found += _prepare(result, manifest, factory, world_size=fitting, rank=view, device=device)
     result.problems += _news(found, inspected)
     if forward and result.preparation is not None and factory is not None and result.ok(strict=False):
+        result.problems += layout_problems(manifest, result.preparation)
         result.problems += first_forward_problems(manifest, factory, result.preparation)
     if layout is not None and rank >= layout.world_size:
         result.problems.append(Problem(message=f"rank {rank} is not in a world of {layout.world_size} ranks"))

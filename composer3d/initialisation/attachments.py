@@ -13,7 +13,13 @@ from composer3d.initialisation.placement import place
 from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.initialisation.sharing import views_of_parameters
 from composer3d.initialisation.ties import named_tensors
-from composer3d.torch_compat import gradient_hooks, is_wrapper_subclass, mark_unsharded, set_gradient_hooks
+from composer3d.torch_compat import (
+    active_fake_mode,
+    gradient_hooks,
+    is_wrapper_subclass,
+    mark_unsharded,
+    set_gradient_hooks,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -97,11 +103,13 @@ class Attachments:
     Attributes:
         by_name: Every parameter and buffer, under each of its names.
         views: (How it is reached, FQN) of tensors that share a trainable parameter's memory.
+        held: Lists, closures or objects hold parameters themselves.
         hooks: After `carry_over`: what a step has to run.
     """
 
     by_name: dict[str, _Attached]
     views: tuple[tuple[str, str], ...] = ()
+    held: bool = False
     hooks: list[GradientHooks] = field(default_factory=list)
 
     @classmethod
@@ -113,8 +121,30 @@ class Attachments:
         for fqn, tensor in registered.items():
             if not is_wrapper_subclass(type(tensor)):
                 by_name[fqn] = known.setdefault(id(tensor), _attached(fqn, tensor))
-        others = {r.path: r.tensor for r in reachable_tensors(model) if id(r.tensor) not in known}
-        return cls(by_name=by_name, views=tuple(views_of_parameters(registered, others)))
+        reached = list(reachable_tensors(model))
+        others = {r.path: r.tensor for r in reached if id(r.tensor) not in known}
+        return cls(
+            by_name=by_name,
+            views=tuple(views_of_parameters(registered, others)),
+            held=any(id(r.tensor) in known for r in reached),
+        )
+
+    @property
+    def depend_on_layout(self) -> bool:
+        """Whether all that is attached can be kept is known only of the parameters that the layout trains."""
+        from torch import Tensor, nn
+
+        return (
+            self.held
+            or bool(self.views)
+            or any(
+                attached.before
+                or attached.after
+                or nn.Parameter in attached.cls.__mro__[1:]
+                or any(isinstance(value, Tensor) for value in attached.attributes.values())
+                for attached in self.by_name.values()
+            )
+        )
 
     def carry_over(
         self, modules: Iterable[nn.Module], *, alone: bool, from_stored: Reorder, to_stored: Reorder
@@ -142,10 +172,14 @@ class Attachments:
                 if attached is None or id(final) in done:
                     continue
                 done[id(final)] = final
-                if attached.original() is not final:
+                original = attached.original()
+                if original is not None and _stays(attached, final):
+                    done[id(original)] = original
+                if original is not final:
                     _carry_class(attached, final)
                     marked[id(final)] = _carry_attributes(attached, final)
-                    self._refuse_views(attached)
+                    if id(original) not in done:
+                        self._refuse_views(attached)
                 if _carry_hooks(attached, final, alone=alone):
                     self.hooks.append(
                         GradientHooks(
@@ -187,6 +221,12 @@ class Attachments:
         """Run the gradient hooks of this rank's parameters, in the order of the model."""
         for hooks in self.hooks:
             hooks.run()
+
+
+def _stays(attached: _Attached, final: Tensor) -> bool:
+    """Tell whether a run would keep the original: a plain tensor gets memory, and a fake one is another object."""
+    is_plain = not is_wrapper_subclass(type(final)) and tuple(final.shape) == attached.shape
+    return is_plain and active_fake_mode() is not None
 
 
 def _carry_hooks(attached: _Attached, final: Tensor, *, alone: bool) -> bool:
