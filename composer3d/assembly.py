@@ -7,6 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,6 +15,7 @@ from composer3d import guard, mesh, spans, torch_compat
 from composer3d.accumulation import Accumulation
 from composer3d.agreement import agree_on_plan
 from composer3d.application import agree_on_factory, agree_on_weights, apply_transforms, gradient_hooks, materialise
+from composer3d.arrival import await_all
 from composer3d.batch import to_device
 from composer3d.closing import close_all
 from composer3d.context import Purpose, RunContext
@@ -86,6 +88,7 @@ def assemble(
     purpose: Purpose,
     example: Example | Callable[[], Example | None] | None,
     guarded: bool,
+    timeout_s: float | None,
 ) -> Assembled:
     """Do what `compose` promises; its arguments are explained there."""
     import torch.distributed as dist
@@ -93,7 +96,7 @@ def assemble(
     where = default_device() if device is None else own_device(device)
     if not isinstance(manifest, Manifest):
         manifest = _load(manifest, tables)
-    release = join_world(where)
+    release = join_world(where, timeout_s=timeout_s)
     preparation: Preparation | None = None
     try:
         preparation = prepare(
@@ -111,6 +114,8 @@ def assemble(
         for problem in preparation.problems if dist.get_rank() == 0 else ():
             logging.getLogger(__name__).warning("%s", problem)
         context = preparation.context
+        arrived = _arrivals(context, timeout_s) if guarded else lambda place: None
+        arrived("prepare the model")
         plan = agree_on_plan(preparation) if guarded else None
         if preparation.recipe is None:
             agree_on_weights(preparation.model, context, broadcast=weights == "rank0")
@@ -119,6 +124,7 @@ def assemble(
         build_mesh(preparation)
         apply_transforms(preparation)
         materialise(preparation)
+        arrived("give the model its weights")
         return freeze(preparation, criterion, release, plan)
     except BaseException as error:
         # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
@@ -128,6 +134,30 @@ def assemble(
                     function(context=preparation.context, error=error)
         release()
         raise
+
+
+def _arrivals(context: RunContext, timeout_s: float | None) -> Callable[[str], None]:
+    """Return what waits for all ranks at a place of this composition, where somebody said how long.
+
+    Else a collective waits, which notices a rank that died, and cannot say who is late.
+    """
+    import torch.distributed as dist
+
+    if timeout_s is None or context.world_size == 1 or dist.get_backend() == "fake":
+        return lambda place: None
+    store = torch_compat.default_store()
+    number = store.add(f"composer3d/composed/{context.rank}", 1)  # all ranks compose in the same order
+    return functools.partial(
+        _arrive,
+        dist.PrefixStore(f"composer3d/compose/{number}", store),  # type: ignore[attr-defined]
+        rank=context.rank,
+        world_size=context.world_size,
+        timeout=timedelta(seconds=timeout_s),
+    )
+
+
+def _arrive(store: Any, place: str, **options: Any) -> None:
+    await_all(store, place=place, **options)
 
 
 def _load(source: str | Path, tables: Mapping[str, type] | None) -> Manifest:

@@ -59,12 +59,13 @@ def compose(
         example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
             only shapes and dtypes matter. Or a function that makes it, if one asks. Default: token numbers are tried.
         guard: Compare step, plan and batch of all ranks as steps begin, and explain lost ones. False only counts.
-        timeout_s: Seconds after which a collective fails whose other ranks do not come, of the world and of every axis;
-            default: torch's.
+        timeout_s: Seconds after which a rank fails whose other ranks do not come: to join the world, to compose, or to
+            a collective, of the world and of every axis. Default: ten minutes to join, and torch's.
 
     Raises:
         ManifestError: With every mistake of the manifest.
         TransformError: A transform did not do what it had declared.
+        RendezvousError: Ranks did not come in time; says which.
         InitialisationError: Ranks start from different weights.
     """
     assembled = assemble(
@@ -77,6 +78,7 @@ def compose(
         purpose=purpose,
         example=example,
         guarded=guard,
+        timeout_s=timeout_s,
     )
     if timeout_s is not None:
         set_timeouts(assembled.context.mesh, timeout_s)

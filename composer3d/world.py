@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from composer3d import torch_compat
+from composer3d.arrival import await_all
 from composer3d.rendezvous import keep_to_loopback, meeting_point
 
 if TYPE_CHECKING:
@@ -50,22 +51,32 @@ def own_device(device: str | torch.device) -> torch.device:
     )
 
 
-def join_world(device: torch.device) -> Callable[[], None]:
+def join_world(device: torch.device, *, timeout_s: float | None = None) -> Callable[[], None]:
     """Initialise the default process group if there is none.
 
     Under torchrun, or any launcher that sets RANK and WORLD_SIZE, it is theirs; otherwise a world of one. A GPU's group
     gets gloo beside NCCL, so that counts and agreements never wait for the GPU. On one machine nothing that it opens
     listens beyond loopback.
 
+    Args:
+        device: Where this rank computes.
+        timeout_s: How long to wait for the other ranks, and after what time a collective of the group fails; None takes
+            ten minutes, and torch's.
+
     Returns:
         A function that destroys the group, if this made it. In a group that was there before, those of the mesh stay
         with it: torch keeps meshes in caches, and a later mesh of the same shape would look for groups that are gone.
+
+    Raises:
+        RendezvousError: Names the ranks that did not come.
     """
     import torch
     import torch.distributed as dist
     from torch.distributed.constants import default_pg_timeout
 
     if dist.is_initialized():
+        if timeout_s is not None:
+            torch_compat.set_group_timeout(None, timedelta(seconds=timeout_s))
         return lambda: None
     if device.type == "cpu":
         backend = "gloo"
@@ -74,9 +85,12 @@ def join_world(device: torch.device) -> Callable[[], None]:
         backend = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device.type)}"
     leave_loopback = keep_to_loopback()
     if {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        timeout = timedelta(seconds=_JOIN_S)
-        dist.init_process_group(backend, timeout=timeout, **meeting_point(timeout))
-        if device.type == "cpu":  # NCCL's own default is _JOIN_S
+        timeout = timedelta(seconds=_JOIN_S if timeout_s is None else timeout_s)
+        where = meeting_point(timeout)
+        if where:
+            await_all(where["store"], place="join", rank=where["rank"], world_size=where["world_size"], timeout=timeout)
+        dist.init_process_group(backend, timeout=timeout, **where)
+        if device.type == "cpu" and timeout_s is None:  # NCCL's own default is _JOIN_S
             torch_compat.set_group_timeout(None, default_pg_timeout)
     else:
         # Documented, but not in the module's __all__.

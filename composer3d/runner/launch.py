@@ -190,9 +190,8 @@ def _run_agent(
             *args,
             _Launcher(pid=os.getpid(), private=watch.private, restart=watch.num_restarts),
             max(1, len(os.sched_getaffinity(0)) // watch.num_ranks),
-            # A spawned rank has neither the locks of its parent's threads nor its open files.
-            gate if start_method == "fork" else None,
-            lock if start_method == "fork" else None,
+            gate if start_method == "fork" else None,  # a spawned rank has no locks of its parent's threads
+            lock,
         ),
         max_restarts=0,
         monitor_interval=POLL_S,

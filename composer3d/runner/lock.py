@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 class RunLock:
     """An exclusive hold on a run's folder: flock on a file in it, which says who holds it.
 
-    The kernel releases it when the last process that has it is gone, however it ended; forked ranks share it with their
-    launcher, so it lasts as long as one of them writes. A run that comes to its end removes the file.
+    The kernel releases it when the last process that has it is gone, however it ended; ranks, forked or spawned, share
+    it with their launcher, so it lasts as long as one of them writes. A run that comes to its end removes the file.
 
     Args:
         output: The run's folder; made if it is not there.
@@ -85,6 +85,18 @@ class RunLock:
             if _is_at(descriptor, self._path):
                 return descriptor
             os.close(descriptor)  # the run before removed the file between the two calls
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Hand the descriptor to a process that is being spawned; it cannot be pickled for anybody else."""
+        from multiprocessing.context import assert_spawning
+        from multiprocessing.reduction import DupFd
+
+        assert_spawning(self)
+        return {**vars(self), "_descriptor": DupFd(self._descriptor)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        vars(self).update(state, _descriptor=state["_descriptor"].detach())
+        os.set_inheritable(self._descriptor, False)  # a program that a rank starts must not keep it
 
     def leave_children_out(self) -> None:
         """Have processes that this one forks give the lock up: workers that outlive a killed rank must not keep it."""

@@ -23,7 +23,6 @@ from composer3d.runner.housekeeping import (
     environment,
     requested_device,
     seed_step,
-    set_timeout,
     write_private,
 )
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
@@ -124,11 +123,11 @@ class Trainer:
                 count_fn=self.factory.loss.count,
                 device=requested_device(tables["run"]),
                 example=lambda: example_of(self.source, tables["data"], seed=seed, num_samples=num_samples),
+                timeout_s=tables["run"].timeout_s,
             )
         )
         self.run.averages_buffers = False  # once before an evaluation of many batches, and as the manifest says
         self.factory.refuse_unmatched()
-        set_timeout(self.run, tables["run"].timeout_s)
         agree_on_data(self.run.context, self.source.record())
         self.is_first = self.run.context.rank == 0
         self.batch_size = BatchSize(tables["train"], degree=self.run.context.num_readers)

@@ -6,9 +6,12 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import re
 import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 
@@ -98,6 +101,83 @@ def test_a_rank_keeps_it_after_its_launcher_and_its_own_workers_do_not(tmp_path,
         os.kill(worker, 0)  # it lives, and does not count
     finally:
         os.kill(worker, signal.SIGKILL)
+
+
+SPAWNING = """
+import multiprocessing, os, signal, sys
+from pathlib import Path
+from composer3d.runner.lock import RunLock
+
+def rank(lock):
+    lock.leave_children_out()
+    worker = os.fork()
+    if worker == 0:
+        signal.pause()
+    os.write(1, f"{os.getpid()} {worker}\\n".encode())
+    signal.pause()
+
+if __name__ == "__main__":
+    lock = RunLock(Path(sys.argv[1]))
+    process = multiprocessing.get_context("spawn").Process(target=rank, args=(lock,))
+    process.start()
+    signal.pause()
+"""
+
+
+def test_a_spawned_rank_keeps_it_as_a_forked_one_does(tmp_path, monkeypatch):
+    monkeypatch.setattr(locks, "_DYING_S", 0.2)
+    script, folder = tmp_path / "spawning.py", tmp_path / "out"
+    script.write_text(SPAWNING)
+    launcher = subprocess.Popen([sys.executable, script, folder], stdout=subprocess.PIPE, text=True)
+    rank, worker = map(int, launcher.stdout.readline().split())
+    try:
+        assert f"pid {launcher.pid} on" in refused(folder)
+        launcher.kill()
+        launcher.wait()
+        assert f"its launcher (pid {launcher.pid} on {socket.gethostname()}) is gone, and ranks of it" in refused(
+            folder
+        )
+        os.kill(rank, signal.SIGKILL)
+        RunLock(folder).release()
+        os.kill(worker, 0)  # it lives, and does not count
+    finally:
+        os.kill(worker, signal.SIGKILL)
+        launcher.stdout.close()
+
+
+LAUNCHING = """
+import os, signal, sys
+from pathlib import Path
+from composer3d.runner.launch import launch_local
+
+def rank(output):
+    held = [os.path.basename(os.readlink(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd")
+            if os.path.exists(f"/proc/self/fd/{number}")]
+    os.write(1, f"{held.count('.lock')} {os.getpid()}\\n".encode())
+    signal.pause()
+
+if __name__ == "__main__":
+    output = Path(sys.argv[1])
+    launch_local(rank, output, num_ranks=2, device="cuda", output=output, exclusive=True)
+"""
+
+
+def test_ranks_on_gpus_hold_the_folder_too_and_end_with_their_launcher(tmp_path):
+    """Ranks on CUDA devices are spawned; these use none."""
+    script, folder = tmp_path / "launching.py", tmp_path / "out"
+    script.write_text(LAUNCHING)
+    launcher = subprocess.Popen([sys.executable, script, folder], stdout=subprocess.PIPE, text=True)
+    with launcher:
+        ranks = [tuple(map(int, launcher.stdout.readline().split())) for _ in range(2)]
+        assert [held for held, _ in ranks] == [1, 1]
+        launcher.kill()
+        launcher.stdout.read()  # until the last rank is gone
+    RunLock(folder).release()
+
+
+def test_nobody_else_can_be_handed_it(tmp_path):
+    with RunLock(tmp_path) as lock, pytest.raises(RuntimeError, match="should only be shared between processes"):
+        pickle.dumps(lock)
 
 
 def _child_of_this():
