@@ -150,7 +150,7 @@ import os, signal, sys
 from pathlib import Path
 from composer3d.runner.launch import launch_local
 
-def rank(output):
+def rank():
     held = [os.path.basename(os.readlink(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd")
             if os.path.exists(f"/proc/self/fd/{number}")]
     os.write(1, f"{held.count('.lock')} {os.getpid()}\\n".encode())
@@ -158,7 +158,7 @@ def rank(output):
 
 if __name__ == "__main__":
     output = Path(sys.argv[1])
-    launch_local(rank, output, num_ranks=2, device="cuda", output=output, exclusive=True)
+    launch_local(rank, num_ranks=2, device="cuda", output=output, exclusive=True)
 """
 
 
