@@ -1,7 +1,9 @@
 """Time and processor time that digests add to a checkpoint's save and load, against the same without.
 
 Each round saves one model's tensors in every form, in an order that turns, so that a disk that slows down slows all.
-Before there were digests, archives had torch's CRC-32; that it is left out now pays for them.
+Before there were digests, archives had torch's CRC-32; that it is left out now pays for them. Differences between saves
+are as large as the disk's moods, so the time inside of the digests is taken besides, in the saves that compute them:
+`share` is of the save's own.
 
     python benchmarks/checksum_cost.py [--mib 512] [--rounds 7] [--output benchmarks/results/checksum_cost.json]
 """
@@ -25,6 +27,7 @@ import torch
 from composer3d.checkpoint import checksums, load, reader, save, writer
 
 TENSORS = 64
+_XXH3 = checksums.xxhash.xxh3_128
 
 
 class Unread:
@@ -39,6 +42,23 @@ class Unread:
     def hexdigest(self) -> str:
         """Return what stands for a digest."""
         return "0" * 32
+
+
+class Timed:
+    """A digest that knows how long it took, all of its kind together."""
+
+    wall_s = cpu_s = 0.0
+
+    def __init__(self) -> None:
+        self._state = _XXH3()
+        self.reset, self.hexdigest = self._state.reset, self._state.hexdigest
+
+    def update(self, data: Any) -> None:
+        """Digest, and add up times of this thread."""
+        begin, cpu = time.perf_counter(), time.thread_time()
+        self._state.update(data)
+        Timed.cpu_s += time.thread_time() - cpu
+        Timed.wall_s += time.perf_counter() - begin
 
 
 def _look_at_nothing(*args: object, **options: object) -> None:
@@ -64,7 +84,12 @@ def with_crc32() -> Iterator[None]:
         yield
 
 
-FORMS: dict[str, Callable[[], Any]] = {"crc32": with_crc32, "neither": without_digests, "digests": nullcontext}
+def timed() -> Any:
+    """Compute digests, and take the time inside of them."""
+    return mock.patch.object(checksums.xxhash, "xxh3_128", Timed)
+
+
+FORMS: dict[str, Callable[[], Any]] = {"crc32": with_crc32, "neither": without_digests, "digests": timed}
 
 
 def measured(action: Callable[[], object]) -> tuple[float, float]:
@@ -78,6 +103,7 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
     """Return medians by operation and form."""
     tensors = {f"w{index}": torch.randn(mib * 2**20 // TENSORS // 4) for index in range(TENSORS)}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in ("save", "load")}
+    shares: list[tuple[float, float]] = []
     folder = Path(tempfile.mkdtemp(prefix="checksum-cost-"))
     try:
         for number in range(rounds + 1):
@@ -85,16 +111,20 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 path = folder / name / "step-1"
                 shutil.rmtree(path.parent, ignore_errors=True)
+                Timed.wall_s = Timed.cpu_s = 0.0
                 with FORMS[name]():
                     saved = measured(lambda path=path: save(path, tensors=tensors, state={}))  # type: ignore[misc]
                 with FORMS[name]() if name == "digests" else without_digests():
                     loaded = measured(lambda path=path: load(path, tensors=tensors))  # type: ignore[misc]
+                if number and name == "digests":
+                    shares.append((Timed.wall_s / saved[0], Timed.cpu_s / saved[1]))
                 if number:  # the first warms up
                     times["save"].setdefault(name, []).append(saved)
                     times["load"].setdefault(name, []).append(loaded)
     finally:
         shutil.rmtree(folder)
-    return {
+    share = {f"share_{kind}": statistics.median(pair[i] for pair in shares) for i, kind in enumerate(("s", "cpu_s"))}
+    medians = {
         operation: {
             f"{name}_{kind}": statistics.median(pair[index] for pair in pairs)
             for name, pairs in forms.items()
@@ -102,6 +132,8 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
         }
         for operation, forms in times.items()
     }
+    medians["save"] |= share
+    return medians
 
 
 def main() -> None:

@@ -47,8 +47,7 @@ class RunTable:
         gc_every: Steps between collections of Python's garbage, on all ranks at once; 0 leaves it to Python, which then
             stops single ranks at any time.
         log_every: Steps between lines of progress where there is no terminal.
-        timeout_s: Seconds after which a rank fails whose others do not come, to join, to compose or to a collective;
-            default ten minutes to join, else torch's, which the checks of `debug` always have.
+        timeout_s: Seconds that a rank waits for the others, to join, to compose and in a collective; default torch's.
         debug: Check every collective on all ranks, and log what torch.distributed does; slow.
         max_restarts: How often ranks that crashed are started again, from the newest checkpoint.
         grace_s: Seconds that ranks have to save and stop after a SIGTERM.
