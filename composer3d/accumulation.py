@@ -33,5 +33,6 @@ class Accumulation:
     def evaluate(self, microbatches: Sequence[Batch]) -> None:
         """Run the forward of every micro-batch and its loss."""
         module = self._context.parts[0].module
-        for batch in microbatches:
+        for index, batch in enumerate(microbatches):
+            self._context.begin_microbatch(index, index == len(microbatches) - 1)
             self._loss_fn(module(*batch.args, **batch.kwargs), batch.target)

@@ -32,7 +32,7 @@ from composer3d.protocol import Batch, Example, Schedule, Stateful
 from composer3d.registry import Hooks
 from composer3d.step import StepEngine
 from composer3d.streams import Streams
-from composer3d.transform import StepAction, order
+from composer3d.transform import Phase, StepAction, order
 from composer3d.world import default_device, join_world, own_device
 
 if TYPE_CHECKING:
@@ -247,6 +247,21 @@ def _actions(preparation: Preparation, acting: spans.Acting) -> tuple[StepAction
     return order(actions)
 
 
+def _streams(preparation: Preparation) -> Streams:
+    """Make the random streams; no mode of torch sees what compiled code draws."""
+    context, train = preparation.context, preparation.context.manifest.train
+    is_compiled = any(transform.phase is Phase.COMPILE for transform, _ in preparation.selected)
+    is_real = context.purpose in ("run", "verify") and not is_compiled
+    return Streams(
+        seed=train.seed,
+        layout=context.layout,
+        rank=context.rank,
+        device=context.device,
+        parts=lambda: context.parts,
+        policy=train.random_numbers if is_real else "ranks",
+    )
+
+
 def freeze(
     preparation: Preparation,
     criterion: Criterion,
@@ -259,7 +274,7 @@ def freeze(
     context, hooks = preparation.context, preparation.hooks
     group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
     acting = spans.Acting(is_watched=bool(hooks.freeze("composer3d_recorder")))
-    streams = Streams(seed=context.manifest.train.seed, layout=context.layout, rank=context.rank, device=context.device)
+    streams = _streams(preparation)
     flight = _flight(preparation, guarded=plan is not None)
     engine = StepEngine(
         context=context,
@@ -276,11 +291,12 @@ def freeze(
         recorders=(acting, *recorders) if recorders else (),
         flight=flight,
         microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
-        sharded=streams.sharded,
+        streams=streams,
     )
     spans.watch_sharding(context)
     unwatch = spans.watch_operators(context, acting)
-    scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
+    loss_fn = streams.of_loss(engine.loss)
+    scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=loss_fn)
     states = {plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)}
 
     def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
@@ -293,7 +309,7 @@ def freeze(
         hooks=hooks,
         plan=preparation.plan,
         engine=engine,
-        schedule=scheduled or Accumulation(context=context, loss_fn=engine.loss),
+        schedule=scheduled or Accumulation(context=context, loss_fn=loss_fn),
         has_schedule=scheduled is not None,
         group=group,
         control_device=device,

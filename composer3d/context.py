@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
     from composer3d.registry import Hooks, Registered
+    from composer3d.streams import Streams
 
 __all__ = ["Purpose", "RunContext"]
 
@@ -107,7 +108,7 @@ class RunContext:
         self.flight: Flight | None = None
         self._asked: set[str] = set()
         self._claims: dict[str, list[tuple[Any, bool]]] = {}
-        self._sharded: Callable[[int], contextlib.AbstractContextManager[None]] | None = None
+        self.streams: Streams | None = None
         self._microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]] | None = None
 
     @property
@@ -219,13 +220,13 @@ class RunContext:
         recorders: tuple[Recorder, ...],
         flight: Flight | None,
         microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]],
-        sharded: Callable[[int], contextlib.AbstractContextManager[None]],
+        streams: Streams,
     ) -> None:
         """Take what steps need; the composition calls it once."""
         self.has_recorders = bool(recorders)
         self.flight = flight
         self._recorders = recorders if flight is None else (flight, *recorders)
-        self._microbatch, self._sharded = microbatch, sharded
+        self._microbatch, self.streams = microbatch, streams
 
     def watch(self, recorder: Recorder) -> None:
         """Add a recorder to those that plugins gave; for who runs a composition in order to look at it."""
@@ -331,14 +332,18 @@ class RunContext:
         order = self.orders.get(fqn)
         return full if order is None else order.model(full)
 
-    def sharded_random(self, site: int) -> contextlib.AbstractContextManager[None]:
+    def sharded_random(
+        self, site: int, *, dim: int | None = None, parts: Sequence[int] = ()
+    ) -> contextlib.AbstractContextManager[None]:
         """Draw inside from the stream that differs between ranks along tp; outside they draw alike.
 
         Args:
             site: Tells the places of one micro-batch apart.
+            dim: Of what is drawn inside, the one that is sharded: ranks then draw their shares of one device's numbers.
+            parts: Sizes in the whole tensor of what stands one after another in that dim, each sharded over all ranks.
         """
-        assert self._sharded is not None, "the composition sets it"
-        return self._sharded(site)
+        assert self.streams is not None, "the composition sets it"
+        return self.streams.sharded(site, dim=dim, parts=parts)
 
     @property
     def output(self) -> Path:

@@ -47,7 +47,7 @@ class StepEngine:
         streams: Streams,
         criterion: Criterion,
     ) -> None:
-        self._context, self._guard, self._ledger, self._streams = context, guard, ledger, streams
+        self._context, self._guard, self._ledger, self.streams = context, guard, ledger, streams
         self.explaining: Callable[..., contextlib.AbstractContextManager[None]] = (
             flight.explaining if flight is not None else lambda activity="": contextlib.nullcontext()
         )
@@ -82,6 +82,7 @@ class StepEngine:
         self._ledger.clear()
         self._call = self._num_forwards = self._num_backwards = self._seen = 0
         self._used, self._own, self._applied = False, None, 1.0
+        self.streams.begin(number)
         try:
             with self.explaining(), context.span("step", step=number):
                 self._at(StepPoint.BEGIN)
@@ -90,7 +91,7 @@ class StepEngine:
                 yield self.state
                 self._at(StepPoint.END)
         finally:
-            self._streams.leave()
+            self.streams.leave()
             self.state = None
 
     def current(self, call: str) -> StepState:
@@ -110,18 +111,18 @@ class StepEngine:
     def begin_microbatch(self, index: int, is_last: bool, stage: int = 0) -> None:
         """Start a micro-batch: its random stream, then the actions."""
         if self._evaluating:
-            return
+            return self.streams.evaluate(index, stage)
         state = self.current("begin_microbatch")
         state.index, state.is_last = index, is_last
         if not state.forward_done:
-            self._streams.enter(state.step, (self._call << 16) + index, stage)
+            self.streams.enter(state.step, (self._call << 16) + index, stage, index=index)
         self._at(StepPoint.BEFORE_MICROBATCH)
 
     def resume_microbatch(self, index: int, stage: int) -> None:
         """Go back to a micro-batch, whose backward does not follow its forward at once."""
         state = self.current("resume_microbatch")
         state.index = index
-        self._streams.enter(state.step, (self._call << 16) + index, stage)
+        self.streams.enter(state.step, (self._call << 16) + index, stage, index=index)
 
     def end_microbatch(self) -> None:
         """End a micro-batch."""
@@ -147,11 +148,11 @@ class StepEngine:
         self._num_backwards += 1
         self._scheduled = True
         try:
-            with self._context.span("forward_backward", microbatches=len(microbatches)):
+            span = self._context.span("forward_backward", microbatches=len(microbatches))
+            with self.streams.over(microbatches), span:
                 train(microbatches)
         finally:
             self._scheduled = False
-            self._streams.leave()
         return self._settle(state, len(microbatches))
 
     def evaluate(
@@ -172,7 +173,7 @@ class StepEngine:
             totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
-            with self.explaining(), self._context.span("evaluate"):
+            with self.streams.over(microbatches, evaluates=True), self.explaining(), self._context.span("evaluate"):
                 evaluate(microbatches)
             return self._ledger.settle(len(microbatches), has_gradient=False)
         finally:
@@ -225,8 +226,8 @@ class StepEngine:
             assert self.state is not None, "inside a step"
             if self._own is None:  # else the step was announced with its target, or by its first backward
                 self._seen += self.identity((args, kwargs), own=True)
-            # By forwards, not by backwards: two forwards before one backward draw different numbers.
-            self._streams.enter(self.state.step, self._num_forwards)
+            self.streams.announce([Batch(args=args, kwargs=kwargs)])
+            self.streams.enter(self.state.step, self._num_forwards, index=0)
             self._num_forwards += 1
 
     def leave_own_forward(self) -> None:
@@ -239,7 +240,7 @@ class StepEngine:
 
         if self._scheduled or self._evaluating:
             return
-        self._streams.leave()
+        self.streams.leave()
         if torch.is_grad_enabled():
             self._gathered = True
         else:
@@ -258,7 +259,7 @@ class StepEngine:
             self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True
         self.begin_microbatch(self._own.calls - 1, last)
-        with self._context.span("backward"), self._streams.kept():
+        with self._context.span("backward"), self.streams.kept():
             self._scale(self._ledger.scaled(loss)).backward()
         self._gathered = False
         self.end_microbatch()

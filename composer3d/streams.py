@@ -1,16 +1,32 @@
-"""Random streams: what dropout draws is a function of the seed, the step, the micro-batch and the rank's coordinates.
+"""Random streams: numbers drawn in a forward are functions of the seed, the step, the module and the sample.
 
-Two streams a rank. Ranks along tp hold the same activations between their sharded regions, so dropout there must draw
-the same numbers: the *replicated* stream leaves tp out. Inside sharded regions each rank holds other values: the
-*sharded* stream takes tp in.
+*By sample.* A function mode of torch is on while micro-batches run. What draws with the samples along its leading dim
+draws, for each of them, from (seed, step, the sample's index in the global batch, FQN of the module whose code draws,
+how manieth draw of it): the rows of what one device draws for the global batch, whatever the data-parallel degree, the
+micro-batches, the stages of a pipeline, and on all ranks along tp. A draw without samples (one number that decides for
+a whole layer) takes the first sample of the micro-batch, so it depends on how the batch is divided; `verify` reports
+it. Recomputation draws what the forward drew: torch restores the state of its default generator, and the state before
+each draw is remembered with what was drawn.
+
+*By rank.* Everything else that draws (compiled code, layers that draw inside of one kernel, regions that are sharded
+over tp) takes torch's default generators, in two streams a rank. Ranks along tp hold the same activations between their
+sharded regions, so dropout there must draw the same numbers: the *replicated* stream leaves tp out. Inside sharded
+regions each rank holds other values: the *sharded* stream takes tp in.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
+from composer3d import draws, torch_compat
+from composer3d.batch import tensors
+from composer3d.call_sites import caller
+from composer3d.counter_random import Rows, Share
+from composer3d.errors import StepError
 from composer3d.initialisation import seed_of
 from composer3d.mesh import Layout, Role
 
@@ -18,13 +34,75 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Streams"]
+    from composer3d.protocol import Batch, Part
+
+__all__ = ["Site", "Streams"]
+
+Policy = Literal["auto", "samples", "ranks"]
+_EVALUATION = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """A place in the code that draws.
+
+    Args:
+        fqn: Of the module whose code draws; "loss" for a loss.
+        function: Of torch.
+        place: File and line.
+        shape: Of what is drawn for a micro-batch.
+        num_samples: Of that micro-batch.
+        by_sample: Whether every sample has its own numbers.
+    """
+
+    fqn: str
+    function: str
+    place: str
+    shape: tuple[int, ...]
+    num_samples: int
+    by_sample: bool
+
+    def __str__(self) -> str:
+        return f"{self.function} in {self.fqn or 'the model'}{f', {self.place}' if self.place else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Drawn:
+    """One draw, to be repeated by a recomputation.
+
+    Args:
+        key: Its own.
+        rows: Samples of its micro-batch.
+        after: The seed that the default generators have after it.
+    """
+
+    key: int
+    rows: Rows
+    after: int
 
 
 class Streams:
-    """The random streams of one rank; outside micro-batches the loop's own random state is left as it is."""
+    """The random streams of one rank; outside micro-batches the loop's own random state is left as it is.
 
-    def __init__(self, *, seed: int, layout: Layout, rank: int, device: torch.device) -> None:
+    Args:
+        seed: Of the run.
+        layout: Its axes.
+        rank: Of this process.
+        device: Where parameters live.
+        parts: Called for this rank's modules.
+        policy: "auto" draws by sample from the first step on, if that draws anything.
+    """
+
+    def __init__(
+        self,
+        *,
+        seed: int,
+        layout: Layout,
+        rank: int,
+        device: torch.device,
+        parts: Callable[[], Sequence[Part]] = tuple,
+        policy: Policy = "ranks",
+    ) -> None:
         coordinates = layout.coordinates(rank)
         shared = layout.names(Role.STAGE, Role.BATCH, Role.SEQUENCE, Role.EXPERT, Role.INDEPENDENT)
         own = layout.names(Role.TENSOR)
@@ -32,18 +110,88 @@ class Streams:
         self._device = device
         self._replicated = "/".join(f"{name}={coordinates[name]}" for name in shared)
         self._sharded = "/".join([self._replicated, *(f"{name}={coordinates[name]}" for name in own)])
+        self._islands = "/".join(str(coordinates[name]) for name in layout.names(Role.INDEPENDENT))
+        self._positions = "/".join(str(coordinates[name]) for name in layout.names(Role.SEQUENCE))
+        self._index, self._degree = layout.index(rank, Role.BATCH), layout.degree(Role.BATCH)
+        self._tensor, self._cuts = layout.index(rank, Role.TENSOR), layout.degree(Role.TENSOR)
+        self._share: Share | None = None
         self._place = (0, 0, 0)
         self._outside: list[Tensor] | None = None
+        self._parts, self.policy = parts, policy
+        self.sites: dict[tuple[str, str, str], Site] = {}
+        self.watch: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
+        self.is_loss = False
+        self._mode: Any = None
+        self._is_on = self._is_sharded = False
+        self._first: int | None = None  # the step that decides whether the model draws
+        self._has_drawn = self._is_unseen = False
+        self._names: dict[int, str] = {}
+        self._marked: list[Tensor] | None = None
+        self.begin()
 
-    def enter(self, step: int, microbatch: int, stage: int = 0) -> None:
-        """Start the replicated stream of a micro-batch in torch's default generators."""
+    # ---- where a forward stands --------------------------------------------------------------------------------------
+
+    def begin(self, step: int = 0) -> None:
+        """Begin a step: its samples are counted from the first."""
+        self._step = step
+        self._num_samples = self._num_evaluations = self._num_draws = 0
+        self._announced: list[Rows | None] = []
+        self._rows: Rows | None = None
+        self._counts: dict[str, int] = {}
+        self._known: set[int] = set()
+        self._drawn: dict[int, _Drawn] = {}
+
+    def announce(self, microbatches: Sequence[Batch], *, evaluates: bool = False) -> None:
+        """Learn which samples this rank has: data-parallel ranks have equal parts, one after the other."""
+        sizes = [_size_of((each.args, each.kwargs, each.target)) for each in microbatches]
+        local = sum(size or 0 for size in sizes)
+        first = self._index * local + (0 if evaluates else self._num_samples)
+        self._announced = []
+        for size in sizes:
+            self._announced.append(Rows(first=first, count=size) if size else None)
+            first += size or 0
+        if evaluates:
+            self._num_evaluations += 1
+        else:
+            self._num_samples += local * self._degree
+        self._turn_on(evaluates=evaluates)
+
+    @contextlib.contextmanager
+    def over(self, microbatches: Sequence[Batch], *, evaluates: bool = False) -> Iterator[None]:
+        """Run micro-batches inside, each of which enters its stream."""
+        self.announce(microbatches, evaluates=evaluates)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def enter(self, step: int, microbatch: int, stage: int = 0, *, index: int | None = None) -> None:
+        """Start the replicated stream of a micro-batch in torch's default generators.
+
+        Args:
+            step: Its number.
+            microbatch: Tells the forwards of a step apart.
+            stage: Of several on this rank.
+            index: Of those that were announced; None draws by rank.
+        """
         if self._outside is None:
             self._outside = self._states()
+        self._note_late(step)
         self._place = (step, microbatch, stage)
+        self._rows = self._announced[index] if index is not None and index < len(self._announced) else None
+        self._counts.clear()
         self._set(self._replicated, 0)
+        if self.policy == "auto" and not self._has_drawn and not self._is_unseen:
+            self._marked = self._states()
+
+    def evaluate(self, microbatch: int, stage: int = 0) -> None:
+        """Start the stream of a micro-batch of an evaluation: the same in each evaluation, batch for batch."""
+        self.enter(_EVALUATION, (self._num_evaluations << 16) + microbatch, stage, index=microbatch)
+        self._marked = None
 
     def leave(self) -> None:
-        """Give back the random state that was there before the first `enter`; nothing if there was none."""
+        """Restore the random state that was there before the first `enter`; nothing if there was none."""
+        self._turn_off()
         if self._outside is not None:
             self._restore(self._outside)
             self._outside = None
@@ -56,13 +204,27 @@ class Streams:
         the replicated one, as they did there.
         """
         self._outside = self._states()
+        self._turn_on()
         try:
             yield
         finally:
             self.leave()
 
+    def of_loss(self, loss: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        """Return a loss that draws as such, wherever it is called: in a pipeline a module of the last stage does it."""
+
+        @functools.wraps(loss)
+        def wrapped(output: Any, target: Any) -> Any:
+            self.is_loss = True
+            try:
+                return loss(output, target)
+            finally:
+                self.is_loss = False
+
+        return wrapped
+
     @contextlib.contextmanager
-    def sharded(self, site: int) -> Iterator[None]:
+    def sharded(self, site: int, *, dim: int | None = None, parts: Sequence[int] = ()) -> Iterator[None]:
         """Draw from the sharded stream inside.
 
         Inside a micro-batch the replicated stream goes on with another seed afterwards, and the sharded one depends on
@@ -71,18 +233,121 @@ class Streams:
 
         Args:
             site: Tells the places of one micro-batch apart.
+            dim: Of what is drawn inside, the one that is sharded over tp. Samples then draw for the whole of it, and
+                every rank takes its share.
+            parts: Sizes in the whole tensor of what stands one after another in that dim, each sharded over all ranks.
         """
         import torch
 
         before, states = torch.default_generator.initial_seed(), self._states() if self._outside is None else None
         self._set(self._sharded, site + 1, before)
+        outer, self._is_sharded, self._has_drawn = (self._is_sharded, self._share), True, True
+        self._share = None if dim is None else Share(dim=dim, parts=tuple(parts), index=self._tensor, degree=self._cuts)
         try:
             yield
         finally:
+            self._is_sharded, self._share = outer
             if states is None:
                 self._set(self._replicated, 1, before)
             else:
                 self._restore(states)
+
+    # ---- draws by sample ---------------------------------------------------------------------------------------------
+
+    def _turn_on(self, *, evaluates: bool = False) -> None:
+        if self.policy == "ranks" or self._is_on:
+            return
+        if self.policy == "auto" and not evaluates and not self._has_drawn and self._first not in (None, self._step):
+            return
+        self._mode = self._mode or torch_compat.function_mode(self._call)
+        self._mode.__enter__()
+        self._is_on = True
+
+    def _turn_off(self) -> None:
+        if self._is_on:
+            self._is_on = False
+            self._mode.__exit__(None, None, None)
+
+    def _note_late(self, step: int) -> None:
+        """Notice that a model which drew nothing in its first step has begun to."""
+        import torch
+
+        marked, self._marked = self._marked, None
+        if marked is not None and not self._has_drawn and not all(map(torch.equal, marked, self._states())):
+            if self._place[0] == self._first:
+                self._is_unseen = True  # by something that no mode sees, and will not see later either
+                return
+            raise StepError(
+                f"the forward of step {self._place[0]} drew random numbers, and that of step {self._first} none, so "
+                'nothing looked for them; write random_numbers = "samples" in [train], or "ranks"'
+            )
+        if self._first is None and step != _EVALUATION:
+            self._first = step
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a torch function; what draws, by sample."""
+        import torch
+
+        if torch.compiler.is_compiling() or self._rows is None:
+            return func(*args, **kwargs)
+        draw = draws.draw_of(func, args, kwargs)
+        before = torch.default_generator.initial_seed()
+        if draw is None or before not in self._known:  # else the model has seeded the generators itself
+            return func(*args, **kwargs)
+        drawn = self._drawn.get(before) or self._next(func, draw, before)
+        has_samples = draw.has_samples(drawn.rows.count, self._share) and draw.by_sample is not None
+        if self._is_sharded and (self._share is None or not has_samples):
+            return func(*args, **kwargs)
+        self._seed_all(seed_of(drawn.key, drawn.rows.first, 0 if self._share is None else self._share.index))
+        try:
+            if not has_samples:
+                return func(*args, **kwargs)
+            if self.watch is not None:
+                self.watch(func, args, kwargs)
+            with torch_compat.without_torch_functions():
+                return draw.by_sample(drawn.key, drawn.rows, self._share)  # type: ignore[misc]
+        finally:
+            self._seed_all(drawn.after)
+
+    def _next(self, func: Any, draw: draws.Draw, before: int) -> _Drawn:
+        """Number a draw that no forward of this step has made before."""
+        assert self._rows is not None, "inside a micro-batch"
+        fqn, place = self._caller()
+        number = self._counts.get(fqn, 0)
+        self._counts[fqn] = number + 1
+        step, microbatch, _ = self._place
+        which = microbatch >> 16 if step == _EVALUATION else 0
+        # Of positions along a sequence axis each rank has others, unless there is one number a sample.
+        own = "" if max((*draw.shape[1:], 1)) == 1 else self._positions
+        key = seed_of(self._seed, "sample", step, which, self._islands, own, fqn, number)
+        self._num_draws += 1
+        after = seed_of(self._seed, *self._place, self._replicated, 2, self._num_draws)
+        self._known.add(after)
+        drawn = self._drawn[before] = _Drawn(key=key, rows=self._rows, after=after)
+        self._has_drawn = self._has_drawn or step != _EVALUATION
+        site = (fqn, func.__name__, place)
+        if site not in self.sites or self.watch is not None:
+            self.sites[site] = Site(
+                fqn=fqn,
+                function=func.__name__,
+                place=place,
+                shape=draw.shape,
+                num_samples=self._rows.count,
+                by_sample=draw.has_samples(self._rows.count, self._share)
+                and (not self._is_sharded or self._share is not None),
+            )
+        return drawn
+
+    def _caller(self) -> tuple[str, str]:
+        """Return the FQN of the module whose code draws, and the user's file and line."""
+        if not self._names:
+            for part in self._parts():
+                for fqn, module in part.module.named_modules():
+                    self._names.setdefault(id(module), fqn)
+        owner, place = caller(self._names)
+        return ("loss" if self.is_loss else "" if owner is None else self._names[owner]), place
+
+    # ---- torch's generators ------------------------------------------------------------------------------------------
 
     def _states(self) -> list[Tensor]:
         import torch
@@ -100,9 +365,19 @@ class Streams:
             torch.get_device_module(self._device).set_rng_state(states[1], self._device)
 
     def _set(self, name: str, site: int, *before: int) -> None:
+        seed = seed_of(self._seed, *self._place, name, site, *before)
+        self._known.add(seed)
+        self._seed_all(seed)
+
+    def _seed_all(self, seed: int) -> None:
         import torch
 
-        seed = seed_of(self._seed, *self._place, name, site, *before)
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(seed)
+
+
+def _size_of(value: Any) -> int | None:
+    """Return the samples of a micro-batch: the leading dim of its first tensor."""
+    first = next((tensor for tensor in tensors(value) if tensor.dim()), None)
+    return None if first is None else first.shape[0]

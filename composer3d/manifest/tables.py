@@ -91,11 +91,16 @@ class TrainTable:
             the loop hands over.
         global_batch: Sequences per optimizer step over the whole world; default microbatch x data-parallel degree.
         seed: Of weights, data order and dropout.
+        random_numbers: `samples`: what a forward or a loss draws with the samples along its leading dim is drawn for
+            each sample by its place in the global batch, so that layouts agree; a microsecond a torch function. `auto`
+            does so if the first step draws anything. `ranks`: every rank and micro-batch draws by itself, as compiled
+            blocks always do.
     """
 
     microbatch: int | None = Field(default=None, ge=1)
     global_batch: int | None = Field(default=None, ge=1)
     seed: int = Field(default=0, ge=0)
+    random_numbers: Literal["auto", "samples", "ranks"] = "auto"
 
 
 CORE_TABLES: Mapping[str, type] = MappingProxyType({"mesh": MeshTable, "model": ModelTable, "train": TrainTable})

@@ -7,12 +7,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from composer3d.torch_compat import run_backward, traceable
+from composer3d.torch_compat import backward_inside, traceable
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["backward_inside", "default_dtype", "in_double_precision", "without_random_numbers"]
+__all__ = ["default_dtype", "in_double_precision", "without_random_numbers"]
 
 
 @contextlib.contextmanager
@@ -57,17 +57,6 @@ def in_double_precision() -> Iterator[None]:
 
     with default_dtype(torch.float64), Wide():
         yield
-
-
-def backward_inside(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Run `backward` of a tensor, or of torch.autograd, with a mode on: what is recomputed inside is to see it.
-
-    torch takes a mode off while that mode handles a call.
-    """
-    # Under either of its two names the gradient is the second argument.
-    named = {"gradients" if key in ("gradient", "grad_tensors") else key: value for key, value in kwargs.items()}
-    with mode:
-        run_backward(*args, **named)
 
 
 @contextlib.contextmanager

@@ -17,8 +17,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout, Role
-from composer3d.proof.arithmetic import backward_inside
-from composer3d.torch_compat import in_backward
+from composer3d.torch_compat import backward_inside, in_backward
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -130,15 +129,19 @@ def recording(run: Composition) -> Iterator[Drawn]:
             name = getattr(func, "__name__", "")
             if name == "backward":
                 return backward_inside(self, args, kwargs or {})
-            drawing, given, named = _inside_of(name, args, kwargs or {})
-            if _draws(drawing, given, named):
-                fqn, calls = open_modules[-1]
-                number = calls.get(drawing, 0)
-                calls[drawing] = number + 1
-                site = f"{fqn or '(root)'}:{drawing}" + (f"#{number}" if number else "")
-                _note(found, site, given)
-                found[site].probabilities |= _probability(drawing, given, named)
+            look(func, args, kwargs or {})
             return func(*args, **(kwargs or {}))
+
+    def look(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        drawing, given, named = _inside_of(getattr(func, "__name__", ""), args, kwargs)
+        if not _draws(drawing, given, named):
+            return
+        fqn, calls = open_modules[-1]
+        number = calls.get(drawing, 0)
+        calls[drawing] = number + 1
+        site = f"{fqn or '(root)'}:{drawing}" + (f"#{number}" if number else "")
+        _note(found, site, given)
+        found[site].probabilities |= _probability(drawing, given, named)
 
     def enter(fqn: str) -> Any:
         def note(*_: Any) -> None:
@@ -155,10 +158,15 @@ def recording(run: Composition) -> Iterator[Drawn]:
         for fqn, module in part.module.named_modules():
             hooks.append(module.register_forward_pre_hook(enter(fqn), prepend=True))
             hooks.append(module.register_forward_hook(leave, always_call=True))
+    streams = run.context.streams
+    assert streams is not None, "the composition sets it"
+    # What the streams draw by sample, no other mode sees.
+    streams.watch = look
     try:
         with torch.compiler.set_stance("force_eager"), Recording():
             yield drawn
     finally:
+        streams.watch = None
         for hook in hooks:
             hook.remove()
 

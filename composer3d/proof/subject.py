@@ -99,7 +99,7 @@ class Subject:
             run = stack.enter_context(
                 compose(
                     self.build(),
-                    manifest,
+                    manifest if draws else _drawing_by_rank(manifest),
                     loss_fn=self.loss_fn,
                     count_fn=self.count_fn,
                     device=self.device,
@@ -143,6 +143,12 @@ def without_plugins(manifest: Manifest, *, keep: Kept = "nothing") -> Manifest:
         plugin for plugin in precision if keep == "precision" or hasattr(plugin.instance, "composer3d_convert")
     )
     return replace(manifest, plugins=kept, tables={**manifest.tables, "mesh": type(manifest.mesh)()})
+
+
+def _drawing_by_rank(manifest: Manifest) -> Manifest:
+    """Return a manifest whose streams leave torch's functions alone, which something else takes care of."""
+    train = replace(manifest.tables["train"], random_numbers="ranks")
+    return replace(manifest, tables={**manifest.tables, "train": train})
 
 
 @contextmanager

@@ -31,8 +31,10 @@ from composer3d.torch_compat.messages import (
     watching_messages,
 )
 from composer3d.torch_compat.modes import (
+    backward_inside,
     call_beside,
     dispatch_mode,
+    function_mode,
     hide_compiler_warnings,
     hide_profiler_warnings,
     import_torchao,
@@ -132,6 +134,7 @@ __all__ = [
     "ShardOf",
     "all_gather_single",
     "allocate",
+    "backward_inside",
     "call_beside",
     "clear_sharding_caches",
     "compile_module",
@@ -139,6 +142,7 @@ __all__ = [
     "default_store",
     "device_question",
     "dispatch_mode",
+    "function_mode",
     "fake_store",
     "flatten",
     "flight_records",

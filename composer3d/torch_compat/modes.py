@@ -9,8 +9,10 @@ from contextlib import AbstractContextManager
 from typing import Any, cast
 
 __all__ = [
+    "backward_inside",
     "call_beside",
     "dispatch_mode",
+    "function_mode",
     "hide_compiler_warnings",
     "hide_profiler_warnings",
     "import_torchao",
@@ -43,6 +45,19 @@ def dispatch_mode(
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             return handler(func, types, args, kwargs or {})
+
+    return Mode()
+
+
+def function_mode(handler: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> AbstractContextManager[Any]:
+    """Return a context in which every torch function goes to `handler(function, args, kwargs)`, recomputations too."""
+    from torch.overrides import TorchFunctionMode
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if getattr(func, "__name__", "") == "backward":
+                return backward_inside(self, args, kwargs or {})
+            return handler(traceable(func), args, kwargs or {})
 
     return Mode()
 
@@ -116,6 +131,17 @@ def run_backward(tensors: Any, gradients: Any = None, retain_graph: bool | None 
     kept = again if retain_graph is None else retain_graph
     # The last two: parameters that are not reached are no error, and gradients are accumulated in them.
     engine._execution_engine.run_backward(several, tuple(starts), kept, again, targets, True, True)
+
+
+def backward_inside(mode: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run `backward` of a tensor, or of torch.autograd, with a mode on: what is recomputed inside is to see it.
+
+    torch takes a mode off while that mode handles a call.
+    """
+    # Under either of its two names the gradient is the second argument.
+    named = {"gradients" if key in ("gradient", "grad_tensors") else key: value for key, value in kwargs.items()}
+    with mode:
+        run_backward(*args, **named)
 
 
 def start_autograd() -> None:

@@ -147,3 +147,23 @@ def test_a_subclass_may_look_at_operators_only():
     result = tensor * 2
     assert Seen.operators == ["aten::mul.Tensor"]
     assert type(result) is torch.Tensor and result.tolist() == [0.0, 2.0, 4.0]
+
+
+def test_a_mode_hands_functions_over_and_sees_recomputations():
+    seen = []
+
+    def note(func, args, kwargs):
+        seen.append(func.__name__)
+        return func(*args, **kwargs)
+
+    x = torch.ones(2, requires_grad=True)
+    with torch_compat.function_mode(note):
+        torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False).sum().backward()
+    assert seen.count("sin") == 2
+
+
+def test_a_backward_inside_of_a_mode_runs_with_it():
+    x = torch.ones(2, requires_grad=True)
+    mode = torch_compat.function_mode(lambda func, args, kwargs: func(*args, **kwargs))
+    torch_compat.backward_inside(mode, (x.sum(), torch.tensor(2.0)), {})
+    assert x.grad.tolist() == [2.0, 2.0]

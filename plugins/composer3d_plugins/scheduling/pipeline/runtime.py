@@ -236,6 +236,7 @@ class PipelineRuntime:
         buffers: tuple[Tensor, ...] | None = None
         kept: list[tuple[Tensor, ...]] = []
         for index in range(len(self._microbatches)):
+            self._context.begin_microbatch(index, index == len(self._microbatches) - 1, part.index)
             received: tuple[Tensor, ...] = ()
             if source == here:
                 received = at_hand[index]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer3d import RunContext
+from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
 
 __all__ = ["Drawing", "draws", "eagerly", "site_of"]
 
@@ -62,7 +63,7 @@ class Drawing:
     def __init__(self, context: RunContext, fqn: str) -> None:
         self._context, self._site, self._count = context, site_of(fqn), 0
 
-    def sharded(self) -> contextlib.AbstractContextManager[None]:
-        """Draw inside from the stream that differs along tp."""
+    def sharded(self, placed: Placed) -> contextlib.AbstractContextManager[None]:
+        """Draw inside for tensors that are sharded over tp, each rank its share."""
         self._count += 1
-        return self._context.sharded_random(self._site + self._count)
+        return self._context.sharded_random(self._site + self._count, dim=placed.dim, parts=placed.parts)

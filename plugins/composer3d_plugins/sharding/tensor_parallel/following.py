@@ -186,7 +186,7 @@ class Following(TorchFunctionMode):
                 whole = self._on_shadows(func, name, args, options)
                 placed = {id(leaf): (leaf.ndim, cut.placed) for leaf in leaves if (cut := cut_of(leaf)) is not None}
                 args, options = self._meeting.prepare(name, args, options, placed)
-                with self._stream(name, args, options):
+                with self._stream(name, args, options, cuts[0].placed):
                     return self._on_shares(func, name, args, options, whole, cuts)
         except (Unplaceable, Unfollowed) as error:
             edge = error.edge if isinstance(error, Unfollowed) else None
@@ -206,7 +206,7 @@ class Following(TorchFunctionMode):
             ) from error
 
     def _stream(
-        self, name: str, args: Sequence[Any], options: Mapping[str, Any]
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], placed: Placed
     ) -> contextlib.AbstractContextManager[None]:
         """Let what draws numbers for cut tensors draw others on each rank."""
         if not draws(name, args, options):
@@ -214,7 +214,7 @@ class Following(TorchFunctionMode):
         if options.get("generator") is not None:
             raise Unfollowed("it draws from a generator of its own, which is in the same state on all ranks")
         self._num_draws += 1
-        return contextlib.nullcontext() if self.drawing is None else self.drawing.sharded()
+        return contextlib.nullcontext() if self.drawing is None else self.drawing.sharded(placed)
 
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if name in CASTS:

@@ -329,12 +329,18 @@ class Applier:
     def _draw_apart(self, fqn: str, module: nn.Module) -> None:
         """Let dropout on cut activations draw other numbers on every rank."""
         forward, context = module.forward, self.context
+        degree, is_known = self.mesh.size(), self._is_followed(fqn)
 
-        def drawn(*args: Any, **kwargs: Any) -> Any:
+        def drawn(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not module.training:
-                return forward(*args, **kwargs)
-            with context.sharded_random(site_of(fqn)):
-                return forward(*args, **kwargs)
+                return forward(x, *args, **kwargs)
+            cut = cut_of(x)
+            placed = None if cut is None else cut.placed
+            if placed is None and not is_known and x.ndim > 2:
+                placed = Placed(dim=1, parts=(x.shape[1] * degree,))
+            where = (None, ()) if placed is None else (placed.dim, placed.parts)
+            with context.sharded_random(site_of(fqn), dim=where[0], parts=where[1]):
+                return forward(x, *args, **kwargs)
 
         # Of torch's own dropouts it is known that they draw nothing; others may by any name.
         if getattr(module, "p", None) != 0.0:

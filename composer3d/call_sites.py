@@ -1,0 +1,44 @@
+"""Which module's code, and which line of the user's, has called a function of torch."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Container
+from pathlib import Path
+
+__all__ = ["caller"]
+
+
+def caller(modules: Container[int]) -> tuple[int | None, str]:
+    """Return the identity of the module whose method runs innermost, and file and line of the user's code.
+
+    Found in the frames of this thread: nothing has to be noted where modules are called, and a recomputation, which
+    calls no module, has them too.
+
+    Args:
+        modules: Identities of modules.
+    """
+    frame = sys._getframe(1)
+    place, owner = "", None
+    while frame is not None and (owner is None or not place):
+        code = frame.f_code
+        if not place and _is_users(code.co_filename, str(frame.f_globals.get("__name__"))):
+            place = f"{Path(code.co_filename).name}:{frame.f_lineno}"
+        if owner is None and ("self" in code.co_varnames or "self" in code.co_freevars):
+            found = id(frame.f_locals.get("self"))
+            owner = found if found in modules else None
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return owner, place
+
+
+@functools.cache
+def _is_users(filename: str, module: str) -> bool:
+    import torch
+
+    package, _, rest = module.partition(".")
+    if package.startswith("composer3d"):  # a plugin's
+        return package == "composer3d" and rest.startswith("models.")
+    return Path(torch.__file__).parent not in Path(filename).parents and not filename.startswith("<")
