@@ -24,7 +24,7 @@ from composer3d.errors import ManifestError
 from composer3d.flight import Flight
 from composer3d.guard import Guard
 from composer3d.ledger import Ledger
-from composer3d.loop_state import replica_axes
+from composer3d.loop_state import replica_axes, shared_axes
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.preparation import PlanRow, Preparation, prepare
@@ -199,6 +199,7 @@ def _guard(
         # A plugin that places batches cuts sequences; without one, ranks along cp are handed their own parts.
         whole_sequences=bool(preparation.hooks.freeze("composer3d_place_batch")),
         replicas=replica_axes(context) if plan is not None else (),
+        shared=shared_axes(context) if plan is not None else (),
     )
 
 

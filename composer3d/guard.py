@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.batch import Digest
 from composer3d.errors import StepError
-from composer3d.loop_state import Decided, same_pieces, same_stage
+from composer3d.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.mesh import Layout, Role
 from composer3d.object_exchange import all_gather_json
 
@@ -81,6 +81,7 @@ class Guard:
             totals are this rank's own counts, at least 1.
         whole_sequences: Whether ranks along a sequence axis are handed the same batch, which a plugin cuts for them.
         replicas: Axes along which ranks hold the same parameters.
+        shared: Axes along which they hold the same of some.
 
     Collectives: one all-reduce of 3 + 5 x ranks integers a call.
     """
@@ -97,6 +98,7 @@ class Guard:
         is_answered: bool = True,
         whole_sequences: bool = True,
         replicas: Sequence[str] = (),
+        shared: Sequence[str] = (),
     ) -> None:
         import torch.distributed as dist
 
@@ -112,7 +114,11 @@ class Guard:
         self._peers = {False: self._groups(sharing), True: self._groups((Role.TENSOR, Role.STAGE))}
         self._digest = Digest()
         self._stages = same_stage(layout, self._ranks)
-        self._replicas = same_pieces(layout, self._ranks, replicas) if replicas else ()
+        self._alike: dict[Compared, tuple[tuple[int, ...], ...]] = {
+            "state": self._stages,
+            "replicas": same_pieces(layout, self._ranks, replicas) if replicas else (),
+            "shared": same_pieces(layout, self._ranks, shared) if shared else (),
+        }
 
     def _groups(self, sharing: Sequence[Role]) -> tuple[tuple[int, ...], ...]:
         """Return the positions of ranks that share their batch, those that have peers; axes of `sharing` roles."""
@@ -230,21 +236,23 @@ class Guard:
 
     def _compare_decided(self, place: int, states: list[int], weights: list[int], decided: Decided) -> None:
         """Compare what loops decided, and where that differs exchange what it is made of."""
-        for groups, numbers, of_weights in ((self._stages, states, False), (self._replicas, weights, True)):
+        halves = [Decided.halves(number) for number in weights]
+        for compared, groups in self._alike.items():
+            numbers = states if compared == "state" else [half[compared] for half in halves]
             for group in groups:
                 usual = Counter(numbers[position] for position in group).most_common(1)[0][0]
                 odd = [position for position in group if numbers[position] != usual]
                 if odd:
                     other = next(position for position in group if numbers[position] == usual)
-                    described = all_gather_json(dict(decided.described(of_weights)), group=self._group)
-                    self._other_loop(odd[0], other, described, of_weights, _place(place))
+                    described = all_gather_json(dict(decided.described(compared)), group=self._group)
+                    self._other_loop(odd[0], other, described, compared, _place(place))
 
     def _other_loop(
-        self, odd: int, other: int, described: Sequence[Mapping[str, Any]], of_weights: bool, at: str
+        self, odd: int, other: int, described: Sequence[Mapping[str, Any]], compared: Compared, at: str
     ) -> None:
         one, two = described[odd], described[other]
         keys = [key for key in one if one[key] != two.get(key)]
-        if of_weights:
+        if compared != "state":
             shown = ", ".join(keys[:_SHOWN])
             more = f" and {len(keys) - _SHOWN} more" if len(keys) > _SHOWN else ""
             raise StepError(

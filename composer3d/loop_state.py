@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from composer3d.gradients import local
 from composer3d.mesh import Layout, Role
@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["EVERY", "Decided", "LoopState", "replica_axes", "same_pieces", "same_stage"]
+__all__ = ["EVERY", "Compared", "Decided", "LoopState", "replica_axes", "same_pieces", "same_stage", "shared_axes"]
 
+# What numbers are made of: all that a loop decides; replicas' parameters; those that tensor axes leave whole.
+Compared: TypeAlias = Literal["state", "replicas", "shared"]
 EVERY = 50  # steps between two digests of replicated parameters: one reads all of them
 _BITS = (1 << 62) - 1
+_HALF = (1 << 31) - 1
 _SAMPLE = 8
 
 
@@ -32,13 +35,19 @@ class Decided:
 
     Args:
         state: A number that ranks of the same stage have in common.
-        weights: One that ranks which hold the same pieces of parameters have in common.
-        described: Returns by name what the numbers are made of, given whether that of the weights differs.
+        weights: Two of 31 bits: of all parameters, which replicas have in common; and of those that tensor axes leave
+            whole, which ranks along them have in common.
+        described: Returns by name what a number is made of.
     """
 
     state: int = 0
     weights: int = 0
-    described: Callable[[bool], Mapping[str, Any]] = lambda of_weights: {}
+    described: Callable[[Compared], Mapping[str, Any]] = lambda compared: {}
+
+    @staticmethod
+    def halves(weights: int) -> dict[Compared, int]:
+        """Return the two numbers of weights."""
+        return {"replicas": weights >> 31, "shared": weights & _HALF}
 
 
 class LoopState:
@@ -63,7 +72,7 @@ class LoopState:
         return Decided(
             state=self.number(optimizer),
             weights=self.weights(step),
-            described=lambda of_weights: self.described(optimizer, weights=of_weights),
+            described=lambda compared: self.described(optimizer, compared),
         )
 
     def number(self, optimizer: torch.optim.Optimizer | None) -> int:
@@ -79,22 +88,28 @@ class LoopState:
         return (hash((self.clip_norm, groups, modes, frozen, left)) & _BITS) or 1
 
     def weights(self, step: int) -> int:
-        """Return a digest of this rank's parameters in every `EVERY`-th step, and 0 in the others."""
-        if step % EVERY or not replica_axes(self._context):
+        """Return digests of this rank's parameters in every `EVERY`-th step, and 0 in the others."""
+        if step % EVERY:
             return 0
+        axes: dict[Compared, tuple[str, ...]] = {
+            "replicas": replica_axes(self._context),
+            "shared": shared_axes(self._context),
+        }
         self._find()
-        return sum((index + 1) * value for index, value in enumerate(self._sums().values())) & _BITS
+        sums = self._sums() if any(axes.values()) else {}
+        replicas, shared = (_digest(self._among(sums, which)) if axes[which] else 0 for which in axes)
+        return replicas << 31 | shared
 
-    def described(self, optimizer: torch.optim.Optimizer | None, *, weights: bool) -> dict[str, Any]:
-        """Return in JSON, by what a user would call it, everything that the numbers are made of.
+    def described(self, optimizer: torch.optim.Optimizer | None, compared: Compared) -> dict[str, Any]:
+        """Return in JSON, by what a user would call it, everything that a number is made of.
 
         Args:
             optimizer: Once there is one.
-            weights: The digests of parameters, and nothing else.
+            compared: Which number.
         """
         self._find()
-        if weights:
-            return {f'parameter "{fqn}"': value for fqn, value in self._sums().items()}
+        if compared != "state":
+            return {f'parameter "{fqn}"': value for fqn, value in self._among(self._sums(), compared).items()}
         found: dict[str, Any] = {}
         for index, group in enumerate(() if optimizer is None else optimizer.param_groups):
             for key, value in group.items():
@@ -119,6 +134,15 @@ class LoopState:
             # zero_grad forgets all or none, and this is looked at in every step.
             self._sample = everything[:: max(1, len(everything) // _SAMPLE)]
 
+    def _among(self, sums: Mapping[str, int], compared: Compared) -> Mapping[str, int]:
+        """Return the sums of those parameters that are compared."""
+        if compared == "replicas":
+            return sums
+        axes = shared_axes(self._context)
+        return {
+            fqn: value for fqn, value in sums.items() if _is_shared(self._context, fqn, self._parameters[fqn], axes)
+        }
+
     def _sums(self) -> dict[str, int]:
         """Return the sums of the words of every plain local tensor. Collectives: none."""
         import torch
@@ -141,6 +165,37 @@ def replica_axes(context: RunContext) -> tuple[str, ...]:
             sharded |= {name for name, p in zip(names, parameter.placements, strict=False) if not p.is_replicate()}
     # An axis may be sharded as a part of another name.
     return tuple(axis for axis in axes if not any(axis in name for name in sharded))
+
+
+def shared_axes(context: RunContext) -> tuple[str, ...]:
+    """Return the tensor axes, along which ranks have the same of every parameter that is not sharded over them.
+
+    Nothing is reduced there: each rank computes the same. On accelerators that is so to the last bit only where kernels
+    add up in one order, so that ranks are compared there with `torch.use_deterministic_algorithms` alone.
+    """
+    import torch
+
+    if context.device.type != "cpu" and not torch.are_deterministic_algorithms_enabled():
+        return ()
+    return tuple(axis for axis in context.layout.names(Role.TENSOR) if context.degrees[axis] > 1)
+
+
+def _is_shared(context: RunContext, fqn: str, parameter: Any, axes: Sequence[str]) -> bool:
+    """Tell whether ranks along these axes hold the same piece of a parameter."""
+    from torch.distributed.tensor import DTensor
+
+    if context.parameter_mesh(fqn) is not None:
+        return False
+    if not isinstance(parameter, DTensor):
+        return True
+    names = parameter.device_mesh.mesh_dim_names or ()
+    cut = [name for name, p in zip(names, parameter.placements, strict=False) if not p.is_replicate()]
+    return not any(axis in name for axis in axes for name in cut)
+
+
+def _digest(sums: Mapping[str, int]) -> int:
+    total = sum((index + 1) * value for index, value in enumerate(sums.values()))
+    return (total ^ total >> 31) & _HALF
 
 
 def same_stage(layout: Layout, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

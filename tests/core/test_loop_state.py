@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from support.faults import Even, local
 from support.models import composed, mine, sum_loss, unpadded
 
 from composer3d import StepError
@@ -45,6 +46,11 @@ def nudged(run, optimizer):
         run.model.norm.weight.add_(1e-6)
 
 
+def nudged_norm(run, optimizer):
+    with torch.no_grad():
+        local(run.model.layers[0].norm.weight).add_(1e-6)
+
+
 def nothing(run, optimizer):
     pass
 
@@ -64,9 +70,9 @@ NAMED = {
 }
 
 
-def faulty(text, fault, at, num_steps, clip=(1.0, 1.0), is_own=False):
+def faulty(text, fault, at, num_steps, clip=(1.0, 1.0), is_own=False, factory=None):
     """Train with a fault on the last rank before step `at`; return what each rank is told, and in which step."""
-    run = composed(text)
+    run = composed(text, factory)
     optimizer = run.optimizer(torch.optim.AdamW, lr=0.001)
     tokens, targets = (mine(run, tensor) for tensor in unpadded())
     number = 0
@@ -103,6 +109,33 @@ def test_a_nudged_replica_is_named():
         'parameter "norm.weight"; something changed parameters on some ranks alone'
     )
     assert run_ranks(faulty, 2, DDP, nudged, EVERY - 1, EVERY + 1) == [(EVERY, message)] * 2
+
+
+TP = "[sharding.tensor_parallel]\n[mesh]\ntp = 2\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "world_size", "who", "other"),
+    [
+        (TP, 2, "rank 1 (tp 1)", 0),
+        ("[sharding.fsdp2]\n" + TP + "dp_shard = 2\n", 4, "rank 1 (dp_shard 0, tp 1)", 0),
+    ],
+)
+def test_a_nudged_parameter_that_tensor_parallelism_leaves_whole_is_named(text, world_size, who, other):
+    message = (
+        f"{who} holds other values than rank {other}, its replica, at step {EVERY}: "
+        'parameter "layers.0.norm.weight"; something changed parameters on some ranks alone'
+    )
+    found = run_ranks(faulty, world_size, text, nudged_norm, EVERY - 1, EVERY + 1, (1.0,) * 4, False, Even)
+    assert found == [(EVERY, message)] * world_size
+
+
+@pytest.mark.parametrize(
+    "text", [TP, TP.replace("[mesh]", "sequence_parallel = true\n[mesh]")], ids=["tp", "sequence parallel"]
+)
+def test_tensor_parallel_ranks_that_are_alike_are_told_nothing(text):
+    found = run_ranks(faulty, 2, text, nothing, 1, EVERY + 1, (1.0,) * 2, False, Even)
+    assert found == [(EVERY, "nothing was told")] * 2
 
 
 @pytest.mark.parametrize(("text", "world_size"), [(FSDP, 2), (DDP, 2), (FSDP + "[mesh]\ndp_replicate = 2\n", 4)])
