@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -45,18 +45,42 @@ def add(subparsers: Subparsers) -> None:
 @collected_rarely()
 def execute(arguments: argparse.Namespace) -> int:
     """Check, and print; 2 if something is wrong."""
-    with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
-        found = _inspect(arguments)
-        steps = _steps(found)
-        ok = found.ok(strict=arguments.strict)
+    told = _told(arguments)
+    problems = [Problem(**problem) for problem in told["report"]["problems"]]
     if arguments.json:
-        say_json({"ok": ok, **_report(found, steps)})
+        say_json({"ok": told["ok"], **told["report"]})
     else:
-        if found.problems:
-            print_problems(found.ordered())
-        if ok:
-            _show(found, steps, with_groups=arguments.rank is not None)
-    return 0 if ok else 2
+        if problems:
+            print_problems(problems)
+        if told["ok"]:
+            say("\n".join(told["lines"]))
+    return 0 if told["ok"] else 2
+
+
+def _told(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    """Inspect, in a child where code of others runs, which may hang or end the process."""
+    from composer3d.cli.foreign import names_foreign_code, watched
+
+    def look() -> Mapping[str, Any]:
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
+            found = _inspect(arguments)
+            return _answer(found, _steps(found), arguments)
+
+    if not names_foreign_code(arguments.manifest, arguments.overrides):
+        return look()
+    try:
+        return watched(look, arguments.manifest, arguments.overrides)
+    except ManifestError as error:
+        return _answer(Inspection(problems=list(error.problems)), (), arguments)
+
+
+def _answer(found: Inspection, steps: Sequence[StepRow], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what is said, as JSON values."""
+    ok = found.ok(strict=arguments.strict)
+    lines = _shown(found, steps, with_groups=arguments.rank is not None) if ok else []
+    if ok and found.unknown is not None:
+        lines.append(f"the first forward was not tried in full: {found.unknown}")
+    return {"ok": ok, "report": _report(found, steps), "lines": lines}
 
 
 def _inspect(arguments: argparse.Namespace) -> Inspection:
@@ -86,6 +110,7 @@ def _report(found: Inspection, steps: Sequence[StepRow]) -> dict[str, Any]:
     rows = preparation.plan if preparation is not None else ()
     return {
         "problems": [problem.to_json() for problem in found.ordered()],
+        "first_forward": found.unknown or ("tried" if found.preparation is not None else "not tried"),
         "plan": [{"phase": row.phase, "name": row.name, "fqns": list(row.fqns)} for row in rows],
         "step": [{key: value for key, value in asdict(row).items() if key != "note" or value} for row in steps],
         "world_size": None if layout is None else layout.world_size,
@@ -110,20 +135,19 @@ def _span(ranks: Sequence[int]) -> str:
     return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
 
 
-def _show(found: Inspection, steps: Sequence[StepRow], *, with_groups: bool) -> None:
-    """Print the layout, the plan, and what happens in every step."""
+def _shown(found: Inspection, steps: Sequence[StepRow], *, with_groups: bool) -> list[str]:
+    """Return the layout, the plan, and what happens in every step, as lines."""
     preparation = found.preparation
     assert preparation is not None, "without a problem there is a plan"
     context = preparation.context
-    say(f"{context.layout} = {context.world_size} rank{'s' * (context.world_size > 1)} on {context.device.type}")
+    lines = [f"{context.layout} = {context.world_size} rank{'s' * (context.world_size > 1)} on {context.device.type}"]
     if with_groups:
-        say(f"rank {context.rank}: " + ", ".join(f"{axis}={index}" for axis, index in context.coordinates.items()))
+        at = ", ".join(f"{axis}={index}" for axis, index in context.coordinates.items())
+        lines.append(f"rank {context.rank}: {at}")
         for axis, ranks in _groups(preparation).items():
             if len(ranks) > 1:
-                say(f"{axis:<12} is of {len(ranks)} ranks: {_span(ranks)}")
-    for row in preparation.plan:
-        say(f"{row.phase:<12} {row.name:<24} {compress(row.fqns)}")
+                lines.append(f"{axis:<12} is of {len(ranks)} ranks: {_span(ranks)}")
+    lines += [f"{row.phase:<12} {row.name:<24} {compress(row.fqns)}" for row in preparation.plan]
     if steps:
-        say("in every step:")
-    for step in steps:
-        say(f"  {step}")
+        lines.append("in every step:")
+    return [*lines, *(f"  {step}" for step in steps)]

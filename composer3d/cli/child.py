@@ -7,14 +7,16 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer3d.errors import ComposerError
+from composer3d.foreign_code import Running, listen
 from composer3d.machine_errors import machine_error
 
-__all__ = ["Child", "ChildError"]
+__all__ = ["Child", "ChildError", "ForeignCodeError"]
 
 
 class ChildError(Exception):
@@ -24,8 +26,24 @@ class ChildError(Exception):
     """
 
 
+class ForeignCodeError(ChildError):
+    """Code that the manifest names hung, or ended the child's process.
+
+    Args:
+        code: What ran.
+        how: What became of it.
+        hung: Whether it had to be ended.
+    """
+
+    def __init__(self, code: Running, how: str, *, hung: bool) -> None:
+        self.code, self.how, self.hung = code, how, hung
+        super().__init__(f'"{code.reference}" {how} when it was {code.doing}')
+
+
 class Child:
     """A forked child that computes one JSON object.
+
+    Code of others that runs in it (see `composer3d.foreign_code`) is ended once its time is over.
 
     Args:
         function: What it computes.
@@ -39,6 +57,11 @@ class Child:
 
         refuse_unsafe_fork()
         self._reader, writer = os.pipe()
+        self._received = b""
+        self._answer: dict[str, Any] | None = None
+        self._has_ended = False
+        self._runs: Running | None = None
+        self._since = 0.0
         self._pid = fork()
         if self._pid == 0:
             os.close(self._reader)
@@ -47,34 +70,78 @@ class Child:
 
     def ready(self) -> bool:
         """Tell whether the result can be had without waiting, or nearly so."""
-        return bool(select.select([self._reader], [], [], 0)[0])
+        self._receive(0.0)
+        return self._answer is not None or self._has_ended
 
     def result(self) -> dict[str, Any]:
         """Wait for the result and return it.
 
         Raises:
             ComposerError: The function raised one.
+            ForeignCodeError: Code of others did not come to an end, or ended the process.
             ChildError: It raised something else, or its process ended without a result.
         """
-        with os.fdopen(self._reader, "rb") as pipe:
-            text = pipe.read()
+        hung = None
+        while self._answer is None and not self._has_ended and hung is None:
+            self._receive(self._left_s())
+            if self._answer is None and self._left_s() == 0.0:
+                hung = self._runs
+                os.kill(self._pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        if not text:
+        os.close(self._reader)
+        if hung is not None:
+            raise ForeignCodeError(hung, f"had not come to an end after {hung.limit_s:g} s", hung=True)
+        if self._answer is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            if self._runs is not None:
+                raise ForeignCodeError(self._runs, f"ended the process, which {how},", hung=False)
             raise ChildError(f"the process that checks the manifest {how} and left no result")
-        answer: dict[str, Any] = json.loads(text)
-        if "mistake" in answer:
-            raise ComposerError(answer["mistake"])
-        if "traceback" in answer:
-            raise ChildError(answer["traceback"].rstrip())
-        result: dict[str, Any] = answer["result"]
+        if "mistake" in self._answer:
+            raise ComposerError(self._answer["mistake"])
+        if "traceback" in self._answer:
+            raise ChildError(self._answer["traceback"].rstrip())
+        result: dict[str, Any] = self._answer["result"]
         return result
+
+    def _left_s(self) -> float | None:
+        """Return the seconds that are left to the code of others that runs; None where none does."""
+        if self._runs is None:
+            return None
+        return max(0.0, self._since + self._runs.limit_s - time.monotonic())
+
+    def _receive(self, timeout_s: float | None) -> None:
+        """Take in what the child wrote: a JSON object a line, notes of what runs before the answer."""
+        if self._has_ended or not select.select([self._reader], [], [], timeout_s)[0]:
+            return
+        while not self._has_ended and select.select([self._reader], [], [], 0.0)[0]:
+            data = os.read(self._reader, 1 << 20)
+            self._has_ended = not data
+            self._received += data
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            told: dict[str, Any] = json.loads(line)
+            if "runs" not in told:
+                self._answer = told
+            else:
+                self._runs = None if told["runs"] is None else Running(**told["runs"])
+                self._since = time.monotonic()
 
 
 def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
-    """Write the function's result, and leave; never returns."""
-    code = 0
+    """Write what runs, then the function's result, and leave; never returns."""
+    code, own = 0, os.getpid()
+
+    def write(content: Mapping[str, Any]) -> None:
+        data = json.dumps(content).encode() + b"\n"
+        while data:
+            data = data[os.write(writer, data) :]
+
+    def note(code: Running | None) -> None:
+        if os.getpid() == own:  # what this process forks is watched by itself
+            write({"runs": None if code is None else code.to_json()})
+
     try:
+        listen(note)
         try:
             answer: dict[str, Any] = {"result": function()}
         except ComposerError as error:
@@ -84,8 +151,7 @@ def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
             text = f"{machine}\ntry: {machine.advice}" if machine else traceback.format_exc()
             answer = {"traceback": text}
         sys.stdout.flush()  # what the factory printed
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(json.dumps(answer).encode())
+        write(answer)
     except BaseException:
         code = 1
     finally:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError, ForkError, Problem
+from composer3d.foreign_code import running
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -27,46 +27,73 @@ _MOST_SECONDS = 10
 _TOLERANCE = 1e-4
 
 
-def first_forward_problems(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -> list[Problem]:
+def first_forward_problems(
+    manifest: Manifest, factory: ModelFactory, preparation: Preparation
+) -> tuple[list[Problem], str | None]:
     """Return what goes wrong where the model is called with the first samples and the loss with what it returns.
 
-    On the CPU, in a forked child that lives ten seconds at most: it may crash, hang or print, and this process runs no
-    operator. Nothing is looked at where the data cannot be foreseen, the model is one of Hugging Face, or no child may
-    be forked.
+    On the CPU, in a forked child whose every part lives ten seconds at most: it may crash, hang or print, and this
+    process runs no operator.
 
     Args:
         manifest: Typed, and without a problem so far.
         factory: Of its model; called before.
         preparation: The model on meta, or as the host built it.
-    """
-    from composer3d.cli.child import Child, ChildError
 
-    if factory.hf is not None:
-        return []
+    Returns:
+        Problems, and why nothing is known of the first forward, or less than with values: None if all is.
+    """
+    from composer3d.cli.child import Child, ChildError, ForeignCodeError
+
     try:
         found = Child(lambda: _look(manifest, factory, preparation)).result()
-    except (ForkError, ChildError, ComposerError):
-        return []  # the run tells what it meets itself
-    if not found:
-        return []
+    except ForeignCodeError as error:
+        if error.hung:
+            return [], f"it was not over after {_MOST_SECONDS} s"
+        paths = {
+            manifest.tables["data"].use: ("data", "use"),
+            manifest.tables["train"].loss_table.use: ("train", "loss"),
+        }
+        path = paths.get(error.code.reference, ("model", "use" if factory.hf is None else "hf"))
+        return [manifest.document.problem(path, f"{error}, with the first samples")], None
+    except ForkError:
+        return [], "this process has computed with tensors, and cannot fork another one for it"
+    except (ChildError, ComposerError) as error:
+        return [], f"it could not be run by itself: {str(error).strip().splitlines()[-1]}"  # the run says what it meets
+    if "message" not in found:
+        return [], found.get("note")
     path = tuple(found["path"])
-    return [manifest.document.problem(path, found["message"], hint=found["hint"], severity=found["severity"])]
+    problem = manifest.document.problem(path, found["message"], hint=found["hint"], severity=found["severity"])
+    return [problem], found.get("note")
 
 
 def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -> Mapping[str, Any]:
     import torch
 
     from composer3d.runner.data.example import first_samples
-    from composer3d.runner.data.inputs import call_of
 
-    signal.alarm(_MOST_SECONDS)
     torch.set_num_threads(1)
     data, document = manifest.tables["data"], manifest.document
-    samples = first_samples(data, document.folder, seed=manifest.train.seed, vocab_size=_vocab_size(manifest))
+    with running("called", data.use, limit_s=_MOST_SECONDS):
+        samples = first_samples(data, document.folder, seed=manifest.train.seed, vocab_size=_vocab_size(manifest))
     if samples is None:
-        return {}
+        return {"note": f'[data] use = "{data.use}" gives no samples before it is prepared; a method example() would'}
+    name = manifest.tables["model"].hf or manifest.tables["model"].reference
+    with running("called", name, limit_s=_MOST_SECONDS):
+        return _call(manifest, factory, preparation, samples)
+
+
+def _call(
+    manifest: Manifest, factory: ModelFactory, preparation: Preparation, samples: tuple[Any, Any]
+) -> Mapping[str, Any]:
+    """Call model and loss."""
+    import torch
+
+    from composer3d.runner.data.inputs import call_of
+
     inputs, targets = samples
     model, has_values = _with_values(preparation, manifest.train.seed)
+    note = None if has_values else f"it has no values, only shapes: the model is above {_MOST_BYTES >> 20} MiB"
     args, kwargs = call_of(inputs)
     kwargs = {**kwargs, **factory.inputs(targets)}
     if not has_values:
@@ -76,13 +103,16 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
             output = model(*args, **kwargs)
     except Exception as error:
         if not _is_certain(error, has_values=has_values, device=preparation.context.device.type):
-            return {}
+            return {"note": f"it fails on the CPU and without a process group, which a run's need not: {_said(error)}"}
         return _problem(
-            ("model", "use"),
+            ("model", "use" if factory.hf is None else "hf"),
             f"its forward fails on the first samples: {_said(error)}",
             f"it was called with {_described(args, kwargs)}{_defaults(manifest)}",
         )
-    return _judge(manifest, factory, output, targets) if has_values else {}
+    if not has_values:
+        return {"note": note}
+    with running("called", manifest.tables["train"].loss_table.use, limit_s=_MOST_SECONDS):
+        return _judge(manifest, factory, output, targets)
 
 
 def _is_certain(error: Exception, *, has_values: bool, device: str) -> bool:
@@ -110,6 +140,8 @@ def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any)
     loss = manifest.tables["train"].loss_table
     try:
         whole = _value(factory, output, targets)
+        if ":" in loss.use:
+            _refuse_unknown_reduction(factory, output, targets)
         if ":" not in loss.use or not all(leaf.dim() and leaf.shape[0] == 2 for leaf in tensors):
             return {}
         rows = [_value(factory, *(_row(value, place) for value in (output, targets))) for place in (0, 1)]
@@ -138,6 +170,22 @@ def _value(factory: ModelFactory, output: Any, targets: Any) -> float:
     if isinstance(value, tuple | list) and len(value) == 2:
         total = value[0]
     return float(total if total is not None else value)
+
+
+def _refuse_unknown_reduction(factory: ModelFactory, output: Any, targets: Any) -> None:
+    """Raise a LossError for a scalar of which nobody can tell whether it is a sum or a mean."""
+    import torch
+
+    from composer3d.batch import map_tensors
+    from composer3d.loss import reduction_of
+
+    def leaf(tensor: Tensor) -> Tensor:
+        return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
+
+    with torch.enable_grad():
+        value = factory.loss_fn(map_tensors(leaf, output), targets)
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        reduction_of(value)
 
 
 def _row(value: Any, place: int) -> Any:

@@ -33,11 +33,13 @@ class Inspection:
         problems: Errors and warnings.
         layout: The degrees; None where they do not fit, or nobody owns an axis.
         preparation: The manifest joined with the model; None where it could not be.
+        unknown: Why nothing, or not all, is known of the run's first forward; None where all is, or nobody asked.
     """
 
     problems: list[Problem] = field(default_factory=list)
     layout: Layout | None = None
     preparation: Preparation | None = None
+    unknown: str | None = None
 
     def ok(self, *, strict: bool) -> bool:
         """Tell whether it can be run; under `strict` a warning counts like an error."""
@@ -140,7 +142,8 @@ def inspect(
     result.problems += _news(found, inspected)
     if forward and result.preparation is not None and factory is not None and result.ok(strict=False):
         result.problems += layout_problems(manifest, result.preparation)
-        result.problems += first_forward_problems(manifest, factory, result.preparation)
+        problems, result.unknown = first_forward_problems(manifest, factory, result.preparation)
+        result.problems += problems
     if layout is not None and rank >= layout.world_size:
         result.problems.append(Problem(message=f"rank {rank} is not in a world of {layout.world_size} ranks"))
     return result

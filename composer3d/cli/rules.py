@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d.cli.called import builtin_refusal, metric_problems, schedule_callable_problems
 from composer3d.errors import (
     ComposerError,
     DataError,
@@ -135,10 +136,10 @@ def resolve(reference: str, document: Document) -> Any:
 
 def _uncallable(function: Any, name: str, document: Document, table: str) -> Problem | None:
     """Return the problem of what cannot be called for a model or data; `sys:exit` and `os:abort` are not tried."""
-    if callable(function) and not inspect.isbuiltin(function):
+    refusal = builtin_refusal(function, name)
+    if refusal is None:
         return None
-    why = "is built into Python" if callable(function) else f"cannot be called: it is of type {type(function).__name__}"
-    return document.problem((table, "use"), f'"{name}" {why}', hint="name a class or a function")
+    return document.problem((table, "use"), refusal, hint="name a class or a function")
 
 
 def _argument_problems(
@@ -230,7 +231,7 @@ def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
 
 
 def optimizer_problems(manifest: Manifest) -> list[Problem]:
-    """Import the optimizer and the schedule that the manifest names, and check the optimizer's arguments."""
+    """Import the optimizer, the schedule and the metrics that are named, and check what they are called with."""
     from composer3d.runner.optimizer import optimizer_class
     from composer3d.runner.optimizer_arguments import refused_arguments
 
@@ -247,12 +248,8 @@ def optimizer_problems(manifest: Manifest) -> list[Problem]:
             refused = refused_arguments(table, cls, arguments)
             problems += [document.problem(("optimizer", *path), reason) for path, reason in refused]
     if "lr_schedule" in manifest.tables and ":" in manifest.tables["lr_schedule"].kind:
-        key = "use" if manifest.tables["lr_schedule"].use else "name"
-        try:
-            resolve(manifest.tables["lr_schedule"].kind, document)
-        except ReferenceFailure as error:
-            problems.append(document.problem(("lr_schedule", key), error.message, hint=error.hint))
-    return problems
+        problems += schedule_callable_problems(manifest)
+    return [*problems, *metric_problems(manifest)]
 
 
 def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:

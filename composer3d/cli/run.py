@@ -91,11 +91,15 @@ def _join(arguments: argparse.Namespace) -> int:
 
 def _start(arguments: argparse.Namespace) -> int:
     """Check in a child, then start the ranks of this machine and wait for them."""
-    from composer3d.cli.child import ChildError
+    from composer3d.cli.child import ChildError, ForeignCodeError
+    from composer3d.cli.foreign import problem_of
     from composer3d.runner.launch import launch_local
 
     try:
         found = _ask(arguments)
+    except ForeignCodeError as error:
+        print_problems([problem_of(error, arguments.manifest, arguments.overrides)])
+        return WRONG
     except ChildError as error:
         complain(str(error))
         return FAILED
@@ -109,6 +113,8 @@ def _start(arguments: argparse.Namespace) -> int:
 
         import_transformers()  # once, for all ranks that are forked
     num_ranks = found["num_ranks"]
+    if found["unknown"] is not None:
+        complain(f"the first forward was not tried in full: {found['unknown']}")
     complain(f"starting {num_ranks} rank{'s' * (num_ranks > 1)} on {found['device']}")
     try:
         result = launch_local(
@@ -177,6 +183,7 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
         "problems": [problem.to_json() for problem in found.ordered()],
         "num_ranks": num_ranks,
         "device": device.type,
+        "unknown": found.unknown,
         "output": str(output_of(manifest)),
         "max_restarts": getattr(options, "max_restarts", 0),
         "grace_s": getattr(options, "grace_s", 30.0),
@@ -199,7 +206,10 @@ def _train(source: str, overrides: Sequence[str], resume: str, strict: bool | No
     if strict is not None:
         world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
         device = device_of(inspected.manifest)
-        found = inspect(inspected, world_size=world_size, rank=rank, device=device)
+        # Every rank looks, and finds the same; so nobody waits in a group for one that has left.
+        found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
+        if rank == 0 and found.unknown is not None:
+            complain(f"the first forward was not tried in full: {found.unknown}")
         found.problems += _machine_problems(inspected.manifest, device, 1) + _resume_problems(resume)
         if not found.ok(strict=strict):
             raise ManifestError(found.problems)

@@ -68,13 +68,17 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Check in a child, then prove; 1 if it does not hold."""
-    from composer3d.cli.child import Child, ChildError
+    from composer3d.cli.child import Child, ChildError, ForeignCodeError
+    from composer3d.cli.foreign import problem_of
     from composer3d.cli.once import warning_once
 
     with tempfile.TemporaryDirectory(prefix="composer3d-verify-") as name:
         folder = Path(name)
         try:
             found = Child(lambda: warning_once(folder, _look, (arguments,))).result()
+        except ForeignCodeError as error:
+            print_problems([problem_of(error, arguments.manifest, arguments.overrides)])
+            return WRONG
         except ChildError as error:
             complain(str(error))
             return FAILED

@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from composer3d.errors import ReferenceFailure, describe_error, did_you_mean, is_interrupt
+from composer3d.foreign_code import running
 
 __all__ = ["resolve_reference"]
 
@@ -44,11 +45,12 @@ def resolve_reference(reference: str, folder: Path) -> Any:
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
         importlib.invalidate_caches()
-    found: Any = _import(match[1], folder)
     holder = match[1]
-    for name in match[2].split("."):
-        found = _attribute(found, name, holder)
-        holder = f"{holder}.{name}"
+    with running("imported", reference):
+        found: Any = _import(match[1], folder)
+        for name in match[2].split("."):
+            found = _attribute(found, name, holder)
+            holder = f"{holder}.{name}"
     return found
 
 

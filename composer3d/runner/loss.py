@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import LossError, ReferenceFailure
+from composer3d.foreign_code import running
 from composer3d.manifest import resolve_reference
 from composer3d.runner.loss_table import ELEMENTWISE, LossTable
 
@@ -74,7 +75,8 @@ def _imported(table: LossTable, folder: Path) -> Callable[[Any, Any], Any]:
         raise ReferenceFailure(f'"{table.use}" cannot be called: it is of type {type(found).__name__}')
     try:
         if inspect.isclass(found):
-            found = found(**table.args)
+            with running("called", table.use):
+                found = found(**table.args)
         else:
             inspect.signature(found).bind(None, None, **table.args)
             found = functools.partial(found, **table.args) if table.args else found

@@ -17,6 +17,7 @@ from composer3d.errors import (
     describe_error,
     is_interrupt,
 )
+from composer3d.foreign_code import running
 from composer3d.manifest import Manifest, resolve_reference
 from composer3d.runner.loss import make_loss
 from composer3d.secret import hide
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["ModelFactory"]
 
 # What models that compute their loss call the targets.
+_HOST_LIMIT_S = 600.0
 _TARGET_NAMES = ("targets", "labels", "target", "label")
 
 
@@ -121,7 +123,10 @@ class ModelFactory:
 
         from composer3d.models.flops import num_flops_per_token
 
-        with self._located():
+        table = self._manifest.tables["model"]
+        # A model that is built with its values, and may read data, takes its time.
+        limit: dict[str, float] = {"limit_s": _HOST_LIMIT_S} if table.build == "host" else {}
+        with self._located(), running("called", table.hf or table.reference, **limit):
             model = self._function() if self.hf is not None else self._function(**self.args)
         if not isinstance(model, torch.nn.Module):
             raise ModelError(f"the factory returned {type(model).__name__}, not a torch.nn.Module", key="use")

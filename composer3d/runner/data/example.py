@@ -11,6 +11,7 @@ from torch import Tensor
 
 from composer3d.batch import map_tensors
 from composer3d.errors import DataError, describe_error, is_interrupt
+from composer3d.foreign_code import running
 from composer3d.runner.data.collate import collate, padded_width
 from composer3d.runner.data.inputs import call_of, num_rows
 from composer3d.runner.data.items import as_sample
@@ -98,10 +99,13 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
 def _first_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
     try:
         dataset = call_user(table, folder)
-        if callable(getattr(dataset, "prepare", None)):
-            return None
         with seeded(seed, 0):
-            items = [dataset[0], dataset[1]] if hasattr(dataset, "__getitem__") else [next(iter(dataset))] * 2
+            if callable(getattr(dataset, "example", None)):
+                items = [dataset.example()] * 2
+            elif callable(getattr(dataset, "prepare", None)):
+                return None
+            else:
+                items = _first_items(dataset)
             samples = [as_sample(item, name="the first item", use=table.use) for item in items]
         width = padded_width([num_rows(inputs) for inputs, _ in samples], table)
         batch = collate(samples, step=0, indices=(0, 1), width=width, table=table)
@@ -110,10 +114,19 @@ def _first_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
     return batch.inputs, batch.targets
 
 
+def _first_items(dataset: Any) -> list[Any]:
+    return [dataset[0], dataset[1]] if hasattr(dataset, "__getitem__") else [next(iter(dataset))] * 2
+
+
 def _foreseen_sample(table: DataTable, folder: Path, seed: int) -> Sample | None:
     if table.kind != "user":
         row = torch.empty(table.seq_len, dtype=torch.int64, device="meta")
         return row, row
+    with running("called", table.use):
+        return _sample_of_user(table, folder, seed)
+
+
+def _sample_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
     dataset = call_user(table, folder)
     if callable(getattr(dataset, "example", None)):
         return _stated(dataset, table, seed)

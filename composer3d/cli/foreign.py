@@ -1,0 +1,70 @@
+"""Manifests that name code of others: what of it hangs, or ends the process, as a problem with its line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from composer3d.cli.child import Child, ForeignCodeError
+from composer3d.errors import ForkError, ManifestError, Problem
+from composer3d.manifest import read
+
+__all__ = ["names_foreign_code", "problem_of", "watched"]
+
+_REFERENCE = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
+# What these packages name neither hangs nor ends a process.
+_TRUSTED = ("composer3d.", "composer3d_plugins.", "torch.optim")
+
+
+def names_foreign_code(source: str, overrides: Sequence[str]) -> bool:
+    """Return whether a manifest names modules, or a folder of Hugging Face, that are not composer3d's or torch's."""
+    try:
+        document = read(source, overrides)
+    except ManifestError:
+        return False  # nothing of it is imported
+    return any(
+        isinstance(value, str) and _REFERENCE.fullmatch(value) and not value.startswith(_TRUSTED)
+        for _, value in _leaves(document.tables)
+    )
+
+
+def watched(function: Callable[[], Mapping[str, Any]], source: str, overrides: Sequence[str]) -> Mapping[str, Any]:
+    """Compute a JSON object in a child that is ended where code of others hangs, or here where no child is possible.
+
+    Args:
+        function: What computes it.
+        source: The manifest.
+        overrides: As given to `--set`.
+
+    Raises:
+        ManifestError: The child ended, or was ended, while code ran that the manifest names.
+        ChildError: It failed otherwise.
+    """
+    try:
+        child = Child(function)
+    except ForkError:  # this process has computed with tensors, as a notebook's
+        return function()
+    try:
+        return child.result()
+    except ForeignCodeError as error:
+        raise ManifestError([problem_of(error, source, overrides)]) from error
+
+
+def problem_of(error: ForeignCodeError, source: str, overrides: Sequence[str]) -> Problem:
+    """Return an error as a problem at the line that names the code."""
+    document = read(source, overrides)
+    reference = error.code.reference
+    path = next((path for path, value in _leaves(document.tables) if value == reference), ("model",))
+    return document.problem(path, str(error))
+
+
+def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value
