@@ -60,7 +60,7 @@ def faults_of(folder: Path, case: fuzz_mutations.Case) -> tuple[list[str], float
     arguments = ["check", "run.toml", "--json", *case.options]
     arguments += [f"--set={text}" for text in case.overrides]
     out, err = io.StringIO(), io.StringIO()
-    begun = time.process_time()
+    begun = _cpu_s()
     signal.signal(signal.SIGPROF, _stop)
     signal.signal(signal.SIGALRM, _stop)
     signal.setitimer(signal.ITIMER_PROF, LIMIT_CPU_S)
@@ -75,11 +75,17 @@ def faults_of(folder: Path, case: fuzz_mutations.Case) -> tuple[list[str], float
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.setitimer(signal.ITIMER_REAL, 0)
-    spent = time.process_time() - begun
+    spent = _cpu_s() - begun
     found = [raised] if raised else list(_faults(code, out.getvalue(), err.getvalue()))
     if spent >= LIMIT_CPU_S:
         found.append(f"took more than {LIMIT_CPU_S:g} s of CPU time: {'.'.join(_STOPPED[-1:])}")
     return found, spent
+
+
+def _cpu_s() -> float:
+    """Return the CPU seconds of this process and of the children that it has waited for."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime
 
 
 def _faults(code: int | None, out: str, err: str) -> Iterator[str]:

@@ -206,7 +206,12 @@ def resolve(
         filled[open_axes[0]] = world_size // known
     layout = Layout(axes=tuple(axes), degrees=MappingProxyType(filled))
     if world_size is not None and layout.world_size != world_size:
-        shown = " x ".join(f"{name}={filled[name]}" for name in dense if filled[name] > 1 or stated.get(name)) or "1"
+        shown = " x ".join(f"{name}={filled[name]}" for name in dense if filled[name] > 1 or stated.get(name))
+        if not shown:
+            raise MeshError(
+                f"the world has {world_size} ranks, and no plugin of this manifest shares work among them; name one "
+                '(composer3d plugins lists those of the family "sharding"), or start 1 rank'
+            )
         raise MeshError(f"{shown} = {layout.world_size}, but the world has {world_size} ranks")
     if layout.world_size > _LARGEST_WORLD:
         raise MeshError(

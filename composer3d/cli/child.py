@@ -151,6 +151,7 @@ def _answer(function: Callable[[], Mapping[str, Any]], writer: int) -> None:
             text = f"{machine}\ntry: {machine.advice}" if machine else traceback.format_exc()
             answer = {"traceback": text}
         sys.stdout.flush()  # what the factory printed
+        sys.stderr.flush()
         write(answer)
     except BaseException:
         code = 1

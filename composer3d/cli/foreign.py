@@ -14,7 +14,7 @@ __all__ = ["names_foreign_code", "problem_of", "watched"]
 
 _REFERENCE = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 # What these packages name neither hangs nor ends a process.
-_TRUSTED = ("composer3d.", "composer3d_plugins.", "torch.optim")
+_TRUSTED = ("composer3d.", "torch.optim")
 
 
 def names_foreign_code(source: str, overrides: Sequence[str]) -> bool:

@@ -107,6 +107,7 @@ def test_the_report_for_programs(folder, command):
             "composer3d": 1,
             "ok": True,
             "problems": [],
+            "first_forward": "tried",
             "plan": [{"phase": "DATA", "name": "fsdp2", "fqns": ["layers.0", "layers.1", "layers.2", ""]}],
             "step": [
                 {"point": "BEFORE_MICROBATCH", "name": "fsdp2", "plugin": "[sharding.fsdp2]"},

@@ -153,15 +153,6 @@ def test_stages_need_micro_batches_though_nobody_states_any(folder, command):
     assert command("check", "run.toml")[0] == 0
 
 
-def test_what_a_module_prints_is_no_part_of_the_answer(folder, command):
-    (folder / "loud.py").write_text("print('imported')\nfrom cli_models import *\nprint('again')\n")
-    text = (folder / "run.toml").read_text().replace("cli_models:build", "loud:build")
-    (folder / "run.toml").write_text(text)
-    code, out, err = command("check", "run.toml", "--json")
-    assert (code, json.loads(out)["ok"]) == (0, True)
-    assert "imported\nagain\n" in err
-
-
 @pytest.mark.parametrize(
     "start", [("-m", "composer3d"), ("-P", "-c", "import sys; from composer3d.cli import main; sys.exit(main())")]
 )

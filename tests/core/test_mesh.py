@@ -84,7 +84,12 @@ def test_without_a_world_the_product_is_the_world():
     [
         (8, {"tp": 3, "dp_shard": -1}, "dp_shard=1 x tp=3 = 3, but the world has 8 ranks"),
         (8, {"dp_shard": 2}, "dp_shard=2 = 2, but the world has 8 ranks"),
-        (8, {}, "1 = 1, but the world has 8 ranks"),
+        (
+            8,
+            {},
+            "the world has 8 ranks, and no plugin of this manifest shares work among them; name one (composer3d "
+            'plugins lists those of the family "sharding"), or start 1 rank',
+        ),
         (4, {"dp_shard": 4, "cp": 1, "tp": 2}, "dp_shard=4 x cp=1 x tp=2 = 8, but the world has 4 ranks"),
         (8, {"pp": -1, "tp": -1}, "only one axis may be -1, not pp and tp"),
         (6, {"dp_shard": 6, "ep": 4}, "ep=4 does not divide dp_shard x cp = 6, which it is carved out of"),

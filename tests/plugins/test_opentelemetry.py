@@ -224,6 +224,39 @@ def test_nothing_is_opened_outside_a_run(tmp_path):
             {"exporter": "otlp", "folder": "x"},
             'folder has no effect with exporter = "otlp"; write exporter = "file"',
         ),
+        (
+            {"exporter": "otlp", "endpoint": "collector:4318"},
+            'endpoint = "collector:4318" does not begin with http:// or https://, as "http://collector:4318" does',
+        ),
+        (
+            {"exporter": "otlp", "endpoint": "ftp://user:secret@collector"},
+            'endpoint = "ftp://...@collector" does not begin with http:// or https://, as "http://collector:4318" does',
+        ),
+        (
+            {"exporter": "otlp", "endpoint": "http://"},
+            'endpoint = "http://" names no host, as "http://collector:4318" does',
+        ),
+        (
+            {"exporter": "otlp", "protocol": "grpc", "endpoint": "not a host:4317"},
+            'endpoint = "not a host:4317" names no host, as "http://collector:4317" does',
+        ),
+        (
+            {"exporter": "otlp", "endpoint": "http://collector:70000"},
+            'endpoint = "http://collector:70000" is no URL: Port out of range 0-65535',
+        ),
+        (
+            {"exporter": "otlp", "endpoint": "http://collector:0"},
+            'endpoint = "http://collector:0" has port 0, on which nothing listens',
+        ),
+        (
+            {"exporter": "otlp", "endpoint": "http://collector:4318/v1/traces"},
+            'endpoint = "http://collector:4318/v1/traces" names a path of one signal, which the exporter adds itself; '
+            "leave it out",
+        ),
+        (
+            {"exporter": "otlp", "endpoint": "http://collector/?a=b"},
+            'endpoint = "http://collector/?a=b" has a query or a fragment, and is to be a base URL',
+        ),
     ],
 )
 def test_refusals(options, message):

@@ -17,6 +17,7 @@ from pydantic import Field
 from composer3d import PluginError, Recorder, RunContext, Secret, broadcast_json, hookimpl, plugin
 from composer3d_plugins.profiling.opentelemetry.blocks import watch_blocks
 from composer3d_plugins.profiling.opentelemetry.courier import Counts, Courier
+from composer3d_plugins.profiling.opentelemetry.endpoints import refusal_of
 from composer3d_plugins.profiling.opentelemetry.exporters import make_exporters
 from composer3d_plugins.profiling.opentelemetry.figures import Figures
 from composer3d_plugins.profiling.opentelemetry.recorder import DeviceClock, SpanRecorder
@@ -81,13 +82,15 @@ class OpenTelemetry:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse options of another exporter, and an exporter that is not installed."""
+        """Refuse options of another exporter, one that is not installed, and a collector that has no address."""
         if self.exporter != "otlp":
             for name, value in (("endpoint", self.endpoint), ("headers", self.headers)):
                 if value:
                     raise PluginError(
                         f'{name} has no effect with exporter = "{self.exporter}"', hint='write exporter = "otlp"'
                     )
+        if self.endpoint is not None and (reason := refusal_of(self.endpoint, self.protocol)) is not None:
+            raise PluginError(reason)
         if self.exporter != "file":
             defaults = {"folder": None, "file_mib": 32.0, "keep_files": 4}
             for name in (name for name, default in defaults.items() if getattr(self, name) != default):
