@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.inspection import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
-from composer3d.cli.output import compress, print_problems, say, say_json
+from composer3d.cli.output import coloured, compress, print_problems, say, say_json
 from composer3d.cli.step_plan import StepRow, step_rows
 from composer3d.errors import ManifestError, OrderError, Problem
 
@@ -53,7 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if problems:
             print_problems(problems)
         if told["ok"]:
-            say("\n".join(told["lines"]))
+            say(coloured("\n".join(told["lines"]), good=True))
     return 0 if told["ok"] else 2
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from composer3d.cli.options import Subparsers, add_json
-from composer3d.cli.output import complain, say, say_json
+from composer3d.cli.output import coloured, complain, say, say_json
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
     from composer3d.doctor import Evidence
 
 __all__ = ["add", "execute"]
+
+# Everything else that doctor finds is a fault.
+_GOOD: Mapping[str, bool | None] = MappingProxyType({"ended": True, "running": True, "straggler": None})
 
 
 def add(subparsers: Subparsers) -> None:
@@ -47,7 +52,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say_json(asdict(diagnosis))
         return 0
-    say(diagnosis.first)
+    say(coloured(diagnosis.first, good=_GOOD.get(diagnosis.kind, False)))
     for line in diagnosis.others:
         say(f"  {line}")
     for line in diagnosis.advice:

@@ -205,6 +205,7 @@ def _with_values(preparation: Preparation, seed: int) -> tuple[nn.Module, bool]:
         _keep_first_blocks(model)
     if _bytes(model) > _MOST_BYTES:
         return model, False
+    recipe.source = None  # weights on disk are not read: those that the configuration draws do as well
     materialise(model, recipe, seed=seed, device="cpu")
     return model, True
 

@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from composer3d.errors import Problem
 
@@ -27,11 +27,23 @@ def say_json(content: Mapping[str, Any]) -> None:
     say(json.dumps({"composer3d": FORMAT, **content}, indent=1))
 
 
-def coloured(text: str, *, good: bool) -> str:
-    """Return a verdict in green or red on a terminal; as it is elsewhere, and where NO_COLOR is set."""
-    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> str:
+    """Return a verdict in green, red, or yellow where it is neither good nor bad.
+
+    On a terminal, or where FORCE_COLOR is set; elsewhere, and always where NO_COLOR is set, as it is.
+
+    Args:
+        text: One line or more; of several the first is coloured.
+        good: What it says.
+        stream: Where it is written; default: standard output.
+    """
+    stream = sys.stdout if stream is None else stream
+    is_able = stream.isatty() and os.environ.get("TERM") != "dumb"
+    if os.environ.get("NO_COLOR") or not (is_able or os.environ.get("FORCE_COLOR")):
         return text
-    return f"\x1b[{32 if good else 31}m{text}\x1b[0m"
+    first, line, rest = text.partition("\n")
+    number = {True: 32, False: 31, None: 33}[good]
+    return f"\x1b[{number}m{first}\x1b[0m{line}{rest}"
 
 
 def complain(text: str) -> None:
@@ -48,7 +60,8 @@ def print_problems(problems: Sequence[Problem]) -> None:
         for noun, severity in (("problem", "error"), ("warning", "warning"))
         if (number := sum(problem.severity == severity for problem in problems))
     ]
-    complain("\n".join([*map(str, problems), ", ".join(counts)]))
+    good = None if all(problem.severity == "warning" for problem in problems) else False
+    complain("\n".join([*map(str, problems), coloured(", ".join(counts), good=good, stream=sys.stderr)]))
 
 
 def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

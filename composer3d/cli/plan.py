@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.cli.inspection import Inspection, collected_rarely, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, natural, positive, size
-from composer3d.cli.output import print_problems, say, say_json
+from composer3d.cli.output import coloured, print_problems, say, say_json
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
@@ -93,8 +93,14 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         from composer3d.planning.reports.text import show_plan
 
-        say(show_plan(plan))
+        say("\n".join(map(_coloured, show_plan(plan).split("\n"))) if plan.verdict is not None else show_plan(plan))
     return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
+
+
+def _coloured(line: str) -> str:
+    """Return a line of the plan, coloured where it is the verdict."""
+    good = {"fits [": True, "does not fit [": False, "tight [": None}
+    return next((coloured(line, good=good[begin]) for begin in good if line.startswith(begin)), line)
 
 
 def _diff(arguments: argparse.Namespace, plan: Plan) -> int:

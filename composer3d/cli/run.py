@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.inspection import device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
-from composer3d.cli.output import complain, print_problems, say
+from composer3d.cli.output import coloured, complain, print_problems, say
 from composer3d.errors import ComposerError, LockError, ManifestError, Problem
 from composer3d.machine_errors import machine_error
 
@@ -137,11 +138,11 @@ def _start(arguments: argparse.Namespace) -> int:
         complain(f"run failed: {machine}\ntry: {machine.advice}")
         return FAILED
     if result.report is not None:
-        complain(result.report.render(output).rstrip())
+        complain(coloured(result.report.render(output).rstrip(), good=False, stream=sys.stderr))
     elif 0 in result.values:
         _tell(result.values[0])
     else:
-        say(f"{result.outcome} before the first step")
+        say(coloured(f"{result.outcome} before the first step", good=None))
     return result.exit_code
 
 
@@ -149,7 +150,7 @@ def _tell(outcome: Outcome) -> None:
     """Say how the run ended, where the trainer has not said it."""
     if outcome.status == "finished":
         loss = "" if outcome.loss is None else f", loss {outcome.loss:.4f}"
-        say(f"finished: {outcome.step} steps{loss}; {outcome.output}")
+        say(coloured(f"finished: {outcome.step} steps{loss}; {outcome.output}", good=True))
 
 
 def _ask(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -88,7 +88,35 @@ def test_verdicts_are_coloured_on_terminals_alone():
     green, red = "\x1b[32mproven\x1b[0m", "\x1b[31mnot proven\x1b[0m"
     assert green + red in on_a_terminal(verdicts)[1]
     assert "provennot proven" in on_a_terminal(verdicts, NO_COLOR="1")[1]
+    assert "provennot proven" in on_a_terminal(verdicts, NO_COLOR="1", FORCE_COLOR="1")[1]
     assert coloured("proven", good=True) == "proven"
+
+
+def test_colour_is_asked_for_where_there_is_no_terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert coloured("so\nand so", good=None) == "\x1b[33mso\x1b[0m\nand so"
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured("so", good=None) == "so"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (("check", "run.toml", "--set", "model.args.vocab_size=256"), "\x1b[32mpp=1 x dp_replicate=1 x dp_shard=2"),
+        (("check", "run.toml", "--set", "train.stepz=1"), "\x1b[31m1 problem\x1b[0m"),
+        (("plan", "run.toml", "--memory", "1TiB"), "\x1b[32mfits [modelled]: "),
+        (("plan", "run.toml", "--memory", "1KiB"), "\x1b[31mdoes not fit [modelled]: "),
+        (("doctor", "."), "\x1b[31mthe run ended, and nobody wrote down why"),
+    ],
+    ids=["checked", "problems", "fits", "does-not-fit", "doctor"],
+)
+def test_every_verdict_is_coloured(arguments, line, folder, command, monkeypatch):
+    (folder / "manifest.toml").write_text("composer3d = 1\n")
+    plain = "".join(command(*arguments)[1:])
+    assert "\x1b" not in plain
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = "".join(command(*arguments)[1:])
+    assert line in shown and re.sub("\x1b\\[[0-9]+m", "", shown) == plain
 
 
 @pytest.fixture

@@ -210,3 +210,26 @@ def rows(text, factory):
 def test_the_plan_names_where_stages_may_begin():
     (row,), _ = run_ranks(rows, 2, ONE, EncoderDecoder)
     assert row.split(maxsplit=2)[2] == "encoder.0, encoder.1, decoder.0, ... 5 in all"
+
+
+class NoList(nn.Module):
+    """Modules with names, and no list of equal blocks among them."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Embedding(VOCAB, DIM), Block(DIM))
+        self.middle = Block(DIM)
+        self.decoder = nn.Sequential(nn.LayerNorm(DIM), nn.Tanh(), nn.Linear(DIM, VOCAB))
+
+    def forward(self, tokens):
+        return self.decoder(self.middle(self.encoder(tokens)))
+
+
+@pytest.mark.parametrize("beginning", ["decoder", "middle", "encoder.1"])
+def test_stages_begin_at_modules_that_are_named_though_no_list_holds_them(beginning):
+    text = f'{ONE}split = {{ tracer = ["{beginning}"] }}\n'
+    results = run_ranks(partial(pipelined_step), 2, text, NoList)
+    assert_equal_to_one_device(results)
+    assert all(name.startswith(("encoder.0", "encoder.1", "middle")) for name in results[0]["names"])
+    assert any(name.startswith(beginning) for name in results[1]["names"])
+    assert not any(name.startswith(beginning) for name in results[0]["names"])

@@ -98,7 +98,8 @@ class Pipeline:
             and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
             activations of all micro-batches in flight there. Or the FQNs of the blocks that begin the second and every
             further stage. `tracer` follows values whatever the blocks look like; `{ tracer = [...] }` begins stages
-            at the calls named, where `layers.1@2` is the third call of layers.1.
+            at the calls named, of blocks or of any modules (`decoder`), where `layers.1@2` is the third call of
+            layers.1.
     """
 
     schedule: ScheduleName | _CsvFile = "1F1B"
@@ -194,9 +195,13 @@ class Pipeline:
             num_stages=context.degrees["pp"] * self._schedule(context).per_rank,
             is_traced=self.split == "tracer" or isinstance(self.split, dict),
             is_stated=context.manifest.model.blocks is not None,
+            beginnings=[name.partition("@")[0] for name in self._beginnings()],
         )
         context.state[self] = _Memory(division=division)
         return list(division.blocks)
+
+    def _beginnings(self) -> tuple[str, ...]:
+        return self.split["tracer"] if isinstance(self.split, dict) else ()
 
     def _cuts(self, context: RunContext, places: Sequence[str], load: Load) -> Sequence[int]:
         """Return which of the places where a stage can begin begin one."""

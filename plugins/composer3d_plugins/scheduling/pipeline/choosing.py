@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import ComposerError, PluginError, TransformError
 from composer3d_plugins.scheduling.pipeline.division import Choose, Division, divide_straight
 from composer3d_plugins.scheduling.pipeline.flow import Traced, divide_traced
-from composer3d_plugins.scheduling.pipeline.places import block_lists, inner_lists, outermost
+from composer3d_plugins.scheduling.pipeline.places import around, block_lists, inner_lists, outermost
 from composer3d_plugins.scheduling.pipeline.trace import NotStraightError
 from composer3d_plugins.scheduling.pipeline.tracer import trace
 
@@ -35,6 +35,7 @@ def divide(
     num_stages: int,
     is_traced: bool,
     is_stated: bool,
+    beginnings: Sequence[str] = (),
 ) -> Division[Any]:
     """Look at a model and divide it.
 
@@ -46,11 +47,14 @@ def divide(
         num_stages: Of the pipeline.
         is_traced: Whether values are followed whatever the blocks look like.
         is_stated: Whether somebody named the blocks: then stages begin nowhere else.
+        beginnings: FQNs at whose calls traced stages are said to begin; of any modules where no blocks are named.
 
     Raises:
         TransformError: It cannot be divided; with what was seen of it.
     """
     lists = [tuple(blocks)] if is_stated else block_lists(model)
+    if not is_stated and _lie_elsewhere(model, beginnings, lists):
+        return divide_traced(model, around(model, beginnings), example, choose)
     alone = tuple(blocks) or (lists[0] if len(lists) == 1 else ())
     if len(alone) < num_stages and lists != [tuple(blocks)]:
         alone = ()  # equal blocks among others, too few by themselves
@@ -79,6 +83,12 @@ def divide(
         return straight
     logger.info("the model has %s; stages begin at calls of %s", _seen(lists), ", ".join(division.beginnings))
     return division
+
+
+def _lie_elsewhere(model: nn.Module, names: Sequence[str], lists: Sequence[tuple[str, ...]]) -> bool:
+    """Tell whether names are modules of the model, and some of them no blocks of its lists."""
+    listed = {name for names in lists for name in names}
+    return not listed >= set(names) and {fqn for fqn, _ in model.named_modules()} >= set(names)
 
 
 def _traced(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["block_lists", "inner_lists", "outermost"]
+__all__ = ["around", "block_lists", "inner_lists", "outermost"]
 
 _FEWEST = 2  # children that make a list
 
@@ -70,6 +70,29 @@ def _places(module: nn.Module, prefix: str, listed: set[str], most: float) -> It
         if fqn not in listed and (holds_list or (size > most and len(list(_callable(child, ""))) >= _FEWEST)):
             yield from _places(child, f"{fqn}.", listed, most)
         else:
+            yield fqn
+
+
+def around(model: nn.Module, named: Sequence[str]) -> tuple[str, ...]:
+    """Return named modules and the outermost ones beside them, in the order of the model; named ones stay whole.
+
+    Args:
+        model: The whole model.
+        named: FQNs of modules, whether in a list or not.
+    """
+    opened = {name[:end] for name in named for end, letter in enumerate(name) if letter == "."}
+    return tuple(_around(model, "", set(named), opened))
+
+
+def _around(module: nn.Module, prefix: str, named: set[str], opened: set[str]) -> Iterator[str]:
+    from torch import nn
+
+    for name, child in module.named_children():
+        fqn = f"{prefix}{name}"
+        is_list = isinstance(child, nn.ModuleList | nn.ModuleDict)
+        if fqn not in named and (is_list or fqn in opened):
+            yield from _around(child, f"{fqn}.", named, opened)
+        elif fqn in named or any(True for _ in child.parameters()):
             yield fqn
 
 
