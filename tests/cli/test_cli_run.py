@@ -73,7 +73,8 @@ def test_a_mistake_is_found_before_any_rank_is_started(folder, run):
 def test_a_factory_that_dies_takes_only_the_check_with_it(folder, run):
     (folder / "cli_dying.py").write_text("import os\n\ndef build(vocab_size):\n    os._exit(9)\n")
     code, _, err = run("--set", "model.use=cli_dying:build")
-    assert (code, err) == (3, "the process that checks the manifest ended with exit code 9 and left no result\n")
+    told = '"cli_dying:build" ended the process, which ended with exit code 9, when it was called'
+    assert (code, err) == (2, f"--set model.use=cli_dying:build: [model] {told}\n1 problem\n")
 
 
 def test_a_process_that_cannot_fork_ranks_is_exit_code_3(folder):

@@ -33,6 +33,9 @@ global_batch = 4
 PLAN = """\
 pp=1 x dp_replicate=1 x dp_shard=2 x cp=1 x tp=1 = 2 ranks on cpu
 DATA         fsdp2                    model.layers.[0-1], (root)
+in every step:
+  BEFORE_MICROBATCH       fsdp2                    [sharding.fsdp2]
+  OPTIMIZER               AdamW                    [optimizer]
 """
 
 
