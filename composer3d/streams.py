@@ -281,7 +281,7 @@ class Streams:
                 f"the forward of step {self._place[0]} drew random numbers, and that of step {self._first} none, so "
                 'nothing looked for them; write random_numbers = "samples" in [train], or "ranks"'
             )
-        if self._first is None and step != _EVALUATION:
+        if self._first is None and step != _EVALUATION and self.policy != "ranks":
             self._first = step
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

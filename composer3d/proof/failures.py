@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from composer3d.proof.drawing import drawing_failures
 from composer3d.proof.gains import multiplied
 from composer3d.proof.restored import failures_of_restored
 from composer3d.proof.verdict import KINDS, Evidence, Kind
@@ -57,6 +58,7 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         if report.trace_error:
             yield f"rank {rank} cannot be traced, so its collectives cannot be compared: {report.trace_error}"
             break
+    yield from drawing_failures([report.drawing for report in evidence.ranks])
     if evidence.streams:
         sites = {fault.site for fault in evidence.streams}
         yield f"random numbers are not drawn as the axes promise at {len(sites)} call sites, as {min(sites)}"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from composer3d.mesh import Layout, Role
 from composer3d.proof.diagnosis import UNREPEATABLE, diagnose
+from composer3d.proof.drawing import drawing_notes
 from composer3d.proof.failures import failures_of
 from composer3d.proof.reached import Uneven
 from composer3d.proof.restored import notes_of_restored
@@ -87,6 +88,7 @@ def _notes(evidence: Evidence) -> list[str]:
         *_mixed(told),
         *_unwritten(told),
         *_coarse(told),
+        *drawing_notes([report.drawing for report in evidence.ranks]),
         *_untraceable(evidence.ranks),
         *notes_of_restored(evidence),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from composer3d.proof.as_written import AS_WRITTEN, Written, as_written
 from composer3d.proof.communication import Counted, count_step, trace_step
 from composer3d.proof.comparison import Limits, tolerances
 from composer3d.proof.composed import RankSteps, run_composed
+from composer3d.proof.drawing import Drawing, apart, draw_alone
 from composer3d.proof.gains import Gain
 from composer3d.proof.mixing import NOT_MIXED, Mixing, mixing
 from composer3d.proof.one_device import of_dtype
@@ -76,6 +78,7 @@ class RankReport:
     Args:
         steps: By arithmetic.
         draws: What it drew in one step.
+        drawing: The first step with random numbers, beside one device's.
         happened: Its collectives.
         traced: Those of the same rank with nobody beside it; None where that could not be run.
         untraceable: Why not, where that is known of what it is made of.
@@ -85,6 +88,7 @@ class RankReport:
 
     steps: dict[str, RankSteps] = field(default_factory=dict)
     draws: Drawn = field(default_factory=Drawn)
+    drawing: Drawing = field(default_factory=Drawing)
     happened: Counted | None = None
     traced: Counted | None = None
     untraceable: str = ""
@@ -178,12 +182,15 @@ def reference_rank(
         narrowest = None if which == "float64" else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         limits[which] = tolerances(reference.rounding, narrowest)
         unit = unit if narrowest is None else torch.finfo(narrowest).eps
+    draws = _draw_alone(subject, degree)
+    if draws.sites:
+        draw_alone(subject, folder, degree=degree)
     return ReferenceReport(
         losses={which: [step.loss for step in ref.steps] for which, ref in references.items()},
         grad_norms={which: [step.grad_norm for step in ref.steps] for which, ref in references.items()},
         tolerances=limits,
         counts=references[passes[0]].steps[0].counts,
-        draws=_draw_alone(subject, degree),
+        draws=draws,
         outputs=first_outputs(subject, degree=degree),
         unrepeatable=max(reference.unrepeatable for reference in references.values()),
         mixing=mixing(subject, degree=degree),
@@ -196,16 +203,12 @@ def reference_rank(
 
 def _draw_alone(subject: Subject, degree: int) -> Drawn:
     """Record what one device draws in its second step, in micro-batches of the run's size."""
-    from composer3d.batch import cut, to_device
-
     found = Drawn()
     with subject.composed("float64", without_plugins(subject.manifest), draws=True) as run:
         for number in range(2):
             with run.step(number), recording(run) as drawn:
                 batch = of_dtype(subject.batch(number, 0, degree), "float64")
-                for piece in cut(batch, subject.manifest.train.microbatch):
-                    placed = to_device(piece, subject.device)
-                    run.model(*placed.args, **placed.kwargs)
+                run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
             found = drawn.beside(found)
     return found
 
@@ -236,7 +239,7 @@ def composed_rank(
         report.steps[which] = run_composed(
             subject, which, reference, tolerances=limits[which], folder=folder, keep=keep, resumes=resumes
         )
-    report.draws, report.keep_unsharded = _draw(subject, folder)
+    report.draws, report.drawing, report.keep_unsharded = _draw(subject, folder)
     report.happened, messages = count_step(subject)
     _leave()
     try:
@@ -258,8 +261,8 @@ def _known_reason(error: BaseException) -> str:
     return ""
 
 
-def _draw(subject: Subject, folder: Path) -> tuple[Drawn, bool]:
-    """Record what this rank draws in its second step; the first may run more micro-batches than there are.
+def _draw(subject: Subject, folder: Path) -> tuple[Drawn, Drawing, bool]:
+    """Record what this rank draws in its second step; the first, which is compared, may run more micro-batches.
 
     Here layers may be left out by chance, and on other ranks others.
     """
@@ -267,20 +270,23 @@ def _draw(subject: Subject, folder: Path) -> tuple[Drawn, bool]:
     with subject.composed("float64", manifest, draws=True) as run, noting_reached(run, folder):
         optimizer = subject.make_optimizer(run)
         with recording(run) as before:
-            _draw_step(subject, run, optimizer, 0)
+            drawing = _draw_step(subject, run, optimizer, 0, lambda: apart(run, folder))
         with recording(run) as found:
-            _draw_step(subject, run, optimizer, 1)
+            _draw_step(subject, run, optimizer, 1, Drawing)
         split = run.context.split
-    return found.beside(before), split is not None and split.keep_unsharded
+    return found.beside(before), drawing, split is not None and split.keep_unsharded
 
 
-def _draw_step(subject: Subject, run: Composition, optimizer: Any, number: int) -> None:
+def _draw_step(subject: Subject, run: Composition, optimizer: Any, number: int, look: Callable[[], Drawing]) -> Drawing:
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), "float64")
     with run.step(number):
         run.forward_backward(*batch.args, target=batch.target, **batch.kwargs)
+        run.clip_grad_norm_(math.inf)
+        found = look()
         optimizer.step()
         optimizer.zero_grad()
+    return found
 
 
 def _leave() -> None:

@@ -99,7 +99,7 @@ class Subject:
             run = stack.enter_context(
                 compose(
                     self.build(),
-                    manifest if draws else _drawing_by_rank(manifest),
+                    manifest,
                     loss_fn=self.loss_fn,
                     count_fn=self.count_fn,
                     device=self.device,
@@ -145,17 +145,17 @@ def without_plugins(manifest: Manifest, *, keep: Kept = "nothing") -> Manifest:
     return replace(manifest, plugins=kept, tables={**manifest.tables, "mesh": type(manifest.mesh)()})
 
 
-def _drawing_by_rank(manifest: Manifest) -> Manifest:
-    """Return a manifest whose streams leave torch's functions alone, which something else takes care of."""
-    train = replace(manifest.tables["train"], random_numbers="ranks")
-    return replace(manifest, tables={**manifest.tables, "train": train})
-
-
 @contextmanager
 def settled(run: Composition) -> Iterator[None]:
     """Let nothing be random inside."""
-    with without_random_numbers(), _without_dropout(run):
-        yield
+    streams = run.context.streams
+    assert streams is not None, "the composition sets it"
+    policy, streams.policy = streams.policy, "ranks"  # else they draw by sample what is to be settled
+    try:
+        with without_random_numbers(), _without_dropout(run):
+            yield
+    finally:
+        streams.policy = policy
 
 
 @contextmanager
