@@ -223,7 +223,7 @@ class Composition(OwnLoop):
         let_go(self.parts)
         optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=self._assembled.hooks)
         self._optimizer = self._engine.optimizer = compose_step(
-            optimizer, self._engine.optimizer_step, waits=lambda: not self.sync_gradients
+            optimizer, self._engine.optimizer_step, clear=self._clear_gradients
         )
         if in_backward:
             self._engine.stepper = BackwardStepper(

@@ -91,7 +91,7 @@ def _by_kind(group: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def compose_step(
-    optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any], *, waits: Callable[[], bool]
+    optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], Any]], Any], *, clear: Callable[[], bool]
 ) -> torch.optim.Optimizer:
     """Give an optimizer a subclass whose `step` is run by the composition, and whose `zero_grad` may wait.
 
@@ -101,13 +101,13 @@ def compose_step(
     Args:
         optimizer: Made, not yet stepped.
         run: Called with the optimizer's own step; decides whether and when it runs.
-        waits: Whether gradients are to be kept, because a step's further micro-batches add to them.
+        clear: Called before gradients are cleared; returns whether they are to be.
     """
     cls = type(optimizer)
     inner = cls.step
 
     def zero_grad(self: torch.optim.Optimizer, set_to_none: bool = True) -> None:
-        if not waits():
+        if clear():
             cls.zero_grad(self, set_to_none)
 
     def step(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -110,6 +110,12 @@ class OwnLoop:
         with engine.accumulated.microbatch(num_microbatches, last=last, optimizer=engine.optimizer, attached=attached):
             yield
 
+    def _clear_gradients(self) -> bool:
+        """Give up an own step whose gradients the loop drops; return whether it drops them, and adds to none."""
+        if self.sync_gradients:
+            self._engine.own_steps.drop_gradients()
+        return self.sync_gradients
+
     @property
     def sync_gradients(self) -> bool:
         """Whether gradients are complete after this micro-batch, so that the optimizer steps; see `accumulate`."""

@@ -16,13 +16,14 @@ class OwnSteps:
 
     Attributes:
         next: The number of the next step; it goes on after those that the loop numbered, and after a load.
+        num_backwards: Of the open step, whoever opened it.
 
     Args:
         step: Makes the context of a step, given its number.
     """
 
     def __init__(self, step: Callable[[int], contextlib.AbstractContextManager[StepState]]) -> None:
-        self.next = 0
+        self.next = self.num_backwards = 0
         self._step = step
         self._open: contextlib.ExitStack | None = None
 
@@ -43,6 +44,11 @@ class OwnSteps:
         stack, self._open = self._open, None
         if stack is not None:
             stack.close()
+
+    def drop_gradients(self) -> None:
+        """Give up the step whose gradients the loop clears, if it has not opened the step itself."""
+        if self.num_backwards:
+            self.abandon()
 
     def abandon(self) -> None:
         """Give up the step, if one is open, as if it had not begun."""

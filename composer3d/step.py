@@ -65,14 +65,13 @@ class StepEngine:
         self.state: StepState | None = None
         self._own: OwnForward | None = None
         self._scheduled = self._evaluating = self._bypassed = self._equal = self._gathered = False
-        self._num_backwards = 0
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def step(self, number: int, target: Any) -> Iterator[StepState]:
         """Open step `number`; see `Composition.step`."""
-        if self.own_steps.is_open and not self._num_backwards:
+        if self.own_steps.is_open and not self.own_steps.num_backwards:
             self.own_steps.abandon()  # a forward before the loop's first step opened one
         if self.state is not None:
             raise StepError(f"step {number} begins inside step {self.state.step}; steps do not nest")
@@ -80,7 +79,7 @@ class StepEngine:
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
         self._ledger.clear()
-        self._call = self._num_forwards = self._num_backwards = self._seen = 0
+        self._call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
         self._used, self._own, self._applied = False, None, 1.0
         self.streams.begin(number)
         try:
@@ -145,7 +144,7 @@ class StepEngine:
         if self.stepper is not None:
             self.stepper.begin(self._call + len(microbatches))
         self._agree(self.criterion.count_all(microbatches), identity)
-        self._num_backwards += 1
+        self.own_steps.num_backwards += 1
         self._scheduled = True
         try:
             span = self._context.span("forward_backward", microbatches=len(microbatches))
@@ -253,7 +252,7 @@ class StepEngine:
         if self._own is None:
             self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
-        self._num_backwards += 1
+        self.own_steps.num_backwards += 1
         loss = self._own.loss(value, last=last, equal=self._equal, reduction=self.criterion.told)
         if self.stepper is not None:
             self.stepper.begin(self._own.calls + (not last))
@@ -300,7 +299,7 @@ class StepEngine:
                 f"{call} was called, and no backward of this step was the last one; "
                 "call run.backward(loss, last=True) for the last loss of a step"
             )
-        if self._num_forwards and not self._num_backwards and not self.is_plain:
+        if self._num_forwards and not self.own_steps.num_backwards and not self.is_plain:
             raise StepError(
                 f"{call} was called, and no backward of step {state.step} was the composition's, which normalises "
                 "gradients over all ranks; write run.backward(loss) instead of loss.backward()"
