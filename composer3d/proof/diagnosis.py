@@ -11,6 +11,7 @@ from composer3d.proof.activations import INPUTS, LOSS, TARGETS, Difference
 from composer3d.proof.deviations import Deviation
 from composer3d.proof.gains import multiplied
 from composer3d.proof.gradient_causes import GRADIENT_RULES, backward
+from composer3d.proof.keeping import LOSS_KEEPS
 from composer3d.proof.restored import causes_of_restored
 from composer3d.proof.shares import explain_shares
 from composer3d.proof.update_causes import UPDATE_RULES, initial, stale
@@ -27,7 +28,7 @@ _MORE_THAN_ROUNDED = 0.25
 def diagnose(evidence: Evidence) -> list[str]:
     """Return the likely causes, each once, the most telling first."""
     if evidence.told.unrepeatable:
-        return [UNREPEATABLE]
+        return [*_kept_by_loss(evidence)] or [UNREPEATABLE]
     lines = [line for rule in (*_FIRST_RULES, *GRADIENT_RULES) for line in rule(evidence)]
     lines += backward(evidence, is_explained=bool(lines))
     lines += [line for rule in (_forward, *UPDATE_RULES, _streams, causes_of_restored) for line in rule(evidence)]
@@ -38,6 +39,17 @@ UNREPEATABLE = (
     "the model computes something else each time, on one device too, with torch's random numbers out of the way: it "
     "draws others (random, numpy, the clock), or keeps something from one run to the next; nothing compares with it"
 )
+
+
+def _kept_by_loss(evidence: Evidence) -> Iterator[str]:
+    """A loss that depends on what it has computed before."""
+    kept = [name for name in evidence.told.kept if name.startswith(LOSS_KEEPS)]
+    if kept and (evidence.told.unrepeatable or evidence.is_loss_wrong()):
+        yield (
+            f"the loss changes {some(kept)} while it computes, and what it returns depends on that: on how many "
+            "micro-batches a rank has computed before, which is another number in every layout; the model is not to "
+            "blame. Normalise by what is in the batch, or once a step by what all ranks agree on"
+        )
 
 
 def _silent(evidence: Evidence) -> Iterator[str]:
@@ -238,6 +250,7 @@ _FIRST_RULES: tuple[Callable[[Evidence], Iterator[str]], ...] = (
     _batches,
     _counts,
     _mixing,
+    _kept_by_loss,
     _written,
     initial,
     stale,

@@ -13,7 +13,9 @@ if TYPE_CHECKING:
     from composer3d import Composition
     from composer3d.protocol import LossFunction
 
-__all__ = ["changed", "kept_beside", "kept_by_loss"]
+__all__ = ["LOSS_KEEPS", "changed", "kept_beside", "kept_by_loss"]
+
+LOSS_KEEPS = "the loss's "
 
 
 def kept_beside(run: Composition, loss_fn: LossFunction | None) -> dict[str, Any]:
@@ -30,12 +32,13 @@ def kept_beside(run: Composition, loss_fn: LossFunction | None) -> dict[str, Any
 
 def kept_by_loss(loss_fn: LossFunction | None) -> dict[str, Any]:
     """Return copies of what a loss keeps, by name."""
-    return {f"the loss's {name}": value for name, value in _copied(_of_callable(loss_fn))}
+    return {f"{LOSS_KEEPS}{name}": value for name, value in _copied(_of_callable(loss_fn))}
 
 
 def changed(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """Return the names under which there is something else."""
-    return [name for name in one if name not in other or not _equal(one[name], other[name])]
+    both = {**one, **other}
+    return [name for name in both if not (name in one and name in other and _equal(one[name], other[name]))]
 
 
 def _of_callable(value: Any, depth: int = 2) -> Iterator[tuple[str, Any]]:

@@ -12,6 +12,7 @@ from composer3d.evaluation import let_go
 from composer3d.gradients import local
 from composer3d.proof.comparison import largest_of
 from composer3d.proof.gains import Gain, gains_of
+from composer3d.proof.keeping import changed, kept_by_loss
 from composer3d.proof.one_device import alone, copies, count_of, loss_of, microbatches, objective_of, rest_of_divisor
 from composer3d.proof.replicas import saved_buffers
 from composer3d.proof.rounding import larger, noise, rounding, signs, unrepeatable
@@ -74,7 +75,7 @@ class Reference:
         unrepeatable: How far a second run of the first step is apart; 0 where that is rounding.
         gains: Of the first step's gradients, beside those of float64 on the same weights; empty in float64.
         buffers: Those that are saved, after the last step.
-        kept: Those of them that the steps have changed.
+        kept: Those of them that the steps have changed, and what the loss keeps and has changed.
     """
 
     initial: dict[str, Tensor]
@@ -105,7 +106,9 @@ def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_step
         degree: Data-parallel degree of the run, which decides how the global batch is cut.
         num_steps: Optimizer steps.
     """
+    before = kept_by_loss(subject.loss_fn)
     reference = _run(subject, which, degree=degree, num_steps=num_steps, sample=which == "own")
+    reference.kept += tuple(changed(before, kept_by_loss(subject.loss_fn)))
     if which == "own":
         exactly = functools.partial(
             _run, subject, "float64", degree=degree, num_steps=num_steps, weights=reference.initial
@@ -156,8 +159,8 @@ def _run(
                 step.averages = {f: _averaged(before[f], step.parameters[f], subject.decay) for f in trained}
             reference.steps.append(step)
         reference.buffers = copies(saved_buffers(run))
-        changed = (fqn for fqn, buffer in reference.buffers.items() if not buffer.equal(buffers.get(fqn, buffer)))
-        reference.kept = tuple(changed)
+        apart = (fqn for fqn, buffer in reference.buffers.items() if not buffer.equal(buffers.get(fqn, buffer)))
+        reference.kept = tuple(apart)
     return reference
 
 

@@ -74,7 +74,7 @@ def faulty(text, fault, at, num_steps, clip=(1.0, 1.0), is_own=False, factory=No
     """Train with a fault on the last rank before step `at`; return what each rank is told, and in which step."""
     run = composed(text, factory)
     optimizer = run.optimizer(torch.optim.AdamW, lr=0.001)
-    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    tokens, targets = (mine(run, tensor) for tensor in unpadded(seq_len=4))
     number = 0
     with pytest.raises(StepError) as caught:
         for number in range(num_steps):

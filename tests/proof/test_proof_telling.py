@@ -171,3 +171,32 @@ def test_units_that_share_a_parameter_are_refused_where_they_are_stated():
     path = write_manifest(FSDP + 'units = ["layers.*"]\n')
     with pytest.raises(Exception, match='"layers.0" and "layers.1" share the parameter "layers.0.up.weight"'):
         assert_parity(telling.shared_inside, path, batch(), loss_fn=sum_loss, steps=1, own_dtype=False)
+
+
+class Running:
+    """Divides by a running mean of its own sums."""
+
+    mean = 1.0
+
+    def __call__(self, logits, targets):
+        total, count = sum_loss(logits, targets)
+        self.mean = 0.9 * self.mean + 0.1 * float(total.detach() / count)
+        return total / self.mean, count
+
+
+@pytest.mark.parametrize("kind", ["object", "closure"])
+def test_a_loss_that_normalises_by_what_it_has_seen_is_named(kind):
+    running = Running()
+    state = {"mean": 1.0}
+
+    def closed(logits, targets):
+        total, count = sum_loss(logits, targets)
+        state["mean"] = 0.9 * state["mean"] + 0.1 * float(total.detach() / count)
+        return total / state["mean"], count
+
+    name = "mean" if kind == "object" else r"state\['mean'\]"
+    assert_named(
+        DDP,
+        {"loss_fn": running if kind == "object" else closed},
+        f"the loss changes the loss's {name} while it computes, .*; the model is not to blame",
+    )
