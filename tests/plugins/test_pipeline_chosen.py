@@ -167,6 +167,36 @@ class Experts(nn.Module):
         return x + y.view_as(x)
 
 
+class Sorted(nn.Module):
+    """A block whose experts get their tokens by sizes that have to add up."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(DIM, 3, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x):
+        flat = x.reshape(-1, DIM)
+        weights, chosen = F.softmax(self.gate(flat), -1).max(-1)
+        order, counts = chosen.argsort(stable=True), F.one_hot(chosen, 3).sum(0)
+        parts = torch.split(flat[order], counts.tolist())
+        made = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)])
+        return x + (torch.zeros_like(flat).index_copy(0, order, made) * weights.unsqueeze(-1)).view_as(x)
+
+
+class SortedMixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.out = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.layers = nn.ModuleList(Sorted() for _ in range(4))
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x) + 0.0
+
+
 class Mixture(nn.Module):
     """Blocks of two kinds, the second of experts."""
 
@@ -194,6 +224,8 @@ class Mixture(nn.Module):
         pytest.param(ONE, Mixture, {"how": "bincount"}, id="experts-bincount"),
         pytest.param(ONE, Mixture, {"how": "item"}, id="experts-item"),
         pytest.param(TWO, Mixture, {"how": "mask"}, id="experts-mask-interleaved"),
+        pytest.param(TWO, SortedMixture, {}, id="experts-sorted-interleaved"),
+        pytest.param(ONE + 'split = "tracer"\n', SortedMixture, {}, id="experts-sorted-traced"),
     ],
 )
 def test_gradients_equal_one_device(text, factory, options):

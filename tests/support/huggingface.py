@@ -26,6 +26,9 @@ _SIZES = {
 }
 _GROUPED = {**_SIZES, "num_key_value_heads": 2}
 
+_DEEPER = {"num_hidden_layers": 4}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 
 def config_of(family):
     import transformers as t
@@ -54,6 +57,51 @@ def config_of(family):
         "falcon": lambda: t.FalconConfig(**_SIZES, num_kv_heads=2, new_decoder_architecture=True),
         "bloom": lambda: t.BloomConfig(**_SIZES, n_layer=2, n_head=4),
         "opt": lambda: t.OPTConfig(**_SIZES, ffn_dim=64, word_embed_proj_dim=32, dropout=0.0),
+        "deepseek_v3": lambda: t.DeepseekV3Config(
+            **{**_SIZES, **_DEEPER, "num_key_value_heads": 4},
+            **_EXPERTS,
+            q_lora_rank=16,
+            kv_lora_rank=16,
+            qk_rope_head_dim=8,
+            qk_nope_head_dim=8,
+            v_head_dim=8,
+            head_dim=8,
+            n_routed_experts=4,
+            n_group=2,
+            topk_group=1,
+            first_k_dense_replace=1,
+        ),
+        "qwen3_next": lambda: t.Qwen3NextConfig(
+            **{**_GROUPED, **_DEEPER},
+            **_EXPERTS,
+            head_dim=8,
+            num_experts=4,
+            shared_expert_intermediate_size=16,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+        "lfm2": lambda: t.Lfm2Config(
+            **{**_GROUPED, **_DEEPER}, layer_types=["conv", "full_attention"] * 2, conv_L_cache=3, block_multiple_of=8
+        ),
+        "bamba": lambda: t.BambaConfig(
+            **{**_GROUPED, **_DEEPER},
+            mamba_n_heads=8,
+            mamba_d_head=8,
+            mamba_d_state=8,
+            mamba_n_groups=1,
+            mamba_chunk_size=4,
+            attn_layer_indices=[1, 3],
+        ),
+        "minimax": lambda: t.MiniMaxConfig(
+            **{**_GROUPED, **_DEEPER},
+            head_dim=8,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["linear_attention", "full_attention"] * 2,
+            block_size=4,
+        ),
         # It makes a mask of its own, and looks at it.
         "biogpt": lambda: t.BioGptConfig(**_SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0),
     }[family]()
@@ -92,7 +140,11 @@ def token_sum(output, targets):
 def options_of(folder):
     """Return how experts are run: grouped matrix products know no float64."""
     config = json.loads((folder / "config.json").read_text())
-    return {"experts_implementation": "eager"} if config.keys() & {"num_experts", "num_local_experts"} else {}
+    return (
+        {"experts_implementation": "eager"}
+        if config.keys() & {"num_experts", "num_local_experts", "n_routed_experts"}
+        else {}
+    )
 
 
 def reference(folder, own_loss):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import abc
 import copy
 import dataclasses
+import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.scheduling.pipeline.values import Values
@@ -15,11 +16,25 @@ from composer3d_plugins.scheduling.pipeline.values import Values
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["Follower", "Source", "leaves_of", "on_meta", "run_on_meta", "same_places", "tensors_of", "to_meta"]
+__all__ = [
+    "Follower",
+    "Source",
+    "draw_values",
+    "leaves_of",
+    "on_meta",
+    "run_on_meta",
+    "same_places",
+    "tensors_of",
+    "to_meta",
+]
 
 # What a tensor came from: the FQN of a parameter or buffer, or what a subclass makes of modules that were called.
 Source = str | int | tuple[str, int]
 _PROBE = (2, 8)
+_MOST_DRAWN = 2**24  # elements
+
+F = TypeVar("F", bound="Follower")
+log = logging.getLogger(__name__)
 
 
 class Follower(abc.ABC):
@@ -89,6 +104,16 @@ class Follower(abc.ABC):
             self._sources[self._key(tensor)] |= given
         return result
 
+    def draw_weights(self) -> bool:
+        """Give weights values at random, so that all that the forward computes has some; return whether it can have.
+
+        Memory: of the weights, and of what the forward computes with them.
+        """
+        if not draw_values(self.values, list(self.skeleton.parameters())):
+            return False
+        self.values.is_guessing = True
+        return True
+
     def _unknown(self, tensor: Tensor) -> None:
         """Refuse what is read between the modules that are followed: stages could go different ways."""
         computed = {source for source in self._of(tensor) if not isinstance(source, str) or source in self._firsts}
@@ -134,25 +159,44 @@ class Follower(abc.ABC):
         return lambda *_: self._running.append(names)
 
 
-def run_on_meta(watch: Follower, example: Any) -> Any:
-    """Run the forward that is watched, and return its output.
+def draw_values(values: Values, tensors: Sequence[Tensor]) -> bool:
+    """Give tensors on meta, such as weights, values at random; return False, and none, where they are too many."""
+    import torch
+
+    if sum(tensor.numel() for tensor in tensors) > _MOST_DRAWN:
+        return False
+    generator = torch.Generator().manual_seed(0)
+    for tensor in tensors:
+        drawn = torch.randn(tensor.shape, generator=generator) * max(tensor.shape[-1:], default=1) ** -0.5
+        values.learn(tensor, drawn.to(tensor.dtype))
+    return True
+
+
+def run_on_meta(make: Callable[[], F], example: Any) -> tuple[F, Any]:
+    """Run the forward that is watched, and return what watched it with its output.
+
+    What a module reads of values that depend on weights is taken to be one, or true. Code that needs more of them, such
+    as the sizes of a split that have to add up, is run again with weights drawn at random, where these are few.
+
+    Args:
+        make: Makes what watches, new for every forward.
+        example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
 
     Raises:
         TransformError: The forward fails on meta.
     """
-    import torch
-
-    args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})
-    args, kwargs = torch_compat.tree_map(
-        lambda leaf: watch.values.twin(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
-    )
-    handles = watch.attach()
     try:
-        with torch.no_grad(), torch_compat.dispatch_mode(watch.operator, compiles=False):
-            return watch.skeleton(*args, **kwargs)
+        watch = make()
+        return watch, _run(watch, example)
     except TransformError:
         raise
     except Exception as error:
+        try:
+            watch = make()
+            if watch.draw_weights():
+                return watch, _run(watch, example)
+        except Exception as second:  # with weights it fails too: the first error is of the code as it is
+            log.debug("with random weights the forward fails too: %s", second)
         tried = "the example that compose was given" if example is not None else f"token numbers of shape {_PROBE}"
         raise TransformError(
             f"a pipeline has to see one forward to know how blocks are called, and the model does not run on meta with "
@@ -160,6 +204,21 @@ def run_on_meta(watch: Follower, example: Any) -> Any:
             "hand compose example=(args, kwargs), as the model takes them, or give the data set of [data] a method "
             "example() that returns an item"
         ) from error
+
+
+def _run(watch: Follower, example: Any) -> Any:
+    import torch
+
+    args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})
+    if watch.values.is_guessing and example is None:
+        args = (torch.zeros(_PROBE, dtype=torch.int64),)
+    args, kwargs = torch_compat.tree_map(
+        lambda leaf: watch.values.twin(leaf) if isinstance(leaf, torch.Tensor) else leaf, (args, dict(kwargs))
+    )
+    handles = watch.attach()
+    try:
+        with torch.no_grad(), torch_compat.dispatch_mode(watch.operator, compiles=False):
+            return watch.skeleton(*args, **kwargs)
     finally:
         for handle in handles:
             handle.remove()

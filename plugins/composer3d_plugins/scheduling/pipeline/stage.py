@@ -196,7 +196,7 @@ def build_stage(
     stage = copy.deepcopy(model, memo)
     _take_out_blocks(stage, observation)
     runner.attach(stage)
-    take_out_tensors(stage, "", needed, absent, runner)
+    take_out_tensors(stage, "", needed, absent, device=device, runner=runner)
     become_root(stage, runner, around=observation.blocks)
     refuse_out_of_reach(stage, needed)
     return stage

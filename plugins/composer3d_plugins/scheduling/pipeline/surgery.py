@@ -219,19 +219,28 @@ def take_out(parent: nn.Module, name: str) -> None:
 
 
 def take_out_tensors(
-    module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str], runner: Stage
+    module: nn.Module,
+    prefix: str,
+    needed: frozenset[str],
+    absent: frozenset[str],
+    *,
+    device: torch.device,
+    runner: Stage,
 ) -> None:
     """Replace parameters that are not needed by absent ones; modules that are left without any leave the tree."""
     for name, child in list(module._modules.items()):
         if child is not None:
             is_absent = _is_absent(child, f"{prefix}{name}.", needed, absent)
-            take_out_tensors(child, f"{prefix}{name}.", needed, absent, runner)
+            take_out_tensors(child, f"{prefix}{name}.", needed, absent, device=device, runner=runner)
             if is_absent:
                 take_out(module, name)
     for name, parameter in list(module._parameters.items()):
         if parameter is not None and f"{prefix}{name}" not in needed:
             del module._parameters[name]
-            vars(module)[name] = _absent(f"{prefix}{name}", parameter, runner)
+            source = f'the parameter "{prefix}{name}"'
+            is_absent = isinstance(parameter, Absent)  # else it is here under another name
+            made = parameter if is_absent else absent_zeros(parameter, device=device, source=source, stage=runner)
+            vars(module)[name] = made
     for name in [name for name in module._buffers if f"{prefix}{name}" in absent]:
         vars(module)[name] = module._buffers.pop(name)
 
@@ -244,12 +253,6 @@ def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: f
     )
     is_block = any(isinstance(inner, Kept | _Container) for inner in module.modules())
     return bool(names) and not others and not is_block and needed.isdisjoint(names)
-
-
-def _absent(fqn: str, parameter: Tensor, runner: Stage) -> Tensor:
-    if isinstance(parameter, Absent):
-        return parameter
-    return absent_zeros(parameter, device=parameter.device, source=f'the parameter "{fqn}"', stage=runner)
 
 
 def tensors_of_stage(

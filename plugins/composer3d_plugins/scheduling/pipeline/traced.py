@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from composer3d import StepError, torch_compat
 from composer3d_plugins.scheduling.pipeline.absent import absent_zeros, refuse_absent
-from composer3d_plugins.scheduling.pipeline.following import leaves_of, tensors_of, to_meta
+from composer3d_plugins.scheduling.pipeline.following import draw_values, leaves_of, tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -186,21 +186,36 @@ class TracedRunner:
 
     def _run_on_meta(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         module = self._trace.skeleton.get_submodule(self._trace.calls[index].fqn)
-        values = Values()
+        try:
+            return _form_of(module, args, kwargs, draws=False)
+        except Exception:  # code that needs sizes which add up, say
+            return _form_of(module, args, kwargs, draws=True)
 
-        def on_meta(leaf: Any) -> Any:
-            # Integers may say how long things are; what weights computed is another stage's to know.
-            is_number = isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point
-            return values.twin(leaf) if is_number else to_meta(leaf)
 
-        args, kwargs = torch_compat.tree_map(on_meta, (args, kwargs))
-        with (
-            torch.no_grad(),
-            torch_compat.dispatch_mode(
-                lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False
-            ),
-        ):
-            return module(*args, **kwargs)
+def _form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, draws: bool) -> Any:
+    """Return what a call returns, on meta.
+
+    Args:
+        module: On meta.
+        args: Integers may say how long things are; what weights computed is another stage's to know.
+        kwargs: As `args`.
+        draws: Weights, and what weights computed, have values at random.
+    """
+    values = Values()
+
+    def on_meta(leaf: Any) -> Any:
+        is_number = isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point
+        return values.twin(leaf) if is_number else to_meta(leaf)
+
+    args, kwargs = torch_compat.tree_map(on_meta, (args, kwargs))
+    if draws:
+        floats = [tensor for tensor in tensors_of((args, kwargs)) if tensor.dtype.is_floating_point]
+        draw_values(values, [*module.parameters(), *floats])
+    with (
+        torch.no_grad(),
+        torch_compat.dispatch_mode(lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False),
+    ):
+        return module(*args, **kwargs)
 
 
 class _Called:
@@ -242,6 +257,6 @@ def build_traced_stage(
     stage = copy.deepcopy(model, memo)
     become_root(stage, runner, around=[call.fqn for call in trace.calls if call.fqn])
     runner.attach(stage)
-    take_out_tensors(stage, "", needed, absent_buffers, runner)
+    take_out_tensors(stage, "", needed, absent_buffers, device=device, runner=runner)
     refuse_out_of_reach(stage, needed)
     return stage

@@ -105,8 +105,8 @@ def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
 
     Memory: none. Collectives: none.
     """
-    watch = _Watch(model, blocks)
-    return watch.finish(run_on_meta(watch, example))
+    watch, output = run_on_meta(lambda: _Watch(model, blocks), example)
+    return watch.finish(output)
 
 
 class _Watch(Follower):

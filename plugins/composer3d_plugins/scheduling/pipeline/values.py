@@ -28,11 +28,15 @@ class Values:
     Args:
         unknown: Called with a tensor that is read and whose values are not known.
 
+    Attributes:
+        is_guessing: Some values are made up: `unknown` is called with all that is read.
+
     Memory: at most four million elements for each tensor that has values.
     """
 
     def __init__(self, unknown: Callable[[Tensor], None] | None = None) -> None:
         self._unknown = unknown
+        self.is_guessing = False
         self._known: dict[int, Tensor] = {}
         self._twins: dict[int, Tensor] = {}
         self._alive: list[Any] = []  # an identity is another tensor's as soon as the first is freed
@@ -133,10 +137,10 @@ class Values:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             known = self._of(leaf)
+            if self._unknown is not None and (known is None or self.is_guessing):
+                self._unknown(leaf)
             if known is not None:
                 return known
-            if self._unknown is not None:
-                self._unknown(leaf)
             return torch.ones((), dtype=leaf.dtype).expand(leaf.shape)
 
         args, kwargs = torch_compat.tree_map(value, (args, kwargs))
