@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, torch_compat
-from composer3d_plugins.scheduling.pipeline.absent import absent_zeros, refuse_absent
+from composer3d_plugins.scheduling.pipeline.absent import Absent, absent_zeros, refuse_absent
 from composer3d_plugins.scheduling.pipeline.following import draw_values, leaves_of, tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
@@ -204,6 +204,8 @@ def _form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
     values = Values()
 
     def on_meta(leaf: Any) -> Any:
+        if isinstance(leaf, Absent):
+            return to_meta(leaf.plain)
         is_number = isinstance(leaf, Tensor) and not leaf.dtype.is_floating_point
         return values.twin(leaf) if is_number else to_meta(leaf)
 
