@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
@@ -97,6 +98,8 @@ def find_base(name: str, source: Source) -> Source | None:
 def missing(name: str | Path, *, beside: str | None = None) -> Problem:
     """Return the problem of a manifest that `find` does not find."""
     names = list(shipped())
+    if (leads := _leads_nowhere(_beside(name, beside))) is not None:
+        return Problem(message=f'"{name}" is a symbolic link that leads {leads}')
     try:
         entries = sorted(Path(_beside(name, beside)).parent.glob("*.toml"))
     except (OSError, ValueError):
@@ -108,6 +111,19 @@ def missing(name: str | Path, *, beside: str | None = None) -> Problem:
     return Problem(
         message=f'there is no file "{name}" and no shipped manifest of that name', hint=" ".join(hints) or None
     )
+
+
+def _leads_nowhere(file: str) -> str | None:
+    """Return where a symbolic link leads that leads to no file; None of anything else."""
+    if not os.path.islink(file):
+        return None
+    try:
+        Path(file).stat()
+    except FileNotFoundError:
+        return f'to "{os.readlink(file)}", which is not there'
+    except OSError as error:
+        return "round in a circle" if error.errno == errno.ELOOP else f"nowhere: {error.strerror}"
+    return None
 
 
 def missing_base(name: str, source: Source) -> Problem:

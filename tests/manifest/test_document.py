@@ -340,3 +340,18 @@ def test_manifests_are_read_without_torch():
     program = "import sys, composer3d.manifest as m; m.read_text('composer3d = 1'); sys.exit('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     assert subprocess.run([sys.executable, "-c", program], env=environment, timeout=300).returncode == 0
+
+
+def test_a_link_that_leads_nowhere_says_where(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "self.toml").symlink_to("self.toml")
+    (tmp_path / "gone.toml").symlink_to("there.toml")
+    (tmp_path / "run.toml").write_text('composer3d = 1\nextends = "self.toml"\n')
+    for name, told in {
+        "self.toml": '"self.toml" is a symbolic link that leads round in a circle',
+        "gone.toml": '"gone.toml" is a symbolic link that leads to "there.toml", which is not there',
+        "run.toml": 'run.toml:2:1: "self.toml" is a symbolic link that leads round in a circle',
+    }.items():
+        with pytest.raises(ManifestError) as caught:
+            read(name)
+        assert str(caught.value) == told
