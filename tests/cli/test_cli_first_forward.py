@@ -159,3 +159,45 @@ def test_what_is_right_stays_right(check):
 
 def test_a_forward_that_asks_for_its_rank_is_not_refused(check):
     assert check('model.use = "first_models:Ranked"\ndata.seq_len = 16\n')[0] == 0
+
+
+PREPARED = """
+import torch
+
+
+class Unprepared(torch.utils.data.Dataset):
+    def prepare(self, cache):
+        raise AssertionError("check prepares nothing")
+
+    def __len__(self):
+        return 40
+
+    def __getitem__(self, index):
+        raise AssertionError("not prepared")
+
+
+class Exemplary(Unprepared):
+    def example(self):
+        return torch.zeros(17, dtype=torch.int64)
+
+
+class Long(Unprepared):
+    def example(self):
+        return torch.zeros(90, dtype=torch.int64)
+"""
+
+
+def test_data_that_prepare_are_tried_by_their_example_or_said_not_to_be(folder, check, command):
+    (folder / "prepared_rows.py").write_text(PREPARED)
+    text = 'model.use = "first_models:Tokens"\ndata.use = "prepared_rows:%s"\ndata.vocab_size = 64\n'
+    check(text % "Unprepared")
+    code, out, err = command("check", "run.toml")
+    assert (code, err) == (0, "") and out.endswith(
+        'the first forward was not tried in full: [data] use = "prepared_rows:Unprepared" gives no samples before it '
+        "is prepared; a method example() would\n"
+    )
+    check(text % "Exemplary")
+    code, out, err = command("check", "run.toml")
+    assert (code, err) == (0, "") and "the first forward" not in out
+    code, told = check(text % "Long")
+    assert code == 2 and "its forward fails on the first samples: IndexError" in told
