@@ -21,6 +21,7 @@ __all__ = ["Drawing", "apart", "draw_alone", "drawing_failures", "drawing_notes"
 _FILE = "drawn.pt"
 # Relative, and much above roundings of float64; another number drawn is at least ten powers of ten larger.
 _SAME = 1e3 * EXACT
+_UNSEEN = "places that no mode of torch sees"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +80,11 @@ def apart(run: Composition, folder: Path) -> Drawing:
 
 
 def _apart_sites(ranks: Sequence[Drawing]) -> list[str]:
-    return sorted({str(site) for drawing in ranks for site in drawing.sites if not site.by_sample})
+    """Return where not every sample has its own numbers."""
+    sites = [site for drawing in ranks for site in drawing.sites]
+    if not sites:
+        return [_UNSEEN] if any(drawing.off for drawing in ranks) else []
+    return sorted({str(site) for site in sites if not site.by_sample})
 
 
 def drawing_failures(ranks: Sequence[Drawing]) -> list[str]:
@@ -88,10 +93,10 @@ def drawing_failures(ranks: Sequence[Drawing]) -> list[str]:
     if not off or _apart_sites(ranks):
         return []
     sites = sorted({str(site) for drawing in ranks for site in drawing.sites})
+    more = f", or at one of {len(sites) - 1} other sites" if len(sites) > 1 else ""
     return [
-        f"with random numbers drawn, {len(off)} gradients differ by up to {max(off.values()):.3g} (in float64), and "
-        f"without them as said: other numbers than on one device are drawn at {sites[0] if sites else 'no site'}"
-        + (f", or at one of {len(sites) - 1} other sites" if len(sites) > 1 else "")
+        f"with its random numbers {len(off)} gradients differ by up to {max(off.values()):.3g} (in float64): other "
+        f"numbers than on one device are drawn at {sites[0]}{more}"
     ]
 
 
