@@ -70,12 +70,12 @@ class Absent(Tensor):
 
         return torch_compat.tree_map(marked, result)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Absent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         """Stand for the same in a copy of a stage."""
         return _stand_for(self.plain.clone(), self.source, self.stage)
 
 
-def absent_zeros(like: Tensor, *, device: torch.device, source: str, stage: Stage, is_written: bool = False) -> Absent:
+def absent_zeros(like: Tensor, *, device: torch.device, source: str, stage: Stage, is_written: bool = False) -> Tensor:
     """Return zeros of a tensor's shape, which take no memory unless they are written to.
 
     Args:
@@ -101,7 +101,10 @@ def refuse_absent(tensors: Any) -> None:
             _refuse(tensor)
 
 
-def _stand_for(plain: Tensor, source: str, stage: Stage) -> Absent:
+def _stand_for(plain: Tensor, source: str, stage: Stage) -> Tensor:
+    """Mark a plain tensor; one of a class of its own, such as a plan's fake tensor, cannot be of this class too."""
+    if type(plain) is not Tensor:
+        return plain
     made: Absent = plain.as_subclass(Absent)
     made.source, made.stage, made.plain = source, stage, plain
     return made
