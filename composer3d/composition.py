@@ -20,6 +20,7 @@ from composer3d.in_backward import BackwardStepper
 from composer3d.measurement import measure
 from composer3d.optimizer import compose_step, make_optimizer
 from composer3d.own_loop import OwnLoop
+from composer3d.own_optimizer import refuse_other_optimizers
 from composer3d.persistence import Persistence
 from composer3d.preparation import PlanRow
 from composer3d.protocol import Stateful
@@ -50,6 +51,7 @@ class Composition(OwnLoop):
         self.averages_buffers = True
         self._persistence = Persistence(assembled)
         self._optimizer: torch.optim.Optimizer | None = None
+        self._unwatch = refuse_other_optimizers(self._engine, self.context)
         if not assembled.has_schedule:
             watch_model(self.parts[0].module, self._engine, self.context)
 
@@ -336,6 +338,7 @@ class Composition(OwnLoop):
         plugins = self._assembled.hooks.freeze("composer3d_close")
         close_all(
             (
+                self._unwatch,
                 *(() if stepper is None else (stepper.close,)),
                 functools.partial(self._persistence.close, error),
                 *(functools.partial(function, context=self.context, error=error) for _, function in plugins),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["average_whole", "clip_norm_", "local", "scale_", "settle_partial", "total_norm", "weight"]
+__all__ = ["average_whole", "clip_norm_", "local", "refuse_none", "scale_", "settle_partial", "total_norm", "weight"]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -39,6 +39,20 @@ def settle_partial(parameters: Iterable[nn.Parameter]) -> None:
         if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
             assert isinstance(parameter, DTensor)
             parameter.grad = grad.redistribute(placements=parameter.placements)
+
+
+def refuse_none(parameters: Iterable[nn.Parameter], *, step: int) -> None:
+    """Raise where no parameter that is trained has a gradient.
+
+    FSDP2 finds the tensors of an output in containers that torch knows; in any other object it misses them, reduces
+    nothing, and the optimizer would step on nothing.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if trained and all(parameter.grad is None for parameter in trained):
+        raise StepError(
+            f"no parameter got a gradient in step {step}; return the model's output as a tensor, or in a tuple, list, "
+            "dict or dataclass"
+        )
 
 
 def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], context: RunContext) -> None:

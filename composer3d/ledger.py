@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import gradients
@@ -37,6 +38,7 @@ class Ledger:
         """Forget the last step."""
         self.divisor: int | None = None
         self.auxiliary = 0.0
+        self.added: list[float] = []
         self._count = 0.0
         self._entries: list[tuple[Tensor, Tensor | int | float, Tensor | None]] = []
 
@@ -65,23 +67,26 @@ class Ledger:
         """Losses recorded since the last `settle`."""
         return len(self._entries)
 
-    def settle(self, num_microbatches: int, *, has_gradient: bool = True) -> tuple[Tensor, float]:
+    def settle(
+        self, num_microbatches: int, *, has_gradient: bool = True, also: Sequence[float] = ()
+    ) -> tuple[Tensor, float]:
         """Return the global mean of the losses since the last call, and their count, on every rank.
 
         The first pipeline step calls the loss once more than there are micro-batches, to infer shapes; that call comes
         first, so only the last `num_microbatches` entries count.
-        Collectives: one all-reduce of four numbers.
+        Collectives: one all-reduce of four numbers, and of those in `also`.
 
         Args:
             num_microbatches: On this rank.
             has_gradient: Losses of an evaluation have none, so they say nothing about the step's count.
+            also: Other numbers, whose sums over all ranks are then in `added`.
         """
         import torch
         import torch.distributed as dist
 
         entries, self._entries = self._entries[-num_microbatches:], []
         # The fourth tells ranks without losses (other stages) that the loss is of double precision.
-        total = torch.zeros(4, dtype=torch.float64, device=self._device)
+        total = torch.tensor([0.0] * 4 + list(also), dtype=torch.float64, device=self._device)
         for loss, count, auxiliary in entries if self._contributes else ():
             total[3] += loss.dtype is torch.float64
             total[0] += gradients.local(loss).to(self._device)
@@ -90,6 +95,7 @@ class Ledger:
                 total[2] += gradients.local(auxiliary).to(self._device)
         dist.all_reduce(total, group=self._group)
         count = float(total[1])
+        self.added = total[4:].tolist() if also else []
         if has_gradient:
             self._count += count
             self.auxiliary = float(total[2]) / count if count else 0.0

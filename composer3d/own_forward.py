@@ -30,6 +30,12 @@ class OwnForward:
         self._told = target is not None
         self._padded = self._told and any(count != t.numel() for t in tensors(target))
         self.is_scaled = False
+        self._factors = 0.0
+
+    def handed(self) -> float:
+        """Return what the mean of the losses since the last call is times to be what the loop passed, summed up."""
+        factors, self._factors = self._factors, 0.0
+        return factors if self.is_scaled else 1.0
 
     def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None) -> Loss:
         """Give the loss of the next backward its count."""
@@ -62,4 +68,5 @@ class OwnForward:
                 f"{before}; divide all losses of a step by the number of its backwards, or none of them, and they "
                 "weigh the same"
             )
+        self._factors += factor
         return Loss(sum=loss.sum, count=loss.count * factor, auxiliary=loss.auxiliary)

@@ -77,7 +77,7 @@ class OwnLoop:
                 `accumulate` that are not.
 
         Returns:
-            None unless `last`; else the mean loss over all ranks, undivided where the loop passed `loss / n`.
+            None unless `last`; else the mean loss over all ranks, divided where the loop passed `loss / n`: its sum.
 
         Raises:
             StepError: With a pipeline.

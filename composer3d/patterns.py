@@ -5,6 +5,9 @@ A `*` stands for characters inside one component, as in a shell; `**` stands for
 
 from __future__ import annotations
 
+import ast
+import inspect
+import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -13,6 +16,9 @@ from composer3d.errors import PatternError, TransformError, did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
+
+# What code asks of a tensor before it calls an expert.
+_OF_VALUES = frozenset({"any", "count_nonzero", "item", "nonzero", "numel", "shape", "size", "sum"})
 
 __all__ = ["find_blocks", "matches", "select", "sharing_nothing"]
 
@@ -61,6 +67,7 @@ def find_blocks(model: nn.Module) -> str | None:
     """Return the pattern of the repeated blocks, if the model has exactly one outermost list of equal blocks.
 
     Where there is no list, an `nn.ModuleDict` may hold them; beside one, such a dict is taken for heads or the like.
+    Experts that a loop calls where some row goes to them are no blocks: other ranks may call others.
     """
     from torch import nn
 
@@ -74,7 +81,7 @@ def _outermost(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str
     for fqn, module in model.named_modules():
         children = list(module.children())
         inside = any(fqn.startswith(other.removesuffix("*")) for other in found)
-        if not inside and len(children) > 1 and holds(module) and _equal(children):
+        if not inside and len(children) > 1 and holds(module) and _equal(children) and not _by_data(model, fqn):
             found.append(f"{fqn}.*" if fqn else "*")
     return found
 
@@ -107,3 +114,22 @@ def sharing_nothing(units: Sequence[str], ties: Iterable[Sequence[str]], *, stat
             )
         shared.update(holders if len(holders) > 1 else ())
     return [unit for unit in units if unit not in shared]
+
+
+def _by_data(model: nn.Module, fqn: str) -> bool:
+    """Tell whether the module around a list calls its entries only where a tensor's values say so, as its code reads.
+
+    A loop over the list that tests a property of a tensor: `if mask.any(): ... expert(...)`.
+    """
+    owner, _, name = fqn.rpartition(".")
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(type(model.get_submodule(owner)))))
+    except (OSError, TypeError, SyntaxError):  # no source: made at run time, or built in
+        return False
+    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _mentions(node, name)]
+    tests = [node.test for loop in loops for node in ast.walk(loop) if isinstance(node, ast.If)]
+    return any(isinstance(node, ast.Attribute) and node.attr in _OF_VALUES for test in tests for node in ast.walk(test))
+
+
+def _mentions(loop: ast.For, name: str) -> bool:
+    return any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(loop))

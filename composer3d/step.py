@@ -22,6 +22,7 @@ from composer3d.own_steps import OwnSteps
 from composer3d.protocol import Batch, GradScaler
 from composer3d.step_state import StepState
 from composer3d.transform import StepAction, StepPoint
+from composer3d.unit_record import UnitRecord
 
 if TYPE_CHECKING:
     import torch
@@ -57,8 +58,9 @@ class StepEngine:
         }
         self.loop = LoopState(context)
         self.accumulated = AccumulatedSteps()
+        self._units = UnitRecord(context, guard)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
-        self.is_plain = False  # the loop runs backwards without this composition, and knows it
+        self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
         self.scaler: GradScaler | None = None
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
@@ -79,8 +81,9 @@ class StepEngine:
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
         self._ledger.clear()
+        self._units.begin()
         self._call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
-        self._used, self._own, self._applied = False, None, 1.0
+        self._used, self.is_stepping, self._own, self._applied = False, False, None, 1.0
         self.streams.begin(number)
         try:
             with self.explaining(), context.span("step", step=number):
@@ -124,7 +127,7 @@ class StepEngine:
         self.streams.enter(state.step, (self._call << 16) + index, stage, index=index)
 
     def end_microbatch(self) -> None:
-        """End a micro-batch."""
+        """Run what follows a micro-batch."""
         if not self._evaluating:
             self._at(StepPoint.AFTER_MICROBATCH)
 
@@ -186,14 +189,16 @@ class StepEngine:
 
     def _scale(self, loss: Tensor) -> Tensor:
         loss = loss if self._applied == 1.0 else loss * self._applied  # as the gradients that it adds to
-        return self.scaler.scale(loss) if self.scaler is not None else loss
+        return loss if self.scaler is None else self.scaler.scale(loss)
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
-            loss, _ = self._ledger.settle(num_microbatches)
+            loss, _ = self._ledger.settle(num_microbatches, also=self._units.numbers())
+        self._units.settle(self._ledger.added, state.step)
         if self._ledger.auxiliary:
             state.metrics["auxiliary_loss"] = self._ledger.auxiliary
         if self.stepper is None and not self._context.claimants("moved_gradients"):
+            self._units.drop_unused()
             parameters = list(state.parameters())
             if not self.actions[StepPoint.GRADIENTS_LOCAL]:
                 gradients.settle_partial(parameters)
@@ -263,7 +268,7 @@ class StepEngine:
         self._gathered = False
         self.end_microbatch()
         state.forward_done = False
-        return self._settle(state, self._ledger.pending) if last else None
+        return self._settle(state, self._ledger.pending) * self._own.handed() if last else None
 
     def _announce_own(self, target: Any, identity: int) -> None:
         self._own = OwnForward() if target is None else OwnForward(target=target, count=self.criterion.count(target))
@@ -313,14 +318,9 @@ class StepEngine:
             self.stepper.finish(self._ledger.correction)
             return parameters
         self._at(StepPoint.GRADIENTS_LOCAL)  # brings back what was kept elsewhere
-        trainable = [parameter for parameter in parameters if parameter.requires_grad]
-        if trainable and all(parameter.grad is None for parameter in trainable):
-            # FSDP2 finds the tensors of an output in containers that torch knows; in any other object it misses them,
-            # reduces nothing, and the optimizer would step on nothing.
-            raise StepError(
-                f"no parameter got a gradient in step {state.step}; return the model's output as a tensor, or in a "
-                "tuple, list, dict or dataclass"
-            )
+        if self._context.claimants("moved_gradients"):
+            self._units.drop_unused()
+        gradients.refuse_none(parameters, step=state.step)
         gradients.settle_partial(parameters)
         self._correct(parameters)
         self._at(StepPoint.GRADIENTS_REDUCED)
@@ -345,13 +345,14 @@ class StepEngine:
             return inner() if self._bypassed else None
         state = self.current("optimizer.step")
         self.gradients_ready("optimizer.step")
-        state.vetoes = self._decide(state)
+        state.vetoes, self.is_stepping = self._decide(state), True
         if not state.vetoes:
             self._at(StepPoint.BEFORE_OPTIMIZER)
             with self._context.span("optimizer"):
                 result = inner() if self.stepper is None else None
             for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
                 self._at(point)
+        self.is_stepping = False
         if self.scaler is not None:
             self.scaler.update("grad_scaler" in state.vetoes)
         self.own_steps.close()
@@ -359,20 +360,17 @@ class StepEngine:
 
     def _decide(self, state: StepState) -> tuple[str, ...]:
         """Ask every DECIDE action; one veto counts for all ranks. Collectives: one all-reduce, if any can veto."""
-        actions = self.actions[StepPoint.DECIDE]
-        names = [action.name for action in actions] + (["grad_scaler"] if self.scaler is not None else [])
-        if not names:
+        votes = {action.name: action.run(state) is not None for action in self.actions[StepPoint.DECIDE]}
+        votes |= {} if self.scaler is None else {"grad_scaler": self._overflow}
+        if not votes:
             return ()
-        votes = [action.run(state) is not None for action in actions] + ([self._overflow] if self.scaler else [])
         with self._context.span("all_reduce", group="votes", axis="world"):
-            agreed = self._guard.any(votes)
-        return tuple(name for name, veto in zip(names, agreed, strict=True) if veto)
+            agreed = self._guard.any(list(votes.values()))
+        return tuple(name for name, veto in zip(votes, agreed, strict=True) if veto)
 
     def parameters_loaded(self) -> None:
         """Run the actions that depend on final parameters, after a load or another change between steps."""
-        self.own_steps.abandon()
-        if self.state is not None:
-            raise StepError(f"parameters_changed was called inside step {self.state.step}; call it between steps")
+        self._between("parameters_changed")
         self.state = StepState(step=-1, context=self._context, parts=self._context.parts, optimizer=self.optimizer)
         try:
             self._at(StepPoint.PARAMETERS_FINAL)
@@ -382,14 +380,17 @@ class StepEngine:
     @contextlib.contextmanager
     def bypassed(self) -> Iterator[None]:
         """Let the optimizer step outside steps, for checkpoints that need its state to exist."""
-        self.own_steps.abandon()
-        if self.state is not None:
-            raise StepError(f"load was called inside step {self.state.step}; load between steps")
+        self._between("load")
         self._bypassed = True
         try:
             yield
         finally:
             self._bypassed = False
+
+    def _between(self, call: str) -> None:
+        self.own_steps.abandon()
+        if self.state is not None:
+            raise StepError(f"{call} was called inside step {self.state.step}; call it between steps")
 
     def _refuse_used(self, call: str) -> None:
         if self._used:

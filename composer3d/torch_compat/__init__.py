@@ -109,6 +109,7 @@ from composer3d.torch_compat.tracing import (
     watch_storages,
     with_values,
 )
+from composer3d.torch_compat.units import Units, watch_units
 from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import scalar_parameters
 
@@ -132,6 +133,7 @@ __all__ = [
     "CHECKPOINT_STORAGE_INFO",
     "ResultMemory",
     "ShardOf",
+    "Units",
     "all_gather_single",
     "allocate",
     "backward_inside",
@@ -200,6 +202,7 @@ __all__ = [
     "watch_buckets",
     "watch_group_collectives",
     "watch_operator_collectives",
+    "watch_units",
     "watching_messages",
     "with_attributes_of",
     "with_local",

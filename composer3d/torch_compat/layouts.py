@@ -23,6 +23,7 @@ __all__ = [
     "shard_of",
     "silence_redistribution",
     "unify_gradients",
+    "unify_group",
     "with_local",
 ]
 
@@ -132,12 +133,17 @@ def unify_gradients(module: Any) -> None:
     """
     for submodule in module.modules():
         for group, _, _ in fsdp_groups(submodule):
-            parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
-            if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
-                for parameter in parameters:
-                    parameter.accumulate_unsharded_grad_if_needed()
-                    if parameter.unsharded_accumulated_grad is None:
-                        parameter.to_accumulated_grad_if_needed()
+            unify_group(group)
+
+
+def unify_group(group: Any) -> None:
+    """Bring the gradients of one group to one dtype; see `unify_gradients`."""
+    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    if any(parameter.unsharded_accumulated_grad is not None for parameter in parameters):
+        for parameter in parameters:
+            parameter.accumulate_unsharded_grad_if_needed()
+            if parameter.unsharded_accumulated_grad is None:
+                parameter.to_accumulated_grad_if_needed()
 
 
 def fsdp_buffers(module: Any) -> Iterator[Any]:

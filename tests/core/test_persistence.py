@@ -302,7 +302,7 @@ class Odd(Clock):
 def test_misuse_is_refused(tmp_path):
     twice, inside, odd = run_ranks(misused, 1, tmp_path / "a")[0]
     assert twice == '"scheduler" is attached already'
-    assert inside == "load was called inside step 4; load between steps"
+    assert inside == "load was called inside step 4; call it between steps"
     assert odd == (
         f"{tmp_path / 'a'}: state.states.attached/odd.clock is a Clock, which JSON cannot carry; "
         "make it a string, number, bool, list or dict, or save it among the tensors"

@@ -1,0 +1,171 @@
+"""Units of FSDP2 that ranks use in part, or not at all, in a step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from composer3d.torch_compat.layouts import fsdp_groups, unify_group
+
+__all__ = ["Units", "watch_units"]
+
+
+def watch_units(module: Any) -> Units:
+    """Let every unit of FSDP2 reduce the gradients of all its parameters, and keep a record of what units send.
+
+    FSDP2 packs the gradients that there are: where ranks use other parameters of a unit, as with an expert that no row
+    of a rank goes to, they send other parameters, or other sizes, to each other, and nobody is told. torch 2.13 has a
+    setter for it, which reduces zeros after each call of a unit that is called several times, and torch 2.11 none. So
+    the classes of groups and states, which are private (torch 2.11-2.15), get subclasses.
+
+    Args:
+        module: A part; its units are those of one backward.
+    """
+    groups: list[Any] = []
+    children = [child for child in module.modules() if hasattr(child, "_get_fsdp_state")]
+    for child in children:
+        state = child._get_fsdp_state()
+        if not hasattr(state, "watched"):
+            state.__class__ = _watched_state(type(state))
+            state.watched = [group for group, _, _ in fsdp_groups(child)]
+            groups += state.watched
+    units = Units(groups)
+    for index, group in enumerate(groups):
+        group.__class__ = _watched_group(type(group))
+        group.watch(units, index)
+    return units
+
+
+class Units:
+    """The record of a rank's units.
+
+    Attributes:
+        sent: What was gathered and reduced in this step, in order: twice the index of the unit, plus 1 for gradients.
+        used: Parameters of FSDP2 that got a gradient on this rank in this step.
+
+    Args:
+        groups: FSDP2's, in the order of their modules.
+    """
+
+    def __init__(self, groups: Sequence[Any]) -> None:
+        self.sent: list[int] = []
+        self.used: set[Any] = set()
+        self._groups = groups
+        self._due: list[Any] = []  # replicas in the order in which they are reduced, next one last
+
+    def begin(self) -> None:
+        """Forget the last step."""
+        self.sent.clear()
+        self.used.clear()
+        self._due.clear()
+
+    def describe(self) -> list[str]:
+        """Return what was sent in this step, by the names of modules."""
+        words = ("gathered", "reduced")
+        return [f"{words[item % 2]} {self._groups[item // 2]._module_fqn or 'the root'}" for item in self.sent]
+
+    def trained(self) -> list[tuple[Any, bool]]:
+        """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
+        return [(p.sharded_param, p in self.used) for group in self._groups for p in group.trained()]
+
+    def take_turns(self, group: Any) -> None:
+        """Reduce replicas in one order on all ranks: those that are ready, or were not called on this rank."""
+        if not self._due:
+            self._due = [g for g in self._groups if g.takes_turns and g.trained()]
+            for each in self._due:
+                each.is_ready = False
+        if group not in self._due:  # a second time in one backward
+            group.reduce()
+            return
+        group.is_ready = True
+        while self._due and (self._due[-1].is_ready or not self._due[-1].has_run):
+            self._due.pop().reduce()
+
+
+@functools.cache
+def _watched_state(cls: type[Any]) -> type[Any]:
+    class WatchedState(cls):  # type: ignore[misc]
+        """A state that knows its groups when a backward ends."""
+
+        def _root_post_backward_final_callback(self) -> None:
+            groups = [group for state in self._state_ctx.all_states for group in getattr(state, "watched", ())]
+            for group in groups:
+                group.num_hooks, group.is_final = 0, True
+            try:
+                super()._root_post_backward_final_callback()
+            finally:
+                for group in groups:
+                    group.is_final = False
+                    group._training_state = type(group._training_state).IDLE  # one may have waited for its turn
+
+    WatchedState.__name__ = WatchedState.__qualname__ = cls.__name__
+    return WatchedState
+
+
+@functools.cache
+def _watched_group(cls: type[Any]) -> type[Any]:
+    import torch
+
+    class WatchedGroup(cls):  # type: ignore[misc]
+        """A group whose parameters without a gradient take part with zeros."""
+
+        def watch(self, units: Units, index: int) -> None:
+            self._units, self._index = units, index
+            self.is_gathered = getattr(self.mesh_info, "shard_mesh_size", 1) > 1
+            self.takes_turns = not self.is_gathered
+            self.is_ready = self.is_final = self.has_run = False
+            self.num_hooks = 0
+
+        def unshard(self, async_op: bool = False) -> None:
+            if self.is_gathered and self._all_gather_result is None and not self.is_unsharded:
+                self._units.sent.append(2 * self._index)
+            super().unshard(async_op)
+
+        def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return args, kwargs
+            self.has_run = True
+            given = super()._register_post_backward_hook(args, kwargs)
+            self.num_hooks += given[0] is not args or given[1] is not kwargs
+            return given
+
+        def post_backward(self, *unused: Any) -> None:
+            self.num_hooks -= 1
+            if not self.reduce_grads:
+                super().post_backward(*unused)
+                return
+            trained = self.trained()
+            there = [p for p in trained if hasattr(p, "_unsharded_param") and _has_gradient(p)]
+            self._units.used.update(there)
+            # Of a unit that is called several times gradients are there after the last of them, the first in order.
+            if not trained or not (there or self.num_hooks <= 0):
+                super().post_backward(*unused)
+            elif self.takes_turns:
+                self._units.take_turns(self)
+            else:
+                self.reduce()
+
+        def trained(self) -> list[Any]:
+            return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
+
+        def reduce(self) -> None:
+            self.has_run = False
+            if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
+                self.unshard()  # of replicas: nothing is sent
+                self.wait_for_unshard()
+            parameters = [p for p in self.fsdp_params if hasattr(p, "_unsharded_param")]
+            for parameter in parameters:
+                if parameter.sharded_param.requires_grad and not _has_gradient(parameter):
+                    parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+            if parameters:
+                unify_group(self)
+                self._units.sent.append(2 * self._index + 1)
+            super().post_backward()
+
+    WatchedGroup.__name__ = WatchedGroup.__qualname__ = cls.__name__
+    return WatchedGroup
+
+
+def _has_gradient(parameter: Any) -> bool:
+    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
