@@ -137,6 +137,8 @@ class Guard:
 
     def placed(self, number: int) -> list[float]:
         """Return a number of at most 52 bits in this rank's place of a vector to be added up over all ranks."""
+        if not self._compares or len(self._ranks) == 1:
+            return []
         return [float(number) if position == self._slot else 0.0 for position in range(len(self._ranks))]
 
     def compare_units(self, numbers: Sequence[float], described: Callable[[], Sequence[str]], step: int) -> None:

@@ -78,12 +78,16 @@ def find_blocks(model: nn.Module) -> str | None:
 
 def _outermost(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
     found: list[str] = []
+    skipped: list[str] = []
     for fqn, module in model.named_modules():
         children = list(module.children())
-        inside = any(fqn.startswith(other.removesuffix("*")) for other in found)
-        if not inside and len(children) > 1 and holds(module) and _equal(children) and not _by_data(model, fqn):
-            found.append(f"{fqn}.*" if fqn else "*")
-    return found
+        if len(children) < 2 or not holds(module) or any(fqn.startswith(other) for other in (*found, *skipped)):
+            continue
+        if fqn and _by_data(model, fqn):
+            skipped.append(f"{fqn}.")
+        elif _equal(children):
+            found.append(f"{fqn}." if fqn else "")
+    return [f"{prefix}*" for prefix in found]
 
 
 def _equal(blocks: list[nn.Module]) -> bool:

@@ -52,11 +52,10 @@ class StepEngine:
         self.explaining: Callable[..., contextlib.AbstractContextManager[None]] = (
             flight.explaining if flight is not None else lambda activity="": contextlib.nullcontext()
         )
-        self.criterion = criterion
         self.actions: Mapping[StepPoint, tuple[StepAction, ...]] = {
             point: tuple(action for action in actions if action.point is point) for point in StepPoint
         }
-        self.loop = LoopState(context)
+        self.loop, self.criterion = LoopState(context), criterion
         self.accumulated = AccumulatedSteps()
         self._units = UnitRecord(context, guard)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
@@ -334,7 +333,7 @@ class StepEngine:
         return self.gradients_ready("clip_grad_norm_")
 
     def _unscale(self) -> bool:
-        assert self.scaler is not None, "asked only with a scaler"
+        assert self.scaler is not None
         if self.optimizer is None:
             raise StepError("a loss scaler needs run.optimizer(...) before the first step")
         return self.scaler.unscale_(self.optimizer)

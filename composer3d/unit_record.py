@@ -46,8 +46,6 @@ class UnitRecord:
     def numbers(self) -> list[float]:
         """Return what ranks add up after a step's last backward."""
         unused = sum(not used for units in self._units for _, used in units.trained())
-        if not self._guard.compares:
-            return [float(unused)]
         sent = tuple(itertools.chain.from_iterable((-1, *units.sent) for units in self._units))
         return [float(unused), *self._guard.placed(hash(sent) & _BITS)]
 
@@ -58,7 +56,7 @@ class UnitRecord:
             StepError: Ranks called different units.
         """
         self._is_partial = bool(sums[0])
-        if len(sums) > 1:
+        if self._guard.compares:
             self._guard.compare_units(sums[1:], self._describe, step)
 
     def _describe(self) -> list[str]:

@@ -22,6 +22,7 @@ from composer3d.torch_compat.layouts import (
     shard_of,
     silence_redistribution,
     unify_gradients,
+    unify_group,
     with_local,
 )
 from composer3d.torch_compat.messages import (
@@ -197,6 +198,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "unify_gradients",
+    "unify_group",
     "unviewed",
     "wait_for_message",
     "watch_buckets",

@@ -154,17 +154,24 @@ def _watched_group(cls: type[Any]) -> type[Any]:
             if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
                 self.unshard()  # of replicas: nothing is sent
                 self.wait_for_unshard()
-            parameters = [p for p in self.fsdp_params if hasattr(p, "_unsharded_param")]
-            for parameter in parameters:
-                if parameter.sharded_param.requires_grad and not _has_gradient(parameter):
-                    parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
-            if parameters:
-                unify_group(self)
+            if _fill(self):
                 self._units.sent.append(2 * self._index + 1)
             super().post_backward()
 
     WatchedGroup.__name__ = WatchedGroup.__qualname__ = cls.__name__
     return WatchedGroup
+
+
+def _fill(group: Any) -> bool:
+    """Give parameters without a gradient zeros, of the others' dtype; return whether there is anything to reduce."""
+    import torch
+
+    parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    for parameter in parameters:
+        if parameter.sharded_param.requires_grad and not _has_gradient(parameter):
+            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+    unify_group(group)
+    return bool(parameters)
 
 
 def _has_gradient(parameter: Any) -> bool:

@@ -1,0 +1,38 @@
+"""Private names of torch about FSDP2's units that a rank uses in part."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from composer3d import torch_compat
+from composer3d.testing import run_ranks
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def reduced():
+    """Return which parameters a unit knows as used, the gradient of the other, and what was sent."""
+    model = fully_shard(Half(), mesh=init_device_mesh("cpu", (2,)))
+    units = torch_compat.watch_units(model)
+    assert isinstance(units, torch_compat.Units)
+    model(torch.ones(2, 4)).sum().backward()
+    group = next(torch_compat.fsdp_groups(model))[0]
+    group.fsdp_params[0].unsharded_accumulated_grad = torch.ones(4, 4)
+    group.fsdp_params[0]._unsharded_param.grad = torch.ones(4, 4)
+    torch_compat.unify_group(group)
+    summed = group.fsdp_params[0].unsharded_accumulated_grad.unique().tolist()
+    return [used for _, used in units.trained()], model.idle.weight.grad.full_tensor().sum().item(), units.sent, summed
+
+
+def test_units_reduce_zeros_for_what_a_rank_has_not_used():
+    assert run_ranks(reduced, 2) == [([True, False], 0.0, [0, 1], [2.0])] * 2

@@ -1,0 +1,132 @@
+"""Modules that only some ranks call, and parameters that only some ranks use, under data parallelism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import write_manifest
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import composer3d
+from composer3d.patterns import find_blocks
+from composer3d.testing import full, run_ranks
+
+TIGHT = 1e-12
+
+
+class Experts(nn.Module):
+    """Experts in a loop, each called only where a row goes to it: the sign of a row's first number says which."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.enter, self.leave, self.never = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, size), nn.Linear(size, 4)) for size in hidden)
+
+    def forward(self, x):
+        h = self.enter(x)
+        y = torch.zeros_like(h)
+        for index, expert in enumerate(self.experts):
+            mask = (x[:, 0] > 0) == bool(index)
+            if mask.any():
+                y[mask] = expert(h[mask])
+        return self.leave(h + y)
+
+
+class Chosen(Experts):
+    """The same, in words that no rule about code knows: nothing but a run shows that experts are skipped."""
+
+    def forward(self, x):
+        h = self.enter(x)
+        y = torch.zeros_like(h)
+        signs = (x[:, 0] > 0).tolist()
+        for index in sorted(set(signs)):
+            mask = torch.tensor([sign == index for sign in signs])
+            y[mask] = self.experts[index](h[mask])
+        return self.leave(h + y)
+
+
+# Signs of the first number of eight rows, of which each of two ranks has four, in micro-batches of two or at once.
+ROUTES = {
+    "every rank another": (1, 1, 1, 1, -1, -1, -1, -1),
+    "one has both": (1, 1, 1, 1, 1, -1, 1, -1),
+    "one is idle": (1,) * 8,
+    "other micro-batches": (1, 1, -1, -1, -1, -1, 1, 1),
+}
+
+
+def step(path, model_type, hidden, signs):
+    """Return, for a step of one rank, how far its gradients are from one device's, and who has none on one of both."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, reference = model_type(hidden), model_type(hidden)
+    reference.load_state_dict(model.state_dict())
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    x[:, 0] = x[:, 0].abs() * torch.tensor(signs)
+    mse_loss(reference(x), y).backward()
+    run = composer3d.compose(model, path, loss_fn=mse_loss)
+    chosen = slice(4 * run.context.data_parallel_rank, 4 * run.context.data_parallel_rank + 4)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    with run.step(0):
+        run.forward_backward(x[chosen], target=y[chosen])
+        run.clip_grad_norm_(float("inf"))
+        wanted = {fqn: parameter.grad for fqn, parameter in reference.named_parameters()}
+        found = {fqn: p.grad if p.grad is None else full(p.grad) for fqn, p in run.named_parameters()}
+        optimizer.step()
+    run.close()
+    differ = [fqn for fqn, grad in wanted.items() if (grad is None) != (found[fqn] is None)]
+    there = [(found[fqn], grad) for fqn, grad in wanted.items() if grad is not None and found[fqn] is not None]
+    return max(float((one - two).abs().max() / two.abs().max()) for one, two in there), differ
+
+
+TABLES = {
+    "zero 3": "[sharding.fsdp2]\n",
+    "zero 2": "[sharding.fsdp2]\nzero = 2\n",
+    "zero 1": "[sharding.fsdp2]\nzero = 1\n",
+    "ddp": "[sharding.ddp]\n",
+    "recomputed": '[sharding.fsdp2]\n[scheduling.activation_checkpoint]\nunits = ["experts.*"]\n',
+}
+
+
+def compared(table, route, *, hidden=(4, 4), microbatch=4, model_type=Experts):
+    path = write_manifest(f"[train]\nmicrobatch = {microbatch}\n{table}")
+    for error, differ in run_ranks(step, 2, path, model_type, hidden, ROUTES[route]):
+        assert differ == []
+        assert error < TIGHT
+
+
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("table", ["zero 3", "ddp"])
+def test_experts_that_a_rank_does_not_call_get_the_gradients_of_one_device(table, route):
+    compared(TABLES[table], route, hidden=(4, 6))
+
+
+@pytest.mark.parametrize("table", ["zero 2", "zero 1", "recomputed", "ddp"])
+def test_and_so_they_do_when_micro_batches_call_others(table):
+    compared(TABLES[table], "other micro-batches", microbatch=2)
+
+
+@pytest.mark.parametrize("route", ["every rank another", "one has both"])
+def test_replicas_reduce_in_one_order_whatever_ranks_call(route):
+    compared('[sharding.ddp]\nunits = ["experts.*", "leave"]\n', route, model_type=Chosen)
+
+
+def test_experts_of_a_loop_are_no_blocks():
+    assert find_blocks(Experts((4, 4))) is None
+    assert find_blocks(Chosen((4, 4))) == "experts.*"
+
+
+def refused(path):
+    with pytest.raises(composer3d.StepError) as caught:
+        step(path, Chosen, (4, 4), ROUTES["every rank another"])
+    return str(caught.value)
+
+
+def test_units_that_ranks_call_in_another_order_end_the_run_before_a_weight_changes():
+    for text in run_ranks(refused, 2, write_manifest("[sharding.fsdp2]\n")):
+        assert text == (
+            "ranks ran other modules in step 0: rank 1 (dp_shard 1) gathered experts.0, where rank 0 gathered "
+            "experts.1, so that the parameters of one went to the other; a unit of sharded data parallelism must be "
+            "called on every rank, in the same order. Write units = [], or the patterns of modules that every rank "
+            "calls, as the layer around experts, in the manifest's table"
+        )
