@@ -252,3 +252,23 @@ def test_a_backward_without_the_composition_is_refused():
         "clip_grad_norm_ was called, and no backward of step 0 was the composition's, which normalises gradients over "
         "all ranks; write run.backward(loss) instead of loss.backward()"
     ]
+
+
+def returned(last):
+    """Return the sum that a loop makes of what backwards return, and of what it passed, divided by 3, on average."""
+    run = composed(FSDP)
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    total = passed = 0.0
+    with run.step(0):
+        for part, (x, y) in enumerate(zip(tokens.chunk(3), targets.chunk(3), strict=True), 1):
+            loss = mean_loss(run.model(x), y) / 3
+            passed += loss.item()
+            total += float(run.backward(loss, last=last or part == 3) or 0.0)
+    return total, passed
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_a_backward_returns_a_divided_loss_divided(last):
+    found = run_ranks(returned, 2, last)
+    wanted = sum(passed for _, passed in found) / 2
+    assert [total for total, _ in found] == pytest.approx([wanted] * 2, rel=1e-6)

@@ -48,6 +48,8 @@ class FSDP2:
         Memory: as zero = 2; optimizer state / dp_shard.
         Collectives: U all-gathers, U reduce-scatters.
     dp_replicate > 1 adds an all-reduce of the shard to every reduce-scatter.
+    What a rank has not used of a unit is reduced as zeros, and what no rank has used has no gradient. A unit itself is
+    called on every rank, in the same order: experts that only some ranks call belong to the unit around them.
 
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, arXiv:1910.02054;
     Zhao et al., PyTorch FSDP, arXiv:2304.11277.
