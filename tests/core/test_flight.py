@@ -23,11 +23,11 @@ def failing(case):
     from datetime import timedelta
 
     run = composed("[sharding.fsdp2]")
-    for group in (None, run.mesh.get_group("dp_shard")):
-        torch_compat.set_group_timeout(group, timedelta(seconds=TIMEOUT_S))
     tokens, targets = (mine(run, tensor) for tensor in padded())
     with run.step(0):
         run.forward_backward(tokens, target=targets)
+    for group in (None, run.mesh.get_group("dp_shard")):
+        torch_compat.set_group_timeout(group, timedelta(seconds=TIMEOUT_S))
     start = time.monotonic()
     with pytest.raises(StepError) as caught:
         faulty_step(run, case, tokens, targets)
@@ -50,7 +50,7 @@ def faulty_step(run, case, tokens, targets):
 
 def linger():
     """Wait for what rank 0 will say, without a collective."""
-    store, deadline = torch_compat.default_store(), time.monotonic() + 20
+    store, deadline = torch_compat.default_store(), time.monotonic() + 80
     while not store.check(["composer3d/flight/1/message"]) and time.monotonic() < deadline:
         time.sleep(0.05)
     raise RuntimeError("Timed out waiting for nothing")
@@ -158,7 +158,7 @@ def late(recorded):
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)
     logger.propagate = False
-    store, deadline = torch_compat.default_store(), time.monotonic() + 20
+    store, deadline = torch_compat.default_store(), time.monotonic() + 80
     with run.step(1):
         while not told and not store.check(["done"]) and time.monotonic() < deadline:
             time.sleep(0.05)

@@ -89,7 +89,7 @@ def scraped_by_prometheus(folder, rules):
     row = {"loss": float("nan"), "grad_norm": 2.0, "tokens_per_s": 5.0, "step_time_s": 0.1}
     run.report(0, {**row, "data_wait_s": 0.01, "skipped_steps": 0})
     with prometheus(folder, node.port, rules) as api:
-        deadline = time.monotonic() + 45
+        deadline = time.monotonic() + 100
         while not (alerts := api("alerts")["alerts"]) or alerts[0]["state"] != "firing":
             assert time.monotonic() < deadline, api("targets")
             time.sleep(0.1)

@@ -22,7 +22,7 @@ FLAGS = (
     "--host-resolver-rules=MAP * ~NOTFOUND",  # no name leads anywhere: there is no network
     "--window-size=1300,900",
 )
-LIMIT_S = 60
+LIMIT_S = 120
 
 
 def free_port():
