@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d.cli.drawn import Foreign, recorded_draws
 from composer3d.errors import ComposerError, ForkError, Problem
 from composer3d.foreign_code import running
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
     from composer3d.preparation import Preparation
     from composer3d.runner.model import ModelFactory
+    from composer3d.streams import Site
 
 __all__ = ["first_forward_problems"]
 
@@ -98,8 +100,9 @@ def _call(
     kwargs = {**kwargs, **factory.inputs(targets)}
     if not has_values:
         args, kwargs = _on_meta((args, kwargs))
+    foreign = Foreign()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), recorded_draws(model, num_samples=2) as sites:
             output = model(*args, **kwargs)
     except Exception as error:
         if not _is_certain(error, has_values=has_values, device=preparation.context.device.type):
@@ -112,7 +115,31 @@ def _call(
     if not has_values:
         return {"note": note}
     with running("called", manifest.tables["train"].loss_table.use, limit_s=_MOST_SECONDS):
-        return _judge(manifest, factory, output, targets)
+        found = _judge(manifest, factory, output, targets)
+    return found or _drawn(foreign.moved(), sites if manifest.train.random_numbers != "ranks" else [])
+
+
+def _drawn(foreign: str, sites: Sequence[Site]) -> Mapping[str, Any]:
+    """Say what a forward draws that depends on the layout, or on nothing that a run knows of."""
+    if foreign:
+        return _problem(
+            ("model", "use"),
+            f"its forward draws from {foreign}, whose state is no function of seed and step: ranks and resumed runs "
+            "draw other numbers",
+            "draw with torch, whose generators the run's streams set",
+            severity="warning",
+        )
+    apart = [site for site in sites if not site.by_sample]
+    if not apart:
+        return {}
+    more = f" and {len(apart) - 1} other places" if len(apart) > 1 else ""
+    return _problem(
+        ("model", "use"),
+        f"its forward draws random numbers at {apart[0]}{more}, without samples along their leading dim: they are "
+        "drawn once a micro-batch, so layouts with other micro-batches draw other ones",
+        "draw one for each sample, as torch.rand(x.shape[0]), where layouts have to agree",
+        severity="warning",
+    )
 
 
 def _is_certain(error: Exception, *, has_values: bool, device: str) -> bool:
