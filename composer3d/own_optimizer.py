@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from composer3d.context import RunContext
-    from composer3d.step import StepEngine
+    from composer3d.step.engine import StepEngine
 
 __all__ = ["refuse_other_optimizers"]
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from composer3d.context import RunContext
-    from composer3d.guard import Guard
+    from composer3d.step.guard import Guard
 
 __all__ = ["UnitRecord"]
 

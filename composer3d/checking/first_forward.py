@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.cli.drawn import Foreign, recorded_draws
 from composer3d.errors import ComposerError, ForkError, Problem
-from composer3d.foreign_code import running
+from composer3d.processes.foreign_code import running
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from composer3d.composition.preparing import Preparation
     from composer3d.manifest import Manifest
-    from composer3d.preparation import Preparation
-    from composer3d.runner.model import ModelFactory
-    from composer3d.streams import Site
+    from composer3d.runner.model_factory import ModelFactory
+    from composer3d.step.random_streams import Site
 
 __all__ = ["first_forward_problems"]
 
@@ -45,7 +45,7 @@ def first_forward_problems(
     Returns:
         Problems, and why nothing is known of the first forward, or less than with values: None if all is.
     """
-    from composer3d.cli.child import Child, ChildError, ForeignCodeError
+    from composer3d.processes.child import Child, ChildError, ForeignCodeError
 
     try:
         found = Child(lambda: _look(manifest, factory, preparation)).result()
@@ -203,8 +203,8 @@ def _refuse_unknown_reduction(factory: ModelFactory, output: Any, targets: Any) 
     """Raise a LossError for a scalar of which nobody can tell whether it is a sum or a mean."""
     import torch
 
-    from composer3d.batch import map_tensors
-    from composer3d.loss import reduction_of
+    from composer3d.step.loss import reduction_of
+    from composer3d.step.microbatches import map_tensors
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
@@ -216,7 +216,7 @@ def _refuse_unknown_reduction(factory: ModelFactory, output: Any, targets: Any) 
 
 
 def _row(value: Any, place: int) -> Any:
-    from composer3d.batch import map_tensors
+    from composer3d.step.microbatches import map_tensors
 
     return map_tensors(lambda tensor: tensor[place : place + 1] if tensor.dim() else tensor, value)
 
@@ -250,13 +250,13 @@ def _bytes(model: nn.Module) -> int:
 
 
 def _on_meta(value: Any) -> Any:
-    from composer3d.batch import map_tensors
+    from composer3d.step.microbatches import map_tensors
 
     return map_tensors(lambda tensor: tensor.to("meta"), value)
 
 
 def _vocab_size(manifest: Manifest) -> int | None:
-    from composer3d.cli.rules import vocab_size_of
+    from composer3d.checking.rules import vocab_size_of
 
     return vocab_size_of(manifest.tables["data"], manifest.document.folder)
 

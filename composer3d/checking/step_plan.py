@@ -9,8 +9,8 @@ from composer3d.errors import ComposerError, ReferenceFailure, describe_error
 from composer3d.transform import StepAction, StepPoint, order
 
 if TYPE_CHECKING:
+    from composer3d.composition.preparing import Preparation
     from composer3d.manifest import Manifest
-    from composer3d.preparation import Preparation
 
 __all__ = ["StepRow", "step_rows"]
 
@@ -48,8 +48,8 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
     Raises:
         OrderError: Actions cannot be ordered.
     """
-    from composer3d.application import gradient_hooks
-    from composer3d.protocol import Part
+    from composer3d.composition.applying import gradient_hooks
+    from composer3d.interfaces import Part
 
     context = preparation.context
     context.parts = (Part(module=preparation.model),)
@@ -86,7 +86,7 @@ def _with_optimizer(rows: list[StepRow], preparation: Preparation) -> list[StepR
 
 
 def _optimizer(manifest: Manifest, preparation: Preparation) -> StepRow | None:
-    from composer3d.runner.optimizer import optimizer_class
+    from composer3d.runner.optimizer_groups import optimizer_class
 
     table = manifest.tables.get("optimizer")
     if table is None:

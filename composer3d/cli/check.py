@@ -10,14 +10,14 @@ from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import Inspection, collected_rarely, device_of, inspect, open_manifest
+from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
+from composer3d.checking.step_plan import StepRow, step_rows
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import coloured, compress, print_problems, say, say_json
-from composer3d.cli.step_plan import StepRow, step_rows
 from composer3d.errors import ManifestError, OrderError, Problem
 
 if TYPE_CHECKING:
-    from composer3d.preparation import Preparation
+    from composer3d.composition.preparing import Preparation
 
 __all__ = ["add", "execute"]
 
@@ -59,7 +59,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _told(arguments: argparse.Namespace) -> Mapping[str, Any]:
     """Inspect, in a child where code of others runs, which may hang or end the process."""
-    from composer3d.cli.foreign import names_foreign_code, watched
+    from composer3d.checking.foreign_problems import names_foreign_code, watched
 
     def look() -> Mapping[str, Any]:
         with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer

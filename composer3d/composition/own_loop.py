@@ -6,19 +6,19 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from composer3d.assembly import Assembled
+from composer3d.composition.assembling import Assembled
+from composer3d.composition.sampling import Sampler, sampler_of
+from composer3d.composition.shared_loader import shared_loader
 from composer3d.errors import StepError
-from composer3d.sampling import Sampler, sampler_of
-from composer3d.shared_loader import shared_loader
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import DataLoader
 
+    from composer3d.composition.persistence import Persistence
     from composer3d.context import RunContext
-    from composer3d.persistence import Persistence
-    from composer3d.protocol import Part
-    from composer3d.step import StepEngine
+    from composer3d.interfaces import Part
+    from composer3d.step.engine import StepEngine
 
 __all__ = ["OwnLoop"]
 

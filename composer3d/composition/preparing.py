@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation, mesh, patterns
+from composer3d.composition.unsuitable_models import refuse_unsuitable
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import (
     ComposerError,
@@ -28,15 +29,14 @@ from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Hooks, Registered
 from composer3d.transform import Transform, resolve
-from composer3d.unsuitable_models import refuse_unsuitable
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from composer3d.initialisation import Recipe
+    from composer3d.interfaces import Action, Example
     from composer3d.manifest import Manifest
-    from composer3d.protocol import Action, Example
 
 __all__ = ["PlanRow", "Preparation", "prepare"]
 

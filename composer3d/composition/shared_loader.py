@@ -12,8 +12,8 @@ from composer3d.initialisation import seed_of
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
-    from composer3d.accumulated_steps import AccumulatedSteps
     from composer3d.context import RunContext
+    from composer3d.step.accumulated_steps import AccumulatedSteps
 
 __all__ = ["shared_loader"]
 

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from composer3d.errors import ReferenceFailure, describe_error, did_you_mean, is_interrupt
-from composer3d.foreign_code import running
+from composer3d.processes.foreign_code import running
 
 __all__ = ["resolve_reference"]
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer3d.errors import ComposerError
-from composer3d.foreign_code import Running, listen
-from composer3d.machine_errors import machine_error
+from composer3d.processes.foreign_code import Running, listen
+from composer3d.runner.machine_errors import machine_error
 
 __all__ = ["Child", "ChildError", "ForeignCodeError"]
 
@@ -43,7 +43,7 @@ class ForeignCodeError(ChildError):
 class Child:
     """A forked child that computes one JSON object.
 
-    Code of others that runs in it (see `composer3d.foreign_code`) is ended once its time is over.
+    Code of others that runs in it (see `composer3d.processes.foreign_code`) is ended once its time is over.
 
     Args:
         function: What it computes.
@@ -53,7 +53,7 @@ class Child:
     """
 
     def __init__(self, function: Callable[[], Mapping[str, Any]]) -> None:
-        from composer3d.forking import fork, refuse_unsafe_fork
+        from composer3d.processes.forking import fork, refuse_unsafe_fork
 
         refuse_unsafe_fork()
         self._reader, writer = os.pipe()

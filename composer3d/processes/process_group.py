@@ -8,8 +8,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from composer3d import torch_compat
-from composer3d.arrival import await_all
-from composer3d.rendezvous import keep_to_loopback, meeting_point
+from composer3d.processes.arrival import await_all
+from composer3d.processes.rendezvous import keep_to_loopback, meeting_point
 
 if TYPE_CHECKING:
     import torch

@@ -17,10 +17,10 @@ from composer3d.errors import (
     describe_error,
     is_interrupt,
 )
-from composer3d.foreign_code import running
 from composer3d.manifest import Manifest, resolve_reference
-from composer3d.runner.loss import make_loss
-from composer3d.secret import hide
+from composer3d.manifest.secret import hide
+from composer3d.processes.foreign_code import running
+from composer3d.runner.loss_functions import make_loss
 
 if TYPE_CHECKING:
     from torch import nn

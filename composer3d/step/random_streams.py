@@ -22,19 +22,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import draws, torch_compat
-from composer3d.batch import tensors
-from composer3d.call_sites import caller
-from composer3d.counter_random import Rows, Share
+from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.initialisation import seed_of
 from composer3d.mesh import Layout, Role
+from composer3d.step import sample_draws
+from composer3d.step.call_sites import caller
+from composer3d.step.counter_random import Rows, Share
+from composer3d.step.microbatches import tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.protocol import Batch, Part
+    from composer3d.interfaces import Batch, Part
 
 __all__ = ["Site", "Streams"]
 
@@ -290,7 +291,7 @@ class Streams:
 
         if torch.compiler.is_compiling() or self._rows is None:
             return func(*args, **kwargs)
-        draw = draws.draw_of(func, args, kwargs)
+        draw = sample_draws.draw_of(func, args, kwargs)
         before = torch.default_generator.initial_seed()
         if draw is None or before not in self._known:  # else the model has seeded the generators itself
             return func(*args, **kwargs)
@@ -309,7 +310,7 @@ class Streams:
         finally:
             self._seed_all(drawn.after)
 
-    def _next(self, func: Any, draw: draws.Draw, before: int) -> _Drawn:
+    def _next(self, func: Any, draw: sample_draws.Draw, before: int) -> _Drawn:
         """Number a draw that no forward of this step has made before."""
         assert self._rows is not None, "inside a micro-batch"
         fqn, place = self._caller()

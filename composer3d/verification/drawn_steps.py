@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.proof.comparison import EXACT, difference, scale_of
-from composer3d.proof.deviations import gathered
-from composer3d.proof.one_device import copies, microbatches
-from composer3d.proof.subject import Subject, without_plugins
+from composer3d.verification.comparison import EXACT, difference, scale_of
+from composer3d.verification.deviations import gathered
+from composer3d.verification.one_device import copies, microbatches
+from composer3d.verification.subject import Subject, without_plugins
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.streams import Site
+    from composer3d.step.random_streams import Site
 
 __all__ = ["Drawing", "apart", "draw_alone", "drawing_failures", "drawing_notes"]
 

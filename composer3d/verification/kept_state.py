@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.protocol import LossFunction
+    from composer3d.interfaces import LossFunction
 
 __all__ = ["LOSS_KEEPS", "changed", "kept_beside", "kept_by_loss"]
 

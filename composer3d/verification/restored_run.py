@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from composer3d.mesh import Layout
-from composer3d.proof.resuming import Restored
+from composer3d.verification.resuming import Restored
 
 if TYPE_CHECKING:
-    from composer3d.proof.verdict import Evidence
+    from composer3d.verification.verdict import Evidence
 
 __all__ = ["causes_of_restored", "failures_of_restored", "notes_of_restored", "text_of_restored"]
 

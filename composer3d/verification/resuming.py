@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError
-from composer3d.gradients import local
-from composer3d.object_exchange import all_gather_json
-from composer3d.proof.comparison import fit
-from composer3d.proof.keeping import changed, kept_beside
-from composer3d.proof.one_device import of_dtype
-from composer3d.proof.streams import recording
-from composer3d.proof.subject import Arithmetic, Subject
+from composer3d.processes.json_exchange import all_gather_json
+from composer3d.step.gradients import local
+from composer3d.verification.causes.random_draws import recording
+from composer3d.verification.comparison import fit
+from composer3d.verification.kept_state import changed, kept_beside
+from composer3d.verification.one_device import of_dtype
+from composer3d.verification.subject import Arithmetic, Subject
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from composer3d import Composition
-    from composer3d.proof.subject import Averages, Schedule
+    from composer3d.verification.subject import Averages, Schedule
 
 __all__ = ["Gone", "Looped", "Restored", "go_on", "resume"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from composer3d.proof.drawing import drawing_failures
-from composer3d.proof.gains import multiplied
-from composer3d.proof.restored import failures_of_restored
-from composer3d.proof.verdict import KINDS, Evidence, Kind
+from composer3d.verification.causes.gains import multiplied
+from composer3d.verification.drawn_steps import drawing_failures
+from composer3d.verification.restored_run import failures_of_restored
+from composer3d.verification.verdict import KINDS, Evidence, Kind
 
 __all__ = ["failures_of"]
 

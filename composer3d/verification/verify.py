@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from composer3d.mesh import Layout, Role
-from composer3d.proof.diagnosis import UNREPEATABLE, diagnose
-from composer3d.proof.drawing import drawing_notes
-from composer3d.proof.failures import failures_of
-from composer3d.proof.reached import Uneven
-from composer3d.proof.restored import notes_of_restored
-from composer3d.proof.session import Launch, RankReport, ReferenceReport, Session
-from composer3d.proof.subject import Arithmetic, Subject
-from composer3d.proof.verdict import Evidence, Verdict, gather_evidence
+from composer3d.verification.causes.diagnose import UNREPEATABLE, diagnose
+from composer3d.verification.drawn_steps import drawing_notes
+from composer3d.verification.reached_parameters import Uneven
+from composer3d.verification.restored_run import notes_of_restored
+from composer3d.verification.session import Launch, RankReport, ReferenceReport, Session
+from composer3d.verification.subject import Arithmetic, Subject
+from composer3d.verification.verdict import Evidence, Verdict, gather_evidence
+from composer3d.verification.verdict_failures import failures_of
 
 __all__ = ["prove"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from composer3d import foreign_code
 from composer3d.cli import main
+from composer3d.processes import foreign_code
 
 CODE = """
 import os, time

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import VOCAB, Block
-from support.pipelined import DIM, assert_equal_to_one_device, pipelined_step
+from support.pipeline_models import DIM, assert_equal_to_one_device, pipelined_step
 from torch import nn
 
 from composer3d.errors import ComposerError

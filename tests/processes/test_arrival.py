@@ -10,8 +10,8 @@ import torch.distributed as dist
 from support.models import Net, sum_loss, write_manifest
 
 import composer3d
-from composer3d.arrival import await_all
 from composer3d.errors import RendezvousError
+from composer3d.processes.arrival import await_all
 from composer3d.testing import run_ranks
 
 
@@ -52,10 +52,10 @@ def composing(place):
                 store.wait(["released"], timedelta(seconds=100))
 
     if rank == 1 and place == "give the model its weights":
-        from composer3d import assembly
+        from composer3d.composition import assembling
 
-        materialise = assembly.materialise
-        assembly.materialise = lambda preparation: (
+        materialise = assembling.materialise
+        assembling.materialise = lambda preparation: (
             store.wait(["released"], timedelta(seconds=100)),
             materialise(preparation),
         )

@@ -148,7 +148,7 @@ def test_a_spawned_rank_keeps_it_as_a_forked_one_does(tmp_path, monkeypatch):
 LAUNCHING = """
 import os, signal, sys
 from pathlib import Path
-from composer3d.runner.launch import launch_local
+from composer3d.runner.launcher import launch_local
 
 def rank():
     held = [os.path.basename(os.readlink(f"/proc/self/fd/{number}")) for number in os.listdir("/proc/self/fd")

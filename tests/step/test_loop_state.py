@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from support.faults import Even, local
+from support.composition_faults import Even, local
 from support.models import composed, mine, sum_loss, unpadded
 
 from composer3d import StepError
-from composer3d.loop_state import EVERY
+from composer3d.step.loop_state import EVERY
 from composer3d.testing import run_ranks
 
 FSDP = "[sharding.fsdp2]\n"

@@ -10,7 +10,7 @@ from support.models import write_manifest
 
 import composer3d
 from composer3d import Loss, LossError, RankError
-from composer3d.loss import as_loss, count_valid, loss_of_model, reduction_of
+from composer3d.step.loss import as_loss, count_valid, loss_of_model, reduction_of
 from composer3d.testing import assert_gradients_equal, run_ranks
 
 RETURN_A_SUM = (

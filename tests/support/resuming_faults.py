@@ -7,7 +7,7 @@ import contextlib
 import torch
 
 from composer3d import StepAction, StepPoint, hookimpl, plugin
-from support.faults import Mlp
+from support.composition_faults import Mlp
 
 
 class Restoring(torch.optim.AdamW):

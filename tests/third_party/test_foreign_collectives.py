@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from support.models import composed, mine, padded
 from support.telemetry import table
-from support.traces import read
+from support.trace_files import read
 
 from composer3d.testing import count_collectives, run_ranks
 

@@ -13,7 +13,7 @@ from support.drawing_models import (
     noisy_class_loss,
 )
 from support.models import write_manifest
-from support.proofs import FSDP
+from support.verification_cases import FSDP
 
 from composer3d import Batch
 from composer3d.testing import assert_parity

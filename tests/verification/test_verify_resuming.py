@@ -7,14 +7,14 @@ import functools
 
 import pytest
 import torch
-from support.faults import Even
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, FSDP, assert_named, batch, launch, layout_of, planted, subject
 from support.resuming_faults import OwnDraws, Remembering, Rising, hidden, restoring
+from support.verification_cases import DDP, FSDP, assert_named, batch, launch, layout_of, planted, subject
 
-from composer3d.batch import cut
-from composer3d.proof import prove, to_json, to_text
+from composer3d.step.microbatches import cut
 from composer3d.testing import assert_parity
+from composer3d.verification import prove, to_json, to_text
 
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 ONE = "[mesh]\n"

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from composer3d import StepError
 from composer3d_plugins.scheduling.pipeline.absent import refuse_absent
-from composer3d_plugins.scheduling.pipeline.following import leaves_of
+from composer3d_plugins.scheduling.pipeline.block_trace import Observation
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -31,7 +31,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     take_out_tensors,
     tensors_of_stage,
 )
-from composer3d_plugins.scheduling.pipeline.trace import Observation
+from composer3d_plugins.scheduling.pipeline.tensor_origins import leaves_of
 
 __all__ = ["Runner", "build_stage"]
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from composer3d import StepError, torch_compat
 from composer3d_plugins.scheduling.pipeline.absent import Absent, absent_zeros, refuse_absent
-from composer3d_plugins.scheduling.pipeline.following import draw_values, leaves_of, tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -30,6 +29,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     take_out_tensors,
     tensors_of_stage,
 )
+from composer3d_plugins.scheduling.pipeline.tensor_origins import draw_values, leaves_of, tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.tracer import Trace
 from composer3d_plugins.scheduling.pipeline.values import Values
 

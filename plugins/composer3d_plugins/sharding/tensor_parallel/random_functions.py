@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from composer3d import RunContext
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 
 __all__ = ["Drawing", "draws", "eagerly", "site_of"]
 
