@@ -1,0 +1,1 @@
+"""`check`: everything that can be known of a manifest before a rank is started."""

@@ -1,0 +1,1 @@
+"""What a run did and why one failed, read from what it left."""

@@ -1,0 +1,1 @@
+"""Observing a run without changing it: spans, collectives, and the last of them when one hangs."""
