@@ -22,7 +22,7 @@ from unittest import mock
 
 import torch
 
-from composer3d.checkpoint import checksums, load, reader, save, writer
+from composer3d.checkpoint import checksums, load, reader, save, saving
 
 TENSORS = 64
 
@@ -60,7 +60,7 @@ def without_digests() -> Iterator[None]:
 @contextmanager
 def with_crc32() -> Iterator[None]:
     """Write archives with torch's CRC-32, and no digests: what a save was before."""
-    with without_digests(), mock.patch.object(writer, "_without_crc32", nullcontext):
+    with without_digests(), mock.patch.object(saving, "_without_crc32", nullcontext):
         yield
 
 

@@ -28,7 +28,7 @@ from typing import Any
 import fuzz_mutations
 
 from composer3d.cli import main as composer3d
-from composer3d.forking import fork, prewarm
+from composer3d.processes.forking import fork, prewarm
 
 __all__ = ["LIMIT_CPU_S", "faults_of", "fuzz", "main"]
 
@@ -173,7 +173,14 @@ def _work(chunk: Sequence[int], seed: int, folder: Path, schema: dict[str, Any],
 def _prewarm() -> None:
     """Import what a check imports, and nothing that starts a thread."""
     prewarm()
-    prewarm(("composer3d.cli.inspection", "composer3d.cli.rules", "composer3d.composing", "composer3d.runner.data"))
+    prewarm(
+        (
+            "composer3d.checking.check",
+            "composer3d.checking.rules",
+            "composer3d.composition.compose",
+            "composer3d.runner.data",
+        )
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import tomli
 
 from composer3d.manifest.sources import shipped
-from composer3d.manifest.writer import dump, inline
+from composer3d.manifest.toml_writer import dump, inline
 
 __all__ = ["Case", "make_case", "make_folder", "schema_of_all"]
 
@@ -268,7 +268,7 @@ def schema_of_all() -> dict[str, dict[str, Any]]:
     """Return the properties of every table and plugin table by its dotted name."""
     from composer3d.manifest import CORE_TABLES, json_schema
     from composer3d.registry import FAMILIES, Catalogue, info_of
-    from composer3d.runner.tables import TABLES
+    from composer3d.runner.runner_tables import TABLES
 
     catalogue = Catalogue.installed()
     plugins: dict[str, dict[str, type]] = {family: {} for family in FAMILIES}

@@ -34,8 +34,8 @@ def measure(blocks: int) -> list[float]:
     import torch
     import torch.distributed as dist
 
-    from composer3d.guard import Guard
     from composer3d.mesh import AXES, resolve
+    from composer3d.step.guard import Guard
 
     layout = resolve({"tp": 2}, axes=AXES, world_size=2, default=None)
     guards = [

@@ -60,12 +60,12 @@ def lay_out(path: Path, rank: int) -> dict[str, Any]:
     """Lay out one rank in this process; return its seconds and what it holds."""
     import torch
 
-    from composer3d.assembly import apply_transforms, build_mesh
-    from composer3d.cli.rules import find_factory
+    from composer3d.checking.rules import find_factory
+    from composer3d.composition.assembling import apply_transforms, build_mesh
+    from composer3d.composition.preparing import prepare
     from composer3d.errors import ManifestError
     from composer3d.manifest import load_manifest
-    from composer3d.preparation import prepare
-    from composer3d.runner.tables import TABLES
+    from composer3d.runner.runner_tables import TABLES
     from composer3d.testing import fake_world
 
     with fake_world(WORLD_SIZE, rank=rank):

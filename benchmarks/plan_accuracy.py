@@ -19,7 +19,7 @@ from plan_measured import measured_rows
 from published import DATA, GIB, Run, published_runs
 
 from composer3d.planning.costs.timing import Estimate, estimate
-from composer3d.planning.formulas.memory import reserved_bytes
+from composer3d.planning.formulas.memory_formulas import reserved_bytes
 from composer3d.planning.formulas.static import static_traces
 from composer3d.planning.schedules.orders import orders_of
 from composer3d.planning.schedules.simulation import Costs, simulate

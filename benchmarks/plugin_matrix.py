@@ -224,7 +224,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def prove(arguments: argparse.Namespace) -> dict[str, Any]:
     """Make the rows and run those that a command line asks for, writing down each; return what `--json` prints."""
-    from composer3d.forking import prewarm
+    from composer3d.processes.forking import prewarm
 
     prewarm()
     stated = conditions()

@@ -21,7 +21,7 @@ from composer3d.errors import ComposerError, ManifestError, PluginError, RankErr
 from composer3d.mesh import AXES, Role
 from composer3d.registry import Catalogue, info_of
 from composer3d.testing import run_ranks
-from composer3d.testing.options import installed_options, owners_of, tables_of
+from composer3d.testing.plugin_options import installed_options, owners_of, tables_of
 
 __all__ = [
     "EXCLUDED",
@@ -249,7 +249,7 @@ def check(row: Mapping[str, str]) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=65536)
 def _check(text: str) -> tuple[str, ...]:
-    from composer3d.cli.inspection import device_of, inspect, open_manifest
+    from composer3d.checking.check import device_of, inspect, open_manifest
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cell.toml"
@@ -290,10 +290,10 @@ def judge(row: Mapping[str, str]) -> Verdict:
 
 
 def _prove(path: Path) -> Verdict:
+    from composer3d.composition.preparing import layout_of
     from composer3d.mesh import Role
-    from composer3d.preparation import layout_of
-    from composer3d.proof import prove, read_manifest, subject_of
     from composer3d.registry import Hooks
+    from composer3d.verification import prove, read_manifest, subject_of
 
     overrides = ("data.workers=0",)
     manifest = read_manifest(str(path), overrides)

@@ -21,7 +21,7 @@ import time
 from pathlib import Path
 
 from composer3d_plugins.profiling.opentelemetry.exporters import make_exporters
-from composer3d_plugins.profiling.opentelemetry.recorder import Batch, SpanRecorder
+from composer3d_plugins.profiling.opentelemetry.span_recorder import Batch, SpanRecorder
 from composer3d_plugins.profiling.opentelemetry.traces import Identity, Tracing
 from harness import conditions, say
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d import torch_compat as torch_compat
-    from composer3d.batch import map_tensors, units_of
-    from composer3d.composing import compose
-    from composer3d.composition import Composition
+    from composer3d.composition.compose import compose
+    from composer3d.composition.composition import Composition
+    from composer3d.composition.preparing import PlanRow
+    from composer3d.composition.sampling import Sampler
     from composer3d.context import RunContext
     from composer3d.errors import (
         BatchError,
@@ -34,15 +35,7 @@ if TYPE_CHECKING:
         StepError,
         TransformError,
     )
-    from composer3d.evaluation import Evaluation
-    from composer3d.gradients import average_whole
-    from composer3d.linears import Share, linear_layers, on_shares, share_of
-    from composer3d.manifest import Manifest, load_manifest, resolve_reference
-    from composer3d.mesh import Axis, GroupOptions, Layout, Role
-    from composer3d.object_exchange import all_gather_json, broadcast_json
-    from composer3d.patterns import select as select_fqns
-    from composer3d.preparation import PlanRow
-    from composer3d.protocol import (
+    from composer3d.interfaces import (
         Action,
         Batch,
         Dtypes,
@@ -56,16 +49,23 @@ if TYPE_CHECKING:
         Split,
         Stateful,
     )
+    from composer3d.linear_layers import Share, linear_layers, on_shares, share_of
+    from composer3d.manifest import Manifest, load_manifest, resolve_reference
+    from composer3d.manifest.secret import Secret
+    from composer3d.mesh import Axis, GroupOptions, Layout, Role
+    from composer3d.patterns import select as select_fqns
+    from composer3d.processes.json_exchange import all_gather_json, broadcast_json
     from composer3d.registry import hookimpl, plugin
-    from composer3d.sampling import Sampler
-    from composer3d.secret import Secret
-    from composer3d.step_state import StepState
+    from composer3d.step.evaluation import Evaluation
+    from composer3d.step.gradients import average_whole
+    from composer3d.step.microbatches import map_tensors, units_of
+    from composer3d.step.step_state import StepState
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 _MODULES = {
-    "batch": ("map_tensors", "units_of"),
-    "composing": ("compose",),
-    "composition": ("Composition",),
+    "step.microbatches": ("map_tensors", "units_of"),
+    "composition.compose": ("compose",),
+    "composition.composition": ("Composition",),
     "context": ("RunContext",),
     "errors": (
         "BatchError",
@@ -87,14 +87,14 @@ _MODULES = {
         "StepError",
         "TransformError",
     ),
-    "evaluation": ("Evaluation",),
-    "gradients": ("average_whole",),
-    "linears": ("Share", "linear_layers", "on_shares", "share_of"),
+    "step.evaluation": ("Evaluation",),
+    "step.gradients": ("average_whole",),
+    "linear_layers": ("Share", "linear_layers", "on_shares", "share_of"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
-    "object_exchange": ("all_gather_json", "broadcast_json"),
-    "preparation": ("PlanRow",),
-    "protocol": (
+    "processes.json_exchange": ("all_gather_json", "broadcast_json"),
+    "composition.preparing": ("PlanRow",),
+    "interfaces": (
         "Action",
         "Batch",
         "Dtypes",
@@ -109,9 +109,9 @@ _MODULES = {
         "Stateful",
     ),
     "registry": ("hookimpl", "plugin"),
-    "sampling": ("Sampler",),
-    "secret": ("Secret",),
-    "step": ("StepState",),
+    "composition.sampling": ("Sampler",),
+    "manifest.secret": ("Secret",),
+    "step.step_state": ("StepState",),
     "transform": ("Phase", "StepAction", "StepPoint", "Transform"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}

@@ -9,22 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from composer3d import spans
 from composer3d.errors import PluginError, StepError, TransformError
+from composer3d.initialisation.parameter_order import Order
+from composer3d.interfaces import Dtypes, Example, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, Role
-from composer3d.ordering import Order
+from composer3d.observation import spans
 from composer3d.patterns import select as select_fqns
 from composer3d.patterns import sharing_nothing
-from composer3d.protocol import Dtypes, Example, ParameterMesh, Part, Recorder, Split
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-    from composer3d.flight import Flight
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
+    from composer3d.observation.flight_recorder import Flight
     from composer3d.registry import Hooks, Registered
 
 __all__ = ["Purpose", "RunContext"]

@@ -35,8 +35,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from composer3d.context import RunContext
-    from composer3d.mesh import GroupOptions
-    from composer3d.protocol import (
+    from composer3d.interfaces import (
         Action,
         Batch,
         Dtypes,
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
         Split,
         Stateful,
     )
+    from composer3d.mesh import GroupOptions
     from composer3d.transform import StepAction, Transform
 
 __all__ = ["HookSpecs", "hookimpl"]

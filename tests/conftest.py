@@ -14,7 +14,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from composer3d.forking import prewarm  # noqa: E402
+from composer3d.processes.forking import prewarm  # noqa: E402
 
 # What nearly every rank would import anew; torchao and the like are not among what these import.
 PLUGINS = ("sharding.fsdp2", "sharding.ddp", "sharding.tensor_parallel", "scheduling.pipeline")
@@ -30,7 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _prewarmed() -> None:
     torch.set_num_threads(1)
     prewarm()
-    prewarm(("composer3d.composing", *(f"composer3d_plugins.{name}" for name in PLUGINS)))
+    prewarm(("composer3d.composition.compose", *(f"composer3d_plugins.{name}" for name in PLUGINS)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

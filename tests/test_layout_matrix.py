@@ -12,8 +12,8 @@ import pytest
 from layout_matrix import groups, report, run
 from layout_matrix_cells import OPTIONS, PERMITTED, Cell, Verdict, cells, covering, factory, judge, one_device
 from layout_matrix_progress import Progress, row_of
+from support.daily_part import PART
 from support.models import write_manifest
-from support.rotation import PART
 
 import composer3d
 from composer3d.testing import fake_world

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from plugin_matrix import RESULT, known_refusals, neutral_left_out, once_failed, rows_of, whole
 from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, options, say_row
-from support.rotation import PART
+from support.daily_part import PART
 
 # Cells have what torch warns of: models that return views, options of DistributedDataParallel that exclude each other.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -13,12 +13,12 @@ from composer3d.errors import ComposerError, ManifestError, Problem
 if TYPE_CHECKING:
     import torch
 
+    from composer3d.composition.preparing import Preparation
+    from composer3d.interfaces import Example
     from composer3d.manifest import InspectedManifest, Manifest
     from composer3d.mesh import Layout
-    from composer3d.preparation import Preparation
-    from composer3d.protocol import Example
     from composer3d.registry import Hooks
-    from composer3d.runner.model import ModelFactory
+    from composer3d.runner.model_factory import ModelFactory
 
 __all__ = ["Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"]
 
@@ -71,7 +71,7 @@ def open_manifest(source: str, overrides: Sequence[str]) -> InspectedManifest:
         ManifestError: It cannot be read at all.
     """
     from composer3d.manifest import inspect_manifest, read
-    from composer3d.runner.tables import TABLES
+    from composer3d.runner.runner_tables import TABLES
 
     return inspect_manifest(read(source, overrides), tables=TABLES)
 
@@ -80,7 +80,7 @@ def device_of(manifest: Manifest) -> torch.device:
     """Return where the manifest's run computes: what `[run] device` says, else what the machine has."""
     import torch
 
-    from composer3d.world import default_device
+    from composer3d.processes.process_group import default_device
 
     stated = manifest.tables["run"].device if "run" in manifest.tables else "auto"
     return default_device() if stated == "auto" else torch.device(stated)
@@ -101,11 +101,11 @@ def inspect(
         device: Where the run would put parameters.
         forward: Also run one forward of two samples on the CPU, where nothing is wrong so far.
     """
-    from composer3d.cli import rules
-    from composer3d.cli.first_forward import first_forward_problems
-    from composer3d.cli.sizes import output_problems, schedule_problems
+    from composer3d.checking import rules
+    from composer3d.checking.first_forward import first_forward_problems
+    from composer3d.checking.sizes import output_problems, schedule_problems
     from composer3d.registry import Hooks
-    from composer3d.runner.tables import ModelTable
+    from composer3d.runner.runner_tables import ModelTable
     from composer3d.runner.tokenizer import with_tokenizer
 
     manifest = _completed(inspected.manifest)
@@ -155,7 +155,7 @@ def _at_named_table(message: str, manifest: Manifest) -> Problem:
 
 def _completed(manifest: Manifest) -> Manifest:
     """Return the manifest with a `[train]` that only lacked its number of steps, which nothing here depends on."""
-    from composer3d.runner.tables import TrainTable
+    from composer3d.runner.runner_tables import TrainTable
 
     train = manifest.tables.get("train")
     if train is None or isinstance(train, TrainTable):
@@ -165,7 +165,7 @@ def _completed(manifest: Manifest) -> Manifest:
 
 def _lay_out(result: Inspection, inspected: InspectedManifest, hooks: Hooks, world_size: int | None) -> int | None:
     """Resolve the degrees; where only the world does not fit, go on with the one that the degrees multiply to."""
-    from composer3d.preparation import layout_of
+    from composer3d.composition.preparing import layout_of
 
     for size in dict.fromkeys((world_size, None)):
         try:
@@ -188,9 +188,9 @@ def _prepare(
     device: torch.device,
 ) -> list[Problem]:
     """Join manifest and model, and let every plugin say what it would do."""
-    from composer3d.cli.rules import name_problems, optimizer_answer_problems, step_problems
-    from composer3d.cli.sizes import microbatch_problems
-    from composer3d.preparation import prepare
+    from composer3d.checking.rules import name_problems, optimizer_answer_problems, step_problems
+    from composer3d.checking.sizes import microbatch_problems
+    from composer3d.composition.preparing import prepare
 
     try:
         model = factory.build()

@@ -14,9 +14,9 @@ from composer3d.errors import ComposerError, ForkError, Problem
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from composer3d.composition.preparing import Preparation
     from composer3d.manifest import Manifest
-    from composer3d.preparation import Preparation
-    from composer3d.runner.model import ModelFactory
+    from composer3d.runner.model_factory import ModelFactory
 
 __all__ = ["first_forward_problems"]
 
@@ -39,7 +39,7 @@ def first_forward_problems(manifest: Manifest, factory: ModelFactory, preparatio
         factory: Of its model; called before.
         preparation: The model on meta, or as the host built it.
     """
-    from composer3d.cli.child import Child, ChildError
+    from composer3d.processes.child import Child, ChildError
 
     if factory.hf is not None:
         return []
@@ -141,7 +141,7 @@ def _value(factory: ModelFactory, output: Any, targets: Any) -> float:
 
 
 def _row(value: Any, place: int) -> Any:
-    from composer3d.batch import map_tensors
+    from composer3d.step.microbatches import map_tensors
 
     return map_tensors(lambda tensor: tensor[place : place + 1] if tensor.dim() else tensor, value)
 
@@ -174,13 +174,13 @@ def _bytes(model: nn.Module) -> int:
 
 
 def _on_meta(value: Any) -> Any:
-    from composer3d.batch import map_tensors
+    from composer3d.step.microbatches import map_tensors
 
     return map_tensors(lambda tensor: tensor.to("meta"), value)
 
 
 def _vocab_size(manifest: Manifest) -> int | None:
-    from composer3d.cli.rules import vocab_size_of
+    from composer3d.checking.rules import vocab_size_of
 
     return vocab_size_of(manifest.tables["data"], manifest.document.folder)
 

@@ -19,15 +19,15 @@ from composer3d.errors import (
     ReferenceFailure,
     did_you_mean,
 )
+from composer3d.manifest.regular_expressions import search
 from composer3d.mesh import Layout, Role
-from composer3d.regular_expressions import search
 
 if TYPE_CHECKING:
+    from composer3d.composition.preparing import Preparation
     from composer3d.context import RunContext
     from composer3d.manifest import Document, Manifest
-    from composer3d.preparation import Preparation
     from composer3d.runner.data import DataTable
-    from composer3d.runner.model import ModelFactory
+    from composer3d.runner.model_factory import ModelFactory
 
 __all__ = [
     "batch_problems",
@@ -46,7 +46,7 @@ _READ_BYTES = 1 << 26
 
 def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:
     """Return the model's factory with its arguments, or what is wrong with the reference or the arguments."""
-    from composer3d.runner.model import ModelFactory
+    from composer3d.runner.model_factory import ModelFactory
 
     document, table, data = manifest.document, manifest.tables["model"], manifest.tables["data"]
     if table.hf is not None:
@@ -77,7 +77,7 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
 
 def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:
     """Return the factory of a folder's model, or what is wrong with the folder, or with the data for it."""
-    from composer3d.runner.model import ModelFactory
+    from composer3d.runner.model_factory import ModelFactory
 
     document, data = manifest.document, manifest.tables["data"]
     try:
@@ -231,8 +231,8 @@ def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
 
 def optimizer_problems(manifest: Manifest) -> list[Problem]:
     """Import the optimizer and the schedule that the manifest names, and check the optimizer's arguments."""
-    from composer3d.runner.optimizer import optimizer_class
     from composer3d.runner.optimizer_arguments import refused_arguments
+    from composer3d.runner.optimizer_groups import optimizer_class
 
     document, problems = manifest.document, []
     if "optimizer" in manifest.tables:
@@ -262,7 +262,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
         manifest: With the runner's tables.
         preparation: The model on meta; its hooks are called.
     """
-    from composer3d.runner.optimizer import optimizer_class
+    from composer3d.runner.optimizer_groups import optimizer_class
 
     hook = "composer3d_optimizer"
     asked = [registered for registered, _ in preparation.hooks.freeze(hook)]
@@ -289,7 +289,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
 
 def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
     """Check that nothing needs what an optimizer that steps in the backward leaves nothing of."""
-    from composer3d.runner.optimizer import in_backward_problems
+    from composer3d.runner.optimizer_groups import in_backward_problems
 
     if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
         return []

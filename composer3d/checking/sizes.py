@@ -14,8 +14,8 @@ from composer3d.errors import ComposerError, Problem
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from composer3d.composition.preparing import Preparation
     from composer3d.manifest import Manifest
-    from composer3d.preparation import Preparation
 
 __all__ = ["microbatch_problems", "output_problems", "schedule_problems"]
 

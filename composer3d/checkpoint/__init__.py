@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from composer3d.checkpoint.folder import complete, latest, prune
-from composer3d.checkpoint.loader import load
+from composer3d.checkpoint.checkpoint_folder import complete, latest, prune
+from composer3d.checkpoint.loading import load
 from composer3d.checkpoint.optimizer_state import (
     initialise_optimizer_state,
     load_optimizer_json,
@@ -11,10 +11,10 @@ from composer3d.checkpoint.optimizer_state import (
     optimizer_tensors,
 )
 from composer3d.checkpoint.reader import TensorInfo, contents, read_tensor, read_tensors
+from composer3d.checkpoint.saving import AFTER_ERROR_S, AsyncSaver, save
 from composer3d.checkpoint.state_file import read_state
 from composer3d.checkpoint.state_schema import validated_composition, validated_run
 from composer3d.checkpoint.wrappers import unwrapped
-from composer3d.checkpoint.writer import AFTER_ERROR_S, AsyncSaver, save
 
 __all__ = [
     "AFTER_ERROR_S",

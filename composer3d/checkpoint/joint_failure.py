@@ -8,7 +8,7 @@ from typing import TypeVar
 from torch import distributed as dist
 
 from composer3d.errors import CheckpointError
-from composer3d.object_exchange import all_gather_json
+from composer3d.processes.json_exchange import all_gather_json
 
 __all__ = ["rank_of", "together"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from composer3d.checkpoint.agreement import together
+from composer3d.checkpoint.joint_failure import together
 from composer3d.checkpoint.reader import Saved, TensorInfo, open_saved, read_into
 from composer3d.checkpoint.state_file import read_state
 from composer3d.errors import CheckpointError
-from composer3d.object_exchange import all_gather_json
+from composer3d.processes.json_exchange import all_gather_json
 
 __all__ = ["load"]
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from composer3d.checkpoint.agreement import together
+from composer3d.checkpoint.joint_failure import together
 from composer3d.checkpoint.state_file import encode_state
 from composer3d.errors import CheckpointError
-from composer3d.object_exchange import gather_json
+from composer3d.processes.json_exchange import gather_json
 
 __all__ = [
     "initialise_optimizer_state",

@@ -16,11 +16,11 @@ from typing import IO, TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from composer3d.checkpoint.agreement import rank_of
 from composer3d.checkpoint.archive import tensor_of
+from composer3d.checkpoint.checkpoint_folder import METADATA, require
 from composer3d.checkpoint.checksums import Checksums, open_file, read_checksums, verify_part
-from composer3d.checkpoint.folder import METADATA, require
 from composer3d.checkpoint.index import Chunk, Entry, parse_index
+from composer3d.checkpoint.joint_failure import rank_of
 from composer3d.checkpoint.state_file import read_state
 from composer3d.errors import CheckpointError
 

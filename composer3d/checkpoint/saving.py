@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from composer3d.checkpoint.agreement import rank_of, together
+from composer3d.checkpoint.checkpoint_folder import STATE, prepare, publish
 from composer3d.checkpoint.checksums import Checksums, DigestedFile, Part
-from composer3d.checkpoint.folder import STATE, prepare, publish
+from composer3d.checkpoint.joint_failure import rank_of, together
 from composer3d.checkpoint.state_file import encode_state, write_state
 from composer3d.errors import CheckpointError
-from composer3d.object_exchange import gather_json
+from composer3d.processes.json_exchange import gather_json
 
 __all__ = ["AFTER_ERROR_S", "AsyncSaver", "save"]
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from composer3d.checkpoint.checkpoint_folder import STATE, require
 from composer3d.checkpoint.checksums import CHECKSUMS, Part, open_file, read_checksums, write_file
-from composer3d.checkpoint.folder import STATE, require
 from composer3d.errors import CheckpointError
 
 __all__ = ["encode_state", "read_state", "write_state"]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
-from composer3d.checkpoint.folder import STATE
+from composer3d.checkpoint.checkpoint_folder import STATE
 from composer3d.errors import CheckpointError
 
 __all__ = ["validated_composition", "validated_run"]

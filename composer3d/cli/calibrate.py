@@ -53,10 +53,10 @@ def _minutes(text: str) -> float:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Measure and write; on other ranks than the first, measure only."""
-    from composer3d.manifest.writer import dump
+    from composer3d.manifest.toml_writer import dump
     from composer3d.planning.hardware.calibration import hardware_tables, mean_of
-    from composer3d.planning.hardware.rules import problems_of
-    from composer3d.world import default_device
+    from composer3d.planning.hardware.file_rules import problems_of
+    from composer3d.processes.process_group import default_device
 
     device = default_device()
     seconds = 60 * arguments.minutes
@@ -96,9 +96,9 @@ def _forked(num_ranks: int, seconds: float) -> list[Measurement]:
 
 def _joined(device: Any, seconds: float) -> list[Measurement]:
     """Measure on the ranks of a launcher, or on one device alone."""
-    from composer3d.object_exchange import all_gather_json
     from composer3d.planning.hardware.calibration import Measurement, measure
-    from composer3d.world import join_world
+    from composer3d.processes.json_exchange import all_gather_json
+    from composer3d.processes.process_group import join_world
 
     release = join_world(device)
     try:

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import Inspection, collected_rarely, device_of, inspect, open_manifest
+from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import compress, print_problems, say, say_json
 from composer3d.errors import ManifestError
 
 if TYPE_CHECKING:
-    from composer3d.preparation import Preparation
+    from composer3d.composition.preparing import Preparation
 
 __all__ = ["add", "execute"]
 

@@ -12,7 +12,7 @@ from composer3d.cli.output import complain, say, say_json
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
-    from composer3d.doctor import Evidence
+    from composer3d.diagnostics.doctor import Evidence
 
 __all__ = ["add", "execute"]
 
@@ -38,7 +38,7 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Read, judge, say; 2 if the folder is not one of a run."""
-    from composer3d.doctor import examine, read_evidence
+    from composer3d.diagnostics.doctor import examine, read_evidence
 
     evidence = read_evidence(arguments.run)
     if arguments.replay:
@@ -56,8 +56,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _replayed(evidence: Evidence) -> Evidence:
-    from composer3d.doctor import replay
-    from composer3d.doctor.reading import read_anomalies
+    from composer3d.diagnostics.doctor import replay
+    from composer3d.diagnostics.doctor.run_folder import read_anomalies
 
     error = evidence.error
     if error is None or error["error"] != "StabilityError" or error["step"] is None:

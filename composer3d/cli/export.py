@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.checkpoint import TensorInfo
-    from composer3d.cli.merging import MergedWeights
     from composer3d.context import ExportForm
     from composer3d.huggingface.export import Exporter
+    from composer3d.runner.merged_weights import MergedWeights
 
 __all__ = ["add", "execute", "export", "find_checkpoint", "find_description"]
 
@@ -73,8 +73,8 @@ def execute(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
     import torch
 
-    from composer3d.cli.merging import MergedWeights
-    from composer3d.cli.quantising import find_form
+    from composer3d.runner.merged_weights import MergedWeights
+    from composer3d.runner.quantised_weights import find_form
 
     path = find_checkpoint(arguments.source)
     dtype, description = getattr(torch, arguments.dtype) if arguments.dtype else None, find_description(path)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.cli.inspection import Inspection, collected_rarely, inspect, open_manifest
+from composer3d.checking.check import Inspection, collected_rarely, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, natural, positive, size
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from composer3d.planning.costing import Budget
     from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.plan import Plan
-    from composer3d.planning.tracing.composing import Job
-    from composer3d.planning.tracing.roles import RankChoice
+    from composer3d.planning.tracing.fake_composition import Job
+    from composer3d.planning.tracing.rank_roles import RankChoice
 
 __all__ = ["add", "execute", "plan_of"]
 
@@ -83,22 +83,22 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.diff is not None:
         return _diff(arguments, plan)
     if arguments.html is not None:
-        from composer3d.planning.reports.page import plan_to_html
+        from composer3d.planning.reports.plan_page import plan_to_html
 
         _write(arguments.html, plan_to_html(plan, title=arguments.manifest))
     if arguments.json:
-        from composer3d.planning.reports.report import plan_to_json
+        from composer3d.planning.reports.plan_json import plan_to_json
 
         say_json(plan_to_json(plan))
     else:
-        from composer3d.planning.reports.text import show_plan
+        from composer3d.planning.reports.plan_text import show_plan
 
         say(show_plan(plan))
     return DOES_NOT_FIT if plan.verdict == "does not fit" else 0
 
 
 def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
-    from composer3d.planning.reports.difference import difference_to_json, show_difference
+    from composer3d.planning.reports.plan_difference import difference_to_json, show_difference
 
     other = _plan(arguments, arguments.diff)
     if other is None:
@@ -167,8 +167,8 @@ def plan_of(
     Raises:
         ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
     """
-    from composer3d.batch import units_of
     from composer3d.planning.plan import make_plan
+    from composer3d.step.microbatches import units_of
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"
     job = _job(inspected, found)
@@ -187,7 +187,7 @@ def plan_of(
 
 def _job(inspected: InspectedManifest, found: Inspection) -> Job:
     """Return what is traced, with the form of its batches."""
-    from composer3d.cli.rules import find_factory
+    from composer3d.checking.rules import find_factory
     from composer3d.planning.tracing.job import job_of
     from composer3d.runner.data import foreseen_batch
     from composer3d.runner.tokenizer import with_tokenizer

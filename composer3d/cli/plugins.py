@@ -178,7 +178,7 @@ def _show(entry: dict[str, Any]) -> None:
 
 
 def _default(option: dict[str, Any]) -> str:
-    from composer3d.manifest.writer import inline
+    from composer3d.manifest.toml_writer import inline
 
     if option["required"]:
         return "(required)"

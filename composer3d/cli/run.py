@@ -9,11 +9,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import device_of, inspect, open_manifest
+from composer3d.checking.check import device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
 from composer3d.cli.output import complain, print_problems, say
 from composer3d.errors import ComposerError, LockError, ManifestError, Problem
-from composer3d.machine_errors import machine_error
+from composer3d.runner.machine_errors import machine_error
 
 if TYPE_CHECKING:
     import torch
@@ -55,16 +55,16 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Join the world that torchrun has started, or start one."""
-    from composer3d.runner.launch import under_torchrun
+    from composer3d.runner.launcher import under_torchrun
 
     return _join(arguments) if under_torchrun() else _start(arguments)
 
 
 def _join(arguments: argparse.Namespace) -> int:
     """Be one rank; what goes wrong is told once for all of them."""
-    from composer3d.forking import die_with
-    from composer3d.private_folder import user_folder
-    from composer3d.runner.launch import rank_main
+    from composer3d.processes.forking import die_with
+    from composer3d.processes.private_folder import user_folder
+    from composer3d.runner.launcher import rank_main
     from composer3d.runner.lock import RunLock
 
     die_with(os.getppid())  # torchrun; a rank of it would go on, or wait, without it
@@ -91,8 +91,8 @@ def _join(arguments: argparse.Namespace) -> int:
 
 def _start(arguments: argparse.Namespace) -> int:
     """Check in a child, then start the ranks of this machine and wait for them."""
-    from composer3d.cli.child import ChildError
-    from composer3d.runner.launch import launch_local
+    from composer3d.processes.child import ChildError
+    from composer3d.runner.launcher import launch_local
 
     try:
         found = _ask(arguments)
@@ -148,8 +148,8 @@ def _tell(outcome: Outcome) -> None:
 
 def _ask(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the manifest in a child, and import meanwhile what the ranks will need."""
-    from composer3d.cli.child import Child
-    from composer3d.forking import prewarm
+    from composer3d.processes.child import Child
+    from composer3d.processes.forking import prewarm
     from composer3d.torch_compat import lazy_modules
 
     child = Child(lambda: _look(arguments))
@@ -218,7 +218,7 @@ def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
     """
     import torch
 
-    from composer3d.preparation import layout_of
+    from composer3d.composition.preparing import layout_of
     from composer3d.registry import Hooks
 
     if "mesh" not in manifest.tables:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import Inspection, collected_rarely, device_of, inspect, open_manifest
+from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, positive, size
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.manifest import Manifest
-    from composer3d.planning.formulas.setup import Setup
-    from composer3d.planning.formulas.shape import ModelShape
+    from composer3d.planning.formulas.decoder_dims import ModelShape
+    from composer3d.planning.formulas.layout_numbers import Setup
     from composer3d.planning.hardware.cluster import Hardware
     from composer3d.planning.suggesting.search import Found
-    from composer3d.planning.suggesting.suggestion import Accepted, Planned, Suggestion
+    from composer3d.planning.suggesting.suggest import Accepted, Planned, Suggestion
 
 __all__ = ["add", "execute"]
 
@@ -59,8 +59,8 @@ def add(subparsers: Subparsers) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
     from composer3d.planning.hardware.cluster import load_hardware
-    from composer3d.planning.suggesting.keeping import kept
-    from composer3d.planning.suggesting.suggestion import suggest
+    from composer3d.planning.suggesting.pinned import kept
+    from composer3d.planning.suggesting.suggest import suggest
 
     inspected = open_manifest(arguments.manifest, arguments.overrides)
     if inspected.problems:
@@ -137,7 +137,7 @@ def _changes(manifest: Manifest, own: Setup, setup: Setup) -> tuple[str, ...]:
 
 def _checked(arguments: argparse.Namespace, manifest: Manifest, own: Setup, setup: Setup) -> Accepted:
     """Ask `check` for a layout, in this process."""
-    from composer3d.planning.suggesting.suggestion import Accepted
+    from composer3d.planning.suggesting.suggest import Accepted
 
     changes = _changes(manifest, own, setup)
     try:
@@ -156,7 +156,7 @@ def _planned(arguments: argparse.Namespace, changes: Sequence[str], hardware: Ha
     import torch
 
     from composer3d.cli.plan import plan_of
-    from composer3d.planning.suggesting.suggestion import Planned
+    from composer3d.planning.suggesting.suggest import Planned
 
     inspected = open_manifest(arguments.manifest, [*arguments.overrides, *changes])
     found = inspect(inspected, world_size=arguments.world_size, rank=0, device=torch.device("cpu"))

@@ -11,7 +11,7 @@ from composer3d.cli.output import say, say_json
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
-    from composer3d.timeline import Report
+    from composer3d.diagnostics.timeline import Report
 
 __all__ = ["add", "execute"]
 
@@ -34,7 +34,7 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Read, measure, draw; 2 if there is no trace."""
-    from composer3d.timeline import draw_page, draw_svg, measure, read_trace, statements
+    from composer3d.diagnostics.timeline import draw_page, draw_svg, measure, read_trace, statements
 
     trace = read_trace(arguments.run)
     report = measure(trace)

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.inspection import Inspection, device_of, inspect, open_manifest
+from composer3d.checking.check import Inspection, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, positive
 from composer3d.cli.output import coloured, complain, print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError, Problem
 
 if TYPE_CHECKING:
-    from composer3d.proof import Verdict
-    from composer3d.runner.report import FailureReport
+    from composer3d.runner.failures import FailureReport
+    from composer3d.verification import Verdict
 
 __all__ = ["add", "execute"]
 
@@ -68,8 +68,8 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Check in a child, then prove; 1 if it does not hold."""
-    from composer3d.cli.child import Child, ChildError
-    from composer3d.cli.once import warning_once
+    from composer3d.processes.child import Child, ChildError
+    from composer3d.runner.warnings_once import warning_once
 
     with tempfile.TemporaryDirectory(prefix="composer3d-verify-") as name:
         folder = Path(name)
@@ -99,7 +99,7 @@ def _report(arguments: argparse.Namespace, found: dict[str, Any], folder: Path) 
             complain(failure.report.render().rstrip())
             return 2 if failure.report.exit_code == WRONG else FAILED
         verdict = _refuted(failure.report, found)
-    from composer3d.proof import to_json, to_text
+    from composer3d.verification import to_json, to_text
 
     if arguments.json:
         say_json(to_json(verdict))
@@ -110,7 +110,7 @@ def _report(arguments: argparse.Namespace, found: dict[str, Any], folder: Path) 
 
 
 def _prove(arguments: argparse.Namespace, found: dict[str, Any], folder: Path) -> Verdict:
-    from composer3d.proof import prove, subject_of
+    from composer3d.verification import prove, subject_of
 
     overrides = (*arguments.overrides, *found["overrides"])
     device = found["device"]
@@ -128,9 +128,9 @@ def _prove(arguments: argparse.Namespace, found: dict[str, Any], folder: Path) -
 
 def _launch(folder: Path, device: str, function: Callable[..., Any], args: Sequence[Any], num_ranks: int) -> list[Any]:
     """Start ranks as a run does."""
-    from composer3d.cli.once import warning_once
-    from composer3d.proof.session import reference_rank
-    from composer3d.runner.launch import launch_local
+    from composer3d.runner.launcher import launch_local
+    from composer3d.runner.warnings_once import warning_once
+    from composer3d.verification.session import reference_rank
 
     alone = function is reference_rank
     _tell(
@@ -153,7 +153,7 @@ def _tell(what: str) -> None:
 
 def _refuted(report: FailureReport, found: dict[str, Any]) -> Verdict:
     """Return the verdict on a composition whose ranks refused to go on."""
-    from composer3d.proof import Verdict
+    from composer3d.verification import Verdict
 
     return Verdict(
         evidence=None,
@@ -165,9 +165,9 @@ def _refuted(report: FailureReport, found: dict[str, Any]) -> Verdict:
 
 
 def _layout(source: str, overrides: Sequence[str]) -> Any:
-    from composer3d.preparation import layout_of
-    from composer3d.proof import read_manifest
+    from composer3d.composition.preparing import layout_of
     from composer3d.registry import Hooks
+    from composer3d.verification import read_manifest
 
     manifest = read_manifest(source, overrides)
     return layout_of(manifest, Hooks(manifest.plugins), world_size=None)
@@ -176,7 +176,7 @@ def _layout(source: str, overrides: Sequence[str]) -> Any:
 def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the manifest as it is, and as it is made smaller; JSON values."""
     from composer3d.mesh import Role
-    from composer3d.proof import shrink
+    from composer3d.verification import shrink
 
     try:
         inspected = open_manifest(arguments.manifest, arguments.overrides)

@@ -11,11 +11,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
-from composer3d.object_exchange import all_gather_json
+from composer3d.processes.json_exchange import all_gather_json
 
 if TYPE_CHECKING:
+    from composer3d.composition.preparing import Preparation
     from composer3d.mesh import Layout
-    from composer3d.preparation import Preparation
 
 __all__ = ["agree", "agree_on_plan", "described", "fingerprint", "leaves"]
 

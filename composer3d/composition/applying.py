@@ -5,20 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from composer3d import gradients, guard, initialisation, torch_compat
+from composer3d import initialisation, torch_compat
 from composer3d.errors import InitialisationError, TransformError
 from composer3d.initialisation import Slab
+from composer3d.interfaces import Part
 from composer3d.mesh import Role
-from composer3d.object_exchange import all_gather_json
-from composer3d.protocol import Part
+from composer3d.processes.json_exchange import all_gather_json
+from composer3d.step import gradients, guard
 from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from composer3d.composition.preparing import Preparation
     from composer3d.context import RunContext
     from composer3d.initialisation import Attachments, Recipe
-    from composer3d.preparation import Preparation
 
 __all__ = ["agree_on_factory", "agree_on_weights", "apply_transforms", "give_memory", "gradient_hooks", "materialise"]
 

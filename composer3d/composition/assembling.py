@@ -10,28 +10,36 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import guard, mesh, spans, torch_compat
-from composer3d.accumulation import Accumulation
-from composer3d.agreement import agree_on_plan
-from composer3d.application import agree_on_factory, agree_on_weights, apply_transforms, gradient_hooks, materialise
-from composer3d.batch import to_device
-from composer3d.closing import close_all
+from composer3d import mesh, torch_compat
+from composer3d.composition.agreeing import agree_on_plan
+from composer3d.composition.applying import (
+    agree_on_factory,
+    agree_on_weights,
+    apply_transforms,
+    gradient_hooks,
+    materialise,
+)
+from composer3d.composition.closing import close_all
+from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.context import Purpose, RunContext
-from composer3d.criterion import Criterion
 from composer3d.errors import ManifestError
-from composer3d.flight import Flight
-from composer3d.guard import Guard
-from composer3d.ledger import Ledger
-from composer3d.loop_state import replica_axes
+from composer3d.interfaces import Batch, Example, Schedule, Stateful
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
-from composer3d.preparation import PlanRow, Preparation, prepare
-from composer3d.protocol import Batch, Example, Schedule, Stateful
+from composer3d.observation import spans
+from composer3d.observation.flight_recorder import Flight
+from composer3d.processes.process_group import default_device, join_world, own_device
 from composer3d.registry import Hooks
-from composer3d.step import StepEngine
-from composer3d.streams import Streams
+from composer3d.step import guard
+from composer3d.step.accumulation import Accumulation
+from composer3d.step.criterion import Criterion
+from composer3d.step.engine import StepEngine
+from composer3d.step.guard import Guard
+from composer3d.step.ledger import Ledger
+from composer3d.step.loop_state import replica_axes
+from composer3d.step.microbatches import to_device
+from composer3d.step.random_streams import Streams
 from composer3d.transform import StepAction, order
-from composer3d.world import default_device, join_world, own_device
 
 if TYPE_CHECKING:
     import torch

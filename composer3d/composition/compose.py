@@ -6,19 +6,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d.assembly import assemble
-from composer3d.composition import Composition
-from composer3d.criterion import Criterion
-from composer3d.protocol import Example, LossFunction
-from composer3d.world import set_timeouts
+from composer3d.composition.assembling import assemble
+from composer3d.composition.composition import Composition
+from composer3d.interfaces import Example, LossFunction
+from composer3d.processes.process_group import set_timeouts
+from composer3d.step.criterion import Criterion
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from composer3d.context import Purpose
-    from composer3d.loss import Reduction
     from composer3d.manifest import Manifest
+    from composer3d.step.loss import Reduction
 
 __all__ = ["compose"]
 

@@ -8,22 +8,23 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d import gradients, spans
-from composer3d.assembly import Assembled
-from composer3d.buffers import average_buffers
-from composer3d.closing import close_all
-from composer3d.embedding import watch_model
+from composer3d.composition.assembling import Assembled
+from composer3d.composition.closing import close_all
+from composer3d.composition.model_hooks import watch_model
+from composer3d.composition.persistence import Persistence
+from composer3d.composition.preparing import PlanRow
+from composer3d.composition.sampling import Sampler, sampler_of
+from composer3d.composition.shared_loader import shared_loader
 from composer3d.errors import StepError
-from composer3d.evaluation import Evaluation, evaluating, let_go
-from composer3d.in_backward import BackwardStepper
-from composer3d.measurement import measure
-from composer3d.optimizer import compose_step, make_optimizer
-from composer3d.persistence import Persistence
-from composer3d.preparation import PlanRow
-from composer3d.protocol import Part, Stateful
-from composer3d.sampling import Sampler, sampler_of
-from composer3d.shared_loader import shared_loader
-from composer3d.step_state import StepState
+from composer3d.interfaces import Part, Stateful
+from composer3d.observation import spans
+from composer3d.step import gradients
+from composer3d.step.buffers import average_buffers
+from composer3d.step.evaluation import Evaluation, evaluating, let_go
+from composer3d.step.measurement import measure
+from composer3d.step.optimizer import compose_step, make_optimizer
+from composer3d.step.optimizer_in_backward import BackwardStepper
+from composer3d.step.step_state import StepState
 
 if TYPE_CHECKING:
     import torch

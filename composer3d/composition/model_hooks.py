@@ -7,15 +7,16 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
-from composer3d import spans, torch_compat
+from composer3d import torch_compat
 from composer3d.errors import StepError
-from composer3d.evaluation import let_go
+from composer3d.observation import spans
+from composer3d.step.evaluation import let_go
 
 if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.context import RunContext
-    from composer3d.step import StepEngine
+    from composer3d.step.engine import StepEngine
 
 __all__ = ["Shards", "watch_model"]
 

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
-from composer3d.evaluation import let_go
-from composer3d.ordering import Order
-from composer3d.protocol import Stateful
+from composer3d.initialisation.parameter_order import Order
+from composer3d.interfaces import Stateful
+from composer3d.step.evaluation import let_go
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from composer3d.assembly import Assembled
+    from composer3d.composition.assembling import Assembled
 
 __all__ = ["Persistence"]
 

@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.initialisation import Recipe
+    from composer3d.interfaces import Action, Example
     from composer3d.manifest import Manifest
-    from composer3d.protocol import Action, Example
 
 __all__ = ["PlanRow", "Preparation", "prepare"]
 

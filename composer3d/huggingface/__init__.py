@@ -5,8 +5,8 @@ Needs the extra `hf`. transformers is imported where it is used: it takes second
 
 from __future__ import annotations
 
-from composer3d.huggingface.loss import model_inputs, model_loss
 from composer3d.huggingface.model import HuggingFaceModel
+from composer3d.huggingface.own_loss import model_inputs, model_loss
 from composer3d.huggingface.weights import FolderWeights
 
 __all__ = ["FolderWeights", "HuggingFaceModel", "model_inputs", "model_loss"]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ModelError
-from composer3d.huggingface.conversion import reverted, tied_name
 from composer3d.huggingface.folder import import_transformers
+from composer3d.huggingface.weight_names import reverted, tied_name
 from composer3d.initialisation import ties
 
 if TYPE_CHECKING:

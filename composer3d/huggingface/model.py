@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.huggingface.weights import FolderWeights
-    from composer3d.protocol import Loss
+    from composer3d.interfaces import Loss
 
 __all__ = ["Dtype", "HuggingFaceModel", "Weights"]
 
@@ -139,7 +139,7 @@ class HuggingFaceModel:
         """Return the loss of outputs that were made with `model_inputs`."""
         from functools import partial
 
-        from composer3d.huggingface.loss import model_loss
+        from composer3d.huggingface.own_loss import model_loss
 
         weight = getattr(self._text_config, "router_aux_loss_coef", None)
         is_on = getattr(self._text_config, "output_router_logits", False)

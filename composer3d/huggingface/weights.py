@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from composer3d.errors import ModelError, did_you_mean
-from composer3d.huggingface.conversion import Group, Tile, ignorable, origins, tiles
 from composer3d.huggingface.files import WeightFiles
+from composer3d.huggingface.weight_names import Group, Tile, ignorable, origins, tiles
 from composer3d.initialisation import ties
 
 if TYPE_CHECKING:

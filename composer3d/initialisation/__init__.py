@@ -8,12 +8,12 @@ no rank ever holds more than its shards and one full tensor. Weights that lie on
 from __future__ import annotations
 
 from composer3d.initialisation.attachments import Attachments
+from composer3d.initialisation.disk_weights import Slab, TensorSource, WeightsOnDisk
 from composer3d.initialisation.identity import fingerprints, first_difference, seed_of
 from composer3d.initialisation.placement import give_memory, materialise, place
 from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.initialisation.recipe import Recipe, TensorSpec
-from composer3d.initialisation.recording import record
-from composer3d.initialisation.source import Slab, TensorSource, WeightsOnDisk
+from composer3d.initialisation.recorder import record
 from composer3d.initialisation.ties import named_tensors, restore_ties, ties
 
 __all__ = [

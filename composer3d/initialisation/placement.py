@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from composer3d.errors import InitialisationError
-from composer3d.initialisation.source import Slab
+from composer3d.initialisation.disk_weights import Slab
 from composer3d.initialisation.ties import named_tensors, restore_ties
 from composer3d.torch_compat import allocate, shard_of, take_memory
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from composer3d.errors import ComposerError, InitialisationError, did_you_mean
+from composer3d.initialisation.disk_weights import Slab, TensorSource
 from composer3d.initialisation.identity import seed_of
-from composer3d.initialisation.log import Log, Replay, TensorSpec
-from composer3d.initialisation.source import Slab, TensorSource
+from composer3d.initialisation.operation_log import Log, Replay, TensorSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -10,11 +10,11 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError, InitialisationError, describe_error, is_interrupt
-from composer3d.initialisation.log import Entry, Log, TensorSpec
-from composer3d.initialisation.places import is_torch, place_of_error, user_place
+from composer3d.initialisation.operation_log import Entry, Log, TensorSpec
 from composer3d.initialisation.reachable import reachable_tensors
 from composer3d.initialisation.recipe import Recipe
 from composer3d.initialisation.sharing import refuse_shared_memory
+from composer3d.initialisation.source_lines import is_torch, place_of_error, user_place
 from composer3d.initialisation.ties import named_tensors, ties
 from composer3d.torch_compat import dispatch_mode, has_argument, storage_key, tree_leaves, tree_map, written_tensors
 

@@ -12,9 +12,9 @@ from typing import Any, Literal
 from composer3d.errors import ManifestError, Problem
 from composer3d.manifest.layers import Layer, Place, merge, override, parse
 from composer3d.manifest.positions import KeyPath
+from composer3d.manifest.secret import hide
 from composer3d.manifest.sources import Source, find, find_base, missing, missing_base, read_source
-from composer3d.manifest.writer import dotted, dump, inline
-from composer3d.secret import hide
+from composer3d.manifest.toml_writer import dotted, dump, inline
 
 __all__ = ["FORMAT", "Document", "Place", "read", "read_text"]
 

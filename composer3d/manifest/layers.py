@@ -11,8 +11,8 @@ import tomli
 
 from composer3d.errors import Problem
 from composer3d.manifest.positions import KeyPath, NestedTooDeeply, locate, split_key
-from composer3d.manifest.writer import dotted
-from composer3d.secret import HIDDEN, hide_passwords, names_a_secret
+from composer3d.manifest.secret import HIDDEN, hide_passwords, names_a_secret
+from composer3d.manifest.toml_writer import dotted
 
 __all__ = ["SUGAR_TABLES", "Layer", "Place", "merge", "override", "parse"]
 

@@ -14,8 +14,8 @@ from composer3d.manifest.document import Document, read
 from composer3d.manifest.habits import explained
 from composer3d.manifest.references import resolve_reference
 from composer3d.manifest.tables import CORE_TABLES, MeshTable, ModelTable, TrainTable, mesh_table, validate
+from composer3d.manifest.toml_writer import dotted
 from composer3d.manifest.validation import secret_paths
-from composer3d.manifest.writer import dotted
 from composer3d.registry import FAMILIES, Catalogue, Registered, info_of
 
 __all__ = ["InspectedManifest", "Manifest", "inspect_manifest", "load_manifest", "type_manifest"]

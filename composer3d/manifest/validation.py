@@ -15,9 +15,9 @@ from pydantic_core.core_schema import ErrorType
 from composer3d.errors import Problem, did_you_mean
 from composer3d.manifest.descriptions import describe_keys, fields
 from composer3d.manifest.positions import KeyPath
+from composer3d.manifest.secret import HIDDEN, Secret, hide, names_a_secret
+from composer3d.manifest.toml_writer import dotted, inline
 from composer3d.manifest.wording import alternatives, bare, choices, count, describe, expected
-from composer3d.manifest.writer import dotted, inline
-from composer3d.secret import HIDDEN, Secret, hide, names_a_secret
 
 if TYPE_CHECKING:
     from composer3d.manifest.document import Document

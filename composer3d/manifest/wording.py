@@ -10,8 +10,8 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from composer3d.manifest.descriptions import fields
-from composer3d.manifest.writer import inline
-from composer3d.secret import WANTED, Secret
+from composer3d.manifest.secret import WANTED, Secret
+from composer3d.manifest.toml_writer import inline
 
 __all__ = ["alternatives", "bare", "choices", "count", "describe", "expected"]
 

@@ -28,8 +28,8 @@ _TRANSPARENT = (
     "torch.",
     f"{__name__}.",
     "composer3d.torch_compat.",
-    "composer3d.object_exchange.",
-    "composer3d.proof.arithmetic.",
+    "composer3d.processes.json_exchange.",
+    "composer3d.verification.arithmetic.",
     "contextlib.",
 )
 

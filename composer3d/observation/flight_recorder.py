@@ -24,9 +24,9 @@ from types import MappingProxyType
 from typing import Any
 
 from composer3d import torch_compat
-from composer3d.diagnosis import Account, Collective, diagnose
 from composer3d.errors import StepError
 from composer3d.mesh import Layout
+from composer3d.observation.hang_report import Account, Collective, diagnose
 
 __all__ = ["Flight", "Groups", "collectives", "lost_a_peer"]
 

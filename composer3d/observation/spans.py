@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.context import RunContext
-    from composer3d.protocol import Recorder
+    from composer3d.interfaces import Recorder
 
 Span = Callable[..., AbstractContextManager[None]]
 

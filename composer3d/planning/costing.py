@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.batch import tensors, units_of
 from composer3d.errors import ComposerError
 from composer3d.mesh import Role
 from composer3d.planning.costs.time_report import time_report
 from composer3d.planning.costs.timing import estimate, training
 from composer3d.planning.tracing.traced import RankTrace
+from composer3d.step.microbatches import tensors, units_of
 
 if TYPE_CHECKING:
+    from composer3d.interfaces import Action
     from composer3d.mesh import Layout
     from composer3d.planning.hardware.cluster import Hardware
-    from composer3d.planning.tracing.composing import Job
-    from composer3d.protocol import Action
+    from composer3d.planning.tracing.fake_composition import Job
 
 __all__ = ["Budget", "advice_on", "time_of"]
 

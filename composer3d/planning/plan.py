@@ -11,17 +11,17 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import ComposerError
 from composer3d.planning.costing import Budget, advice_on, time_of
 from composer3d.planning.costs.allocator import Allocation, Verdict, allocate, judge
-from composer3d.planning.costs.pipeline import PipelinePlan, plan_pipeline
+from composer3d.planning.costs.pipeline_time import PipelinePlan, plan_pipeline
 from composer3d.planning.schedules.simulation import Costs, peak_held, simulate
-from composer3d.planning.tracing.roles import RankChoice, chosen_ranks
+from composer3d.planning.tracing.rank_roles import RankChoice, chosen_ranks
+from composer3d.planning.tracing.rank_tracer import Tracer
 from composer3d.planning.tracing.traced import RankTrace
-from composer3d.planning.tracing.tracer import Tracer
 
 if TYPE_CHECKING:
+    from composer3d.interfaces import Action
     from composer3d.mesh import Layout
     from composer3d.planning.hardware.cluster import Hardware
-    from composer3d.planning.tracing.composing import Job
-    from composer3d.protocol import Action
+    from composer3d.planning.tracing.fake_composition import Job
 
 __all__ = ["Plan", "RankPlan", "enough_microbatches", "make_plan"]
 

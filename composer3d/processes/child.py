@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer3d.errors import ComposerError
-from composer3d.machine_errors import machine_error
+from composer3d.runner.machine_errors import machine_error
 
 __all__ = ["Child", "ChildError"]
 
@@ -35,7 +35,7 @@ class Child:
     """
 
     def __init__(self, function: Callable[[], Mapping[str, Any]]) -> None:
-        from composer3d.forking import fork, refuse_unsafe_fork
+        from composer3d.processes.forking import fork, refuse_unsafe_fork
 
         refuse_unsafe_fork()
         self._reader, writer = os.pipe()

@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from composer3d.errors import ForkError
-from composer3d.private_folder import open_private, user_folder
+from composer3d.processes.private_folder import open_private, user_folder
 from composer3d.torch_compat import lazy_modules, start_autograd
 
 __all__ = ["Gate", "die_with", "fork", "limit_ranks", "prewarm", "refuse_unsafe_fork"]

@@ -8,7 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from composer3d import torch_compat
-from composer3d.rendezvous import keep_to_loopback, meeting_point
+from composer3d.processes.rendezvous import keep_to_loopback, meeting_point
 
 if TYPE_CHECKING:
     import torch

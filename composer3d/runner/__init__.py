@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.runner.tables import TABLES
+from composer3d.runner.runner_tables import TABLES
 from composer3d.runner.trainer import Outcome, output_folder, train
 
 __all__ = ["TABLES", "Outcome", "output_folder", "train"]

@@ -10,7 +10,7 @@ from composer3d.errors import ManifestError
 
 if TYPE_CHECKING:
     from composer3d.manifest import Manifest
-    from composer3d.runner.tables import TrainTable
+    from composer3d.runner.runner_tables import TrainTable
 
 __all__ = ["BatchSize"]
 
@@ -22,7 +22,7 @@ class BatchSize:
         table: `[train]`.
         degree: Data-parallel degree.
 
-    >>> from composer3d.runner.tables import BatchRampTable, TrainTable
+    >>> from composer3d.runner.runner_tables import BatchRampTable, TrainTable
     >>> ramp = BatchRampTable(start=2, step=4, every=3)
     >>> sizes = BatchSize(TrainTable(steps=9, global_batch=8, batch_ramp=ramp), degree=1)
     >>> [sizes.of(step) for step in range(8)], sizes.position_of(8)

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from composer3d.errors import CheckpointError, ComposerError, ManifestError
-from composer3d.flight import lost_a_peer
-from composer3d.machine_errors import machine_error
+from composer3d.observation.flight_recorder import lost_a_peer
+from composer3d.runner.machine_errors import machine_error
 from composer3d.runner.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
@@ -28,7 +28,7 @@ _SHORT = 10_000  # characters of a message, and of a traceback
 
 _LAUNCHER_FILES = (
     "/composer3d/runner/rank.py",
-    "/composer3d/runner/launch.py",
+    "/composer3d/runner/launcher.py",
     "/torch/distributed/elastic/",
     "/torch/multiprocessing/",
 )
@@ -344,7 +344,9 @@ def _short(other: FailureReport) -> str:
 
 
 def _where(output: Path) -> str:
-    from composer3d.checkpoint.folder import latest  # the package imports torch, which no report needs before this
+    from composer3d.checkpoint.checkpoint_folder import (
+        latest,  # the package imports torch, which no report needs before this
+    )
 
     try:
         checkpoint = latest(output / "checkpoints")

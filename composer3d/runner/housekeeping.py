@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from composer3d import Composition
     from composer3d.manifest import Manifest
-    from composer3d.runner.tables import RunTable
+    from composer3d.runner.runner_tables import RunTable
 
 __all__ = [
     "GarbageCollection",

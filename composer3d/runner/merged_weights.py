@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.checkpoint import TensorInfo
+    from composer3d.composition.preparing import Preparation
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
-    from composer3d.preparation import Preparation
 
 __all__ = ["MergedWeights", "prepared"]
 
@@ -98,9 +98,9 @@ def prepared(path: Path) -> Preparation:
     """
     import torch
 
-    from composer3d.preparation import prepare
+    from composer3d.composition.preparing import prepare
     from composer3d.runner.data import open_source
-    from composer3d.runner.model import ModelFactory
+    from composer3d.runner.model_factory import ModelFactory
     from composer3d.runner.tokenizer import with_tokenizer
 
     run = path.resolve().parent.parent
@@ -121,7 +121,7 @@ def prepared(path: Path) -> Preparation:
 def _manifest(run: Path) -> Manifest:
     """Return a run's manifest, its paths and references counted from where it was written."""
     from composer3d.manifest import read, type_manifest
-    from composer3d.runner.tables import TABLES
+    from composer3d.runner.runner_tables import TABLES
 
     described = run / "environment.json"
     if not (run / "manifest.toml").is_file() or not described.is_file():

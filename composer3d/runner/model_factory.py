@@ -18,8 +18,8 @@ from composer3d.errors import (
     is_interrupt,
 )
 from composer3d.manifest import Manifest, resolve_reference
-from composer3d.runner.loss import make_loss
-from composer3d.secret import hide
+from composer3d.manifest.secret import hide
+from composer3d.runner.loss_functions import make_loss
 
 if TYPE_CHECKING:
     from torch import nn

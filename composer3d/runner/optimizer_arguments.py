@@ -10,7 +10,7 @@ from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from composer3d.runner.tables import OptimizerTable
+    from composer3d.runner.runner_tables import OptimizerTable
 
 __all__ = ["refused_arguments"]
 

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem
-from composer3d.in_backward import exclusions
 from composer3d.manifest import Manifest, resolve_reference
-from composer3d.regular_expressions import search
+from composer3d.manifest.regular_expressions import search
+from composer3d.step.optimizer_in_backward import exclusions
 
 if TYPE_CHECKING:
     import torch
 
     from composer3d import Composition, RunContext
-    from composer3d.runner.tables import OptimizerTable
+    from composer3d.runner.runner_tables import OptimizerTable
 
 __all__ = ["describe_groups", "in_backward_problems", "make_optimizer", "optimizer_class"]
 

@@ -24,7 +24,7 @@ def find_form(path: Path) -> tuple[ExportForm, Callable[[], Mapping[str, Any]] |
         CheckpointError: No plugin of the run says, or the run's manifest is gone.
         ManifestError: It does not fit any more.
     """
-    from composer3d.cli.merging import prepared
+    from composer3d.runner.merged_weights import prepared
 
     context = prepared(path).context
     if context.export_form is None:

@@ -13,9 +13,9 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from composer3d.private_folder import user_folder
+from composer3d.processes.private_folder import user_folder
+from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause
 from composer3d.runner.progress import LastSeen, Progress, attempt_folder
-from composer3d.runner.report import Ending, FailureReport, read_failures, root_cause
 
 __all__ = ["rank_main", "under_torchrun"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint
 from composer3d.errors import CheckpointError
-from composer3d.object_exchange import broadcast_json
+from composer3d.processes.json_exchange import broadcast_json
 
 if TYPE_CHECKING:
     from composer3d import Composition

@@ -10,8 +10,8 @@ from pydantic import Field, ValidationError, model_validator
 
 from composer3d.huggingface.model import Dtype, Weights
 from composer3d.manifest import tables as core
+from composer3d.manifest.regular_expressions import Expression, SlowExpression
 from composer3d.manifest.tables import table
-from composer3d.regular_expressions import Expression, SlowExpression
 from composer3d.runner.data import DataTable
 from composer3d.runner.loss_table import LossTable
 

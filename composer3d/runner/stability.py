@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
-    from composer3d.runner.tables import StabilityTable
+    from composer3d.runner.runner_tables import StabilityTable
 
 __all__ = ["Stability", "StabilityError"]
 

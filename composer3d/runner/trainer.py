@@ -12,8 +12,7 @@ from composer3d import checkpoint
 from composer3d.errors import DataError, ManifestError, ReferenceFailure
 from composer3d.runner.batch_size import BatchSize
 from composer3d.runner.blackbox import BlackBox
-from composer3d.runner.clock import StepClock
-from composer3d.runner.data.agreement import agree_on_data, compare_streams
+from composer3d.runner.data.data_agreement import agree_on_data, compare_streams
 from composer3d.runner.display import Display
 from composer3d.runner.ema import EMA
 from composer3d.runner.evaluation_metrics import EvaluationMetrics
@@ -28,11 +27,12 @@ from composer3d.runner.housekeeping import (
 )
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
 from composer3d.runner.metrics import MetricsFile
-from composer3d.runner.model import ModelFactory
+from composer3d.runner.model_factory import ModelFactory
 from composer3d.runner.progress import Progress, RunPhase
 from composer3d.runner.resume import RunState, choose_checkpoint, clear_for, planned_steps_of, refuse_changes, step_of
 from composer3d.runner.signals import Preemption
 from composer3d.runner.stability import Stability
+from composer3d.runner.step_times import StepClock
 from composer3d.runner.tokenizer import with_tokenizer
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class Trainer:
     def __init__(self, manifest: Manifest, stack: contextlib.ExitStack, *, silent: bool = False) -> None:
         from composer3d import compose
         from composer3d.runner.data import example_of, open_source
-        from composer3d.runner.optimizer import make_optimizer
+        from composer3d.runner.optimizer_groups import make_optimizer
 
         manifest = with_tokenizer(manifest)
         tables, seed = manifest.tables, manifest.train.seed

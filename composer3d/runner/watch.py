@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal, NoReturn
 
+from composer3d.runner.failures import Ending, FailureKind, FailureReport, root_cause
 from composer3d.runner.progress import LastSeen, RunPhase, left_reason
-from composer3d.runner.report import Ending, FailureKind, FailureReport, root_cause
 from composer3d.runner.signals import ParentSignals, kill
 
 __all__ = ["POLL_S", "Ended", "Outcome", "Restart", "Watch"]

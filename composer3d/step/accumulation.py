@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from composer3d.protocol import Batch, LossFunction
+from composer3d.interfaces import Batch, LossFunction
 
 if TYPE_CHECKING:
     from composer3d.context import RunContext

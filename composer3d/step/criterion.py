@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from composer3d.batch import tensors
 from composer3d.errors import LossError
-from composer3d.loss import Reduction, as_loss, count_valid, other_padding, reduction_of
-from composer3d.protocol import Batch, Loss, LossFunction
+from composer3d.interfaces import Batch, Loss, LossFunction
+from composer3d.step.loss import Reduction, as_loss, count_valid, other_padding, reduction_of
+from composer3d.step.microbatches import tensors
 
 __all__ = ["Criterion"]
 

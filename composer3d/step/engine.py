@@ -6,20 +6,20 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import gradients
-from composer3d.batch import cut
-from composer3d.criterion import Criterion
 from composer3d.errors import StepError
-from composer3d.evaluation import let_go
-from composer3d.flight import Flight
-from composer3d.guard import Guard
-from composer3d.in_backward import BackwardStepper
-from composer3d.ledger import Ledger
-from composer3d.loop_state import Decided, LoopState
-from composer3d.own_forward import OwnForward
-from composer3d.own_steps import OwnSteps
-from composer3d.protocol import Batch, GradScaler
-from composer3d.step_state import StepState
+from composer3d.interfaces import Batch, GradScaler
+from composer3d.observation.flight_recorder import Flight
+from composer3d.step import gradients
+from composer3d.step.criterion import Criterion
+from composer3d.step.evaluation import let_go
+from composer3d.step.guard import Guard
+from composer3d.step.ledger import Ledger
+from composer3d.step.loop_state import Decided, LoopState
+from composer3d.step.microbatches import cut
+from composer3d.step.optimizer_in_backward import BackwardStepper
+from composer3d.step.own_forward import OwnForward
+from composer3d.step.own_steps import OwnSteps
+from composer3d.step.step_state import StepState
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
-    from composer3d.streams import Streams
+    from composer3d.step.random_streams import Streams
 
 __all__ = ["StepEngine"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer3d.protocol import Part
+from composer3d.interfaces import Part
 
 if TYPE_CHECKING:
     from torch import Tensor

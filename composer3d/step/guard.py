@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.batch import Digest
 from composer3d.errors import StepError
-from composer3d.loop_state import Decided, same_pieces, same_stage
 from composer3d.mesh import Layout, Role
-from composer3d.object_exchange import all_gather_json
+from composer3d.processes.json_exchange import all_gather_json
+from composer3d.step.loop_state import Decided, same_pieces, same_stage
+from composer3d.step.microbatches import Digest
 
 if TYPE_CHECKING:
     import torch

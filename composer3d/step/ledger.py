@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from composer3d import gradients
-from composer3d.protocol import Loss
+from composer3d.interfaces import Loss
+from composer3d.step import gradients
 
 if TYPE_CHECKING:
     import torch

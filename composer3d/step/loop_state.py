@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d.gradients import local
 from composer3d.mesh import Layout, Role
+from composer3d.step.gradients import local
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
-from composer3d.protocol import Loss
+from composer3d.interfaces import Loss
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import QueryError
-from composer3d.protocol import Metric
+from composer3d.interfaces import Metric
 
 if TYPE_CHECKING:
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.errors import BatchError
-from composer3d.protocol import Batch
+from composer3d.interfaces import Batch
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import PatternError, StepError
-from composer3d.regular_expressions import Expression
+from composer3d.manifest.regular_expressions import Expression
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import gradients
 from composer3d.errors import PluginError, StepError
+from composer3d.step import gradients
 from composer3d.transform import StepAction, StepPoint
 
 if TYPE_CHECKING:

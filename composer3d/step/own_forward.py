@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from composer3d.batch import tensors
 from composer3d.errors import LossError
-from composer3d.loss import Reduction, as_loss, reduction_of, without_factors
-from composer3d.protocol import Loss
+from composer3d.interfaces import Loss
+from composer3d.step.loss import Reduction, as_loss, reduction_of, without_factors
+from composer3d.step.microbatches import tensors
 
 __all__ = ["OwnForward"]
 

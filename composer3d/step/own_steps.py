@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable
 
 from composer3d.errors import StepError
-from composer3d.step_state import StepState
+from composer3d.step.step_state import StepState
 
 __all__ = ["OwnSteps"]
 

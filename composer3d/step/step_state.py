@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from composer3d.protocol import Part
+from composer3d.interfaces import Part
 
 if TYPE_CHECKING:
     import torch

@@ -8,14 +8,14 @@ others to try: `pairwise`.
 
 from __future__ import annotations
 
-from composer3d.testing.collectives import Collective, Collectives, count_collectives
+from composer3d.observation.collectives import Collective, Collectives, count_collectives
 from composer3d.testing.combining import Combined, Refused, combine
 from composer3d.testing.covering import pairwise
-from composer3d.testing.options import Options, Row, installed_options, owners_of
+from composer3d.testing.fake_world import fake_world
 from composer3d.testing.parity import assert_gradients_equal, full, gather_full
-from composer3d.testing.proving import Parity, assert_parity
+from composer3d.testing.plugin_options import Options, Row, installed_options, owners_of
 from composer3d.testing.ranks import run_ranks
-from composer3d.testing.worlds import fake_world
+from composer3d.testing.verifying import Parity, assert_parity
 
 __all__ = [
     "Collective",

@@ -13,7 +13,7 @@ from itertools import combinations
 from typing import Any, TypeAlias
 
 from composer3d.testing.covering import pairwise
-from composer3d.testing.options import DEFAULT, OFF, ON, Options, Row, plugin_of
+from composer3d.testing.plugin_options import DEFAULT, OFF, ON, Options, Row, plugin_of
 
 __all__ = ["Combined", "Refused", "combine", "uncovered"]
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from composer3d.object_exchange import all_gather_json
+from composer3d.processes.json_exchange import all_gather_json
 
 __all__ = ["assert_gradients_equal", "full", "gather_full"]
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from composer3d.errors import RankError
-from composer3d.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
-from composer3d.rendezvous import keep_to_loopback
+from composer3d.processes.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.processes.rendezvous import keep_to_loopback
 
 __all__ = ["run_ranks"]
 

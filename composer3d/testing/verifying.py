@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.batch import cut, tensors
+from composer3d.composition.sampling import local_slice
 from composer3d.errors import BatchError, InitialisationError, RankError
+from composer3d.interfaces import Batch
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
-from composer3d.protocol import Batch
-from composer3d.sampling import local_slice
+from composer3d.step.microbatches import cut, tensors
 from composer3d.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
     from torch import nn
 
     from composer3d import Manifest
-    from composer3d.proof import Subject, Verdict
-    from composer3d.protocol import Example, LossFunction
+    from composer3d.interfaces import Example, LossFunction
+    from composer3d.verification import Subject, Verdict
 
 __all__ = ["Parity", "assert_parity"]
 
@@ -113,9 +113,9 @@ def _prove(
     """Prove on forked ranks, once it is known that the batch can be cut for them."""
     __tracebackhide__ = True
     # Here, because the proof is written on this package's own parts.
-    from composer3d.preparation import layout_of
-    from composer3d.proof import prove
+    from composer3d.composition.preparing import layout_of
     from composer3d.registry import Hooks
+    from composer3d.verification import prove
 
     layout, size = layout_of(typed, Hooks(typed.plugins), world_size=world_size), typed.train.microbatch
     degree = layout.degree(Role.BATCH)
@@ -168,7 +168,7 @@ def _subject(
 ) -> Subject:
     import torch
 
-    from composer3d.proof import Subject
+    from composer3d.verification import Subject
 
     return Subject(
         manifest=manifest,

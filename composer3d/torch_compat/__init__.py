@@ -1,12 +1,23 @@
 """Every private or version-dependent torch name that composer3d and its plugins use, each with its reason and a test.
 
-torch 2.11 to 2.15. A name that disappears fails in tests/core/test_torch_compat.py, and nowhere else.
+torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torch_compat.py, and nowhere else.
 """
 
 from __future__ import annotations
 
 from composer3d.torch_compat.buckets import watch_buckets
 from composer3d.torch_compat.compiling import compile_module, trace_quantisers
+from composer3d.torch_compat.fake_tensors import (
+    active_fake_mode,
+    device_question,
+    fake_tensors,
+    is_in_place,
+    is_view,
+    lone_buckets,
+    lone_pipeline,
+    watch_storages,
+    with_values,
+)
 from composer3d.torch_compat.layouts import (
     ShardOf,
     clear_sharding_caches,
@@ -43,6 +54,7 @@ from composer3d.torch_compat.modes import (
     traceable,
     without_torch_functions,
 )
+from composer3d.torch_compat.operator_shapes import ResultMemory
 from composer3d.torch_compat.pipelines import (
     custom_pipeline_schedule,
     held_graph,
@@ -69,7 +81,6 @@ from composer3d.torch_compat.processes import (
     reduce_scatter_single,
     set_group_timeout,
 )
-from composer3d.torch_compat.shapes import ResultMemory
 from composer3d.torch_compat.tensors import (
     allocate,
     dump_memory_history,
@@ -92,17 +103,6 @@ from composer3d.torch_compat.tensors import (
     unviewed,
     with_attributes_of,
     written_tensors,
-)
-from composer3d.torch_compat.tracing import (
-    active_fake_mode,
-    device_question,
-    fake_tensors,
-    is_in_place,
-    is_view,
-    lone_buckets,
-    lone_pipeline,
-    watch_storages,
-    with_values,
 )
 from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import scalar_parameters

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from composer3d.torch_compat.modes import start_autograd
-from composer3d.torch_compat.shapes import ResultMemory
+from composer3d.torch_compat.operator_shapes import ResultMemory
 
 __all__ = [
     "active_fake_mode",

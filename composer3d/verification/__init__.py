@@ -7,11 +7,11 @@ then in the run's own dtypes, and so are copies, random streams and collectives.
 
 from __future__ import annotations
 
-from composer3d.proof.manifest_run import read_manifest, subject_of
-from composer3d.proof.proving import prove
-from composer3d.proof.report import to_json, to_text
-from composer3d.proof.shrinking import shrink
-from composer3d.proof.subject import Subject
-from composer3d.proof.verdict import Verdict
+from composer3d.verification.manifest_run import read_manifest, subject_of
+from composer3d.verification.shrink import shrink
+from composer3d.verification.subject import Subject
+from composer3d.verification.verdict import Verdict
+from composer3d.verification.verdict_report import to_json, to_text
+from composer3d.verification.verify import prove
 
 __all__ = ["Subject", "Verdict", "prove", "read_manifest", "shrink", "subject_of", "to_json", "to_text"]

@@ -10,12 +10,12 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer3d.batch import to_device
 from composer3d.initialisation import named_tensors, reachable_tensors
-from composer3d.proof.arithmetic import in_double_precision
-from composer3d.proof.comparison import EXACT, difference, relative, scale_of
-from composer3d.proof.one_device import alone, as_loss_of, count_of, microbatches, objective_of
-from composer3d.proof.subject import Subject
+from composer3d.step.microbatches import to_device
+from composer3d.verification.arithmetic import in_double_precision
+from composer3d.verification.comparison import EXACT, difference, relative, scale_of
+from composer3d.verification.one_device import alone, as_loss_of, count_of, microbatches, objective_of
+from composer3d.verification.subject import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

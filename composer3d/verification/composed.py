@@ -8,25 +8,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.gradients import local
 from composer3d.mesh import Role
-from composer3d.proof.comparison import Limits, difference, fit
-from composer3d.proof.derived import stale_values
-from composer3d.proof.deviations import Deviation, deviations_of, gathered
-from composer3d.proof.explaining import averages_of, digits_of, late_ones, leftovers_of, updates_of
-from composer3d.proof.gains import Gain, gains_of
-from composer3d.proof.one_device import of_dtype
-from composer3d.proof.reached import noting_reached
-from composer3d.proof.reference import Reference, ReferenceStep
-from composer3d.proof.replicas import Holding, held_buffers, held_tensors, saved_buffers
-from composer3d.proof.subject import Arithmetic, Subject
+from composer3d.step.gradients import local
+from composer3d.verification.causes.explaining import averages_of, digits_of, late_ones, leftovers_of, updates_of
+from composer3d.verification.causes.gains import Gain, gains_of
+from composer3d.verification.comparison import Limits, difference, fit
+from composer3d.verification.derived import stale_values
+from composer3d.verification.deviations import Deviation, deviations_of, gathered
+from composer3d.verification.one_device import of_dtype
+from composer3d.verification.reached_parameters import noting_reached
+from composer3d.verification.reference import Reference, ReferenceStep
+from composer3d.verification.replicas import Holding, held_buffers, held_tensors, saved_buffers
+from composer3d.verification.subject import Arithmetic, Subject
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
     from composer3d import Batch, Composition
-    from composer3d.proof.subject import Averages
+    from composer3d.verification.subject import Averages
 
 __all__ = ["RankStep", "RankSteps", "run_composed"]
 
@@ -264,7 +264,7 @@ def _step(
     keep: Path | None,
     beginning: _Beginning,
 ) -> RankStep:
-    from composer3d.batch import Digest
+    from composer3d.step.microbatches import Digest
 
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)

@@ -8,22 +8,22 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from composer3d.batch import to_device
 from composer3d.mesh import Layout
-from composer3d.proof.activations import Output, Outputs, watched_loss, watching
-from composer3d.proof.one_device import of_dtype
-from composer3d.proof.subject import Subject
+from composer3d.step.microbatches import to_device
+from composer3d.verification.causes.activations import Output, Outputs, watched_loss, watching
+from composer3d.verification.one_device import of_dtype
+from composer3d.verification.subject import Subject
 
 if TYPE_CHECKING:
     import torch
 
     from composer3d import Composition
-    from composer3d.testing.collectives import Collective
+    from composer3d.observation.collectives import Collective
 
 __all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes", "trace_step"]
 
 # What the step itself agrees on, whatever the plugins: counts, losses, the norm.
-_AGREEMENTS = ("composer3d.guard.", "composer3d.ledger.", "composer3d.gradients.total_norm")
+_AGREEMENTS = ("composer3d.guard.", "composer3d.step.ledger.", "composer3d.step.gradients.total_norm")
 # How many steps are run before one is counted: pipelines learn shapes in their first, and reducers their buckets.
 _WARM_UP = 1
 
@@ -83,7 +83,7 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
     """
     import torch
 
-    from composer3d.testing.collectives import count_collectives
+    from composer3d.observation.collectives import count_collectives
 
     messages: list[Any] = []
     outputs: dict[str, list[Output]] = {}
@@ -113,7 +113,7 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
         rank: The one to be.
         messages: What this rank's real run was sent as Python objects, in order: shapes, which nobody sends here.
     """
-    from composer3d.testing.worlds import fake_world
+    from composer3d.testing.fake_world import fake_world
 
     with fake_world(world_size, rank), _received(messages, replay=True):
         return count_step(subject, alone=True)[0]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ManifestError
-from composer3d.proof.subject import Subject
-from composer3d.protocol import Batch
+from composer3d.interfaces import Batch
+from composer3d.verification.subject import Subject
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,11 +48,11 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         scratch: Where prepared data may lie. It is the caller's to remove: ranks do not live to the end of their
             interpreter, and a rank that is killed removes nothing.
     """
+    from composer3d.processes.process_group import default_device
     from composer3d.runner.data import example_of
     from composer3d.runner.ema import EMA
-    from composer3d.runner.model import ModelFactory
-    from composer3d.runner.optimizer import make_optimizer
-    from composer3d.world import default_device
+    from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner.optimizer_groups import make_optimizer
 
     manifest = read_manifest(source, overrides)
     opened, read = _reader(manifest, scratch)

@@ -11,11 +11,11 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint
-from composer3d.batch import cut, map_tensors, to_device
-from composer3d.loss import as_loss, count_valid, reduction_of
-from composer3d.proof.subject import Arithmetic, Kept, Subject, without_plugins
-from composer3d.protocol import Batch, Loss
+from composer3d.interfaces import Batch, Loss
+from composer3d.step.loss import as_loss, count_valid, reduction_of
+from composer3d.step.microbatches import cut, map_tensors, to_device
 from composer3d.testing.parity import full
+from composer3d.verification.subject import Arithmetic, Kept, Subject, without_plugins
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -8,14 +8,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from composer3d.evaluation import let_go
-from composer3d.gradients import local
-from composer3d.proof.gains import Gain, gains_of
-from composer3d.proof.one_device import alone, copies, count_of, loss_of, microbatches, objective_of, rest_of_divisor
-from composer3d.proof.replicas import saved_buffers
-from composer3d.proof.rounding import larger, noise, rounding, signs, unrepeatable
-from composer3d.proof.subject import Arithmetic, Subject
+from composer3d.step.evaluation import let_go
+from composer3d.step.gradients import local
 from composer3d.torch_compat import is_wrapper_subclass
+from composer3d.verification.causes.gains import Gain, gains_of
+from composer3d.verification.one_device import (
+    alone,
+    copies,
+    count_of,
+    loss_of,
+    microbatches,
+    objective_of,
+    rest_of_divisor,
+)
+from composer3d.verification.replicas import saved_buffers
+from composer3d.verification.rounding import larger, noise, rounding, signs, unrepeatable
+from composer3d.verification.subject import Arithmetic, Subject
 
 if TYPE_CHECKING:
     import torch

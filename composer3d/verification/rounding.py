@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from composer3d.proof.comparison import COMPARED, difference, scale_of
+from composer3d.verification.comparison import COMPARED, difference, scale_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from composer3d.proof.reference import Reference
+    from composer3d.verification.reference import Reference
 
 __all__ = ["larger", "noise", "rounding", "signs", "unrepeatable"]
 

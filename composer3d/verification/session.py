@@ -10,20 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
-from composer3d.proof.activations import Outputs
-from composer3d.proof.as_written import AS_WRITTEN, Written, as_written
-from composer3d.proof.communication import Counted, count_step, trace_step
-from composer3d.proof.comparison import Limits, tolerances
-from composer3d.proof.composed import RankSteps, run_composed
-from composer3d.proof.gains import Gain
-from composer3d.proof.mixing import NOT_MIXED, Mixing, mixing
-from composer3d.proof.one_device import of_dtype
-from composer3d.proof.probes import first_outputs
-from composer3d.proof.reached import Uneven, noting_reached, uneven
-from composer3d.proof.reference import Reference, make_reference
-from composer3d.proof.streams import Drawn, recording
-from composer3d.proof.subject import Arithmetic, Subject, without_plugins
-from composer3d.proof.weighing import Weights, bias_rank, weighing_rank
+from composer3d.verification.as_written import AS_WRITTEN, Written, as_written
+from composer3d.verification.causes.activations import Outputs
+from composer3d.verification.causes.gains import Gain
+from composer3d.verification.causes.microbatch_weights import Weights, bias_rank, weighing_rank
+from composer3d.verification.causes.mixed_samples import NOT_MIXED, Mixing, mixing
+from composer3d.verification.causes.probes import first_outputs
+from composer3d.verification.causes.random_draws import Drawn, recording
+from composer3d.verification.comparison import Limits, tolerances
+from composer3d.verification.composed import RankSteps, run_composed
+from composer3d.verification.expected_collectives import Counted, count_step, trace_step
+from composer3d.verification.one_device import of_dtype
+from composer3d.verification.reached_parameters import Uneven, noting_reached, uneven
+from composer3d.verification.reference import Reference, make_reference
+from composer3d.verification.subject import Arithmetic, Subject, without_plugins
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -162,7 +162,7 @@ def reference_rank(
     """Run the reference in every arithmetic and leave it in files; on the only rank of a world."""
     import torch
 
-    from composer3d.world import join_world
+    from composer3d.processes.process_group import join_world
 
     subject = make_subject()
     join_world(subject.device)
@@ -196,7 +196,7 @@ def reference_rank(
 
 def _draw_alone(subject: Subject, degree: int) -> Drawn:
     """Record what one device draws in its second step, in micro-batches of the run's size."""
-    from composer3d.batch import cut, to_device
+    from composer3d.step.microbatches import cut, to_device
 
     found = Drawn()
     with subject.composed("float64", without_plugins(subject.manifest), draws=True) as run:
@@ -220,7 +220,7 @@ def composed_rank(
     import torch
     import torch.distributed as dist
 
-    from composer3d.world import join_world
+    from composer3d.processes.process_group import join_world
 
     # Gathering a tensor that is cut twice along one dim is slow, and torch says so on every rank.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
@@ -290,7 +290,7 @@ def _leave() -> None:
     store = torch_compat.default_store()
     dist.barrier()
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    store.set(f"composer3d/proof/{rank}", "done")
+    store.set(f"composer3d/verification/{rank}", "done")
     # A rank that leaves while another is still in the barrier would look like one that failed.
-    store.wait([f"composer3d/proof/{other}" for other in range(world_size)])
+    store.wait([f"composer3d/verification/{other}" for other in range(world_size)])
     dist.destroy_process_group()

@@ -7,14 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-from composer3d.proof.arithmetic import in_double_precision, without_random_numbers
+from composer3d.verification.arithmetic import in_double_precision, without_random_numbers
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
     from composer3d import Batch, Composition, Manifest
-    from composer3d.protocol import Example, LossFunction
+    from composer3d.interfaces import Example, LossFunction
 
 __all__ = ["Arithmetic", "Averages", "Subject", "without_plugins"]
 
@@ -97,7 +97,7 @@ class Subject:
 
     def _example(self, which: Arithmetic) -> Example | None:
         """Return the example, in float64 where all else is."""
-        from composer3d.batch import map_tensors
+        from composer3d.step.microbatches import map_tensors
 
         found = self.example() if callable(self.example) else self.example
         if found is None or which == "own":

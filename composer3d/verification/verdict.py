@@ -8,17 +8,17 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from composer3d.mesh import Layout, Role
-from composer3d.proof.activations import Difference, Outputs, first_difference
-from composer3d.proof.communication import Row, compare_collectives, silent_axes
-from composer3d.proof.comparison import relative
-from composer3d.proof.gains import multiplied
-from composer3d.proof.replicas import Drift, compare_replicas
-from composer3d.proof.streams import StreamFault, compare_streams
+from composer3d.verification.causes.activations import Difference, Outputs, first_difference
+from composer3d.verification.causes.gains import multiplied
+from composer3d.verification.causes.random_draws import StreamFault, compare_streams
+from composer3d.verification.comparison import relative
+from composer3d.verification.expected_collectives import Row, compare_collectives, silent_axes
+from composer3d.verification.replicas import Drift, compare_replicas
 
 if TYPE_CHECKING:
-    from composer3d.proof.deviations import Deviation
-    from composer3d.proof.session import RankReport, ReferenceReport
-    from composer3d.proof.weighing import Weights
+    from composer3d.verification.causes.microbatch_weights import Weights
+    from composer3d.verification.deviations import Deviation
+    from composer3d.verification.session import RankReport, ReferenceReport
 
 __all__ = ["Evidence", "Number", "TableRow", "Verdict", "gather_evidence"]
 

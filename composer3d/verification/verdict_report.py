@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from composer3d.proof.verdict import Evidence, Kind, Verdict
+from composer3d.verification.verdict import Evidence, Kind, Verdict
 
 __all__ = ["to_json", "to_text"]
 

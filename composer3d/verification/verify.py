@@ -9,11 +9,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from composer3d.mesh import Layout, Role
-from composer3d.proof.diagnosis import UNREPEATABLE, diagnose
-from composer3d.proof.reached import Uneven
-from composer3d.proof.session import Launch, RankReport, ReferenceReport, Session
-from composer3d.proof.subject import Arithmetic, Subject
-from composer3d.proof.verdict import Evidence, Verdict, failures_of, gather_evidence
+from composer3d.verification.causes.diagnose import UNREPEATABLE, diagnose
+from composer3d.verification.reached_parameters import Uneven
+from composer3d.verification.session import Launch, RankReport, ReferenceReport, Session
+from composer3d.verification.subject import Arithmetic, Subject
+from composer3d.verification.verdict import Evidence, Verdict, failures_of, gather_evidence
 
 __all__ = ["prove"]
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 from torch import distributed as dist
 
-from composer3d.checkpoint.agreement import together
+from composer3d.checkpoint.joint_failure import together
 from composer3d.errors import CheckpointError
-from composer3d.object_exchange import all_gather_json
+from composer3d.processes.json_exchange import all_gather_json
 from composer3d.testing import run_ranks
 
 

@@ -10,7 +10,7 @@ from collections import Counter
 
 import torch
 from support.corruption import KINDS, corrupt
-from support.rotation import PART
+from support.daily_part import PART
 
 from composer3d.checkpoint import contents, latest, load, save
 from composer3d.cli import main

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from composer3d.checkpoint import complete, latest, prune
+from composer3d.checkpoint.checkpoint_folder import prepare, publish, require
 from composer3d.checkpoint.checksums import digest
-from composer3d.checkpoint.folder import prepare, publish, require
 from composer3d.errors import CheckpointError
 
 
@@ -184,8 +184,8 @@ def test_reserved_names_are_refused(tmp_path, name):
 
 
 def test_reports_of_a_run_say_that_its_marker_is_damaged(tmp_path):
-    from composer3d.doctor.advice import _resume
-    from composer3d.runner.report import _where
+    from composer3d.diagnostics.doctor.advice import _resume
+    from composer3d.runner.failures import _where
 
     make(tmp_path / "checkpoints" / "step-1")
     (tmp_path / "checkpoints" / "latest").write_text("step-1")

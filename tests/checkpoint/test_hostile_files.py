@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from support.checkpoints import metadata_of, reseal, without_digests, write_metadata
+from support.damaged_checkpoints import metadata_of, reseal, without_digests, write_metadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 
 from composer3d.checkpoint import contents, load, read_state, read_tensor, save

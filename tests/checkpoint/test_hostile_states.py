@@ -8,9 +8,9 @@ import random
 
 import pytest
 import torch
-from support.checkpoints import reseal
+from support.daily_part import PART
+from support.damaged_checkpoints import reseal
 from support.models import Net, composed
-from support.rotation import PART
 
 from composer3d import ComposerError
 from composer3d.checkpoint import validated_run

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer3d.checkpoint import AsyncSaver, latest, load, prune, read_state, read_tensor, save
-from composer3d.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.processes.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
 
 # Everything by which a save changes the disk.
 OPERATIONS = ("fsync", "mkdir", "open", "rename", "replace", "rmdir", "unlink")

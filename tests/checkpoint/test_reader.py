@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpoints import metadata_of, reseal, write_metadata
+from support.damaged_checkpoints import metadata_of, reseal, write_metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from composer3d.checkpoint import TensorInfo, contents, load, read_tensor, read_tensors, save

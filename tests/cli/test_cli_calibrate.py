@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from composer3d.cli import main
-from composer3d.planning.costs.collectives import Group, collective_s
+from composer3d.planning.costs.collective_time import Group, collective_s
 from composer3d.planning.hardware.calibration import Measurement, hardware_tables, mean_of
 from composer3d.planning.hardware.cluster import load_hardware
-from composer3d.planning.hardware.reference import REFERENCES
-from composer3d.planning.hardware.rules import problems_of
+from composer3d.planning.hardware.cpu_operators import REFERENCES
+from composer3d.planning.hardware.file_rules import problems_of
 
 MEASURED = Measurement(
     device="CPU core",
@@ -62,7 +62,7 @@ def test_what_was_measured_is_in_the_file(tmp_path):
     tables = hardware_tables(MEASURED, machine="a machine", is_cpu=True)
     assert problems_of(tables) == []
     assert tables["inter"]["name"] == "not measured: as in a node"
-    from composer3d.manifest.writer import dump
+    from composer3d.manifest.toml_writer import dump
 
     (tmp_path / "mine.toml").write_text(dump(tables))
     found = load_hardware(str(tmp_path / "mine.toml"))

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from composer3d.cli.inspection import collected_rarely
+from composer3d.checking.check import collected_rarely
 from composer3d.manifest import shipped
 
 PLAN = """\

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from composer3d.cli.child import Child, ChildError
 from composer3d.errors import ComposerError, DataError
+from composer3d.processes.child import Child, ChildError
 
 
 def test_a_child_computes_and_this_process_does_not():

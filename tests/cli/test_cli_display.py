@@ -13,7 +13,7 @@ import pytest
 
 from composer3d.cli import main
 from composer3d.cli.output import coloured
-from composer3d.forking import limit_ranks
+from composer3d.processes.forking import limit_ranks
 from composer3d.runner.display import Display
 
 ARGUMENTS = ["run", "run.toml", "--set", "run.output=out", "--set", "train.steps=12"]

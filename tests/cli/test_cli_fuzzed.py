@@ -5,7 +5,7 @@ from __future__ import annotations
 import fuzz_manifests
 import fuzz_mutations
 import pytest
-from support.rotation import PART
+from support.daily_part import PART
 
 NUM_CASES = 60
 

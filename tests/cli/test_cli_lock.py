@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from composer3d.cli import main
-from composer3d.forking import limit_ranks
+from composer3d.processes.forking import limit_ranks
 
 LIMIT_S = 120
 RUN = ["run", "run.toml", "--set", "run.output=out", "--set", "checkpoint.every=5"]

@@ -8,10 +8,10 @@ import re
 import tempfile
 
 import pytest
-from support.doctoring import in_child, may_mount, mount
+from support.doctor_cases import in_child, may_mount, mount
 
 from composer3d.cli import main
-from composer3d.forking import limit_ranks
+from composer3d.processes.forking import limit_ranks
 
 ROWS = """\
 import os, resource, shutil, signal

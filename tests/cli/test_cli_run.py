@@ -9,10 +9,10 @@ import sys
 import pytest
 import torch
 
+from composer3d.checking.check import open_manifest
 from composer3d.cli import main
-from composer3d.cli.inspection import open_manifest
 from composer3d.cli.run import num_local_ranks
-from composer3d.forking import limit_ranks
+from composer3d.processes.forking import limit_ranks
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import pytest
 from support.collectors import collector
 
 from composer3d import PluginError, Secret
-from composer3d.forking import limit_ranks
 from composer3d.manifest.layers import parse
-from composer3d.secret import HIDDEN, hide
+from composer3d.manifest.secret import HIDDEN, hide
+from composer3d.processes.forking import limit_ranks
 
 LITERAL, FROM_ENV, FROM_FILE, PASSWORD = "literal-4711", "environment-4712", "file-4713", "password-4714"
 DATA = """

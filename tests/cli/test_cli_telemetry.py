@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from support.collectors import oteltap
 
 from composer3d.cli import main
-from composer3d.forking import limit_ranks
+from composer3d.processes.forking import limit_ranks
 
 TABLES = """
 [evaluation]

@@ -10,9 +10,9 @@ import tempfile
 import pytest
 
 from composer3d.cli import main
-from composer3d.forking import limit_ranks
-from composer3d.proof.manifest_run import read_manifest
-from composer3d.proof.shrinking import reduce_sizes
+from composer3d.processes.forking import limit_ranks
+from composer3d.verification.manifest_run import read_manifest
+from composer3d.verification.shrink import reduce_sizes
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from composer3d.closing import close_all
+from composer3d.composition.closing import close_all
 
 
 def failing(text, called):

@@ -249,7 +249,7 @@ def test_one_composition_after_another():
 
 
 def independent_samples():
-    run = composed('[mesh]\nsite = 2\n[communication.sites]\nuse = "support.faulty:Sites"\n[sharding.fsdp2]\n')
+    run = composed('[mesh]\nsite = 2\n[communication.sites]\nuse = "support.refused_plugins:Sites"\n[sharding.fsdp2]\n')
     return [list(indices) for _, indices in zip(range(3), run.sampler(range(24)), strict=False)]
 
 

@@ -324,7 +324,7 @@ def test_close_hears_what_ended_the_run(ranks):
 
 def close_beside_one_that_fails():
     # "broken" is closed before "every", by name.
-    failing = '[profiling.broken]\nuse = "support.faulty:FailsToClose"\n'
+    failing = '[profiling.broken]\nuse = "support.refused_plugins:FailsToClose"\n'
     run = composer3d.compose(Net, write_manifest(TEXT + PLUGIN + failing), loss_fn=sum_loss)
     log = log_of(run.context)
     with pytest.raises(OSError, match="the disk is full"):

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from support.models import Net, composed, mine, padded, seeded
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 
 from composer3d import CheckpointError, StepError
 from composer3d.testing import full, run_ranks

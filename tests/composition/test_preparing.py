@@ -11,11 +11,11 @@ from torch import nn
 
 import composer3d
 from composer3d import ManifestError, TransformError, load_manifest
-from composer3d.preparation import prepare
+from composer3d.composition.preparing import prepare
 from composer3d.testing import fake_world
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-FAULTY = '[sharding.faulty]\nuse = "support.faulty:Faulty"\n'
+FAULTY = '[sharding.faulty]\nuse = "support.refused_plugins:Faulty"\n'
 
 
 def prepared(text, model=Net, *, world_size=1, rank=0, device="cpu"):
@@ -124,7 +124,7 @@ def test_axes_without_an_owner():
 
 
 def test_an_axis_with_two_owners():
-    text = '[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n[sharding.rival]\nuse = "support.faulty:Rival"\n'
+    text = '[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n[sharding.rival]\nuse = "support.refused_plugins:Rival"\n'
     (problem,) = refused(text, world_size=2)
     assert problem.startswith("2:2: [mesh] [sharding.fsdp2] (")
     assert "run.toml:4) and [sharding.rival] (" in problem
@@ -132,7 +132,7 @@ def test_an_axis_with_two_owners():
 
 
 def test_an_axis_that_a_plugin_brings():
-    text = '[mesh]\nsite = 2\n[sharding.fsdp2]\n[communication.sites]\nuse = "support.faulty:Sites"\n'
+    text = '[mesh]\nsite = 2\n[sharding.fsdp2]\n[communication.sites]\nuse = "support.refused_plugins:Sites"\n'
     preparation = prepared(text, world_size=8, rank=5)
     assert preparation.problems == []
     assert dict(preparation.context.coordinates) == {
@@ -147,7 +147,8 @@ def test_an_axis_that_a_plugin_brings():
 
 
 def test_the_edge_of_a_node_is_a_warning():
-    text = '[mesh]\ntp = 4\ngpus_per_node = 2\n[sharding.fsdp2]\n[sharding.tensor]\nuse = "support.faulty:Tensor"\n'
+    text = "[mesh]\ntp = 4\ngpus_per_node = 2\n[sharding.fsdp2]\n[sharding.tensor]\n"
+    text += 'use = "support.refused_plugins:Tensor"\n'
     preparation = prepared(text, world_size=8)
     assert shown(preparation.problems) == ["3:1: warning: [mesh] tp = 4 reaches over the edge of a node of 2 GPUs"]
     assert [problem.severity for problem in preparation.problems] == ["warning"]
@@ -156,7 +157,8 @@ def test_the_edge_of_a_node_is_a_warning():
 
 
 def test_composing_logs_warnings_once(caplog):
-    text = '[mesh]\ntp = 4\ngpus_per_node = 2\n[sharding.tensor]\nuse = "support.faulty:Tensor"\n'
+    text = "[mesh]\ntp = 4\ngpus_per_node = 2\n[sharding.tensor]\n"
+    text += 'use = "support.refused_plugins:Tensor"\n'
     for rank in (0, 3):
         with fake_world(4, rank=rank), caplog.at_level(logging.WARNING, "composer3d"):
             composer3d.compose(Net, write_manifest(text))
@@ -173,8 +175,8 @@ def test_all_problems_at_once_with_their_lines():
         '[model]\nblocks = "leyers.*"\n'
         "[sharding.fsdp2]\nzero = 2\nreshard_after_forward = true\n"
         '[scheduling.activation_checkpoint]\nsave = ["aten.mm"]\n'
-        '[precision.gpu]\nuse = "support.faulty:OnlyGpu"\n'
-        '[communication.refuses]\nuse = "support.faulty:Refuses"\n'
+        '[precision.gpu]\nuse = "support.refused_plugins:OnlyGpu"\n'
+        '[communication.refuses]\nuse = "support.refused_plugins:Refuses"\n'
     )
     with fake_world(1), pytest.raises(ManifestError) as caught:
         composer3d.compose(Net, write_manifest(text), device="cpu")
@@ -188,7 +190,7 @@ def test_all_problems_at_once_with_their_lines():
 
 
 def test_a_plugin_for_other_devices():
-    text = '[precision.gpu]\nuse = "support.faulty:OnlyGpu"\n'
+    text = '[precision.gpu]\nuse = "support.refused_plugins:OnlyGpu"\n'
     assert problems(text) == ["2:12: [precision.gpu] gpu works on cuda and xpu, and this run is on cpu"]
     assert problems(text, device="cuda") == []
 
@@ -316,6 +318,6 @@ def test_conversions_may_add_parameters():
 
 
 def test_dtypes_that_nobody_asks_for():
-    message = applied('[precision.unheard]\nuse = "support.faulty:Unheard"\n')
+    message = applied('[precision.unheard]\nuse = "support.refused_plugins:Unheard"\n')
     assert message.startswith("[precision.unheard] (")
     assert message.endswith("run.toml:2) gives dtypes, but no plugin of this manifest applies them")

@@ -6,7 +6,7 @@ from support.models import composed
 from support.training import start, write
 
 from composer3d import RankError, StepError
-from composer3d.runner.data.agreement import agree_on_data
+from composer3d.runner.data.data_agreement import agree_on_data
 from composer3d.testing import run_ranks
 
 TEXT = {"kind": "text", "use": "/a/corpus", "sha256": "ab", "num_samples": 7}

@@ -4,10 +4,10 @@ from collections import Counter
 from itertools import accumulate
 
 import pytest
-from support.loading import RAMP, Rows, assert_same, global_batches, loader_of, ramp, ramp_position, user_source
+from support.loader_batches import RAMP, Rows, assert_same, global_batches, loader_of, ramp, ramp_position, user_source
 
+from composer3d.composition.sampling import indices
 from composer3d.runner.data import DataTable
-from composer3d.sampling import indices
 
 
 @pytest.mark.parametrize("with_lengths", [True, False])

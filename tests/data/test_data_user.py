@@ -8,7 +8,7 @@ import torch
 
 from composer3d.errors import DataError
 from composer3d.runner.data import STREAM_LOSES, DataTable, open_source
-from composer3d.runner.data.user import seeded
+from composer3d.runner.data.user_data import seeded
 from composer3d.testing import run_ranks
 
 MODULE = '''

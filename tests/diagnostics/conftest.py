@@ -1,5 +1,5 @@
 from __future__ import annotations
 
-from support.doctoring import folder, run
+from support.doctor_cases import folder, run
 
 __all__ = ["folder", "run"]

@@ -8,10 +8,10 @@ import signal
 import time
 from pathlib import Path
 
-from support.doctoring import lines, start, write
+from support.doctor_cases import lines, start, write
 
 from composer3d.cli import main
-from composer3d.doctor import examine, read_evidence
+from composer3d.diagnostics.doctor import examine, read_evidence
 from composer3d.runner.lock import attempts_of
 
 ZERO, ONE = r"rank 0 \(dp_shard 0\)", r"rank 1 \(dp_shard 1\)"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.doctoring import in_child, lines, may_mount, mount, start, write
+from support.doctor_cases import in_child, lines, may_mount, mount, start, write
 
 from composer3d.cli import main
-from composer3d.doctor.memory import told_request
-from composer3d.forking import limit_ranks
+from composer3d.diagnostics.doctor.memory_causes import told_request
+from composer3d.processes.forking import limit_ranks
 
 ZERO, ONE = r"rank 0 \(dp_shard 0\)", r"rank 1 \(dp_shard 1\)"
 ANEW = "try: there is no complete checkpoint: the next run begins anew"

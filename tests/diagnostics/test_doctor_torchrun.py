@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support.doctoring import lines, write
+from support.doctor_cases import lines, write
 
 
 @pytest.mark.slow

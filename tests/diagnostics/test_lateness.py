@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from composer3d.diagnosis import Account, Collective
-from composer3d.doctor.lateness import compare_paces
-from composer3d.doctor.reading import Span, Witness
+from composer3d.diagnostics.doctor.lateness import compare_paces
+from composer3d.diagnostics.doctor.run_folder import Span, Witness
+from composer3d.observation.hang_report import Account, Collective
 
 MS = 1_000_000
 

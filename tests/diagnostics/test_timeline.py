@@ -15,9 +15,9 @@ from support.models import Net, composed, mine, padded, seeded, sum_loss
 from support.servers import browser
 
 from composer3d.cli import main
+from composer3d.diagnostics.timeline import draw_page, measure, read_trace, statements
 from composer3d.errors import ComposerError
 from composer3d.testing import run_ranks
-from composer3d.timeline import draw_page, measure, read_trace, statements
 
 
 class Slow(Net):

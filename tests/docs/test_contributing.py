@@ -12,7 +12,7 @@ import pytest
 import test_architecture
 from support.documents import ROOT, blocks, code, files, read, table
 
-from composer3d.checkpoint import checksums, folder
+from composer3d.checkpoint import checkpoint_folder, checksums
 from composer3d.mesh import AXES
 
 CONTRIBUTING = read("CONTRIBUTING.md")
@@ -68,5 +68,5 @@ def test_words():
 
 def test_files_of_a_checkpoint():
     named = {code(row[0])[0] for row in table(CONTRIBUTING, "file", "content")}
-    assert named == {folder.METADATA, "__R_I.distcp", checksums.CHECKSUMS, folder.STATE}
-    assert f"then the file `{folder.MARKER}`" in CONTRIBUTING
+    assert named == {checkpoint_folder.METADATA, "__R_I.distcp", checksums.CHECKSUMS, checkpoint_folder.STATE}
+    assert f"then the file `{checkpoint_folder.MARKER}`" in CONTRIBUTING

@@ -23,10 +23,10 @@ from support.huggingface import make
 
 from composer3d.cli import build_parser, main
 from composer3d.errors import ManifestError
-from composer3d.forking import limit_ranks
 from composer3d.hookspecs import HookSpecs
 from composer3d.manifest import load_manifest, mesh_table
 from composer3d.manifest.descriptions import fields
+from composer3d.processes.forking import limit_ranks
 from composer3d.registry import FAMILIES, Catalogue, info_of
 from composer3d.runner import TABLES
 from composer3d.testing import run_ranks

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.daily_part import PART
 from support.huggingface import make
-from support.rotation import PART
 
 from composer3d.errors import ModelError
 from composer3d.huggingface import HuggingFaceModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from composer3d_plugins.sharding.tensor_parallel.plan import Rule
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule
 from support.huggingface import config_of, make, token_sum
 from support.models import write_manifest
 from support.tensor_parallel import AUTO, errors

@@ -8,8 +8,8 @@ import pytest
 from support.huggingface import make
 
 from composer3d.cli import main
-from composer3d.forking import limit_ranks
 from composer3d.huggingface.folder import import_transformers
+from composer3d.processes.forking import limit_ranks
 
 MANIFEST = """\
 composer3d = 1

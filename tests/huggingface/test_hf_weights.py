@@ -12,7 +12,7 @@ from support.huggingface import make
 
 from composer3d import ModelError
 from composer3d.huggingface import HuggingFaceModel
-from composer3d.huggingface.conversion import tiles
+from composer3d.huggingface.weight_names import tiles
 from composer3d.initialisation import Slab, WeightsOnDisk, materialise, record
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from composer3d import TransformError
-from composer3d.ordering import Order
+from composer3d.initialisation.parameter_order import Order
 
 
 @pytest.mark.parametrize("dim", [0, 1])

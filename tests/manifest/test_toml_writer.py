@@ -6,7 +6,7 @@ import math
 import pytest
 import tomli
 
-from composer3d.manifest.writer import dotted, dump, inline
+from composer3d.manifest.toml_writer import dotted, dump, inline
 
 VALUES = [
     True,

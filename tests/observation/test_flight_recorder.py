@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.models import composed, mine, padded
 
 from composer3d import RankError, StepError, torch_compat
-from composer3d.flight import _late, collectives
+from composer3d.observation.flight_recorder import _late, collectives
 from composer3d.testing import run_ranks
 
 TIMEOUT_S = 2.0
@@ -153,7 +153,7 @@ def late(recorded):
     group = torch_compat.group_name(run.mesh.get_group("dp_shard"))
     text = recorded[dist.get_rank()].replace('["1", "mesh_tp"]', f'["{group}", "mesh_dp_shard"]')
     _distributed_c10d._dump_nccl_trace_json = lambda **options: text
-    told, logger = [], logging.getLogger("composer3d.flight")
+    told, logger = [], logging.getLogger("composer3d.observation.flight_recorder")
     handler = logging.Handler()
     handler.emit = lambda record: told.append(record.getMessage())
     logger.addHandler(handler)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 
-from composer3d.diagnosis import Account, Collective, diagnose
 from composer3d.mesh import AXES, resolve
+from composer3d.observation.hang_report import Account, Collective, diagnose
 
 
 def row(number, op="all_reduce", size=(4,), axis="dp_shard", ranks=(0, 1)):

@@ -10,7 +10,7 @@ from support.models import composed, mine, padded
 from composer3d import torch_compat
 from composer3d.testing import run_ranks
 
-WATCHED = '[profiling.names]\nuse = "support.recording:Names"\n'
+WATCHED = '[profiling.names]\nuse = "support.recording_plugin:Names"\n'
 
 
 def step(text):

@@ -8,7 +8,7 @@ from composer3d_plugins.scheduling.activation_checkpoint import segments
 from composer3d_plugins.scheduling.activation_checkpoint.budget import Measured, Result, choose
 from support.models import Net, composed, mine, one_step, padded, seeded, sum_loss, write_manifest
 from support.offloading import PP, TP, Even, assert_same, resumed, trained
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 from torch import nn
 
 from composer3d import Batch, ManifestError, PluginError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from plugins.test_activation_checkpoint import AC, BUDGET, MODES
 from support.models import composed, seeded
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 from torch import nn
 
 from composer3d.testing import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.models import Net, composed, mine, one_step, padded, seeded, sum_loss, write_manifest
 from support.offloading import DDP, FSDP, PP, TP, Even, assert_same, resumed, trained
-from support.worlds import by_world_size, in_one_world
+from support.shared_worlds import by_world_size, in_one_world
 
 from composer3d import Batch, ManifestError
 from composer3d.testing import assert_parity, run_ranks
@@ -65,7 +65,7 @@ def test_gradients_equal_one_device_and_collectives_those_without_it(world_size,
             assert collectives == wanted and collectives
 
 
-@pytest.mark.slow  # the fast tests prove it beside cpu_offload, in tests/proof/test_proof_plugins.py
+@pytest.mark.slow  # the fast tests prove it beside cpu_offload, in tests/verification/test_verify_plugins.py
 def test_verify_passes():
     tokens, targets = padded()
     path = write_manifest(FSDP + "[mesh]\ndp_shard = 2\n" + TABLE)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support import offloading
 from support.models import Net, composed, full, mine, one_step, padded, seeded, sum_loss, write_manifest
-from support.worlds import by_world_size, in_one_world
+from support.shared_worlds import by_world_size, in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -203,7 +203,7 @@ def test_units_are_told_to_the_data_parallel_plugin():
     assert log[:5] == [("fetch", 0), ("fetch", 1), ("wait", 0), ("store", 0), ("fetch", 2)]
 
 
-# The fast tests have one in tests/proof/test_proof_plugins.py, beside activations on the host.
+# The fast tests have one in tests/verification/test_verify_plugins.py, beside activations on the host.
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["all", *OTHERS[:2]])
 def test_verify_passes(mode):

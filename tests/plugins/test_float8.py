@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.float8 import CONVERTED, NUM_LAYERS, Wide, float8, table
 from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -153,7 +153,7 @@ def test_inputs_need_not_be_contiguous():
 
 
 def test_auto_decides_as_torchao():
-    from composer3d_plugins.precision.float8.layers import is_worthwhile
+    from composer3d_plugins.precision.float8.float8_layers import is_worthwhile
     from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
     sizes = (1000, 1024, 1040, 2048, 2064, 4096, 4112)
@@ -275,7 +275,7 @@ def test_a_tied_weight_is_gathered_as_it_is():
 
 
 def kept_by_verify(text):
-    from composer3d.proof.one_device import copies
+    from composer3d.verification.one_device import copies
 
     run = composed(text, seeded(Wide))
     wrapped = {type(p.to_local()).__name__ for _, p in run.named_parameters()}

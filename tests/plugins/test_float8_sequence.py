@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.float8 import Wide, float8, table
 from support.models import composed, full, mine, seeded, sum_loss
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 from torch import nn
 
 SEQUENCE = (

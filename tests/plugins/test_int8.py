@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.lowered import (
+from support.converted_linears import (
     DATA_PARALLEL,
     NUM_LAYERS,
     PP,
@@ -24,7 +24,7 @@ from support.lowered import (
     trained,
 )
 from support.models import composed, seeded
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 
 from composer3d import ManifestError, torch_compat
 from composer3d.testing import run_ranks

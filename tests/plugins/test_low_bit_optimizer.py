@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 from support.models import composed, full, mine, padded, seeded, sum_loss
-from support.worlds import by_world_size, in_one_world
+from support.shared_worlds import by_world_size, in_one_world
 from torch import nn
 
 from composer3d import ComposerError, torch_compat

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import VOCAB, composed, full, mine, padded, seeded
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 from torch import nn
 
 from composer3d import torch_compat

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.memory import LiveBytes
+from support.live_bytes import LiveBytes
 from support.models import composed, seeded
 from torch import nn
 

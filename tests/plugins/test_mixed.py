@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import Net, composed, mine, padded, seeded, sum_loss
-from support.narrow import FLOAT16, LAYOUTS, narrow_reference
-from support.planned import Case, figures, measured, tracer_of
-from support.worlds import by_world_size, in_one_world
+from support.narrow_dtypes import FLOAT16, LAYOUTS, narrow_reference
+from support.planned_runs import Case, figures, measured, tracer_of
+from support.shared_worlds import by_world_size, in_one_world
 from torch import nn
 
 from composer3d import ManifestError

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import composed, mine, padded
-from support.narrow import FLOAT16, LAYOUTS, narrow_reference
-from support.worlds import by_world_size, in_one_world
+from support.narrow_dtypes import FLOAT16, LAYOUTS, narrow_reference
+from support.shared_worlds import by_world_size, in_one_world
 from torch.distributed.tensor import DTensor
 
 from composer3d import StepAction, StepError, StepPoint, hookimpl, plugin

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from support.lowered import (
+from support.converted_linears import (
     DATA_PARALLEL,
     PP,
     TP,
@@ -22,7 +22,7 @@ from support.lowered import (
     trained,
 )
 from support.models import composed, seeded
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 from torch import nn
 
 from composer3d import BatchError, ManifestError, torch_compat

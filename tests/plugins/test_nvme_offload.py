@@ -16,7 +16,7 @@ import torch
 from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, Range, StateFile
 from support.models import composed, full, mine, padded, seeded, sum_loss, write_manifest
 from support.offloading import DDP, FSDP, PP, TP, Even, assert_same, local, resumed, trained
-from support.worlds import by_world_size, in_one_world
+from support.shared_worlds import by_world_size, in_one_world
 
 from composer3d import Batch, ComposerError, PluginError, RankError
 from composer3d.testing import assert_parity, run_ranks

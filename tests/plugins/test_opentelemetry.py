@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.models import Net, assert_unchanged, composed, mean_loss, padded, sum_loss
 from support.telemetry import FSDP, table, train
-from support.traces import read, tree
+from support.trace_files import read, tree
 
 from composer3d import ManifestError
 from composer3d.testing import count_collectives, run_ranks

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 from support.models import Even, composed, padded, seeded
 from support.telemetry import table, train
-from support.traces import read, tree
+from support.trace_files import read, tree
 
 from composer3d.testing import count_collectives, run_ranks
 

@@ -7,10 +7,10 @@ from collections import Counter
 from functools import partial
 
 import pytest
-from composer3d_plugins.profiling.opentelemetry.recorder import Batch, DeviceClock, Record, SpanRecorder
+from composer3d_plugins.profiling.opentelemetry.span_recorder import Batch, DeviceClock, Record, SpanRecorder
 from composer3d_plugins.profiling.opentelemetry.traces import Identity, merge
 from support.telemetry import table, train
-from support.traces import read
+from support.trace_files import read
 
 from composer3d.testing import run_ranks
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.models import Net, composed, full, mine, padded, seeded, sum_loss
-from support.pipelined import Spans, assert_equal_to_one_device, beside_one_device, pipelined_step
+from support.pipeline_models import Spans, assert_equal_to_one_device, beside_one_device, pipelined_step
 
 from composer3d.testing import count_collectives, run_ranks
 
@@ -187,7 +187,7 @@ def test_collectives(schedule, tied, boundaries):
 def executed(text, degree, num_microbatches):
     """Return what this rank's stages did in a step, and what the plugin lists for it."""
     tokens, targets = padded(num_microbatches)
-    text += '[profiling.watching]\nuse = "support.pipelined:Watching"\n[train]\nmicrobatch = 1\n'
+    text += '[profiling.watching]\nuse = "support.pipeline_models:Watching"\n[train]\nmicrobatch = 1\n'
     run = composed(text, seeded(num_layers=2 * degree))
     with run.step(0):
         run.forward_backward(tokens, target=targets)

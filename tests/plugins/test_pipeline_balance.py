@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 from composer3d_plugins.scheduling.pipeline.balance import Load, balance, peak_in_flight
-from composer3d_plugins.scheduling.pipeline.rules import order_of_one_stage
+from composer3d_plugins.scheduling.pipeline.schedule_rules import order_of_one_stage
 from support.models import VOCAB, composed, seeded
 from torch import nn
 

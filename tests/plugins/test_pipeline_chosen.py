@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import VOCAB, Block, composed, seeded
-from support.pipelined import DIM, assert_equal_to_one_device, pipelined_step
+from support.pipeline_models import DIM, assert_equal_to_one_device, pipelined_step
 from torch import nn
 
 from composer3d.testing import run_ranks

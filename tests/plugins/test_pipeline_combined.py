@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from support.models import Net, composed, mine, padded, seeded
-from support.pipelined import assert_equal_to_one_device, losses_of, pipelined_step
+from support.pipeline_models import assert_equal_to_one_device, losses_of, pipelined_step
 
 from composer3d.testing import count_collectives, run_ranks
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.models import Net, composed, mine, padded, seeded
-from support.pipelined import Spans, assert_equal_to_one_device, pipelined_step
+from support.pipeline_models import Spans, assert_equal_to_one_device, pipelined_step
 
 import composer3d
 from composer3d import ManifestError
@@ -59,7 +59,7 @@ def test_gradients_with_sharding(schedule, num_microbatches):
 def executed(text):
     tokens, targets = padded(4)
     run = composed(
-        text + '[profiling.watching]\nuse = "support.pipelined:Watching"\n[train]\nmicrobatch = 1\n',
+        text + '[profiling.watching]\nuse = "support.pipeline_models:Watching"\n[train]\nmicrobatch = 1\n',
         seeded(num_layers=4),
     )
     with run.step(0):

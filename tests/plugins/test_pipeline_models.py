@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from support.models import VOCAB, Block, Net, composed, padded, seeded
-from support.pipelined import (
+from support.pipeline_models import (
     DIM,
     Decoder,
     Functional,

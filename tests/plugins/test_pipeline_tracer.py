@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 from support.models import composed, padded, seeded
-from support.pipelined import assert_equal_to_one_device, beside_one_device, pipelined_step, token_sum
-from support.traced import Disorder, Shared, Twins, Unet, Writing
+from support.pipeline_models import assert_equal_to_one_device, beside_one_device, pipelined_step, token_sum
+from support.traced_models import Disorder, Shared, Twins, Unet, Writing
 
 from composer3d.testing import count_collectives, run_ranks
 

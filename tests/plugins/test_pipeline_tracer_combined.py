@@ -6,8 +6,8 @@ from functools import partial
 
 import pytest
 from support.models import VOCAB
-from support.pipelined import assert_equal_to_one_device, losses_of, pipelined_step
-from support.traced import Disorder, HalfFrozen, Shared, Unet
+from support.pipeline_models import assert_equal_to_one_device, losses_of, pipelined_step
+from support.traced_models import Disorder, HalfFrozen, Shared, Unet
 from torch import nn
 
 from composer3d.testing import run_ranks
@@ -86,7 +86,7 @@ def test_compiled_blocks():
 
 # ---- modules that are replaced ---------------------------------------------------------------------------------------
 
-SWAPPED = '[precision.swapped]\nuse = "support.swapped:Swapped"\n'
+SWAPPED = '[precision.swapped]\nuse = "support.swapped_linears:Swapped"\n'
 
 
 @pytest.mark.parametrize("factory", [Shared, Disorder])

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import VOCAB, Block, composed, mine, padded, seeded
-from support.pipelined import assert_equal_to_one_device, pipelined_step, token_sum
-from support.traced import DIM, Shared
+from support.pipeline_models import assert_equal_to_one_device, pipelined_step, token_sum
+from support.traced_models import DIM, Shared
 from torch import nn
 
 from composer3d import ManifestError, StepError

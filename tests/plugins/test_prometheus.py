@@ -14,7 +14,7 @@ from urllib.parse import urlencode
 import pytest
 from composer3d_plugins.profiling.prometheus import Prometheus
 from support.models import assert_unchanged, composed, padded, seeded
-from support.reporting import train
+from support.profiled_steps import train
 from support.servers import prometheus
 
 from composer3d import ManifestError, PluginError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.lowered import (
+from support.converted_linears import (
     DATA_PARALLEL,
     NUM_LAYERS,
     PP,
@@ -22,7 +22,7 @@ from support.lowered import (
     trained,
 )
 from support.models import composed, seeded
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 
 from composer3d import ManifestError, torch_compat
 from composer3d.testing import run_ranks
@@ -116,7 +116,7 @@ def test_collectives_of_tensor_parallelism(degree, activations):
 
 @pytest.mark.parametrize("own", [range(8, 24), [0, 1, 2, 12, 13, 14, 24, 25], range(3)])
 def test_pieces_of_groups_are_rounded_with_the_scales_of_the_whole(own):
-    from composer3d_plugins.precision.qat.rounding import Pieces, Rounding
+    from composer3d_plugins.precision.qat.fake_quantised_linear import Pieces, Rounding
 
     class Alone:
         def __init__(self, whole):

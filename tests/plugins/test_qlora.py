@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import VOCAB, composed, full, mine, padded, seeded, sum_loss
-from support.worlds import by_world_size, in_one_world
+from support.shared_worlds import by_world_size, in_one_world
 from torch import nn
 
 from composer3d import ManifestError, torch_compat

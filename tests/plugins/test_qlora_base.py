@@ -35,7 +35,7 @@ class Small(nn.Module):
 def step(path, text, load, seed=0):
     """Save after a step, or load before one; return the messages of a load."""
     told = []
-    logger = logging.getLogger("composer3d_plugins.precision.qlora.base")
+    logger = logging.getLogger("composer3d_plugins.precision.qlora.frozen_base")
     logger.addFilter(lambda record: told.append(record.getMessage()))
     run = composed(f"{text}[train]\nseed = {seed}\n", Small)
     optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)

@@ -9,7 +9,7 @@ from support.models import composed, mine, padded, seeded
 
 from composer3d.testing import count_collectives, run_ranks
 
-WATCHED = '[profiling.names]\nuse = "support.recording:Names"\n'
+WATCHED = '[profiling.names]\nuse = "support.recording_plugin:Names"\n'
 MODES = {
     "one bucket": "",
     "many, as views": "gradient_as_bucket_view = true\nbucket_mib = 0.0002\n",

@@ -17,7 +17,7 @@ from composer3d.testing import count_collectives, run_ranks
 # Before ranks are forked: each of them would import it anew.
 torch_compat.import_torchao("torchao.float8")
 
-WATCHED = '[profiling.names]\nuse = "support.recording:Names"\n'
+WATCHED = '[profiling.names]\nuse = "support.recording_plugin:Names"\n'
 OPS = ("all_gather", "all_reduce", "all_to_all", "broadcast", "reduce_scatter")
 TENSOR = "[mesh]\ntp = 2\n{}[sharding.tensor_parallel]\n{}"
 PLAN = """

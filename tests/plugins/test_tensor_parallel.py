@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.architectures import FAMILIES, batch_of, class_loss
+from support.family_models import FAMILIES, batch_of, class_loss
 from support.models import largest, write_manifest
 from support.tensor_parallel import built, steps_of, table
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.architectures import FAMILIES, batch_of, class_loss
-from support.blocks import MODELS
+from support.block_habits import MODELS
+from support.family_models import FAMILIES, batch_of, class_loss
+from support.foreign_blocks import Scaled
 from support.models import write_manifest
-from support.strange_blocks import Scaled
 from support.tensor_parallel import AUTO, built, errors, one_step, reference, steps_of
 from torch import nn
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from support.architectures import VOCAB, class_loss
+from support.family_models import VOCAB, class_loss
 from support.models import largest, write_manifest
 from support.tensor_parallel import AUTO
 from torch import nn

@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from composer3d_plugins.sharding.tensor_parallel import cuts
-from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel import shards
+from composer3d_plugins.sharding.tensor_parallel.decisions import Memory
 from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.memory import Memory
-from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed, Unplaceable, inside, regroup
+from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
+from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed, Unplaceable, inside, regroup
 
 B, S, H, E = 2, 3, 4, 6
 DEGREE = 2
@@ -23,7 +23,7 @@ def share(whole, placed, rank):
 def shares(whole, parts=None, dim=-1, marks=None):
     """Return every rank's marked share."""
     placed = Placed(dim=dim % whole.ndim, parts=parts or (whole.shape[dim],))
-    marks = marks or cuts.Marks(DEGREE)
+    marks = marks or shards.Marks(DEGREE)
     return [marks.mark(share(whole, placed, rank), placed) for rank in range(DEGREE)]
 
 
@@ -144,7 +144,7 @@ DECIDED |= {"tiled", "glu", "like another", "channels convolved", "parts convolv
 @pytest.mark.parametrize("name", FOLLOWED)
 def test_what_is_remembered_is_right_on_other_numbers_and_sizes(name):
     function, parts, shape = FOLLOWED[name]
-    marks, memories = cuts.Marks(DEGREE), [Counting() for _ in range(DEGREE)]
+    marks, memories = shards.Marks(DEGREE), [Counting() for _ in range(DEGREE)]
     x = random(*shape)
     for whole in (x, x + 1.0):
         before = [(memory.asked, memory.known) for memory in memories]

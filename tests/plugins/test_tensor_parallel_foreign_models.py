@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from support import fused, looking, unowned_weights
-from support.architectures import class_loss
+from support import fused_blocks, shared_weight_models, value_reading_models
+from support.family_models import class_loss
+from support.foreign_models import STRANGERS
 from support.models import write_manifest
-from support.strangers import STRANGERS
 from support.tensor_parallel import AUTO, built, one_step, steps_of
 
 import composer3d
@@ -104,7 +104,13 @@ def test_a_key_that_all_heads_share_is_gathered_out_of_a_fused_projection():
 
 def test_with_fsdp2_and_a_sharded_sequence():
     names = [
-        each.__name__ for each in (*unowned_weights.BLOCKS, *unowned_weights.MODELS, *looking.MODELS, *fused.BLOCKS)
+        each.__name__
+        for each in (
+            *shared_weight_models.BLOCKS,
+            *shared_weight_models.MODELS,
+            *value_reading_models.MODELS,
+            *fused_blocks.BLOCKS,
+        )
     ]
     names.append("Picked")
     text = f"[mesh]\ntp = 2\ndp_shard = 2\n{AUTO}{SP}\n[sharding.fsdp2]\n"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, mark
-from composer3d_plugins.sharding.tensor_parallel.drawing import draws
 from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from support.architectures import batch_of, class_loss
-from support.drawing import CUT, DRAWING, WHOLE
+from composer3d_plugins.sharding.tensor_parallel.random_functions import draws
+from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, mark
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from support.family_models import batch_of, class_loss
 from support.models import mine, write_manifest
+from support.random_blocks import CUT, DRAWING, WHOLE
 from support.tensor_parallel import AUTO
 
 import composer3d

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.architectures import batch_of, class_loss
+from support.family_models import batch_of, class_loss
 from support.models import write_manifest
 from support.tensor_parallel import built, errors, table
 from torch import nn

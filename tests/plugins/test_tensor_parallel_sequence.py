@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
-from support.architectures import batch_of, class_loss
-from support.flows import FLOWS
+from support.branching_models import FLOWS
+from support.family_models import batch_of, class_loss
 from support.models import mine, write_manifest
 from support.tensor_parallel import AUTO, built, steps_of
 

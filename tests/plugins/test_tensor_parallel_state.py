@@ -6,7 +6,7 @@ import tempfile
 
 import pytest
 import torch
-from support.architectures import FAMILIES, batch_of, class_loss
+from support.family_models import FAMILIES, batch_of, class_loss
 from support.models import mine, write_manifest
 from support.tensor_parallel import built, table
 from torch.distributed.tensor import Replicate, Shard

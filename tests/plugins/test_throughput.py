@@ -6,7 +6,7 @@ import pytest
 import torch
 from composer3d_plugins.profiling.throughput import _percentile, _Transfers
 from support.models import Even, Net, assert_unchanged, composed, padded, seeded
-from support.reporting import train
+from support.profiled_steps import train
 
 from composer3d import ManifestError
 from composer3d.testing import run_ranks

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 from support.models import assert_unchanged, composed
-from support.reporting import train
+from support.profiled_steps import train
 
 from composer3d import ManifestError
 from composer3d.testing import run_ranks

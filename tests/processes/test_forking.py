@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from composer3d.errors import ForkError
-from composer3d.forking import Gate, fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.processes.forking import Gate, fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.testing import run_ranks
 
 NUM_MANY = 1 << 20  # elements: above the size from which torch divides an operator among threads
@@ -117,7 +117,7 @@ def test_ranks_run_where_a_fork_is_safe_even_if_they_use_threads():
 FAKES = """
 from composer3d import torch_compat
 from composer3d.errors import ForkError
-from composer3d.forking import refuse_unsafe_fork
+from composer3d.processes.forking import refuse_unsafe_fork
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 {before}
@@ -154,7 +154,8 @@ def test_a_fork_after_a_backward_that_started_threads_is_refused():
 
 def test_a_process_that_only_imported_may_fork_and_its_ranks_import_no_more():
     code = (
-        "import os, sys; from composer3d.forking import prewarm, refuse_unsafe_fork; prewarm(); refuse_unsafe_fork();"
+        "import os, sys; from composer3d.processes.forking import prewarm, refuse_unsafe_fork;"
+        "prewarm(); refuse_unsafe_fork();"
         "threads = len(os.listdir('/proc/self/task')); import torch; before = set(sys.modules);"
         "layer = torch.nn.Linear(4, 4); optimizer = torch.optim.AdamW(layer.parameters());"
         "layer(torch.ones(2, 4)).sum().backward(); optimizer.step();"

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d import all_gather_json, broadcast_json
-from composer3d.object_exchange import gather_json
+from composer3d.processes.json_exchange import gather_json
 from composer3d.testing import count_collectives, fake_world, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +20,7 @@ PICKLING = {
     "send_object_list",
 }
 # Stand-ins, in plans and replays, for what torch's own pipeline stages call.
-STAND_INS = {"composer3d/proof/communication.py", "composer3d/torch_compat/tracing.py"}
+STAND_INS = {"composer3d/verification/expected_collectives.py", "composer3d/torch_compat/fake_tensors.py"}
 
 VALUES = [
     {"a": [1, 2.5, None, True], "b": {"c": "text \u00e9 \u4e2d \U0001f600"}},

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from composer3d.errors import ForkError
-from composer3d.forking import limit_ranks
-from composer3d.private_folder import open_private, user_folder
+from composer3d.processes.forking import limit_ranks
+from composer3d.processes.private_folder import open_private, user_folder
 
 NOBODY = 65534
 OTHERS = pytest.mark.skipif(os.getuid() != 0, reason="needs to act as another user")

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from support.models import composed
 from torch import nn
 
+from composer3d.processes.process_group import default_device, own_device
 from composer3d.testing import run_ranks
-from composer3d.world import default_device, own_device
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import threading
 from pathlib import Path
 
 from composer3d.errors import DataError, ManifestError, Problem
-from composer3d.runner.launch import launch_local, rank_main, under_torchrun
+from composer3d.runner.launcher import launch_local, rank_main, under_torchrun
 from composer3d.runner.progress import Progress, RunPhase
 from composer3d.runner.signals import Preemption
 
@@ -19,7 +19,7 @@ def join():
     import torch
     import torch.distributed as dist
 
-    from composer3d.world import join_world
+    from composer3d.processes.process_group import join_world
 
     join_world(torch.device("cpu"))
     return dist.get_rank()

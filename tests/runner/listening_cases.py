@@ -9,7 +9,7 @@ from pathlib import Path
 
 from support.sockets import listening, move_hostname
 
-from composer3d.runner.launch import launch_local, rank_main
+from composer3d.runner.launcher import launch_local, rank_main
 
 SERVED = "127.0.0.7"
 
@@ -60,7 +60,7 @@ def serve():
     """Serve the store as the first rank does where its launcher has none."""
     from datetime import timedelta
 
-    from composer3d.rendezvous import meeting_point
+    from composer3d.processes.rendezvous import meeting_point
 
     with socket.create_server((SERVED, 0)) as probe:
         os.environ |= {"MASTER_ADDR": SERVED, "MASTER_PORT": str(probe.getsockname()[1])}

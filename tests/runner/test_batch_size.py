@@ -6,7 +6,7 @@ from composer3d.errors import ManifestError
 from composer3d.manifest import read_text, type_manifest
 from composer3d.runner import TABLES
 from composer3d.runner.batch_size import BatchSize
-from composer3d.runner.tables import BatchRampTable, TrainTable
+from composer3d.runner.runner_tables import BatchRampTable, TrainTable
 
 
 @pytest.mark.parametrize("ramp", [None, (2, 2, 3), (8, 1, 2), (1, 5, 1), (3, 7, 4)])

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from composer3d.errors import DataError, ManifestError, Problem, StepError
+from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause, wrong_manifest
 from composer3d.runner.progress import LastSeen, Progress, RunPhase, attempt_folder
 from composer3d.runner.rank import rank_main, under_torchrun
-from composer3d.runner.report import Ending, FailureReport, read_failures, root_cause, wrong_manifest
 from composer3d.runner.signals import Preemption
 
 

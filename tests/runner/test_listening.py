@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.doctoring import may_mount
+from support.doctor_cases import may_mount
 
 from composer3d.errors import RendezvousError
-from composer3d.forking import limit_ranks
-from composer3d.rendezvous import LAUNCH, keep_to_loopback, meeting_point
-from composer3d.runner.launch import launch_local
+from composer3d.processes.forking import limit_ranks
+from composer3d.processes.rendezvous import LAUNCH, keep_to_loopback, meeting_point
+from composer3d.runner.launcher import launch_local
 
 CASES = Path(__file__).with_name("listening_cases.py")
 TESTS = Path(__file__).parent.parent
@@ -96,7 +96,7 @@ def rounds_of_worlds():
     import torch
     import torch.distributed as dist
 
-    from composer3d.world import join_world
+    from composer3d.processes.process_group import join_world
 
     sums = []
     for number in range(3):

@@ -9,7 +9,7 @@ from composer3d.errors import ManifestError, ReferenceFailure
 from composer3d.manifest import read_text, type_manifest
 from composer3d.runner import TABLES
 from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
-from composer3d.runner.tables import LRScheduleTable
+from composer3d.runner.runner_tables import LRScheduleTable
 
 
 def values(num_steps, **keys):

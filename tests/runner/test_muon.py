@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from support.models import composed, full, mine, padded, seeded, sum_loss
+from support.shared_worlds import in_one_world
 from support.training import MANIFEST, losses, start, write
-from support.worlds import in_one_world
 
 from composer3d import ManifestError
 from composer3d.manifest import load_manifest

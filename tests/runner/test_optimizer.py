@@ -11,8 +11,8 @@ from composer3d import checkpoint
 from composer3d.errors import ManifestError, RankError
 from composer3d.manifest import read_text, type_manifest
 from composer3d.runner import TABLES
-from composer3d.runner.optimizer import describe_groups, optimizer_class
-from composer3d.runner.tables import OptimizerGroupTable, OptimizerTable
+from composer3d.runner.optimizer_groups import describe_groups, optimizer_class
+from composer3d.runner.runner_tables import OptimizerGroupTable, OptimizerTable
 from composer3d.testing import run_ranks
 
 NUM_DIMS = {"tok.weight": 2, "layers.0.up.weight": 2, "layers.0.up.bias": 1, "norm.weight": 1}

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from composer3d.runner.optimizer import optimizer_class
 from composer3d.runner.optimizer_arguments import refused_arguments
-from composer3d.runner.tables import OptimizerGroupTable, OptimizerTable
+from composer3d.runner.optimizer_groups import optimizer_class
+from composer3d.runner.runner_tables import OptimizerGroupTable, OptimizerTable
 
 
 def refused(**keys):

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from support.memory import LiveBytes
+from support.live_bytes import LiveBytes
 from support.models import Even, composed, full, mine, padded, seeded
 from support.training import losses, start, write
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.training import MANIFEST, start, write
 
-from composer3d.cli.inspection import device_of, inspect, open_manifest
+from composer3d.checking.check import device_of, inspect, open_manifest
 from composer3d.runner.metrics import read_metrics
 
 VECTORS = """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from composer3d.cli import main
-from composer3d.forking import limit_ranks
+from composer3d.processes.forking import limit_ranks
 
 
 def rows(folder):

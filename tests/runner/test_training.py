@@ -10,7 +10,7 @@ from support.training import MANIFEST, losses, start, write
 
 from composer3d import checkpoint
 from composer3d.errors import LossError, RankError
-from composer3d.runner.loss import token_loss
+from composer3d.runner.loss_functions import token_loss
 from composer3d.runner.metrics import read_metrics
 
 

@@ -9,8 +9,8 @@ from support.models import composed, gradient_error, mine, padded, reference_gra
 from torch import nn
 
 from composer3d import StepError, mesh
-from composer3d.gradients import clip_norm_, scale_, settle_partial, total_norm
 from composer3d.mesh import AXES, resolve
+from composer3d.step.gradients import clip_norm_, scale_, settle_partial, total_norm
 from composer3d.testing import count_collectives, full, run_ranks
 
 TIGHT = 1e-12

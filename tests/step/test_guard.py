@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 from support.models import composed, mean_loss, mine, padded, unpadded
 
-from composer3d import StepError, agreement
-from composer3d.guard import Guard, Totals
+from composer3d import StepError
+from composer3d.composition import agreeing
 from composer3d.mesh import AXES, resolve
+from composer3d.step.guard import Guard, Totals
 from composer3d.testing import run_ranks
 
 LOCKSTEP = '[sharding.lockstep]\nuse = "support.plugins:Lockstep"\n'
@@ -303,8 +304,8 @@ def same_manifest(texts):
 
 def other_version():
     if dist.get_rank():
-        mended = agreement.version
-        agreement.version = lambda name: "2.99.0" if name == "torch" else mended(name)
+        mended = agreeing.version
+        agreeing.version = lambda name: "2.99.0" if name == "torch" else mended(name)
     with pytest.raises(StepError) as caught:
         composed("[sharding.fsdp2]")
     return str(caught.value)

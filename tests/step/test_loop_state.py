@@ -8,7 +8,7 @@ import torch.distributed as dist
 from support.models import composed, mine, sum_loss, unpadded
 
 from composer3d import StepError
-from composer3d.loop_state import EVERY
+from composer3d.step.loop_state import EVERY
 from composer3d.testing import run_ranks
 
 FSDP = "[sharding.fsdp2]\n"

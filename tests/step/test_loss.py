@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from composer3d import Loss, LossError
-from composer3d.loss import as_loss, count_valid, reduction_of
+from composer3d.step.loss import as_loss, count_valid, reduction_of
 
 RETURN_A_SUM = (
     "return a sum and its count instead, for example "

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from composer3d import Batch, BatchError
-from composer3d.batch import Digest, cut, tensors, to_device
+from composer3d.step.microbatches import Digest, cut, tensors, to_device
 
 Pair = namedtuple("Pair", "left right")
 

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from support.blocks import VOCAB, RMSNorm
+from support.block_habits import VOCAB, RMSNorm
 
 
 class Attention(nn.Module):

@@ -10,7 +10,7 @@ from torch import nn
 
 from composer3d.testing import count_collectives, full
 from support.models import VOCAB, composed, mine, seeded, sum_loss
-from support.worlds import in_one_world
+from support.shared_worlds import in_one_world
 
 SIZE, NUM_LAYERS, SEQ_LEN = 32, 2, 8
 DATA_PARALLEL = [(1, [""]), (2, ["[sharding.fsdp2]\n", "[sharding.fsdp2]\nzero = 1\n", "[sharding.ddp]\n"])]

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from composer3d import Batch, Phase, StepAction, StepPoint, hookimpl, plugin
-from support.faults import Even, Mlp, local, root
+from support.composition_faults import Even, Mlp, local, root
 from support.subtle_faults import named_gradients
-from support.unusual import DIM, Unusual
+from support.unusual_models import DIM, Unusual
 
 
 @plugin(family="communication")

@@ -15,7 +15,7 @@ import pytest
 
 import support
 from composer3d.cli import main
-from composer3d.forking import limit_ranks
+from composer3d.processes.forking import limit_ranks
 
 BASE = """\
 composer3d = 1

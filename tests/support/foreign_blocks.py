@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.blocks import RMSNorm
+from support.block_habits import RMSNorm
 
 
 class Sliced(nn.Module):

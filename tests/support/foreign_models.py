@@ -6,11 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.blocks import VOCAB, Model, RMSNorm
-from support.fused import BLOCKS as FUSED
-from support.looking import BLOCKS as LOOKING
-from support.looking import MODELS as LOOKING_MODELS
-from support.strange_attention import (
+from support.block_habits import VOCAB, Model, RMSNorm
+from support.foreign_attention import (
     GPTJ,
     Alibi,
     Falcon,
@@ -21,7 +18,7 @@ from support.strange_attention import (
     MultiQuery,
     MultiQueryExpanded,
 )
-from support.strange_blocks import (
+from support.foreign_blocks import (
     Depthwise,
     EinsumWeights,
     Gated,
@@ -32,8 +29,11 @@ from support.strange_blocks import (
     Sliced,
     Uneven,
 )
-from support.unowned_weights import BLOCKS as UNOWNED
-from support.unowned_weights import MODELS as UNOWNED_MODELS
+from support.fused_blocks import BLOCKS as FUSED
+from support.shared_weight_models import BLOCKS as UNOWNED
+from support.shared_weight_models import MODELS as UNOWNED_MODELS
+from support.value_reading_models import BLOCKS as LOOKING
+from support.value_reading_models import MODELS as LOOKING_MODELS
 
 
 class Encoder(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from composer3d.runner.data import Loader
-from composer3d.runner.data.user import UserSource
+from composer3d.runner.data.user_data import UserSource
 
 RAMP = [4, 4, 8, 8, 8, 12]
 

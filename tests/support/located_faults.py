@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from composer3d import Batch, Loss, Phase, StepAction, StepPoint, hookimpl, plugin
-from support.faults import VOCAB, Mlp, local, parameters, root
+from support.composition_faults import VOCAB, Mlp, local, parameters, root
 
 
 class Added(torch.autograd.Function):

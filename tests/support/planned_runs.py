@@ -9,18 +9,19 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from composer3d import Composition, StepAction, StepPoint, compose, gradients, hookimpl, plugin
+from composer3d import Composition, StepAction, StepPoint, compose, hookimpl, plugin
 from composer3d.huggingface.forward import expect_no_packing, run_on_meta
 from composer3d.initialisation import record
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
 from composer3d.models import llama
-from composer3d.planning.reports.report import collective_rows
-from composer3d.planning.tracing.composing import Job, run_step
+from composer3d.planning.reports.plan_json import collective_rows
 from composer3d.planning.tracing.extending import sketch_of
-from composer3d.planning.tracing.recording import record_step
+from composer3d.planning.tracing.fake_composition import Job, run_step
+from composer3d.planning.tracing.rank_tracer import Tracer
+from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import summarise
-from composer3d.planning.tracing.tracer import Tracer
+from composer3d.step import gradients
 
 VOCAB, SEQ, MICROBATCH = 64, 16, 2
 _STEPS = 3  # that are compared, of each real run

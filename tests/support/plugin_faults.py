@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d import Batch, Phase, StepAction, StepPoint, hookimpl, plugin
-from support.faults import local, root
+from support.composition_faults import local, root
 from support.subtle_faults import named_gradients
 
 

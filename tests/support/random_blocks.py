@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from composer3d import torch_compat
-from support.blocks import Model
+from support.block_habits import Model
 
 P = 0.5
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d import Phase, StepAction, StepPoint, hookimpl, plugin
-from support.faults import local, parameters, root
+from support.composition_faults import local, parameters, root
 
 
 @plugin(family="sharding", owns=("dp_replicate",))

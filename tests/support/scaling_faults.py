@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from composer3d import Phase, StepAction, StepPoint, hookimpl, plugin
-from support.faults import root
+from support.composition_faults import root
 from support.subtle_faults import named_gradients
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.blocks import VOCAB, RMSNorm
+from support.block_habits import VOCAB, RMSNorm
 
 
 class Stack(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from composer3d import Batch, Phase, StepAction, StepPoint, hookimpl, plugin
-from support.faults import Even, Mlp, root
+from support.composition_faults import Even, Mlp, root
 from support.located_faults import Added, AddedBack, Sequence, shard
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 
 from composer3d import Batch, Phase, StepAction, StepPoint, hookimpl, plugin
-from support.faults import local, root
+from support.composition_faults import local, root
 
 
 def named_gradients(state):

@@ -9,11 +9,11 @@ from torch.distributed.tensor import DTensor
 
 import composer3d
 from composer3d.testing import count_collectives, full
-from support.architectures import FAMILIES, batch_of, class_loss
-from support.blocks import MODELS
-from support.flows import FLOWS
+from support.block_habits import MODELS
+from support.branching_models import FLOWS
+from support.family_models import FAMILIES, batch_of, class_loss
+from support.foreign_models import STRANGERS
 from support.models import largest, mine, write_manifest
-from support.strangers import STRANGERS
 
 PLANS = {
     "llama": """

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.faults import VOCAB, Even, Mlp
+from support.composition_faults import VOCAB, Even, Mlp
 
 DIM = 8
 

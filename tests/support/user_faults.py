@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from composer3d import Batch, Part, Phase, Split, StepAction, StepPoint, hookimpl, plugin
-from support.faults import VOCAB, Even, Mlp, parameters, root
+from support.composition_faults import VOCAB, Even, Mlp, parameters, root
 from support.located_faults import Added, AddedBack, shard
 from support.models import sum_loss
 

@@ -11,12 +11,12 @@ import torch
 from composer3d import Batch
 from composer3d.manifest import load_manifest
 from composer3d.testing import assert_parity, run_ranks
-from support.faults import VOCAB, Even
+from support.composition_faults import VOCAB, Even
 from support.models import sum_loss, write_manifest
 
 DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
 FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
-TP = '[mesh]\ntp = 2\n[sharding.hand_made]\nuse = "support.faults:HandMade"\n'
+TP = '[mesh]\ntp = 2\n[sharding.hand_made]\nuse = "support.composition_faults:HandMade"\n'
 
 
 def planted(module):
@@ -58,11 +58,11 @@ def assert_named(text, options, cause):
 
 def layout_of(text):
     """Return the layout of a manifest's text."""
-    from composer3d import preparation
+    from composer3d.composition import preparing
     from composer3d.registry import Hooks
 
     manifest = load_manifest(write_manifest(text))
-    return preparation.layout_of(manifest, Hooks(manifest.plugins), world_size=None)
+    return preparing.layout_of(manifest, Hooks(manifest.plugins), world_size=None)
 
 
 def launch(function, args, num_ranks):
@@ -72,7 +72,7 @@ def launch(function, args, num_ranks):
 
 def subject(text, *, batch, loss_fn, factory):
     """Make a subject whose batches are what somebody says."""
-    from composer3d.proof import Subject
+    from composer3d.verification import Subject
 
     return Subject(
         manifest=load_manifest(write_manifest(text)),

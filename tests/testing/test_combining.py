@@ -8,7 +8,7 @@ from composer3d import plugin
 from composer3d.registry import Catalogue
 from composer3d.testing import Refused, combine, installed_options, owners_of
 from composer3d.testing.combining import explain, uncovered
-from composer3d.testing.options import tables_of
+from composer3d.testing.plugin_options import tables_of
 
 
 @plugin(family="communication", owns=("cp",))

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.faults import Even, Mlp
+from support.composition_faults import Even, Mlp
 from support.models import sum_loss, write_manifest
-from support.proofs import batch
+from support.verification_cases import batch
 from torch import nn
 
 import composer3d

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from composer3d.proof.arithmetic import in_double_precision, without_random_numbers
+from composer3d.verification.arithmetic import in_double_precision, without_random_numbers
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from composer3d.proof.comparison import Limits
-from composer3d.proof.reference import Reference
-from composer3d.proof.rounding import rounding, signs
+from composer3d.verification.comparison import Limits
+from composer3d.verification.reference import Reference
+from composer3d.verification.rounding import rounding, signs
 
 
 def test_a_loss_is_as_far_off_as_its_furthest_sample():

@@ -7,8 +7,8 @@ import pytest
 from composer3d import load_manifest
 from composer3d.errors import ComposerError
 from composer3d.mesh import AXES, resolve
-from composer3d.proof.shrinking import reduce_degrees, shrink
 from composer3d.runner import TABLES
+from composer3d.verification.shrink import reduce_degrees, shrink
 
 
 def layout(**degrees):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from support.faults import Even
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, assert_named, batch, subject
+from support.verification_cases import DDP, assert_named, batch, subject
 
 from composer3d.testing import assert_parity, run_ranks
 
@@ -56,9 +56,9 @@ def test_a_constant_in_a_closure_is_the_same_in_both():
 def with_a_lost_hook():
     """Compare the factory with a composition that has lost its gradient hooks."""
     import composer3d.initialisation.attachments as attachments
-    from composer3d.proof.as_written import as_written
+    from composer3d.processes.process_group import join_world
     from composer3d.torch_compat import tensors
-    from composer3d.world import join_world
+    from composer3d.verification.as_written import as_written
 
     tensors.take_memory = lambda tensor, memory: False
     attachments.set_gradient_hooks = lambda *_: None

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 
 import pytest
-from support.faults import Even
+from support.composition_faults import Even
 from support.models import Net, padded, sum_loss, write_manifest
-from support.proofs import batch
+from support.verification_cases import batch
 
 from composer3d import Batch
 from composer3d.testing import assert_parity

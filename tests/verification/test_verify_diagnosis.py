@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 import pytest
-from support import telling_faults as telling
-from support.faults import Even
+from support import diagnosis_faults as telling
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, FSDP, assert_named, batch, planted, refuted
-from support.proofs import TP as CUT
+from support.verification_cases import DDP, FSDP, assert_named, batch, planted, refuted
+from support.verification_cases import TP as CUT
 
 from composer3d import Batch
 from composer3d.testing import assert_parity

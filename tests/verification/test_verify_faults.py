@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from support.faults import Even, Latent
-from support.proofs import DDP, FSDP, TP, assert_named, planted
+from support.composition_faults import Even, Latent
+from support.verification_cases import DDP, FSDP, TP, assert_named, planted
 
 plugin = planted("faults")
 CUT = "[mesh]\ntp = 2\n"

@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
-from support.faults import Even
+from support.composition_faults import Even
 from support.located_faults import Grouped, Positions, Routed, balance_by_rank
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, FSDP, assert_named, batch, planted
+from support.verification_cases import DDP, FSDP, assert_named, batch, planted
 
 from composer3d.testing import assert_parity
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.faults import VOCAB, Even
+from support.composition_faults import VOCAB, Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, assert_named, batch, refuted
+from support.verification_cases import DDP, assert_named, batch, refuted
 from torch import nn
 
 from composer3d import Batch, LossError
-from composer3d.criterion import Criterion
+from composer3d.step.criterion import Criterion
 from composer3d.testing import assert_parity
 
 SUM = "the loss is no sum over samples: what it makes of one depends on the others of its micro-batch"
@@ -110,7 +110,7 @@ def padded(number):
 
 def test_a_mean_of_the_models_own_over_uneven_samples_is_found(monkeypatch):
     # 0 is a token, too: nothing but the loss itself says that it is left out.
-    monkeypatch.setattr("support.proofs.batch", lambda: padded(0))
+    monkeypatch.setattr("support.verification_cases.batch", lambda: padded(0))
     told = refuted(DDP, factory=lambda: NanoGpt(0), loss_fn=None, microbatch=3)
     assert SUM in told
 

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.faults import Even
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import batch
+from support.verification_cases import batch
 
 from composer3d.runner.muon import Muon, group_matrices, matrices_of
 from composer3d.testing import assert_parity

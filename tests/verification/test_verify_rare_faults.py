@@ -6,9 +6,9 @@ import functools
 import math
 
 import pytest
-from support.faults import Even
+from support.composition_faults import Even
 from support.models import sum_loss
-from support.proofs import DDP, FSDP, TP, assert_named, batch, planted
+from support.verification_cases import DDP, FSDP, TP, assert_named, batch, planted
 
 fault = planted("unlisted_faults")
 LOCKSTEP = '[sharding.lockstep]\nuse = "support.plugins:Lockstep"\n'
@@ -30,7 +30,7 @@ CASES = {
     ),
     "root of the degree": (
         DDP
-        + '[communication.gradients]\nuse = "support.faults:Gradients"\nfault = "scale"\n'
+        + '[communication.gradients]\nuse = "support.composition_faults:Gradients"\nfault = "scale"\n'
         + f"factor = {math.sqrt(0.5)}\n",
         {},
         r"all gradients are 0.707107 times the right ones; that is 1 / the root of dp_replicate = 2",
@@ -131,9 +131,9 @@ def test_scales_that_are_computed_before_parameters_are_averaged_are_stale():
 
 
 def test_a_source_that_hands_all_ranks_the_same_batch_is_named():
-    from support.proofs import launch, layout_of, subject
+    from support.verification_cases import launch, layout_of, subject
 
-    from composer3d.proof import prove
+    from composer3d.verification import prove
 
     text = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n[train]\nmicrobatch = 6\n"
     make = functools.partial(subject, text, batch=lambda step, rank, degree: batch(), loss_fn=sum_loss, factory=Even)

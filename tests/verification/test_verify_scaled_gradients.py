@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.faults import Even
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, FSDP, batch, planted, refuted
+from support.verification_cases import DDP, FSDP, batch, planted, refuted
 
 from composer3d.testing import assert_parity
 

@@ -6,11 +6,11 @@ import functools
 
 import pytest
 import torch
-from support.faults import Even
-from support.keeping_faults import Bags, Cached, Chosen, Normed, Numbered, Positioned, Warming
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, FSDP, assert_named, batch, planted
+from support.stateful_faults import Bags, Cached, Chosen, Normed, Numbered, Positioned, Warming
 from support.stepping_faults import adamw_with, eager
+from support.verification_cases import DDP, FSDP, assert_named, batch, planted
 
 from composer3d import Batch
 from composer3d.testing import assert_parity

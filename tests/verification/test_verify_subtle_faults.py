@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.proofs import DDP, FSDP, TP, assert_named, planted
+from support.verification_cases import DDP, FSDP, TP, assert_named, planted
 
 fault = planted("subtle_faults")
 SLOW = pytest.mark.slow

@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
-from support import unusual
-from support.faults import Even
+from support import unusual_models
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, FSDP, batch, planted
+from support.verification_cases import DDP, FSDP, batch, planted
 
 from composer3d import Batch
 from composer3d.testing import assert_parity
@@ -40,32 +40,38 @@ def empty():
     [
         pytest.param(
             FSDP + "[precision.mixed]\n",
-            unusual.experts,
+            unusual_models.experts,
             {"microbatch": 2, "own_dtype": True},
             id="experts",
             marks=SLOW,
         ),
-        pytest.param(DDP, unusual.experts, {"microbatch": 1}, id="experts, replicated", marks=SLOW),
-        pytest.param(CUT, unusual.window, {"microbatch": 3}, id="grouped queries with a window, cut", marks=SLOW),
-        pytest.param(PP, unusual.bare, {"microbatch": 3}, id="blocks without parameters, pipelined", marks=SLOW),
+        pytest.param(DDP, unusual_models.experts, {"microbatch": 1}, id="experts, replicated", marks=SLOW),
+        pytest.param(
+            CUT, unusual_models.window, {"microbatch": 3}, id="grouped queries with a window, cut", marks=SLOW
+        ),
+        pytest.param(PP, unusual_models.bare, {"microbatch": 3}, id="blocks without parameters, pipelined", marks=SLOW),
         pytest.param(
             FSDP + "[scheduling.activation_checkpoint]\n",
-            unusual.shared,
+            unusual_models.shared,
             {"microbatch": 3},
             id="a block twice, recomputed",
             marks=SLOW,
         ),
         pytest.param(
-            PP + 'split = "tracer"\n', unusual.shared, {"microbatch": 4}, id="a block on two stages", marks=SLOW
+            PP + 'split = "tracer"\n', unusual_models.shared, {"microbatch": 4}, id="a block on two stages", marks=SLOW
         ),
-        pytest.param(HYBRID, unusual.mixture, {"microbatch": 3}, id="convolutions and a recurrent net", marks=SLOW),
-        pytest.param(DDP, unusual.mixture, {"microbatch": 2}, id="the same, replicated", marks=SLOW),
-        pytest.param(FSDP, unusual.hooked, {"microbatch": 3}, id="a hook that halves gradients", marks=SLOW),
-        pytest.param(FSDP, unusual.Counted, {"microbatch": 2}, id="a buffer that counts", marks=SLOW),
-        pytest.param(FSDP, unusual.Halves, {"optimizer": grouped}, id="half of it frozen, in groups", marks=SLOW),
-        pytest.param(PP, unusual.Halves, {"microbatch": 3}, id="half of it frozen, pipelined"),
+        pytest.param(
+            HYBRID, unusual_models.mixture, {"microbatch": 3}, id="convolutions and a recurrent net", marks=SLOW
+        ),
+        pytest.param(DDP, unusual_models.mixture, {"microbatch": 2}, id="the same, replicated", marks=SLOW),
+        pytest.param(FSDP, unusual_models.hooked, {"microbatch": 3}, id="a hook that halves gradients", marks=SLOW),
+        pytest.param(FSDP, unusual_models.Counted, {"microbatch": 2}, id="a buffer that counts", marks=SLOW),
+        pytest.param(
+            FSDP, unusual_models.Halves, {"optimizer": grouped}, id="half of it frozen, in groups", marks=SLOW
+        ),
+        pytest.param(PP, unusual_models.Halves, {"microbatch": 3}, id="half of it frozen, pipelined"),
         pytest.param(FSDP, Even, {"optimizer": grouped, "microbatch": 3}, id="groups", marks=SLOW),
-        pytest.param(FSDP, unusual.narrow, {}, id="a block in bfloat16", marks=SLOW),
+        pytest.param(FSDP, unusual_models.narrow, {}, id="a block in bfloat16", marks=SLOW),
         pytest.param(FSDP, Even, {"batch": empty, "microbatch": 2}, id="nothing to predict in a micro-batch"),
         pytest.param(
             ROUNDS, functools.partial(Even, num_layers=4), {"microbatch": 6}, id="interleaved stages of one's own"

@@ -7,9 +7,8 @@ import math
 
 import pytest
 import torch
-from support.faults import Even
+from support.composition_faults import Even
 from support.models import sum_loss, write_manifest
-from support.proofs import DDP, FSDP, assert_named, batch, launch, layout_of, planted, subject
 from support.user_faults import (
     Branching,
     Detaching,
@@ -22,6 +21,7 @@ from support.user_faults import (
     StochasticDepth,
     vocabulary_loss,
 )
+from support.verification_cases import DDP, FSDP, assert_named, batch, launch, layout_of, planted, subject
 
 from composer3d import Batch
 from composer3d.runner.ema import EMA
@@ -283,7 +283,7 @@ def half(step, rank, degree):
     ],
 )
 def test_moving_averages_are_those_of_one_device(make_averages, cause):
-    from composer3d.proof import prove
+    from composer3d.verification import prove
 
     verdict = prove(
         functools.partial(averaging, FSDP, make_averages),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from composer3d.doctor.examining import Diagnosis, examine
-from composer3d.doctor.reading import Evidence, Witness, read_evidence
-from composer3d.doctor.replaying import replay
+from composer3d.diagnostics.doctor.examine import Diagnosis, examine
+from composer3d.diagnostics.doctor.replay_step import replay
+from composer3d.diagnostics.doctor.run_folder import Evidence, Witness, read_evidence
 
 __all__ = ["Diagnosis", "Evidence", "Witness", "examine", "read_evidence", "replay"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from composer3d.doctor.reading import Evidence
-from composer3d.doctor.signs import Kind
+from composer3d.diagnostics.doctor.failure_kinds import Kind
+from composer3d.diagnostics.doctor.run_folder import Evidence
 from composer3d.errors import CheckpointError
 
 __all__ = ["advice_for"]
@@ -82,7 +82,7 @@ def _not_finite(evidence: Evidence) -> Iterable[str]:
 
 
 def _resume(run: Path) -> str:
-    from composer3d.checkpoint.folder import latest
+    from composer3d.checkpoint.checkpoint_folder import latest
 
     try:
         newest = latest(run / "checkpoints")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from composer3d.doctor.reading import Evidence
+from composer3d.diagnostics.doctor.run_folder import Evidence
 
 __all__ = ["first_anomaly", "tell_anomaly"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeAlias
 
-from composer3d.doctor.reading import Span, Witness
+from composer3d.diagnostics.doctor.run_folder import Span, Witness
 
 __all__ = ["Pace", "Straggler", "compare_paces"]
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from composer3d.doctor.reading import Evidence
+from composer3d.diagnostics.doctor.run_folder import Evidence
 
 __all__ = ["tell_memory", "told_request"]
 

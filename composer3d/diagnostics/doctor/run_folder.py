@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from composer3d.diagnosis import Account
 from composer3d.errors import ComposerError, MeshError
 from composer3d.mesh import AXES, Layout, resolve
+from composer3d.observation.hang_report import Account
 from composer3d.runner.blackbox import ASKED, accounts_folder
 from composer3d.runner.lock import attempts_of
 from composer3d.runner.progress import LastSeen

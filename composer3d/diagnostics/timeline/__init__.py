@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from composer3d.timeline.measuring import Bubble, RankTimes, Report, measure, statements
-from composer3d.timeline.page import draw_page, draw_svg
-from composer3d.timeline.reading import Span, Trace, read_trace
+from composer3d.diagnostics.timeline.trace_figures import Bubble, RankTimes, Report, measure, statements
+from composer3d.diagnostics.timeline.trace_files import Span, Trace, read_trace
+from composer3d.diagnostics.timeline.trace_page import draw_page, draw_svg
 
 __all__ = [
     "Bubble",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from composer3d.timeline.reading import Trace
+from composer3d.diagnostics.timeline.trace_files import Trace
 
 __all__ = ["draw_curves"]
 

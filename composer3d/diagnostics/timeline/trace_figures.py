@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from composer3d.diagnostics.timeline.trace_files import Span, Trace
+from composer3d.interfaces import Action
 from composer3d.planning import Costs, simulate
-from composer3d.protocol import Action
-from composer3d.timeline.reading import Span, Trace
 
 __all__ = ["Bubble", "RankTimes", "Report", "measure", "statements"]
 

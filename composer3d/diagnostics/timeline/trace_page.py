@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 
-from composer3d.timeline.curves import draw_curves
-from composer3d.timeline.measuring import Report, statements
-from composer3d.timeline.reading import Span, Trace
+from composer3d.diagnostics.timeline.curves import draw_curves
+from composer3d.diagnostics.timeline.trace_figures import Report, statements
+from composer3d.diagnostics.timeline.trace_files import Span, Trace
 
 __all__ = ["draw_page", "draw_svg"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from composer3d.interfaces import Action
 from composer3d.planning.schedules.simulation import Simulation, StageCosts, simulate
 from composer3d.planning.tracing.traced import RankTrace
-from composer3d.protocol import Action
 
 __all__ = ["PipelinePlan", "plan_pipeline"]
 

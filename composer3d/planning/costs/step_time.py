@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from composer3d.planning.costs.collectives import group_of, transfer_s
+from composer3d.planning.costs.collective_time import group_of, transfer_s
 from composer3d.planning.costs.roofline import operator_s
 from composer3d.planning.costs.timed import fresh_s
 from composer3d.planning.hardware.cluster import Device, Hardware

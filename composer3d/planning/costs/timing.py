@@ -10,14 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from composer3d.errors import ComposerError
-from composer3d.planning.costs.collectives import transfer_s
+from composer3d.interfaces import Action
+from composer3d.planning.costs.collective_time import transfer_s
 from composer3d.planning.costs.figure import Figure, Provenance
 from composer3d.planning.costs.roofline import peak_of
 from composer3d.planning.costs.step_time import Communication, SegmentTime, communication_of, segment_time
 from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.schedules.simulation import Simulation, StageCosts, simulate
 from composer3d.planning.tracing.traced import RankTrace, Segment
-from composer3d.protocol import Action
 
 __all__ = ["Estimate", "PipelineTime", "Training", "estimate", "training"]
 

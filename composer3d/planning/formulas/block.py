@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from composer3d.planning.formulas.setup import Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Setup
 from composer3d.planning.tracing.traced import Operators
 
 __all__ = ["Work", "block", "embedding", "head"]

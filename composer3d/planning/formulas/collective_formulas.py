@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer3d.planning.formulas.setup import Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Setup
 from composer3d.planning.tracing.traced import Transfer
 
 __all__ = ["boundary", "every_microbatch", "once_a_step", "tensor_parallel", "wire_bytes"]

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from composer3d.planning.costs.collectives import collective_s, group_of
-from composer3d.planning.formulas.memory import reserved_bytes, state_bytes
-from composer3d.planning.formulas.setup import Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.costs.collective_time import collective_s, group_of
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Setup
+from composer3d.planning.formulas.memory_formulas import reserved_bytes, state_bytes
 from composer3d.planning.formulas.static import layers_of, peak_bytes
 from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.schedules.orders import orders_of

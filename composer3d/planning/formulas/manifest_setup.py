@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from composer3d.manifest import Manifest
-from composer3d.manifest.writer import inline
-from composer3d.planning.formulas.setup import Precision, Setup
+from composer3d.manifest.toml_writer import inline
+from composer3d.planning.formulas.layout_numbers import Precision, Setup
 
 __all__ = ["patch", "setup_of"]
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from composer3d.planning.formulas.block import block, embedding, head
-from composer3d.planning.formulas.setup import Precision, Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.tracing.traced import Memory
 

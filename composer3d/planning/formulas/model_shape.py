@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from composer3d.errors import ModelError
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.decoder_dims import ModelShape
 
 __all__ = ["shape_of"]
 

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 from composer3d.planning.costs.step_time import HOST_COPY
 from composer3d.planning.formulas.block import Work, block, embedding, head
-from composer3d.planning.formulas.communication import (
+from composer3d.planning.formulas.collective_formulas import (
     boundary,
     every_microbatch,
     once_a_step,
     tensor_parallel,
 )
-from composer3d.planning.formulas.memory import memory_of
-from composer3d.planning.formulas.setup import Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Setup
+from composer3d.planning.formulas.memory_formulas import memory_of
 from composer3d.planning.tracing.traced import Operators, RankTrace, Segment, Transfer
 
 __all__ = ["layers_of", "parameters_of", "peak_bytes", "static_traces"]

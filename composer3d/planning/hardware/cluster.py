@@ -228,7 +228,7 @@ def load_hardware(name: str) -> Hardware:
     Raises:
         ComposerError: There is no such description, or it lacks something, with the key and what is allowed.
     """
-    from composer3d.planning.hardware.rules import problems_of
+    from composer3d.planning.hardware.file_rules import problems_of
 
     path = Path(name)
     network = None

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from composer3d import torch_compat
-from composer3d.planning.hardware.clock import REPEATS, wait_for
+from composer3d.planning.hardware.wall_clock import REPEATS, wait_for
 
 __all__ = ["collective_times"]
 

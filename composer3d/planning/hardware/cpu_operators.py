@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from composer3d.planning.hardware.clock import seconds_of
+from composer3d.planning.hardware.wall_clock import seconds_of
 
 __all__ = ["REFERENCES", "Reference", "bytes_of", "calls_of", "time_references"]
 

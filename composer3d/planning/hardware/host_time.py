@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from composer3d import torch_compat
-from composer3d.planning.hardware.clock import REPEATS, seconds_of
+from composer3d.planning.hardware.wall_clock import REPEATS, seconds_of
 
 __all__ = ["launch_seconds", "overhead_seconds"]
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from composer3d.planning.hardware.clock import REPEATS, seconds_of
+from composer3d.planning.hardware.wall_clock import REPEATS, seconds_of
 
 __all__ = ["attention_flops", "attention_speeds", "gemm_shapes", "gemm_speed"]
 

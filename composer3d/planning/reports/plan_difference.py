@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer3d.planning.plan import Plan
-from composer3d.planning.reports.report import collective_rows, flops_of
-from composer3d.planning.reports.text import memory_parts, size
+from composer3d.planning.reports.plan_json import collective_rows, flops_of
+from composer3d.planning.reports.plan_text import memory_parts, size
 
 __all__ = ["Term", "difference_to_json", "moved_terms", "show_difference"]
 

@@ -6,8 +6,8 @@ from html import escape
 
 from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
-from composer3d.planning.reports.report import collective_rows
-from composer3d.planning.reports.text import MEMORY_PARTS, band, memory_parts, size, time_lines
+from composer3d.planning.reports.plan_json import collective_rows
+from composer3d.planning.reports.plan_text import MEMORY_PARTS, band, memory_parts, size, time_lines
 from composer3d.planning.schedules.drawing import draw_svg
 
 __all__ = ["plan_to_html"]

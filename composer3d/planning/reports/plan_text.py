@@ -8,7 +8,7 @@ from typing import Any
 
 from composer3d.planning.costs.allocator import memory_figures
 from composer3d.planning.plan import Plan, RankPlan
-from composer3d.planning.reports.report import collective_rows, flops_of
+from composer3d.planning.reports.plan_json import collective_rows, flops_of
 
 __all__ = ["MEMORY_PARTS", "amount", "band", "memory_parts", "show_plan", "size", "time_lines"]
 

@@ -5,7 +5,7 @@ Sources: Yanping Huang et al., GPipe, arXiv:1811.06965; Deepak Narayanan et al.,
 
 from __future__ import annotations
 
-from composer3d.protocol import Action
+from composer3d.interfaces import Action
 
 __all__ = ["order_of", "orders_of"]
 

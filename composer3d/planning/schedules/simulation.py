@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from composer3d.errors import ComposerError
-from composer3d.protocol import Action
+from composer3d.interfaces import Action
 
 __all__ = ["ActionCosts", "Cell", "Costs", "Simulation", "StageCosts", "peak_held", "simulate"]
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from composer3d.errors import ComposerError, did_you_mean
-from composer3d.planning.formulas.setup import Setup
+from composer3d.planning.formulas.layout_numbers import Setup
 
 __all__ = ["KEYS", "kept"]
 

@@ -10,16 +10,16 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from composer3d.interfaces import Action
 from composer3d.planning.costs.step_time import segment_time
 from composer3d.planning.costs.timing import Estimate, estimate
-from composer3d.planning.formulas.flops import flops_per_token
-from composer3d.planning.formulas.memory import reserved_bytes
-from composer3d.planning.formulas.setup import Recompute, Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.flops_conventions import flops_per_token
+from composer3d.planning.formulas.layout_numbers import Recompute, Setup
+from composer3d.planning.formulas.memory_formulas import reserved_bytes
 from composer3d.planning.formulas.static import peak_bytes, static_traces
 from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.schedules.orders import orders_of
-from composer3d.protocol import Action
 
 __all__ = ["Candidate", "Found", "Keep", "evaluate", "own_orders", "search"]
 

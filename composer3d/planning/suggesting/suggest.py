@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from composer3d.planning.formulas.setup import Precision, Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.interfaces import Action
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.suggesting.search import Candidate, Found, Keep, evaluate, search
-from composer3d.protocol import Action
 
 __all__ = ["Accepted", "Planned", "Suggestion", "against", "bases", "different", "suggest"]
 

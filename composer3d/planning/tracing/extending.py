@@ -7,7 +7,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from composer3d.planning.tracing.recording import Calls, Recording, Stretch
+from composer3d.planning.tracing.step_recorder import Calls, Recording, Stretch
 from composer3d.planning.tracing.traced import SegmentKind
 
 __all__ = ["Message", "Place", "Sketch", "Stage", "extend", "repeat", "sketch_of"]

@@ -10,25 +10,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.agreement import described, fingerprint
-from composer3d.application import apply_transforms, give_memory
-from composer3d.assembly import build_mesh, freeze
-from composer3d.batch import map_tensors
-from composer3d.composition import Composition
-from composer3d.criterion import Criterion
+from composer3d.composition.agreeing import described, fingerprint
+from composer3d.composition.applying import apply_transforms, give_memory
+from composer3d.composition.assembling import build_mesh, freeze
+from composer3d.composition.composition import Composition
+from composer3d.composition.preparing import Preparation, prepare
 from composer3d.errors import ManifestError
-from composer3d.guard import Guard, Totals
 from composer3d.initialisation import Attachments
-from composer3d.loop_state import Decided
-from composer3d.planning.tracing.blocks import BlockCut
-from composer3d.preparation import Preparation, prepare
+from composer3d.planning.tracing.equal_blocks import BlockCut
+from composer3d.step.criterion import Criterion
+from composer3d.step.guard import Guard, Totals
+from composer3d.step.loop_state import Decided
+from composer3d.step.microbatches import map_tensors
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from composer3d.interfaces import Example, LossFunction
     from composer3d.manifest import Manifest
-    from composer3d.protocol import Example, LossFunction
 
 __all__ = ["Job", "composed", "make_lasting", "prepared", "prime_optimizer", "run_step"]
 
@@ -104,7 +104,7 @@ def composed(
         cut: Leaves blocks of this rank's stages out.
         memory: Of what operators returned to the ranks before.
     """
-    from composer3d.testing.worlds import fake_world
+    from composer3d.testing.fake_world import fake_world
 
     with fake_world(job.world_size, rank), _aimed(preparation, rank) as aimed:
         build_mesh(aimed)

@@ -11,12 +11,19 @@ from typing import Any
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
-from composer3d.planning.tracing.beside import Beside, halve
-from composer3d.planning.tracing.blocks import BlockCut
-from composer3d.planning.tracing.composing import Job, composed, make_lasting, prepared, prime_optimizer, run_step
+from composer3d.planning.tracing.equal_blocks import BlockCut
 from composer3d.planning.tracing.extending import Sketch, extend, repeat, sketch_of
-from composer3d.planning.tracing.recording import record_step
-from composer3d.planning.tracing.roles import Contents, contents_of, first_ranks
+from composer3d.planning.tracing.fake_composition import (
+    Job,
+    composed,
+    make_lasting,
+    prepared,
+    prime_optimizer,
+    run_step,
+)
+from composer3d.planning.tracing.rank_roles import Contents, contents_of, first_ranks
+from composer3d.planning.tracing.second_process import Beside, halve
+from composer3d.planning.tracing.step_recorder import record_step
 from composer3d.planning.tracing.summary import summarise
 from composer3d.planning.tracing.traced import RankTrace
 from composer3d.transform import Phase

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.planning.tracing.modules import Place, watch_modules
+from composer3d.planning.tracing.running_module import Place, watch_modules
 from composer3d.planning.tracing.storages import LASTING, MADE_FORWARD, MADE_LATER, StorageCounter
 from composer3d.planning.tracing.traced import DISPATCH, SegmentKind
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.testing.collectives import Collective
+    from composer3d.observation.collectives import Collective
 
 __all__ = ["Calls", "Recording", "Stretch", "record_step"]
 
@@ -88,7 +88,7 @@ class _Observer:
     """Sees every operator and every span of a step."""
 
     def __init__(self, run: Composition, optimizer: Any) -> None:
-        from composer3d.testing.collectives import Collectives
+        from composer3d.observation.collectives import Collectives
 
         self.run, self.result, self.place = run, Recording(), Place()
         self._optimizer = optimizer

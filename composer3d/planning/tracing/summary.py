@@ -18,9 +18,9 @@ __all__ = ["summarise", "wire_bytes"]
 # What the step itself agrees on, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = (
     "composer3d.guard.",
-    "composer3d.ledger.",
-    "composer3d.gradients.total_norm",
-    "composer3d.planning.tracing.composing.",
+    "composer3d.step.ledger.",
+    "composer3d.step.gradients.total_norm",
+    "composer3d.planning.tracing.fake_composition.",
 )
 _NAMES = {"recv": "receive"}
 

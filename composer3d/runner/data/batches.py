@@ -7,14 +7,14 @@ from contextlib import nullcontext
 
 import torch
 
+from composer3d.composition.sampling import local_slice
 from composer3d.errors import DataError
 from composer3d.runner.data.collate import Batch, collate, padded_width
+from composer3d.runner.data.data_source import IGNORED, Sample, Source
+from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.inputs import num_rows
 from composer3d.runner.data.order import Order
-from composer3d.runner.data.source import IGNORED, Sample, Source
-from composer3d.runner.data.table import DataTable
-from composer3d.runner.data.user import seeded
-from composer3d.sampling import local_slice
+from composer3d.runner.data.user_data import seeded
 
 __all__ = ["MapBatches", "can_be_ignored", "num_batches"]
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from composer3d.errors import DataError
+from composer3d.runner.data.data_source import Sample
 from composer3d.runner.data.inputs import Inputs
-from composer3d.runner.data.source import Sample
 
 __all__ = ["as_sample", "is_row"]
 

@@ -14,10 +14,10 @@ from torch.utils.data import DataLoader, Dataset
 from composer3d.errors import ComposerError, DataError
 from composer3d.runner.data.batches import MapBatches, can_be_ignored, num_batches
 from composer3d.runner.data.collate import Batch, check_vocabulary
-from composer3d.runner.data.source import IGNORED, Source
+from composer3d.runner.data.data_source import IGNORED, Source
+from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.stream import Comparison, StreamBatches, StreamSource
-from composer3d.runner.data.table import DataTable
-from composer3d.runner.data.user import seeded
+from composer3d.runner.data.user_data import seeded
 
 __all__ = ["Loader"]
 

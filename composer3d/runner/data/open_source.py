@@ -6,14 +6,14 @@ import logging
 from pathlib import Path
 
 from composer3d.errors import DataError
+from composer3d.runner.data.data_source import Report, Source
+from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.paths import locate
-from composer3d.runner.data.source import Report, Source
 from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.synthetic import open_synthetic
-from composer3d.runner.data.table import DataTable
 from composer3d.runner.data.text import open_text
 from composer3d.runner.data.tokens import open_token_files
-from composer3d.runner.data.user import open_user
+from composer3d.runner.data.user_data import open_user
 
 __all__ = ["open_source"]
 

@@ -8,9 +8,9 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
+from composer3d.composition.sampling import indices
 from composer3d.errors import BatchError
-from composer3d.runner.data.table import DataTable
-from composer3d.sampling import indices
+from composer3d.runner.data.data_table import DataTable
 
 __all__ = ["Order"]
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from composer3d.errors import DataError
 from composer3d.manifest.sources import kind_of_file
-from composer3d.runner.data.source import Report
+from composer3d.runner.data.data_source import Report
 from composer3d.runner.data.tokens import TOKEN_SUFFIXES
 
 __all__ = ["TEXT_SUFFIXES", "Located", "locate"]

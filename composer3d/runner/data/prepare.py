@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from composer3d.runner.data.source import Report
+from composer3d.runner.data.data_source import Report
 
 __all__ = ["launch_key", "prepare_once"]
 

@@ -9,14 +9,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from composer3d.composition.sampling import local_slice
 from composer3d.errors import DataError
+from composer3d.manifest.secret import hide
 from composer3d.runner.data.collate import Batch, collate, padded_width
+from composer3d.runner.data.data_source import Sample
+from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.inputs import named_leaves, num_rows
 from composer3d.runner.data.items import as_sample
-from composer3d.runner.data.source import Sample
-from composer3d.runner.data.table import DataTable
-from composer3d.sampling import local_slice
-from composer3d.secret import hide
 
 __all__ = ["STREAM_LOSES", "Comparison", "StreamBatches", "StreamSource"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from composer3d.runner.data.source import Sample, Source
-from composer3d.runner.data.table import DataTable
+from composer3d.runner.data.data_source import Sample, Source
+from composer3d.runner.data.data_table import DataTable
 
 __all__ = ["SyntheticSource", "open_synthetic"]
 

@@ -20,9 +20,9 @@ from composer3d.runner.data.bpe import (
     write_bpe,
     write_encoded,
 )
+from composer3d.runner.data.data_source import Report
+from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.prepare import prepare_once
-from composer3d.runner.data.source import Report
-from composer3d.runner.data.table import DataTable
 from composer3d.runner.data.tokens import MappedTokens, TokenSource, held_out
 
 __all__ = ["Text", "open_text", "python_docs"]

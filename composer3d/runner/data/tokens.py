@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 
 from composer3d.errors import DataError
-from composer3d.runner.data.source import Sample, Source, num_held_out
-from composer3d.runner.data.table import DataTable
+from composer3d.runner.data.data_source import Sample, Source, num_held_out
+from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.token_digest import file_facts
 
 __all__ = ["TOKEN_SUFFIXES", "MappedTokens", "TokenSource", "held_out", "map_token_file", "open_token_files"]

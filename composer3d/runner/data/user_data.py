@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from composer3d.errors import DataError, ReferenceFailure, describe_error, is_interrupt
 from composer3d.manifest.references import resolve_reference
+from composer3d.manifest.secret import hide
+from composer3d.runner.data.data_source import Report, Sample, Source, num_held_out
+from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.items import as_sample, is_row
 from composer3d.runner.data.prepare import launch_key, prepare_once
-from composer3d.runner.data.source import Report, Sample, Source, num_held_out
 from composer3d.runner.data.stream import StreamSource
-from composer3d.runner.data.table import DataTable
-from composer3d.secret import hide
 
 __all__ = ["UserSource", "call_user", "open_user", "seeded"]
 

@@ -13,7 +13,7 @@ from composer3d.torch_compat import in_backward, without_torch_functions
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.protocol import LossFunction
+    from composer3d.interfaces import LossFunction
 
 __all__ = [
     "INPUTS",
@@ -127,7 +127,7 @@ def watched_loss(loss_fn: LossFunction | None, found: dict[str, list[Output]]) -
 def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
     import torch
 
-    from composer3d.gradients import local
+    from composer3d.step.gradients import local
 
     tensor = output[0] if isinstance(output, tuple | list) and output else output
     is_data = fqn.startswith((INPUTS, TARGETS, LOSS))

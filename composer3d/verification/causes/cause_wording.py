@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer3d.proof.deviations import Deviation
-from composer3d.proof.verdict import Evidence
+from composer3d.verification.deviations import Deviation
+from composer3d.verification.verdict import Evidence
 
 __all__ = ["SHOWN", "first_gradients", "module_of", "pieces_of_ranks", "some"]
 

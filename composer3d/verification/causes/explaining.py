@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from composer3d.proof.comparison import difference
-from composer3d.proof.deviations import multiple, narrowed
+from composer3d.verification.comparison import difference
+from composer3d.verification.deviations import multiple, narrowed
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.proof.reference import ReferenceStep
+    from composer3d.verification.reference import ReferenceStep
 
 __all__ = ["averages_of", "digits_of", "late_ones", "leftovers_of", "updates_of"]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from composer3d.proof.verdict import Evidence
+    from composer3d.verification.verdict import Evidence
 
 __all__ = ["Gain", "gains_of", "multiplied"]
 

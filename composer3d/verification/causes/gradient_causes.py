@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
-from composer3d.proof.deviations import Deviation
-from composer3d.proof.verdict import Evidence
-from composer3d.proof.wording import first_gradients, module_of, pieces_of_ranks, some
+from composer3d.verification.causes.cause_wording import first_gradients, module_of, pieces_of_ranks, some
+from composer3d.verification.deviations import Deviation
+from composer3d.verification.verdict import Evidence
 
 __all__ = ["GRADIENT_RULES", "backward"]
 

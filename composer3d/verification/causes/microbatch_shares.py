@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
-    from composer3d.proof.verdict import Evidence
-    from composer3d.proof.weighing import Weights
+    from composer3d.verification.causes.microbatch_weights import Weights
+    from composer3d.verification.verdict import Evidence
 
 __all__ = ["explain_shares"]
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.proof.comparison import fit
-from composer3d.proof.probes import loss_with, pieces_of
-from composer3d.proof.reference import Reference
-from composer3d.proof.subject import Subject
+from composer3d.verification.causes.probes import loss_with, pieces_of
+from composer3d.verification.comparison import fit
+from composer3d.verification.reference import Reference
+from composer3d.verification.subject import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,7 +51,7 @@ def bias_rank(
     make_subject: Callable[[], Subject], degree: int, loss: float, candidates: Sequence[str], factor: int
 ) -> tuple[str, ...]:
     """Look on one device for the biases that give a loss once they are multiplied: all, or one alone."""
-    from composer3d.world import join_world
+    from composer3d.processes.process_group import join_world
 
     subject = make_subject()
     join_world(subject.device)
@@ -79,7 +79,7 @@ def weighing_rank(
     """
     import torch
 
-    from composer3d.world import join_world
+    from composer3d.processes.process_group import join_world
 
     subject = make_subject()
     join_world(subject.device)

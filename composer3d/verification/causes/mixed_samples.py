@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.proof.comparison import difference, relative
-from composer3d.proof.one_device import alone, as_loss_of, count_of, microbatches
-from composer3d.proof.subject import Subject
+from composer3d.verification.comparison import difference, relative
+from composer3d.verification.one_device import alone, as_loss_of, count_of, microbatches
+from composer3d.verification.subject import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

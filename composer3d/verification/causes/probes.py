@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from composer3d.proof.activations import Output, Outputs, watched_loss, watching
-from composer3d.proof.one_device import (
+from composer3d.verification.causes.activations import Output, Outputs, watched_loss, watching
+from composer3d.verification.one_device import (
     alone,
     copies,
     count_of,
@@ -16,7 +16,7 @@ from composer3d.proof.one_device import (
     objective_of,
     rest_of_divisor,
 )
-from composer3d.proof.subject import Subject
+from composer3d.verification.subject import Subject
 
 if TYPE_CHECKING:
     from torch import Tensor

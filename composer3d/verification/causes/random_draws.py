@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout, Role
-from composer3d.proof.arithmetic import backward_inside
 from composer3d.torch_compat import in_backward
+from composer3d.verification.arithmetic import backward_inside
 
 if TYPE_CHECKING:
     from composer3d import Composition
@@ -208,7 +208,7 @@ def _probability(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 def _note(found: dict[str, Draws], site: str, args: tuple[Any, ...]) -> None:
     import torch
 
-    from composer3d.gradients import local
+    from composer3d.step.gradients import local
 
     tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
     device = torch.device("cpu") if tensor is None else tensor.device

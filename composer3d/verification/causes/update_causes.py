@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from composer3d.mesh import Role
-from composer3d.proof.deviations import Deviation
-from composer3d.proof.verdict import Evidence
-from composer3d.proof.wording import SHOWN, pieces_of_ranks, some
+from composer3d.verification.causes.cause_wording import SHOWN, pieces_of_ranks, some
+from composer3d.verification.deviations import Deviation
+from composer3d.verification.verdict import Evidence
 
 __all__ = ["UPDATE_RULES", "initial", "stale"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from composer3d.planning.costs.collectives import Group, collective_s, message_s
+from composer3d.planning.costs.collective_time import Group, collective_s, message_s
 from composer3d.planning.costs.roofline import operator_s
 from composer3d.planning.costs.step_time import compute_s, segment_time
 from composer3d.planning.costs.timed import fresh_s, interpolated_s

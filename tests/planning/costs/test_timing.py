@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from composer3d.errors import ComposerError
-from composer3d.planning.costs.collectives import Group, collective_s, group_of, message_s
+from composer3d.planning.costs.collective_time import Group, collective_s, group_of, message_s
 from composer3d.planning.costs.figure import Figure
 from composer3d.planning.costs.roofline import gemm_dims, gemm_efficiency, operator_s
 from composer3d.planning.costs.step_time import HOST_COPY, communication_of, compute_s, segment_time

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from composer3d.planning.formulas.block import block
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.formulas.lint import lint
-from composer3d.planning.formulas.memory import in_flight, state_bytes
+from composer3d.planning.formulas.memory_formulas import in_flight, state_bytes
 from composer3d.planning.formulas.rules_of_thumb import (
     bubble_relative,
     bubble_share,
@@ -24,8 +26,6 @@ from composer3d.planning.formulas.rules_of_thumb import (
     step_seconds,
     tensor_parallel_payload,
 )
-from composer3d.planning.formulas.setup import Precision, Setup
-from composer3d.planning.formulas.shape import ModelShape
 from composer3d.planning.formulas.static import static_traces
 from composer3d.planning.hardware.cluster import load_hardware
 from composer3d.planning.hardware.quantity import BANDWIDTH, parse

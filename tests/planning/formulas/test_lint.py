@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.formulas.lint import lint
-from composer3d.planning.formulas.setup import Precision, Setup
-from composer3d.planning.formulas.shape import ModelShape
 from composer3d.planning.hardware.cluster import load_hardware
 
 H100 = load_hardware("h100")

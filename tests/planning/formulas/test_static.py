@@ -11,11 +11,11 @@ from composer3d.errors import ModelError
 from composer3d.models import llama
 from composer3d.models.flops import num_flops_per_token
 from composer3d.planning.formulas.block import block
-from composer3d.planning.formulas.flops import CONVENTIONS, flops_per_token
-from composer3d.planning.formulas.memory import in_flight, reserved_bytes
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.flops_conventions import CONVENTIONS, flops_per_token
+from composer3d.planning.formulas.layout_numbers import Precision, Setup
+from composer3d.planning.formulas.memory_formulas import in_flight, reserved_bytes
 from composer3d.planning.formulas.model_shape import shape_of
-from composer3d.planning.formulas.setup import Precision, Setup
-from composer3d.planning.formulas.shape import ModelShape
 from composer3d.planning.formulas.static import layers_of, parameters_of, peak_bytes, static_traces
 from composer3d.planning.hardware.cluster import load_hardware
 

@@ -6,11 +6,11 @@ import pytest
 import tomli
 
 from composer3d.errors import ComposerError
-from composer3d.manifest.writer import dump
+from composer3d.manifest.toml_writer import dump
 from composer3d.planning.hardware import cluster
 from composer3d.planning.hardware.cluster import hardware_names, load_hardware
+from composer3d.planning.hardware.file_rules import problems_of
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, SIZE, TIME, parse, show
-from composer3d.planning.hardware.rules import problems_of
 
 DEVICES = [name for name in hardware_names() if not name.startswith("/")]
 NETWORKS = [name for name in hardware_names() if name.startswith("/")]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from composer3d import torch_compat
+from composer3d.planning.hardware.cpu_operators import REFERENCES, bytes_of, calls_of, time_references
 from composer3d.planning.hardware.kernels import attention_flops, gemm_shapes
-from composer3d.planning.hardware.reference import REFERENCES, bytes_of, calls_of, time_references
-from composer3d.planning.tracing.recording import _calls
+from composer3d.planning.tracing.step_recorder import _calls
 
 
 @pytest.mark.parametrize("reference", REFERENCES, ids=lambda reference: reference.name)

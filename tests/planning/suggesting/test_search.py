@@ -9,12 +9,12 @@ import pytest
 from published import published_runs
 
 from composer3d.errors import ComposerError
-from composer3d.planning.formulas.setup import Precision, Setup
-from composer3d.planning.formulas.shape import ModelShape
+from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.cluster import load_hardware
-from composer3d.planning.suggesting.keeping import kept
+from composer3d.planning.suggesting.pinned import kept
 from composer3d.planning.suggesting.search import evaluate, search
-from composer3d.planning.suggesting.suggestion import NUM_CHECKED, Accepted, Planned, suggest
+from composer3d.planning.suggesting.suggest import NUM_CHECKED, Accepted, Planned, suggest
 
 GIB = 2**30
 H100 = load_hardware("h100")

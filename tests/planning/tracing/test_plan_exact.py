@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.planned import Case, figures, measured, tracer_of
+from support.planned_runs import Case, figures, measured, tracer_of
 
 from composer3d.testing import run_ranks
 
@@ -76,7 +76,7 @@ CASES = {
     "unused_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="unused", num_microbatches=4),
     "tied_1f1b": Case("mesh.pp = 2\n[scheduling.pipeline]\n", source="tied", num_microbatches=4),
     "stranger": Case(
-        'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned:Stranger"\n'
+        'mesh.dp_shard = 2\n[sharding.fsdp2]\n[communication.stranger]\nuse = "support.planned_runs:Stranger"\n'
     ),
 }
 

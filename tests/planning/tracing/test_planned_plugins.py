@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from support.planned import Case, figures, tracer_of
+from support.planned_runs import Case, figures, tracer_of
 
 AC = "[scheduling.activation_checkpoint]\n"
 PLAIN = Case("", world_size=1, num_layers=5, num_microbatches=1)

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.planned import Case, figures, tracer_of
+from support.planned_runs import Case, figures, tracer_of
 
 from composer3d import torch_compat
 from composer3d.errors import ComposerError
+from composer3d.interfaces import Action
 from composer3d.mesh import AXES, resolve
 from composer3d.planning.costs.allocator import allocate, judge
 from composer3d.planning.plan import enough_microbatches
 from composer3d.planning.schedules.simulation import Costs, simulate
-from composer3d.planning.tracing.beside import halve
-from composer3d.planning.tracing.roles import chosen_ranks
+from composer3d.planning.tracing.rank_roles import chosen_ranks
+from composer3d.planning.tracing.second_process import halve
 from composer3d.planning.tracing.storages import StorageCounter
-from composer3d.protocol import Action
 from composer3d.torch_compat import dispatch_mode
 
 

@@ -21,8 +21,8 @@ from composer3d import (
     plugin,
     torch_compat,
 )
+from composer3d_plugins.precision.float8.float8_layers import MULTIPLE, choose, convert, layer_class
 from composer3d_plugins.precision.float8.gather import gather_as_bytes, needs_bytes, precompute_scales
-from composer3d_plugins.precision.float8.layers import MULTIPLE, choose, convert, layer_class
 
 if TYPE_CHECKING:
     import torch

@@ -73,7 +73,7 @@ class QAT:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         from torch import nn
 
-        from composer3d_plugins.precision.qat.rounding import Rounding
+        from composer3d_plugins.precision.qat.fake_quantised_linear import Rounding
 
         rounding = Rounding.of(weights=self.weights, group_size=self.group_size, activations=self.activations)
 

@@ -21,8 +21,7 @@ from composer3d import (
     plugin,
     select_fqns,
 )
-from composer3d_plugins.precision.qlora.base import Chosen, digest
-from composer3d_plugins.precision.qlora.layer import (
+from composer3d_plugins.precision.qlora.adapter import (
     Adapter,
     become_adapted,
     draws_by_share,
@@ -32,6 +31,7 @@ from composer3d_plugins.precision.qlora.layer import (
     table_of,
     update_of,
 )
+from composer3d_plugins.precision.qlora.frozen_base import Chosen, digest
 from composer3d_plugins.precision.qlora.nf4 import BLOCK, Format
 
 if TYPE_CHECKING:

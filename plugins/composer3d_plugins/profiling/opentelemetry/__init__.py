@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from composer3d import PluginError, Recorder, RunContext, Secret, broadcast_json, hookimpl, plugin
-from composer3d_plugins.profiling.opentelemetry.blocks import watch_blocks
+from composer3d_plugins.profiling.opentelemetry.block_spans import watch_blocks
 from composer3d_plugins.profiling.opentelemetry.courier import Counts, Courier
 from composer3d_plugins.profiling.opentelemetry.exporters import make_exporters
-from composer3d_plugins.profiling.opentelemetry.figures import Figures
-from composer3d_plugins.profiling.opentelemetry.recorder import DeviceClock, SpanRecorder
+from composer3d_plugins.profiling.opentelemetry.metric_instruments import Figures
+from composer3d_plugins.profiling.opentelemetry.span_recorder import DeviceClock, SpanRecorder
 from composer3d_plugins.profiling.opentelemetry.traces import Identity, Tracing
 
 if TYPE_CHECKING:

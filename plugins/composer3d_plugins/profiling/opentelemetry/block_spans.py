@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from composer3d import RunContext, map_tensors
-from composer3d_plugins.profiling.opentelemetry.recorder import SpanRecorder
+from composer3d_plugins.profiling.opentelemetry.span_recorder import SpanRecorder
 
 __all__ = ["watch_blocks"]
 

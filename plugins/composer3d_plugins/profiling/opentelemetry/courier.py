@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from composer3d_plugins.profiling.opentelemetry.recorder import Batch
+from composer3d_plugins.profiling.opentelemetry.span_recorder import Batch
 
 __all__ = ["Counts", "Courier", "Delivery"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from composer3d_plugins.profiling.opentelemetry.recorder import Batch, DeviceClock, Record
+from composer3d_plugins.profiling.opentelemetry.span_recorder import Batch, DeviceClock, Record
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.resources import Resource

@@ -22,7 +22,7 @@ from composer3d import (
 )
 from composer3d_plugins.scheduling.activation_checkpoint import segments
 from composer3d_plugins.scheduling.activation_checkpoint.budget import Budget
-from composer3d_plugins.scheduling.activation_checkpoint.buffers import keep_buffers
+from composer3d_plugins.scheduling.activation_checkpoint.buffer_updates import keep_buffers
 
 if TYPE_CHECKING:
     from torch import nn

@@ -26,8 +26,8 @@ from composer3d import (
     torch_compat,
 )
 from composer3d_plugins.scheduling.pipeline.balance import Load, balance, peak_in_flight
-from composer3d_plugins.scheduling.pipeline.custom import CustomSchedule, read_schedule
-from composer3d_plugins.scheduling.pipeline.rules import (
+from composer3d_plugins.scheduling.pipeline.csv_schedule import CustomSchedule, read_schedule
+from composer3d_plugins.scheduling.pipeline.schedule_rules import (
     RULES,
     NamedSchedule,
     ScheduleName,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d_plugins.scheduling.pipeline.division import Division
-    from composer3d_plugins.scheduling.pipeline.ties import Ties
+    from composer3d_plugins.scheduling.pipeline.shared_parameters import Ties
 
 
 _CsvFile = Annotated[str, StringConstraints(pattern=r"\.csv$")]
@@ -184,7 +184,7 @@ class Pipeline:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        from composer3d_plugins.scheduling.pipeline.choosing import divide
+        from composer3d_plugins.scheduling.pipeline.split_choice import divide
 
         division = divide(
             model,
@@ -269,7 +269,7 @@ class Pipeline:
         if context.degrees["pp"] == 1:
             return None
         from composer3d_plugins.scheduling.pipeline.runtime import PipelineRuntime
-        from composer3d_plugins.scheduling.pipeline.ties import Ties
+        from composer3d_plugins.scheduling.pipeline.shared_parameters import Ties
 
         memory: _Memory = context.state[self]
         holders = {fqn: memory.division.holders(fqn) for fqn in memory.division.parameters}

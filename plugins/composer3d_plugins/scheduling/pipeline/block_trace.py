@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
-from composer3d_plugins.scheduling.pipeline.following import (
+from composer3d_plugins.scheduling.pipeline.tensor_origins import (
     Follower,
     Source,
     leaves_of,

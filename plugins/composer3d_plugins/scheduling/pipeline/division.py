@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from composer3d_plugins.scheduling.pipeline.balance import Load
-from composer3d_plugins.scheduling.pipeline.trace import Observation, observe
+from composer3d_plugins.scheduling.pipeline.block_trace import Observation, observe
 
 if TYPE_CHECKING:
     import torch

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from composer3d import Batch, PluginError, RunContext, StepError, torch_compat
-from composer3d_plugins.scheduling.pipeline.custom import CustomSchedule
-from composer3d_plugins.scheduling.pipeline.rules import NamedSchedule
+from composer3d_plugins.scheduling.pipeline.csv_schedule import CustomSchedule
+from composer3d_plugins.scheduling.pipeline.schedule_rules import NamedSchedule
 from composer3d_plugins.scheduling.pipeline.surgery import runner_of
 
 __all__ = ["PipelineRuntime"]

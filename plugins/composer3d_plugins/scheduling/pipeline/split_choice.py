@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import ComposerError, PluginError, TransformError
+from composer3d_plugins.scheduling.pipeline.block_trace import NotStraightError
 from composer3d_plugins.scheduling.pipeline.division import Choose, Division, divide_straight
-from composer3d_plugins.scheduling.pipeline.flow import Traced, divide_traced
-from composer3d_plugins.scheduling.pipeline.places import block_lists, inner_lists, outermost
-from composer3d_plugins.scheduling.pipeline.trace import NotStraightError
+from composer3d_plugins.scheduling.pipeline.split_places import block_lists, inner_lists, outermost
+from composer3d_plugins.scheduling.pipeline.traced_split import Traced, divide_traced
 from composer3d_plugins.scheduling.pipeline.tracer import trace
 
 if TYPE_CHECKING:

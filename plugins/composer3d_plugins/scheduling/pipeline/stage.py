@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError
+from composer3d_plugins.scheduling.pipeline.block_trace import Observation
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -29,7 +30,6 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     take_out_tensors,
     tensors_of_stage,
 )
-from composer3d_plugins.scheduling.pipeline.trace import Observation
 
 __all__ = ["Runner", "build_stage"]
 

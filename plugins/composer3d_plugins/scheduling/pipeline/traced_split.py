@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from composer3d import TransformError
 from composer3d_plugins.scheduling.pipeline.balance import Load
 from composer3d_plugins.scheduling.pipeline.division import Choose, Division
-from composer3d_plugins.scheduling.pipeline.following import Source
+from composer3d_plugins.scheduling.pipeline.tensor_origins import Source
 from composer3d_plugins.scheduling.pipeline.tracer import CHANGED, DRAWN, Trace, trace
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Traced(Division[Trace]):
 
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
         """Return a stage's module; of parameters under `clones` this rank has one already."""
-        from composer3d_plugins.scheduling.pipeline.traced import TracedRunner, build_traced_stage
+        from composer3d_plugins.scheduling.pipeline.traced_stage import TracedRunner, build_traced_stage
 
         needed = frozenset(fqn for fqn, stages in self._needs.items() if stage in stages)
         enters, leaves = self.values_into(stage), self.values_into(stage + 1)

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import StepError, torch_compat
-from composer3d_plugins.scheduling.pipeline.following import tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -30,6 +29,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     tensors_of_stage,
     zeros,
 )
+from composer3d_plugins.scheduling.pipeline.tensor_origins import tensors_of, to_meta
 from composer3d_plugins.scheduling.pipeline.tracer import Trace
 from composer3d_plugins.scheduling.pipeline.values import Values
 

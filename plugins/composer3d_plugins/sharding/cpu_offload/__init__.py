@@ -19,8 +19,8 @@ from composer3d import (
     plugin,
     select_fqns,
 )
-from composer3d_plugins.sharding.cpu_offload.gradients import HostGradients, refuse_foreign
-from composer3d_plugins.sharding.cpu_offload.optimizer import offloaded
+from composer3d_plugins.sharding.cpu_offload.host_gradients import HostGradients, refuse_foreign
+from composer3d_plugins.sharding.cpu_offload.piecewise_optimizer import offloaded
 from composer3d_plugins.sharding.cpu_offload.transfers import transfers_for
 from composer3d_plugins.sharding.cpu_offload.visiting import visiting
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from composer3d import Metric, PluginError, RunContext, hookimpl, plugin, torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import BLOCK, MIB, Foreseen, StateFile
-from composer3d_plugins.sharding.nvme_offload.optimizer import on_disk
+from composer3d_plugins.sharding.nvme_offload.disk_optimizer import on_disk
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

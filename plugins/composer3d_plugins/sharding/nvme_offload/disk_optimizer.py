@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d_plugins.sharding.nvme_offload.disk import StateFile
-from composer3d_plugins.sharding.nvme_offload.memory import Buffer, Buffers
-from composer3d_plugins.sharding.nvme_offload.pieces import Fields, Layout, Member, cut, cut_as, local, moments
+from composer3d_plugins.sharding.nvme_offload.disk_buffers import Buffer, Buffers
+from composer3d_plugins.sharding.nvme_offload.file_layout import Fields, Layout, Member, cut, cut_as, local, moments
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

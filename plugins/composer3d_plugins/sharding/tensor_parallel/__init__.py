@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin
-from composer3d_plugins.sharding.tensor_parallel.plan import Rule, Style
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Style
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,7 @@ class TensorParallel:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
-        from composer3d_plugins.sharding.tensor_parallel.making import cuts_of, make
+        from composer3d_plugins.sharding.tensor_parallel.plan_sources import cuts_of, make
 
         made = make(
             model,

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from composer3d import PluginError, RunContext, torch_compat
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
-from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
-from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.meta_run import Traced, plain, trace
+from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.on_meta import gives_features
-from composer3d_plugins.sharding.tensor_parallel.plan import EXPANDING, Rule, Rules, Style, features
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, Style, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
-from composer3d_plugins.sharding.tensor_parallel.roles import Roles, roles_of
-from composer3d_plugins.sharding.tensor_parallel.sequence import along_sequence, with_boundaries, without_sequence
-from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
-from composer3d_plugins.sharding.tensor_parallel.trace import Traced, plain, trace
-from composer3d_plugins.sharding.tensor_parallel.weights import first_names, kind_of
+from composer3d_plugins.sharding.tensor_parallel.sequence_plan import along_sequence, with_boundaries, without_sequence
+from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import first_names, kind_of
 
 __all__ = ["Derived", "derive"]
 

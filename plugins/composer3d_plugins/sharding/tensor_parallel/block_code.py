@@ -8,14 +8,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
-from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
-from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
+from composer3d_plugins.sharding.tensor_parallel.meta_run import Traced, outside, trace
+from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, roles_of
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import sized
-from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles, roles_of
-from composer3d_plugins.sharding.tensor_parallel.trace import Traced, outside, trace
+from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Unfollowed
 
 if TYPE_CHECKING:
     from torch import nn

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import RunContext, TransformError, select_fqns, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, first_of
 from composer3d_plugins.sharding.tensor_parallel.functions import SIZES, name_of
-from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, first_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
 __all__ = ["Flow", "blocks_of"]
 

@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from composer3d_plugins.sharding.tensor_parallel.calls import Call
-from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
-from composer3d_plugins.sharding.tensor_parallel.records import Record
+from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
+from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
-from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles
+from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed
 
 if TYPE_CHECKING:
     from torch import nn

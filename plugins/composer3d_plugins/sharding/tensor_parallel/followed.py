@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, cuts_in, unmark
-from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, eagerly
+from composer3d_plugins.sharding.tensor_parallel.decisions import Memory
 from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.memory import Memory
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, replaced
+from composer3d_plugins.sharding.tensor_parallel.random_functions import Drawing, eagerly
+from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Marks, cut_of, cuts_in, unmark
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

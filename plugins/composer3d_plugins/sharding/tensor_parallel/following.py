@@ -19,16 +19,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import (
-    Cut,
-    Unfollowed,
-    cut_of,
-    cuts_in,
-    ranges_of,
-    run_of,
-)
+from composer3d_plugins.sharding.tensor_parallel.decisions import Decision, Memory
 from composer3d_plugins.sharding.tensor_parallel.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
-from composer3d_plugins.sharding.tensor_parallel.drawing import Drawing, draws
 from composer3d_plugins.sharding.tensor_parallel.functions import (
     CASTS,
     EXPANDS,
@@ -40,11 +32,19 @@ from composer3d_plugins.sharding.tensor_parallel.functions import (
     name_of,
     narrowed,
 )
-from composer3d_plugins.sharding.tensor_parallel.meeting import Meeting, is_in_place
-from composer3d_plugins.sharding.tensor_parallel.memory import Decision, Memory
-from composer3d_plugins.sharding.tensor_parallel.pairing import marked, pair
-from composer3d_plugins.sharding.tensor_parallel.records import Record
-from composer3d_plugins.sharding.tensor_parallel.shapes import Indivisible, Placed, Unplaceable, inside, regroup
+from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
+from composer3d_plugins.sharding.tensor_parallel.random_functions import Drawing, draws
+from composer3d_plugins.sharding.tensor_parallel.result_shards import marked, pair
+from composer3d_plugins.sharding.tensor_parallel.shards import (
+    Cut,
+    Unfollowed,
+    cut_of,
+    cuts_in,
+    ranges_of,
+    run_of,
+)
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Indivisible, Placed, Unplaceable, inside, regroup
+from composer3d_plugins.sharding.tensor_parallel.whole_operands import Meeting, is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d import TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, copy_mark, cut_of
 from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.functions import name_of
-from composer3d_plugins.sharding.tensor_parallel.meeting import is_in_place
+from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, copy_mark, cut_of
+from composer3d_plugins.sharding.tensor_parallel.whole_operands import is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

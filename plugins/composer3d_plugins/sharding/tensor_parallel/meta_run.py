@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
+from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
+from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
 from composer3d_plugins.sharding.tensor_parallel.on_meta import device_of, on_meta, patched, unseen
 from composer3d_plugins.sharding.tensor_parallel.reads import Reads
-from composer3d_plugins.sharding.tensor_parallel.records import Record
-from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
 __all__ = ["Recorder", "Traced", "outside", "plain", "trace"]
 

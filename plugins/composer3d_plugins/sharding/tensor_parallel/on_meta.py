@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import SMALL, Call
-from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed, cut_of
-from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+from composer3d_plugins.sharding.tensor_parallel.module_calls import SMALL, Call
+from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, cut_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
 from composer3d_plugins.sharding.tensor_parallel import auto
-from composer3d_plugins.sharding.tensor_parallel.codes import Codes
+from composer3d_plugins.sharding.tensor_parallel.block_code import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared, is_by_others
-from composer3d_plugins.sharding.tensor_parallel.plan import (
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import (
     CONTRACTING,
     EXPANDING,
     Rule,
@@ -20,8 +20,8 @@ from composer3d_plugins.sharding.tensor_parallel.plan import (
     check_rules,
     resolve,
 )
-from composer3d_plugins.sharding.tensor_parallel.ties import unread_names
-from composer3d_plugins.sharding.tensor_parallel.weights import cut_of_weight, kind_of
+from composer3d_plugins.sharding.tensor_parallel.tied_parameters import unread_names
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import cut_of_weight, kind_of
 
 if TYPE_CHECKING:
     from torch import nn

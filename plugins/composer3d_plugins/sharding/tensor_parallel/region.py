@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.cuts import cut_of, strip
+from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, replaced
+from composer3d_plugins.sharding.tensor_parallel.shards import cut_of, strip
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

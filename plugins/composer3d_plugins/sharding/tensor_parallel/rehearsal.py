@@ -11,15 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.calls import SMALL, Call, activation_of, first_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Unfollowed, cut_of, mark, unmark
 from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
+from composer3d_plugins.sharding.tensor_parallel.meta_run import Recorder
+from composer3d_plugins.sharding.tensor_parallel.module_calls import SMALL, Call, activation_of, first_of, replaced
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.on_meta import in_mode, on_meta, patched, unseen
-from composer3d_plugins.sharding.tensor_parallel.records import Record
-from composer3d_plugins.sharding.tensor_parallel.roles import Code, Roles
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.trace import Recorder
-from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Unfollowed, cut_of, mark, unmark
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
 __all__ = ["Rehearsal", "sized"]
 

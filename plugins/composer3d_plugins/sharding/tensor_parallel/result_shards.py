@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.cuts import (
+from composer3d_plugins.sharding.tensor_parallel.functions import JOINS
+from composer3d_plugins.sharding.tensor_parallel.shards import (
     ATTRIBUTE,
     Cut,
     Ranges,
@@ -17,8 +18,7 @@ from composer3d_plugins.sharding.tensor_parallel.cuts import (
     common_parts,
     sources_of,
 )
-from composer3d_plugins.sharding.tensor_parallel.functions import JOINS
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 
 __all__ = ["marked", "pair"]
 

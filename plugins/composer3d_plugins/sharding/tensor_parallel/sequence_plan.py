@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from composer3d import PluginError
-from composer3d_plugins.sharding.tensor_parallel.calls import Call
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
-from composer3d_plugins.sharding.tensor_parallel.cuts import Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
 from composer3d_plugins.sharding.tensor_parallel.on_meta import VALUES, device_of
-from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, Style
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, Style
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
-from composer3d_plugins.sharding.tensor_parallel.roles import Roles
+from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed
 
 if TYPE_CHECKING:
     from collections.abc import Collection

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from composer3d import TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 
 __all__ = [
     "ATTRIBUTE",

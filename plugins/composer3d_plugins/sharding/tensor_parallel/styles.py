@@ -18,20 +18,20 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from composer3d import RunContext, TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.activations import Activations
+from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
-from composer3d_plugins.sharding.tensor_parallel.calls import activation_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.cuts import SEQUENCE, Marks, cut_of, mark, strip
-from composer3d_plugins.sharding.tensor_parallel.drawing import eagerly, site_of
 from composer3d_plugins.sharding.tensor_parallel.followed import Followed
+from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
-from composer3d_plugins.sharding.tensor_parallel.making import Made
-from composer3d_plugins.sharding.tensor_parallel.packed import runs_of
-from composer3d_plugins.sharding.tensor_parallel.plan import CONTRACTING, EXPANDING, Rule, Rules, region_of
+from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, replaced
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
+from composer3d_plugins.sharding.tensor_parallel.plan_sources import Made
+from composer3d_plugins.sharding.tensor_parallel.random_functions import eagerly, site_of
 from composer3d_plugins.sharding.tensor_parallel.region import Region
-from composer3d_plugins.sharding.tensor_parallel.shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.ties import owner_of
-from composer3d_plugins.sharding.tensor_parallel.weights import distribute, kind_of
+from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Marks, cut_of, mark, strip
+from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute, kind_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -14,9 +14,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.meta_run import trace
 from composer3d_plugins.sharding.tensor_parallel.on_meta import on_meta, patched
-from composer3d_plugins.sharding.tensor_parallel.trace import trace
-from composer3d_plugins.sharding.tensor_parallel.weights import kind_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
 __all__ = ["owner_of", "unread_names"]
 
