@@ -1,4 +1,4 @@
-"""What a plugin sees of the run: degrees and coordinates at once, the mesh, parts and step later."""
+"""Run context for hooks: degrees and coordinates from the start, the mesh, parts and step later."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What precision plugins share: which linear layers they take, and how one is computed where tp cut it."""
+"""Linear layers for precision plugins: their selection, and their product where tp has sharded the weight."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How every typed table, of the manifest or of a plugin, is validated."""
+"""Validation settings of every typed table, of the manifest or of a plugin."""
 
 from __future__ import annotations
 

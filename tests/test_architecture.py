@@ -285,3 +285,9 @@ def test_private_names_are_recognised(tmp_path, monkeypatch):
 def test_sources_are_ascii():
     files = sources(CORE, PLUGINS, ROOT / "tests", ROOT / "benchmarks")
     assert [str(path.relative_to(ROOT)) for path in files if not path.read_bytes().isascii()] == []
+
+
+def test_module_docstrings_name_their_subject():
+    opening = re.compile(r"(What|Who|How|Where|Which|From what)\b")
+    opened = {place(path, 1): ast.get_docstring(parse(path)) or "" for path in sources(CORE, PLUGINS)}
+    assert [name for name, text in opened.items() if opening.match(text)] == []

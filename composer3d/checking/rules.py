@@ -1,4 +1,4 @@
-"""What the runner asks of a manifest beyond its types: references that lead somewhere, data, numbers that divide.
+"""Manifest checks beyond types: importable references, usable data, divisible batches, patterns that match.
 
 Each rule returns problems at the lines of the keys at fault.
 """

@@ -1,4 +1,4 @@
-"""What makes two ranks run the same thing: the manifest and the plan as one number, compared before meshes are made."""
+"""Agreement of all ranks on manifest and plan: one fingerprint, compared before the mesh is made."""
 
 from __future__ import annotations
 

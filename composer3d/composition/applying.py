@@ -1,4 +1,4 @@
-"""What a prepared composition does to the model: stages, transforms in their order, and values for what is on meta."""
+"""Application of a prepared plan to the model: stages, transforms in their order, values for tensors on meta."""
 
 from __future__ import annotations
 

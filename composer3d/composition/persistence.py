@@ -1,4 +1,4 @@
-"""What of a composition goes into a checkpoint, and under which keys.
+"""Checkpoint contents of a composition, and the key of every entry.
 
 `model/<fqn>` parameters and persistent buffers, `optimizer/<fqn>/<name>`, `plugin/<plugin>/<name>/...`,
 `attached/<name>/...`; whatever is no tensor goes into the checkpoint's JSON.

@@ -1,8 +1,8 @@
-"""Which sample is number i of the stream: a pure function of the seed and the position, in any layout.
+"""Sample order: the sample at each position of the stream, a pure function of seed and position in any layout.
 
 The stream is endless: epoch after epoch, each a permutation of the data set. Step s takes the positions after those of
-the steps before it, and every data-parallel rank its contiguous cut, so that neither the number of ranks nor a restart
-changes what a step trains on. No permutation is ever stored.
+the steps before it, and every data-parallel rank its contiguous slice, so that neither the number of ranks nor a
+restart changes what a step trains on. No permutation is ever stored.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a factory did, as values: the operators it ran, and the memory they read and wrote."""
+"""Operation log of a model factory: the operators that it ran, and the memory that they read and wrote."""
 
 from __future__ import annotations
 

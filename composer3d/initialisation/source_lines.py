@@ -1,4 +1,4 @@
-"""Which line of the user's code is at fault."""
+"""Source lines of the user's code, for messages about a model factory."""
 
 from __future__ import annotations
 

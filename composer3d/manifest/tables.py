@@ -1,4 +1,4 @@
-"""What a table of a manifest is: a frozen, strict dataclass. The core's own tables are here."""
+"""Manifest tables as frozen, strict dataclasses, and the core's own tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what every rank tells of its last collectives to the one sentence that names who is missing from which."""
+"""Hang report: one sentence that names the ranks missing from a collective, from every rank's last collectives."""
 
 from __future__ import annotations
 

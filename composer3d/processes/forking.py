@@ -1,4 +1,4 @@
-"""What every fork of ranks needs: modules imported beforehand, a parent that is safe to fork, and room on the machine.
+"""Forking of ranks: modules imported beforehand, a parent that is safe to fork, and a limit of ranks on the machine.
 
 On CPU ranks are forked: a spawned rank pays seconds for its imports, a forked one none. The price is that the parent
 may only have imported. OpenMP keeps a pool of threads per process; a fork copies the pool's bookkeeping but not its

@@ -1,4 +1,4 @@
-"""How many sequences a step has, and how many came before it: pure functions of the step."""
+"""Global batch size of every step, and the number of sequences before it: pure functions of the step."""
 
 from __future__ import annotations
 

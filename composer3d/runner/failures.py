@@ -1,4 +1,4 @@
-"""What went wrong in a run, told once: the rank that was first, its traceback, and who only followed."""
+"""Failure report of a run: the rank that failed first, its traceback, and the ranks that only followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank runs: the function, its marker or its failure, and under torchrun the one report of the run."""
+"""Entry point of a rank: its function, its marker or its failure, and under torchrun the one report of the run."""
 
 from __future__ import annotations
 

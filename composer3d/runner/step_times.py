@@ -1,4 +1,4 @@
-"""What a step took: times, tokens or samples, and the one collective in which ranks tell each other at its end."""
+"""Step times and rates of tokens or samples, reduced over ranks in the one collective at a step's end."""
 
 from __future__ import annotations
 

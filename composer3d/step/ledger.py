@@ -1,4 +1,4 @@
-"""What a step knows of its losses: sums, counts, and the divisor that every micro-batch had."""
+"""Loss accounting of a step: sums, counts, and the divisor that every micro-batch had."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What plugins measure in a step, reduced over ranks in one collective."""
+"""Metrics that plugins measure in a step, reduced over ranks in one collective."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch.compile needs to compile a module as composer3d's plugins have made it."""
+"""torch.compile on modules that plugins have sharded, checkpointed or quantised."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What operators return for tensors without values, worked out once for every form of their arguments."""
+"""Cache of operator results on fake tensors, by the form of the operator's arguments."""
 
 from __future__ import annotations
 

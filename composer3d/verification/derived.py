@@ -1,4 +1,4 @@
-"""What plugins compute from parameters and keep beside them, as float8 its scales: it must fit what they are."""
+"""Tensors that plugins derive from parameters, such as float8 scales: stale ones are found by recomputation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters a forward has reached on each rank: where ranks differ, what reduces gradients falls apart."""
+"""Parameters that a forward reached, by rank: where ranks differ, their gradient reductions do not match."""
 
 from __future__ import annotations
 

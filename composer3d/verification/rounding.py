@@ -1,4 +1,4 @@
-"""How far two runs on one device are apart, which tolerances are derived from."""
+"""Rounding differences between two runs on one device, from which tolerances are derived."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is proven: a model, a manifest, batches, a loss and an optimizer, wherever they come from."""
+"""Subject of a verification: a model, a manifest, batches, a loss and an optimizer, wherever they come from."""
 
 from __future__ import annotations
 

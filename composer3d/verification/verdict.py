@@ -1,4 +1,4 @@
-"""What all passes together say: every difference, worst first, and whether the composition holds."""
+"""Verdict of all passes: every difference, the worst first, and whether the composition holds."""
 
 from __future__ import annotations
 

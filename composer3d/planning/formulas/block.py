@@ -1,4 +1,4 @@
-"""What one decoder block, embedding and head compute and keep, by closed formulas of their sizes.
+"""Closed formulas for the operators and saved bytes of one decoder block, embedding and head.
 
 Sources: Vijay Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4 (bytes of GPT's
 block); those of Llama's eager block were counted with torch: 52.5 bytes a token and width, 56 with float32 norms.

@@ -1,4 +1,4 @@
-"""What is planned of a manifest: its model on meta, and the form of its batches."""
+"""Tracing job of a manifest: its model on meta, and the shapes of its batches."""
 
 from __future__ import annotations
 

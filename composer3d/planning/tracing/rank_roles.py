@@ -1,4 +1,4 @@
-"""Which ranks of a world are worth a look: ranks that differ only in what they read do the same."""
+"""Representative ranks of a world: ranks that differ only in the samples that they read are traced once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module runs: forwards as they nest, backwards as they begin."""
+"""Name of the running module: forwards as they nest, backwards as they begin."""
 
 from __future__ import annotations
 

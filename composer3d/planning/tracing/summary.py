@@ -1,4 +1,4 @@
-"""From what was recorded to what is reported: memory by what it is for, operators and transfers by segment."""
+"""Summary of a recorded step: memory by purpose, operators and transfers by segment."""
 
 from __future__ import annotations
 

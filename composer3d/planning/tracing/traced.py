@@ -1,6 +1,6 @@
-"""What one rank's optimizer step consists of, as it was traced: memory, operators and collectives, without any time.
+"""Traced optimizer step of one rank: memory, operators and collectives, without any time.
 
-The tracer fills these; the time model, the lint, the search and the reports read them and nothing else.
+The tracer fills these; the time model, the lint, the search and the reports read nothing else.
 """
 
 from __future__ import annotations

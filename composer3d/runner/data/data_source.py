@@ -1,4 +1,4 @@
-"""What a source of training data is: numbered samples, and a record of what they were."""
+"""Sources of training data: numbered samples, and a record of their origin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an item of a data set may be: a row of tokens, inputs with their targets, or a mapping of both."""
+"""Items of a data set: a row of tokens, inputs with their targets, or a mapping of both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What modules and the loss return in the first step, as a few numbers each: enough to find the first wrong one."""
+"""Statistics of module outputs and of the loss in the first step: enough to find the first wrong module."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a diagnosis names what it speaks of."""
+"""Names of parameters, modules and ranks in the sentences of a diagnosis."""
 
 from __future__ import annotations
 

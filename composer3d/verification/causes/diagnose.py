@@ -1,4 +1,4 @@
-"""What known mistakes look like: each rule reads the evidence and says what is likely wrong, or nothing."""
+"""Diagnosis rules for known mistakes: each reads the evidence and names a likely cause, or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What would explain the tensors of a step that differ: those of the step before, other digits, another multiple."""
+"""Explanations of tensors that differ: those of the step before, fewer digits, another multiple."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What wrong gradients look like, where the forward is right."""
+"""Diagnosis rules for wrong gradients after a correct forward."""
 
 from __future__ import annotations
 

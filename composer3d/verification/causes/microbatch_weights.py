@@ -1,4 +1,4 @@
-"""What wrong gradients are made of: those of micro-batches, each with a weight, as one device has them one by one."""
+"""Decomposition of wrong gradients into those of micro-batches, each with a weight, as computed on one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one device is asked for once something differs, to tell where it begins: pieces, outputs, losses."""
+"""Runs on one device that locate a difference: gradients of single micro-batches, module outputs, losses."""
 
 from __future__ import annotations
 

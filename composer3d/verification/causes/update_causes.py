@@ -1,4 +1,4 @@
-"""What wrong weights and updates look like, where the gradients are right."""
+"""Diagnosis rules for wrong weights and updates after correct gradients."""
 
 from __future__ import annotations
 

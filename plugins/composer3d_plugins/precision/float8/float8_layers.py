@@ -1,4 +1,4 @@
-"""Which linear layers are converted, and how a module becomes another in its place."""
+"""Float8 linear layers: their selection, and the conversion of a module in place."""
 
 from __future__ import annotations
 

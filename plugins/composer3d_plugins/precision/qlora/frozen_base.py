@@ -1,4 +1,4 @@
-"""What adapters belong to: which layers, and weights by which a checkpoint's are known again."""
+"""Frozen base model of adapters: its layers, and digests that recognise the weights of a checkpoint's base."""
 
 from __future__ import annotations
 

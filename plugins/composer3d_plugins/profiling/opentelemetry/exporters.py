@@ -1,4 +1,4 @@
-"""Where spans and metrics go: OTLP over HTTP or gRPC, the console, files of JSON lines."""
+"""Exporters of spans and metrics: OTLP over HTTP or gRPC, the console, files of JSON lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is recomputed under a budget of bytes: decided by what operators take and keep, as measured."""
+"""Recomputation under a budget of bytes, chosen by the measured time and size of every operator's results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where to cut: stages that take equally long, and among those the ones that need the least memory."""
+"""Stage boundaries: stages that take equally long, and among those the ones that need the least memory."""
 
 from __future__ import annotations
 

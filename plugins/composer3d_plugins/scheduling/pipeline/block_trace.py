@@ -1,8 +1,8 @@
-"""How a model calls its blocks, and which parameters each of them needs: seen in one forward on meta.
+"""Block trace: a model's calls of its blocks and the parameters that each needs, from one forward on meta.
 
-Every operator of the forward is watched. A tensor carries where it came from: parameters, and the outputs of blocks.
-So it is known, and not guessed from names, which stage needs the embedding, the head, a bias that all blocks share, and
-whether something jumps over a block.
+Every operator of the forward is intercepted. A tensor carries its sources: parameters, and the outputs of blocks. So it
+is known, and not guessed from names, which stage needs the embedding, the head, a bias that all blocks share, and
+whether a value skips a block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where a model is cut: which stage makes which calls, and holds what they need."""
+"""Division of a model into stages: the calls that each stage makes, and the parameters that it holds for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each schedule needs and where its stages stand; numbers only, no torch."""
+"""Schedule rules: the requirements of each schedule and the placement of its stages; numbers only, no torch."""
 
 from __future__ import annotations
 

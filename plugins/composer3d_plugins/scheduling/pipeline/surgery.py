@@ -1,4 +1,4 @@
-"""What is done to the copy of a model that becomes a stage: classes that its modules are given, tensors taken out."""
+"""Conversion of a model's copy into a stage: classes that its modules are given, tensors taken out."""
 
 from __future__ import annotations
 

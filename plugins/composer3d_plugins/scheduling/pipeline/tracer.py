@@ -1,8 +1,8 @@
-"""How values flow through any model: the calls of its modules and what each of them takes, seen in one forward.
+"""Value trace of any model: the calls of its modules and the inputs of each, from one forward on meta.
 
-Followed are the calls of blocks and of the outermost modules beside them (embeddings, heads, what samples up and down);
-what such a call returns are values. What the forward itself computes between calls is cheap, and every stage that
-needs it computes it again from values. So only values have to travel, and any calls in any order can be cut.
+Traced are the calls of blocks and of the outermost modules beside them (embeddings, heads, down- and upsampling); what
+such a call returns are values. What the forward itself computes between calls is cheap, and every stage that needs it
+recomputes it from values. So only values are sent between stages, and calls in any order can be divided into stages.
 """
 
 from __future__ import annotations

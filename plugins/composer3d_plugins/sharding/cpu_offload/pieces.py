@@ -1,4 +1,4 @@
-"""Which parameters are stepped at once."""
+"""Pieces of the parameter groups: parameters that are stepped at once."""
 
 from __future__ import annotations
 

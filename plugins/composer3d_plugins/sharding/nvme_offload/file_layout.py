@@ -1,4 +1,4 @@
-"""Which moments are where in the file, and which parameters are stepped at once."""
+"""File layout of optimizer moments, and the pieces of parameters that are stepped at once."""
 
 from __future__ import annotations
 

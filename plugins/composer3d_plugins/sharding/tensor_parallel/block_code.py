@@ -1,4 +1,4 @@
-"""How the code of a whole model is run under a plan, found block by block."""
+"""Execution of a model's own code under a plan, determined block by block."""
 
 from __future__ import annotations
 

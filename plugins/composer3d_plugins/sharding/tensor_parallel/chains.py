@@ -1,8 +1,8 @@
-"""Where activations go from block to block: along which ways they may stay cut along the sequence.
+"""Activation flow between blocks: the edges along which activations may stay sharded along the sequence.
 
-A model may have several lists of blocks, as an encoder with a decoder does, call a block twice, or do something of its
-own between two blocks. Wherever the activation that a block returns goes anywhere else than to the next block, it is
-put together there, and cut again before the block that takes what came of it.
+A model may have several lists of blocks, as an encoder with a decoder does, call a block twice, or compute something of
+its own between two blocks. Wherever a block's output goes anywhere else than to the next block, it is all-gathered
+there, and sharded again before the block that takes what was computed from it.
 """
 
 from __future__ import annotations

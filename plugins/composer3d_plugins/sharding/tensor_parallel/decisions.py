@@ -1,7 +1,7 @@
-"""What was decided about functions on cut tensors, so that a step need not decide it again.
+"""Cache of decisions about functions on sharded tensors, so that a step need not decide again.
 
-A decision follows from the function, its numbers, the marks of cut tensors among its arguments and the shapes of whole
-ones. Those are its key; with other sizes the key is another, and it is decided anew.
+A decision follows from the function, its numbers, the sharding metadata of the sharded tensors among its arguments and
+the shapes of replicated ones. Those are its key; other sizes give another key, and a new decision.
 """
 
 from __future__ import annotations

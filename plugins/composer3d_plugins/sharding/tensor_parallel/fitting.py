@@ -1,11 +1,11 @@
-"""How little has to be done so that a block's own code gets a rank's share right.
+"""Search for the least change under which a block's own code is correct on local shards.
 
-A run of the block in which every cut tensor is followed tells what the right results are. Code that writes `-1` where
-heads are cut gives the same by itself. Code that reads the number of heads from an attribute does, once the attribute
-holds this rank's number. Code that reads the length of a cut sequence does, if it is given the whole sequence and all
-that it does with it is to project it. Where none helps, as with sizes computed from whole activations, the smallest
-module around is followed in every forward. Each way is tried on meta, and taken only if functions, numbers, tensors and
-results are all the same as in the run that is followed.
+A run of the block in which every sharded tensor is propagated gives the right results. Code that writes `-1` where
+heads are sharded gives the same by itself. Code that reads the number of heads from an attribute does, once the
+attribute holds this rank's number. Code that reads the length of a sharded sequence does, if it is given the gathered
+sequence and only projects it. Where none helps, as with sizes computed from replicated activations, the smallest
+enclosing module is propagated in every forward. Each way is tried on meta, and taken only if functions, numbers,
+tensors and results all equal those of the propagated run.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What torch functions do with the dims of their arguments, by name, and how indices name dims."""
+"""Dims of torch functions by name: what each function does with the dims of its arguments, and the dims of an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run on meta did, so that two runs can be compared: functions, their arguments, and which tensors they took."""
+"""Records of runs on meta, to compare two of them: functions, their arguments, and the tensors that they took."""
 
 from __future__ import annotations
 

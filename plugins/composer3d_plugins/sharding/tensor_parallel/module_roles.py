@@ -1,4 +1,4 @@
-"""What the modules of a block are taken for, and how its code is run beside that."""
+"""Roles of the linear layers of a block, and the changes under which its code runs."""
 
 from __future__ import annotations
 

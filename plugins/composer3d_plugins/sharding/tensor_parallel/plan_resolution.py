@@ -1,4 +1,4 @@
-"""What is done to which module: a plan's patterns resolved on a model, and every mistake found before anything runs."""
+"""Resolution of a plan's patterns into a rule per module, with every mistake found before anything runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a manifest says to what is done: a stated plan, a declared one, or a derived one."""
+"""Plans from their three sources: stated in the manifest, declared by the model, or derived."""
 
 from __future__ import annotations
 

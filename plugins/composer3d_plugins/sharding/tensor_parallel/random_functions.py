@@ -1,7 +1,7 @@
-"""Which stream a torch function draws from: on cut tensors the one that differs along tp, on whole ones the other.
+"""Random streams of torch functions: on sharded tensors one that differs along tp, on replicated ones a common one.
 
-Whole activations are equal on all ranks along tp and have to stay so. Of cut ones each rank holds other features (or
-another part of the sequence), whose masks have to be independent.
+Replicated activations are equal on all ranks along tp and have to stay so. Of sharded ones each rank holds other
+features (or another part of the sequence), whose masks have to be independent.
 """
 
 from __future__ import annotations

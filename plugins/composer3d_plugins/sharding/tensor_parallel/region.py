@@ -1,7 +1,7 @@
-"""What lies between expanding and contracting projections: tensors of which each rank along tp holds other features.
+"""Regions between expanding (colwise) and contracting (rowwise) projections: activations sharded over tp by feature.
 
-Projections that read one tensor share its way in: one gather (or nothing) in the forward, and one reduction of their
-gradients in the backward, where torch's styles would do both once a projection.
+Projections that read one tensor share its entry: one all-gather (or nothing) in the forward, and one reduction of their
+gradients in the backward, where torch's styles would issue both once per projection.
 """
 
 from __future__ import annotations

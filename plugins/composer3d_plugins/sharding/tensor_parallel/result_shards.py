@@ -1,4 +1,4 @@
-"""What of a result is cut: the share that a function returned beside the shadow, whose sizes are those of the whole."""
+"""Sharding of a function's result, from its local shard and its shadow on meta, which has the global sizes."""
 
 from __future__ import annotations
 

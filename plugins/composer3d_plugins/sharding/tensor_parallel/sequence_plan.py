@@ -1,4 +1,4 @@
-"""What a derived plan says of the sequence: which blocks work on shares of it, and where it is cut and put together."""
+"""Sequence parallelism of a derived plan: the blocks on a sharded sequence, and where it is sharded or gathered."""
 
 from __future__ import annotations
 

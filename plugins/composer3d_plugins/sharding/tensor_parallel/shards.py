@@ -1,4 +1,4 @@
-"""What is known of a tensor that is a rank's share, kept on the tensor itself."""
+"""Sharding metadata attached to local tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a cut dim goes when a tensor is viewed in another shape."""
+"""Dim of a sharded tensor after a view into another shape."""
 
 from __future__ import annotations
 
