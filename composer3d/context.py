@@ -245,7 +245,7 @@ class RunContext:
             vars(self).update(before)
 
     def was_asked(self, query: str) -> bool:
-        """Tell whether any transform asked a query of the context."""
+        """Return whether any transform asked a query of the context."""
         return query in self._asked
 
     @property

@@ -160,7 +160,7 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_reschedule(self, context: RunContext) -> Transform | Sequence[Transform] | None:
-        """Declare what is computed again, kept elsewhere, or compiled.
+        """Declare what is recomputed, kept elsewhere, or compiled.
 
         Args:
             context: As for `composer3d_shard`.
@@ -325,7 +325,7 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
-        """Let go of everything.
+        """Release everything.
 
         Args:
             context: As it was.

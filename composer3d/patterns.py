@@ -18,7 +18,7 @@ __all__ = ["find_blocks", "matches", "select", "sharing_nothing"]
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Tell whether the FQN has the pattern's form.
+    """Return whether the FQN has the pattern's form.
 
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.norm"), matches("**.norm", "layers.0.norm")
     (True, False, True)

@@ -40,7 +40,7 @@ class Inspection:
     preparation: Preparation | None = None
 
     def ok(self, *, strict: bool) -> bool:
-        """Tell whether it can be run; under `strict` a warning counts like an error."""
+        """Return whether it can be run; under `strict` a warning counts like an error."""
         return not any(strict or problem.severity == "error" for problem in self.problems)
 
     def ordered(self) -> tuple[Problem, ...]:

@@ -86,7 +86,7 @@ def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -
 
 
 def _is_certain(error: Exception, *, has_values: bool, device: str) -> bool:
-    """Tell whether the run's forward will fail like this one, which has no process group and runs on the CPU."""
+    """Return whether the run's forward will fail like this one, which has no process group and runs on the CPU."""
     frames = traceback.extract_tb(error.__traceback__)
     if any("/torch/distributed/" in frame.filename for frame in frames):
         return False

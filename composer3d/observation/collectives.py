@@ -110,7 +110,7 @@ class Collectives:
 
     @staticmethod
     def is_collective(operator: Any) -> bool:
-        """Tell whether an operator is one of torch's collectives."""
+        """Return whether an operator is one of torch's collectives."""
         namespace, name = operator.name().split(".")[0].split("::")
         return namespace in _NAMESPACES and name not in _NOT_COLLECTIVE
 

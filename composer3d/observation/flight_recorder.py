@@ -70,7 +70,7 @@ _Open = tuple[str, Mapping[str, Any], int]  # a span's name and attributes, and 
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Tell whether an exception began as what torch raises where another rank is gone or late."""
+    """Return whether an exception began as what torch raises where another rank is gone or late."""
     first = _chain(error)[-1]
     return isinstance(first, RuntimeError) and any(sign in str(first).lower() for sign in _LOST)
 
@@ -335,7 +335,7 @@ def _late(entries: Sequence[Mapping[str, Any]], now_ns: int) -> float | None:
 
 
 def _exchanges(frames: Sequence[Any]) -> bool:
-    """Tell whether the innermost frames are those of a stage that waits for a message, and not what it computes."""
+    """Return whether the innermost frames are those of a stage that waits for a message, and not what it computes."""
     for frame in reversed(frames):
         file = frame.f_code.co_filename
         if _PIPELINING in file or file.endswith(_MESSAGES):
@@ -346,7 +346,7 @@ def _exchanges(frames: Sequence[Any]) -> bool:
 
 
 def _is_known(file: str) -> bool:
-    """Tell whether a file is Python's or composer3d's own, where nobody looks for the place of a failure."""
+    """Return whether a file is Python's or composer3d's own, where nobody looks for the place of a failure."""
     is_standard = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
     return is_standard or file.startswith(("<", f"{Path(__file__).parent}/"))
 

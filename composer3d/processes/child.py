@@ -46,7 +46,7 @@ class Child:
         os.close(writer)
 
     def ready(self) -> bool:
-        """Tell whether the result can be had without waiting, or nearly so."""
+        """Return whether the result can be had without waiting, or nearly so."""
         return bool(select.select([self._reader], [], [], 0)[0])
 
     def result(self) -> dict[str, Any]:

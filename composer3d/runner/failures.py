@@ -296,7 +296,7 @@ def read_failures(folder: Path, world_size: int) -> dict[int, FailureReport]:
 
 
 def wrong_manifest(report: FailureReport) -> bool:
-    """Tell whether the manifest or the command line is to be mended: exit code 2, and nothing to look up."""
+    """Return whether the manifest or the command line is to be mended: exit code 2, and nothing to look up."""
     return report.kind == "user" and report.exit_code == 2
 
 

@@ -23,7 +23,7 @@ _WAIT_FOR_CAUSE_S = 2.0
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun, or another elastic launcher, started this process as a rank."""
+    """Return whether torchrun, or another elastic launcher, started this process as a rank."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
 
 

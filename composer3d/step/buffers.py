@@ -45,7 +45,7 @@ def average_buffers(context: RunContext) -> None:
 
 
 def _changeable(context: RunContext) -> list[Tensor]:
-    """Return the buffers that are saved: the others are computed again from nothing, so they carry no statistics."""
+    """Return the buffers that are saved: the others are recomputed from nothing, so they carry no statistics."""
     from torch.distributed.tensor import DTensor
 
     found: dict[int, Tensor] = {}

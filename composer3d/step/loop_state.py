@@ -108,7 +108,7 @@ class LoopState:
         return found | {"gradients before the step's first backward": "some" if self._has_gradients() else "none"}
 
     def _has_gradients(self) -> bool:
-        """Tell whether some parameters have a gradient; which ones may depend on a rank's samples."""
+        """Return whether some parameters have a gradient; which ones may depend on a rank's samples."""
         return any([parameter.grad is not None for parameter in self._sample])
 
     def _find(self) -> None:

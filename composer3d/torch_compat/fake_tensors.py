@@ -127,12 +127,12 @@ def active_fake_mode() -> Any:
 
 
 def is_in_place(operator: Any) -> bool:
-    """Tell whether an operator writes to what it is given, as its schema says; schemas have no public home."""
+    """Return whether an operator writes to what it is given, as its schema says; schemas have no public home."""
     return bool(operator._schema.is_mutable)
 
 
 def is_view(operator: Any) -> bool:
-    """Tell whether an operator only returns views of what it is given; operators have no public home."""
+    """Return whether an operator only returns views of what it is given; operators have no public home."""
     return bool(operator.is_view) or operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
 
 

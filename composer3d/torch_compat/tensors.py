@@ -166,7 +166,7 @@ def set_gradient_hooks(tensor: Any, before: Any, after: Any) -> None:
 
 
 def has_argument(operator: Any, name: str) -> bool:
-    """Tell whether an operator has an argument of a name, as its schema says; schemas have no public home."""
+    """Return whether an operator has an argument of a name, as its schema says; schemas have no public home."""
     return any(argument.name == name for argument in operator._schema.arguments)
 
 

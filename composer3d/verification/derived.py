@@ -18,7 +18,7 @@ __all__ = ["stale_values"]
 
 
 def stale_values(run: Composition) -> tuple[str, ...]:
-    """Return what changes if everything that rests on final parameters is computed again, as `FQN.attribute`.
+    """Return what changes if everything that rests on final parameters is recomputed, as `FQN.attribute`.
 
     Nothing has changed the parameters since the last step ended, so nothing may change: else it was computed from other
     parameters than those the next step begins with. Buffers, and tensors that are attributes of parameters, are looked

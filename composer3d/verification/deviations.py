@@ -64,7 +64,7 @@ class Deviation:
 def gathered(run: Composition, named: Any) -> dict[str, Tensor]:
     """Return full tensors on the CPU, as the model orders them. Collectives: those of `gather_full`."""
     items = named.items() if isinstance(named, Mapping) else named
-    # In order before they are handed on: only the stages that hold a parameter know how it is kept.
+    # In order before they are passed on: only the stages that hold a parameter know how it is kept.
     own = {fqn: run.context.in_model_order(fqn, full(tensor)) for fqn, tensor in items}
     return {fqn: tensor.cpu() for fqn, tensor in gather_full(own).items()}
 

@@ -67,7 +67,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Tell whether what happened is what was expected."""
+        """Return whether what happened is what was expected."""
         return (self.count, self.bytes) == (self.expected, self.expected_bytes)
 
 

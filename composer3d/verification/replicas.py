@@ -57,7 +57,7 @@ def held_tensors(run: Composition, named: Iterable[tuple[str, Tensor]]) -> dict[
 
 
 def saved_buffers(run: Composition) -> dict[str, Tensor]:
-    """Return this rank's buffers that are saved; the others are computed again from nothing."""
+    """Return this rank's buffers that are saved; the others are recomputed from nothing."""
     found: dict[str, Tensor] = {}
     for part in run.parts:
         persistent = part.module.state_dict(keep_vars=True).keys()

@@ -115,7 +115,7 @@ class Evidence:
         return max((report.steps["float64"].steps[0].loss for report in self.ranks), key=lambda loss: abs(loss - right))
 
     def is_loss_wrong(self, step: int = 0) -> bool:
-        """Tell whether the forward of a step is wrong in float64; in the first, nothing was updated before."""
+        """Return whether the forward of a step is wrong in float64; in the first, nothing was updated before."""
         if "float64" not in self.told.tolerances:
             return False
         right, limit = self.told.losses["float64"][step], self.told.tolerances["float64"]["loss"]
@@ -248,7 +248,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Tell whether everything holds."""
+        """Return whether everything holds."""
         return not self.failures
 
     def table(self) -> list[TableRow]:

@@ -26,7 +26,7 @@ class Work:
         forward: Of one micro-batch.
         backward: Without recomputation.
         saved_bytes: That the backward needs, of one micro-batch.
-        selective_bytes: The same where cheap operators and half of the products are computed again.
+        selective_bytes: The same where cheap operators and half of the products are recomputed.
         working_bytes: Temporaries of the backward at their most, besides what was saved.
     """
 

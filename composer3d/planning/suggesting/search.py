@@ -246,7 +246,7 @@ def _schedules(shape: ModelShape, setup: Setup) -> list[tuple[str, int]]:
 
 
 def _runs(setup: Setup) -> bool:
-    """Tell whether a schedule has enough micro-batches, in whole rounds where it interleaves stages."""
+    """Return whether a schedule has enough micro-batches, in whole rounds where it interleaves stages."""
     whole = setup.stages_per_rank == 1 or setup.num_microbatches % setup.pp == 0
     return setup.pp == 1 or (setup.num_microbatches >= setup.pp and whole)
 

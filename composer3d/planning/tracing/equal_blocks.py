@@ -26,7 +26,7 @@ class BlockCut:
 
     The first ones are kept, and in place of the last of those the stage's last one where transforms do something else
     to it: tensor parallelism brings the sequence together where the last block ends. A block that is left out stays in
-    its place, holds nothing, and hands on what it is given in the form in which the block before it returned. It is
+    its place, holds nothing, and passes on what it is given in the form in which the block before it returned. It is
     emptied before any transform but the split, so every plugin does to the stage what it would do to a short one.
 
     Args:
@@ -140,7 +140,7 @@ def _plain(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _are_treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
-    """Tell whether every transform selects the same modules inside each of these blocks."""
+    """Return whether every transform selects the same modules inside each of these blocks."""
     for _, fqns in preparation.selected:
         inside: dict[str, set[str]] = {name: set() for name in names}
         for fqn in fqns:

@@ -167,7 +167,7 @@ class _Plugins:
         return owners.pop() if len(owners) == 1 else None
 
     def may_overlap(self, axis: str) -> bool:
-        """Tell whether a c10d collective over an axis runs on a stream of its own: data parallelism's, and messages."""
+        """Return whether a c10d collective over an axis runs on its own stream: data parallelism's, and messages."""
         roles = {each.name: each.role for each in self._context.layout.axes}
         names = axis.split("+")
         return all(roles.get(name) in (Role.BATCH, Role.STAGE) for name in names)

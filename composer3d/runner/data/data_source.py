@@ -44,7 +44,7 @@ class Source(ABC):
 
     @property
     def draws(self) -> bool:
-        """Tell whether reading a sample may draw random numbers; they are then seeded by the sample's position."""
+        """Return whether reading a sample may draw random numbers; they are then seeded by the sample's position."""
         return False
 
     @abstractmethod

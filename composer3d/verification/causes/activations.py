@@ -131,7 +131,7 @@ def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
 
     tensor = output[0] if isinstance(output, tuple | list) and output else output
     is_data = fqn.startswith((INPUTS, TARGETS, LOSS))
-    # What is computed again in a backward was noted in the forward.
+    # What is recomputed in a backward was noted in the forward.
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or in_backward():
         return
     if not is_data and not tensor.dtype.is_floating_point:
@@ -202,7 +202,7 @@ def _same(one: Output, other: Output) -> bool:
 
 
 def _in_another_order(right: Sequence[Output], found: Sequence[Output]) -> bool:
-    """Tell whether all that one device returns is there, whenever it was computed."""
+    """Return whether all that one device returns is there, whenever it was computed."""
     return len(found) == len(right) and all(any(_same(one, other) for one in found) for other in right)
 
 

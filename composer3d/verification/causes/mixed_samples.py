@@ -78,7 +78,7 @@ def mixing(subject: Subject, *, degree: int) -> Mixing:
 
 
 def _normalises(model: nn.Module) -> bool:
-    """Tell whether modules of torch mix samples, as their author asked for."""
+    """Return whether modules of torch mix samples, as their author asked for."""
     from torch import nn
 
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

@@ -1,9 +1,9 @@
 """Random numbers: where the model draws them, from which state, and what the axes promise about that.
 
-A draw is told by the state of the generator before it: two draws of one size from one state are one mask. Ranks along
-a batch or sequence axis hold other samples or positions, and must draw other masks; ranks along tp hold the same
-activations between their cut regions, and must draw the same ones there, but other ones where each of them holds
-other features; and what is computed again in the backward must draw what the forward drew.
+A draw is told by the state of the generator before it: two draws of one size from one state are one mask. Ranks along a
+batch or sequence axis hold other samples or positions, and must draw other masks; ranks along tp hold the same
+activations between their cut regions, and must draw the same ones there, but other ones where each of them holds other
+features; and what is recomputed in the backward must draw what the forward drew.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Draws:
 
     @property
     def is_seeded(self) -> bool:
-        """Tell whether it draws the same in every step."""
+        """Return whether it draws the same in every step."""
         return bool(set(self.forward) & set(self.before))
 
 
@@ -194,7 +194,7 @@ def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_on_meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether nothing is drawn: a pipeline asks its stages on meta for the form of what they return."""
+    """Return whether nothing is drawn: a pipeline asks its stages on meta for the form of what they return."""
     device = kwargs.get("device") or getattr(args[0] if args else None, "device", None)
     return str(device).partition(":")[0] == "meta"
 
@@ -238,7 +238,7 @@ def compare_streams(ranks: Sequence[Drawn], reference: Drawn, layout: Layout) ->
     # What a plugin draws in a cut region, below torch's functions, is not seen here.
     whole = layout.degree(Role.TENSOR) == 1
     faults = [StreamFault(site=site, kind="none") for site in sorted(unseen) if whole]
-    # What is computed again may be called by its function alone, and is then seen at the site of a caller.
+    # What is recomputed may be called by its function alone, and is then seen at the site of a caller.
     known = {rank: {one for draws in drawn.sites.values() for one in draws.forward} for rank, drawn in enumerate(ranks)}
     for site in sorted({site for drawn in ranks for site in drawn.sites}):
         members = {rank: drawn.sites[site] for rank, drawn in enumerate(ranks) if site in drawn.sites}

@@ -124,7 +124,7 @@ class Traffic:
             )
 
     def travels(self, num_bytes: int) -> bool:
-        """Tell whether a storage is large enough."""
+        """Return whether a storage is large enough."""
         if num_bytes >= max(self.min_bytes, 1):
             return True
         self._largest_left = max(self._largest_left, num_bytes)

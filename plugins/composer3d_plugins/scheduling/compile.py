@@ -99,7 +99,7 @@ def _run_eagerly(module: nn.Module) -> bool:
     if getattr(forward, EAGER, False):
         module.forward = torch.compiler.disable(forward)
     elif isinstance(forward, functools.partial) and any(getattr(each, EAGER, False) for each in forward.args):
-        # A recomputed block: what is computed again is among the arguments.
+        # A recomputed block: what is recomputed is among the arguments.
         args = [torch.compiler.disable(each) if getattr(each, EAGER, False) else each for each in forward.args]
         module.forward = functools.partial(forward.func, *args, **forward.keywords)
     else:

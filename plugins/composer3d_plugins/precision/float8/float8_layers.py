@@ -77,7 +77,7 @@ def choose(
 
 
 def is_worthwhile(in_features: int, out_features: int, *, recipe: str) -> bool:
-    """Tell whether a layer gains by float8, by the thresholds that torchao measured on H100.
+    """Return whether a layer gains by float8, by the thresholds that torchao measured on H100.
 
     Source: torchao.float8, performance tables of its README and `_auto_filter_for_recipe`.
     """

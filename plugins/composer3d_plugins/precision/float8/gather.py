@@ -33,7 +33,7 @@ class ByteAllGather:
 
 
 def needs_bytes(group: Any) -> bool:
-    """Tell whether a group's backend cannot carry float8: gloo knows no such type."""
+    """Return whether a group's backend cannot carry float8: gloo knows no such type."""
     import torch.distributed as dist
 
     return dist.get_backend(group) == "gloo"

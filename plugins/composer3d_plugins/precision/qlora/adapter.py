@@ -59,7 +59,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Tell whether it is the linear layer of GPT-2 in transformers, whose weight is `[in, out]`."""
+    """Return whether it is the linear layer of GPT-2 in transformers, whose weight is `[in, out]`."""
     cls = type(module)
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
@@ -90,7 +90,7 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
 
 
 def draws_by_share(module: Any) -> bool:
-    """Tell whether ranks draw other random numbers in an adapted layer, which is cut as it stays."""
+    """Return whether ranks draw other random numbers in an adapted layer, which is cut as it stays."""
     from torch.distributed.tensor import DTensor
 
     adapter: Adapter = module.adapter
@@ -114,7 +114,7 @@ def run_eagerly(module: Any) -> None:
 
 
 def _is_cut_along_inputs(module: Any) -> bool:
-    """Tell whether ranks have shares of the inputs of a weight that tp cut."""
+    """Return whether ranks have shares of the inputs of a weight that tp cut."""
     found: bool = module.weight.placements[0].is_shard(0 if module.adapter.is_transposed else 1)
     return found
 

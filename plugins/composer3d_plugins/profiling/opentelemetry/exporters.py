@@ -21,7 +21,7 @@ class Exporters:
     Args:
         spans: Sends spans, and says what became of them.
         metrics: Sends the SDK's `MetricsData`.
-        close: Lets go of connections and files.
+        close: Releases connections and files.
     """
 
     spans: Callable[[Sequence[Any]], Delivery]

@@ -291,7 +291,7 @@ class _Probe:
         return tensor
 
     def results(self) -> dict[Key, Result]:
-        """Return what may be kept instead of being computed again."""
+        """Return what may be kept instead of being recomputed."""
         sizes: Counter[Key] = Counter()
         times: dict[Key, float] = {}
         # Of an operator with several results all are kept: one that is changed afterwards spoils the others.

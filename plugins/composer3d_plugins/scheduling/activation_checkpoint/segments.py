@@ -87,7 +87,7 @@ class Frame:
 def wrap(blocks: Sequence[nn.Module], *, preserve_rng_state: bool) -> None:
     """Replace the forwards of a run of blocks, which are called one after the other.
 
-    What a block is given that the block before returned is not kept but computed again; anything else is.
+    What a block is given that the block before returned is not kept but recomputed; anything else is.
 
     Args:
         blocks: In the order of their calls.
@@ -152,7 +152,7 @@ def _kept(known: list[Tensor], value: Any) -> Any:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are the same memory seen alike: FSDP2 passes a block's inputs on as views."""
+    """Return whether two tensors are the same memory seen alike: FSDP2 passes a block's inputs on as views."""
     if one is other:
         return True
     one, other = _local(one), _local(other)

@@ -86,7 +86,7 @@ class Observation:
         )
 
     def uses_once(self, start: int, end: int) -> bool:
-        """Tell whether such a stage uses every parameter in one place, and not through what was computed before."""
+        """Return whether such a stage uses every parameter in one place, and not through what was computed before."""
         places = {*range(start, end), *((end,) if end == len(self.blocks) else ())}
         return all(
             sum(count for place, count in self.uses[fqn].items() if place in places) == 1

@@ -1,7 +1,7 @@
 """Stages of a model that was written without them: each runs the parent's own forward.
 
 Blocks of other stages are not in the module tree: where the parent looks for them it finds objects that hand the hidden
-state on, the last one before this stage's first block hands on what was received. Behind the stage's last block the
+state on, the last one before this stage's first block passes on what was received. Behind the stage's last block the
 parent's forward is left. Parameters that the stage does not need are zeros without memory, or lie in modules that are
 not in the tree either; so every name that is left is the name in the whole model.
 """
@@ -88,7 +88,7 @@ class Runner:
         return output
 
     def passing(self, index: int, value: Tensor) -> Any:
-        """Stand in for a block before this stage's: hand on the hidden state, the last one what was received."""
+        """Stand in for a block before this stage's: pass on the hidden state, the last one what was received."""
         self._arrive(index)
         hidden = self.received if index == self.start - 1 else value
         form = self.observation.returns[index]
@@ -123,7 +123,7 @@ class _Owned(Kept):
 
 
 class _Absent:
-    """A block of another stage, as the parent finds it: attributes are those of the block, calls hand on."""
+    """A block of another stage, as the parent finds it: attributes are those of the block, calls pass on."""
 
     def __init__(self, runner: Runner, index: int, block: nn.Module) -> None:
         self._runner, self._index, self._block = runner, index, block

@@ -237,7 +237,7 @@ def take_out_tensors(
 
 
 def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str]) -> bool:
-    """Tell whether a module holds parameters that are not needed, and nothing else but buffers that are not either."""
+    """Return whether a module holds parameters that are not needed, and at most buffers that are not either."""
     names = [f"{prefix}{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
     others = any(f"{prefix}{name}" not in absent for name, _ in module.named_buffers()) or any(
         isinstance(value, Tensor) for inner in module.modules() for value in vars(inner).values()

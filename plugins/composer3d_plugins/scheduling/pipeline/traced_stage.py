@@ -1,9 +1,9 @@
-"""Stages of a model that was traced: each runs the parent's own forward, and calls of other stages hand on what came.
+"""Stages of a model that was traced: each runs the parent's own forward, and calls of other stages pass on what came.
 
 As in `stage`, the forward that runs is the model's own, with its own modules under their own names, so that whatever
 works on modules works on stages. A call of another stage's module is not made: it returns the values that were
 received, or zeros in the form of what nobody behind it needs. Behind the stage's last call the forward is left, with
-all values that later stages need; those of earlier stages are handed on.
+all values that later stages need; those of earlier stages are passed on.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TracedRunner:
         return self._end == len(self._trace.calls)
 
     def runs(self, index: int) -> bool:
-        """Tell whether the stage makes a call."""
+        """Return whether the stage makes a call."""
         return self._start <= index < self._end or (index < self._end and self._trace.calls[index].is_everywhere)
 
     def attach(self, stage: nn.Module) -> None:

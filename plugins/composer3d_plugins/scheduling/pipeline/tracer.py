@@ -84,7 +84,7 @@ class Trace:
         return [index for index, call in enumerate(self.calls) if call.is_block]
 
     def is_chain(self, fqns: Sequence[str]) -> bool:
-        """Tell whether modules are called once each, in order, each with what the one before it returned."""
+        """Return whether modules are called once each, in order, each with what the one before it returned."""
         made = [call for call in self.calls if call.fqn in fqns]
         links = itertools.pairwise(made)
         return [call.fqn for call in made] == list(fqns) and all(
@@ -271,7 +271,7 @@ class _Watch(Follower):
                 self._held_by[key] = set()
             self._held_by[key].add(number)
         for key, values in new.items():
-            # What a call hands on as it was given is still what it was.
+            # What a call passes on as it was given is still what it was.
             is_kept = self._born[key] <= self._entered and key not in self._overwritten
             self._sources[key] = values | (self._sources[key] if is_kept else set())
         return tuple(numbers)

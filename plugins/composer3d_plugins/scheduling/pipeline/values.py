@@ -114,7 +114,7 @@ class Values:
 
     @staticmethod
     def _reads(func: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
-        """Tell whether an operator's result cannot be had without values."""
+        """Return whether an operator's result cannot be had without values."""
         import torch
 
         if not tensors or str(func.name()) in _MASKED:  # once masks are places, shapes follow from shapes

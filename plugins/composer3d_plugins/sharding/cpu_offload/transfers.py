@@ -153,7 +153,7 @@ class StreamTransfers(Transfers):
         self._release()
 
     def _release(self) -> None:
-        """Let go of what left before the last piece, as far as more is on its way than may be."""
+        """Release what left before the last piece, as far as more is on its way than may be."""
         import torch
 
         while len(self._leaving) > 1 and sum(size for _, size, _ in self._leaving) > self._ahead_bytes:

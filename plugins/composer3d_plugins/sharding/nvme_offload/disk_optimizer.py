@@ -154,6 +154,6 @@ class Stepper:
 
 
 def _is_same(view: Tensor, value: Tensor) -> bool:
-    """Tell whether two tensors of one dtype are the same memory, which has no address in a plan."""
+    """Return whether two tensors of one dtype are the same memory, which has no address in a plan."""
     same_storage = torch_compat.storage_key(view) == torch_compat.storage_key(value)
     return same_storage and view.storage_offset() == value.storage_offset()

@@ -85,7 +85,7 @@ class Codes:
                 )
 
     def _holds(self, codes: Mapping[str, Code], traced: Traced) -> bool:
-        """Tell whether code that was found right on one example is on a larger one, and leaves the rest as it is."""
+        """Return whether code that was found right on one example is on a larger one, and leaves the rest as it is."""
         sizes = _joined(codes).sizes
         if sizes and list(traced.forms) != [""] and not self._leave_rest(sizes, traced):
             return False
@@ -101,7 +101,7 @@ class Codes:
         return all(self._fits(fqn, codes[fqn], larger.calls[fqn]) for fqn in traced.forms if fqn in larger.calls)
 
     def _leave_rest(self, sizes: Mapping[tuple[str, str], int], traced: Traced) -> bool:
-        """Tell whether the code around blocks does the same with a rank's sizes; it may use modules of theirs too."""
+        """Return whether the code around blocks does the same with a rank's sizes; it may use modules of theirs too."""
         before = outside(self.model, traced)
         try:
             with sized(self.model, sizes):

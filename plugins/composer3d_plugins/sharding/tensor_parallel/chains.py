@@ -61,7 +61,7 @@ def _listed(model: nn.Module) -> list[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Tell whether a module of a list has linear layers inside, and is none; a list of modules is not called itself."""
+    """Return whether a module of a list contains linear layers and is none; a list of modules is never called."""
     if type(module).forward is nn.Module.forward:
         return False
     inside = [inner for inner in module.modules() if inner is not module]

@@ -104,7 +104,7 @@ def _experts_of(pattern: str, style: str, context: RunContext) -> list[str]:
 
 
 def is_by_others(model: nn.Module) -> bool:
-    """Tell whether a plan is declared by transformers, not by the model's author: the code may tell more than it."""
+    """Return whether a plan is declared by transformers, not by the model's author: the code may tell more than it."""
     return bool(_of_base(model))
 
 

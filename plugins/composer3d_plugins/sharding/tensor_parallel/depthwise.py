@@ -17,7 +17,7 @@ def arguments_of(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, A
 
 
 def keeps_apart(arguments: Mapping[str, Any], *, channels: int, dim: int) -> bool:
-    """Tell whether a convolution makes one channel of each.
+    """Return whether a convolution makes one channel of each.
 
     Args:
         arguments: By their names.

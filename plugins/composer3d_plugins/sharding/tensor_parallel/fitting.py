@@ -51,7 +51,7 @@ def fit(
 
 
 def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call, training: bool = True) -> bool:
-    """Tell whether code gives the same as if it were followed, on another call or in evaluation."""
+    """Return whether code gives the same as if it were followed, on another call or in evaluation."""
     try:
         search = Search(block=block, roles=roles, degree=degree, call=call, regions={}, training=training)
     except Unfollowed:

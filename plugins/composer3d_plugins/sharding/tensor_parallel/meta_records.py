@@ -99,7 +99,7 @@ class Record:
         return self.places[min(at, len(self.places) - 1)] if self.places else ""
 
     def draws_apart(self, at: int) -> bool:
-        """Tell whether an entry drew from the sharded stream."""
+        """Return whether an entry drew from the sharded stream."""
         return at < len(self.entries) and self.entries[at][4] == "sharded"
 
     def _number(self, tensor: Tensor) -> int:
@@ -135,6 +135,6 @@ class Record:
 
 
 def _is_basic(index: Any) -> bool:
-    """Tell whether an index makes a view, whose place in memory tells what was taken."""
+    """Return whether an index makes a view, whose place in memory tells what was taken."""
     entries = index if isinstance(index, tuple) else (index,)
     return all(isinstance(entry, int | slice | type(None) | type(Ellipsis)) for entry in entries)

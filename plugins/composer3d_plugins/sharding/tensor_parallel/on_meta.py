@@ -110,7 +110,7 @@ def _replaced_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Itera
 
 
 def gives_features(module: Any) -> bool:
-    """Tell whether a linear layer gives one tensor of its features; a router that is one may give something else."""
+    """Return whether a linear layer gives one tensor of its features; a router that is one may give something else."""
     rows, columns = module.weight.shape
     inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
     x = torch.empty(2, inputs, dtype=module.weight.dtype, device="meta")

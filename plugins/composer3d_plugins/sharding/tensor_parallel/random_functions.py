@@ -37,7 +37,7 @@ def site_of(fqn: str) -> int:
 
 
 def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether a call of a function of that name draws random numbers."""
+    """Return whether a call of a function of that name draws random numbers."""
 
     def argument(at: int, key: str, default: Any) -> Any:
         return options.get(key, args[at] if len(args) > at else default)

@@ -82,7 +82,7 @@ class Rehearsal:
             self._refuse_outputs(output)
 
     def _refuse_outputs(self, output: Any) -> None:
-        """The activation that is handed on is what a block returns, or the first of several."""
+        """The activation that is passed on is what a block returns, or the first of several."""
         first = first_of(output)
         for leaf in torch_compat.tree_leaves(output):
             if (cut_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):

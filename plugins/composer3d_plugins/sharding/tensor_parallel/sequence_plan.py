@@ -103,7 +103,7 @@ def _rules_of(rehearsal: Rehearsal, rules: Rules, read: Collection[str]) -> Rule
 
 
 def _matters(module: Any) -> bool:
-    """Tell whether it makes a difference to a module that its input is cut: it has parameters, or draws numbers."""
+    """Return whether it makes a difference to a module that its input is cut: it has parameters, or draws numbers."""
     if next(module.children(), None) is not None or module._forward_pre_hooks:
         return False
     return next(module.parameters(), None) is not None or isinstance(getattr(module, "p", None), float)

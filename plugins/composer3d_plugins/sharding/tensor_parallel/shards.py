@@ -68,7 +68,7 @@ class Cut:
         return self.start + start * self.scale, self.start + stop * self.scale
 
     def is_gathered(self, start: int, stop: int) -> bool:
-        """Tell whether a range of the cut dim is gathered where code takes it."""
+        """Return whether a range of the cut dim is gathered where code takes it."""
         first, last = self.features(start, stop)
         return any(one <= first and last <= other for one, other in self.whole)
 
