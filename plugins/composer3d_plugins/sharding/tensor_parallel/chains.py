@@ -26,10 +26,9 @@ def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[s
     """Return the repeated blocks; none where they are not known.
 
     Args:
-        model: Whole.
-        context: The run.
-        several: Whether those of all outermost lists are taken where there is no single list of equal blocks; the model
-            is looked at as one otherwise.
+        model: The whole model.
+        several: Whether to take the blocks of all outermost lists where there is no single list of equal blocks;
+            otherwise there are none then.
     """
     try:
         found = list(select_fqns(context.blocks, context.fqns))
@@ -69,10 +68,10 @@ def _is_block(module: nn.Module) -> bool:
 
 
 class Flow(TorchFunctionMode):
-    """Sees what becomes of the activation that each block returns.
+    """Records the uses of the activation that each block returns.
 
     Attributes:
-        calls: The blocks as they were called.
+        calls: FQNs of the blocks in the order of their calls.
         edges: Pairs of calls: the second takes what the first returned.
         used: Calls whose activation goes elsewhere too.
     """
@@ -133,16 +132,16 @@ class Flow(TorchFunctionMode):
         return result
 
     def end(self, output: Any) -> None:
-        """Say what the model returned."""
+        """Record what the model returned."""
         leaves = torch_compat.tree_leaves(output)
         self.used |= {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given}
         self._given.clear()
 
     def boundaries(self, cut: Collection[str]) -> tuple[set[str], set[str]]:
-        """Return the blocks before which activations are cut, and those after which they are put together.
+        """Return the blocks before which activations are sharded, and those after which they are gathered.
 
         Args:
-            cut: The blocks that can work on a cut sequence.
+            cut: The blocks that can work on a sharded sequence.
         """
         split: set[str] = set()
         gather: set[str] = set()

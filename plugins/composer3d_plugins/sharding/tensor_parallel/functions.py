@@ -65,7 +65,7 @@ def name_of(func: Any) -> str:
 
 
 def mixes(name: str, args: Sequence[Any], options: Mapping[str, Any], *, ndim: int, dim: int) -> bool:
-    """Return whether a function gives other numbers on a share, cut along a dim of so many, though the shapes fit."""
+    """Return whether a function on a shard along `dim` of `ndim` gives wrong numbers though the shapes fit."""
     if name == "pad" and _pads(args, options, ndim, dim):
         return True
     along = (name in ALONG or name.rstrip("_") in ALONG) and _along(name, args, options, ndim, dim)

@@ -26,7 +26,7 @@ DRAWING = frozenset(
 
 
 def eagerly(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Say of a forward that no compiler can follow it: it changes the generators' state, or decides at run time."""
+    """Exclude a forward from compilation: it changes the generators' state, or decides at run time."""
     forward.composer3d_eager = True  # type: ignore[attr-defined]
     return forward
 
@@ -52,11 +52,10 @@ def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
 
 
 class Drawing:
-    """Numbers the draws on cut tensors of one forward; a recomputation that starts anew draws the same.
+    """Numbers the draws on sharded tensors of one forward; a recomputation repeats the numbers, and the draws.
 
     Args:
-        context: The run.
-        fqn: Whose forward.
+        fqn: Of the module, from which its draws are seeded.
     """
 
     def __init__(self, context: RunContext, fqn: str) -> None:
