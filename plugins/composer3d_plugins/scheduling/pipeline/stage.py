@@ -1,9 +1,9 @@
 """Stages of a model that was written without them: each runs the parent's own forward.
 
-Blocks of other stages are not in the module tree: where the parent looks for them it finds objects that hand the hidden
-state on, the last one before this stage's first block passes on what was received. Behind the stage's last block the
-parent's forward is left. Parameters that the stage does not need are zeros without memory, or lie in modules that are
-not in the tree either; so every name that is left is the name in the whole model.
+Blocks of other stages are not in the module tree: where the parent looks for them it finds objects that return the
+hidden state x_BSD as it is; the last one before this stage's first block returns the received x_BSD. After the stage's
+last block the parent's forward is left. Parameters that the stage does not need are zeros without memory, or lie in
+modules that are not in the tree either; so every name that is left is the name in the whole model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _BLOCK = "_composer3d_block"
 
 
 class Runner:
-    """What one stage is doing.
+    """State of one stage's forward.
 
     Args:
         observation: Of the whole model.
@@ -57,11 +57,11 @@ class Runner:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing comes after this stage."""
+        """Whether this is the last stage."""
         return self.end == len(self.observation.blocks)
 
     def attach(self, stage: nn.Module) -> None:
-        """Let the calls of the stage's blocks be counted; again for what has replaced a block since."""
+        """Count the calls of the stage's blocks; again after blocks were replaced."""
         for index in range(self.start, self.end):
             block = stage.get_submodule(self.observation.blocks[index])
             if not isinstance(block, _Owned):
@@ -70,7 +70,7 @@ class Runner:
     def forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], received: tuple[Tensor, ...]
     ) -> Any:
-        """Run the parent's forward on a batch and return this stage's hidden state, or the model's output.
+        """Run the parent's forward on a batch and return this stage's x_BSD, or the model's output.
 
         Raises:
             StepError: The blocks were not called as they were when the model was observed.
@@ -88,7 +88,7 @@ class Runner:
         return output
 
     def passing(self, index: int, value: Tensor) -> Any:
-        """Stand in for a block before this stage's: pass on the hidden state, the last one what was received."""
+        """Stand in for an earlier stage's block: return `value` as it is, the last of them the received x_BSD."""
         self._arrive(index)
         hidden = self.received if index == self.start - 1 else value
         form = self.observation.returns[index]
@@ -103,7 +103,7 @@ class Runner:
         self._position += 1
 
     def left(self, index: int, output: Any) -> Any:
-        """Note that a block of this stage has run; after the last one leave the parent's forward."""
+        """Record that a block of this stage has run; after the last one leave the parent's forward."""
         self._arrive(index)
         if index == self.end - 1 and not self.is_last:
             hidden = output[0] if isinstance(output, list | tuple) else output
@@ -123,7 +123,7 @@ class _Owned(Kept):
 
 
 class _Absent:
-    """A block of another stage, as the parent finds it: attributes are those of the block, calls pass on."""
+    """A block of another stage, as the parent finds it: attributes are those of the block, calls return their input."""
 
     def __init__(self, runner: Runner, index: int, block: nn.Module) -> None:
         self._runner, self._index, self._block = runner, index, block
@@ -151,11 +151,11 @@ def build_stage(
 ) -> nn.Module:
     """Return the stage with the blocks from `start` to before `end`.
 
-    The structure is copied, tensors are not: what the stage needs is the model's own parameters and buffers. `model`
-    stays as it is.
+    The structure is copied, tensors are not: the stage holds the model's own parameters and buffers. `model` is not
+    changed.
 
     Args:
-        model: Whole; on meta, or with weights.
+        model: The whole model; on meta, or with weights.
         observation: Of this model.
         start: Index of the first block.
         end: Index after the last block.

@@ -33,7 +33,7 @@ __all__ = [
 
 ATTRIBUTE = "composer3d_cut"
 Ranges = frozenset[tuple[int, int]]
-# Where a cut comes from that goes along the sequence.
+# Source of a mark along the sequence.
 SEQUENCE = "the sequence"
 
 
