@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "composer3d/README.md",
+    "composer3d/cli/README.md",
+    "composer3d/huggingface/README.md",
+    "composer3d/manifest/README.md",
+    "plugins/README.md",
+    "tests/README.md",
+)
 
 _FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -56,3 +69,19 @@ def table(text, *headings):
 def code(cell):
     """Return what is written as code in a cell."""
     return re.findall(r"`([^`]+)`", cell)
+
+
+def links(text):
+    """Return what is shown of every Markdown link, by its target."""
+    return {target: shown for shown, target in re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", text)}
+
+
+def anchors(text):
+    """Return the names by which headings are linked to."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def recorded(name):
+    """Return what a benchmark wrote down of its last run."""
+    return json.loads(read(f"benchmarks/results/{name}.json"))
