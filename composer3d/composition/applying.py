@@ -74,7 +74,7 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def materialise(preparation: Preparation) -> None:
-    """Give every part its weights, then run the transforms that need them."""
+    """Materialise the weights of every part, then run the transforms that need them."""
     context, recipe = preparation.context, preparation.recipe
 
     has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
@@ -120,7 +120,7 @@ def materialise(preparation: Preparation) -> None:
 
 
 def give_memory(preparation: Preparation) -> None:
-    """Give every part memory and no values, for a composition that computes none; then as `materialise`."""
+    """Allocate every part without values, for a composition that computes nothing; then as `materialise`."""
     context, recipe = preparation.context, preparation.recipe
     for part in context.parts:
         initialisation.give_memory(part.module, recipe, device=context.device)
@@ -136,7 +136,7 @@ def _finish(preparation: Preparation) -> None:
 
 
 def _carry_over(preparation: Preparation) -> None:
-    """Give this rank's parameters what the model hung on them; what one stage refuses, all ranks refuse.
+    """Copy the model's attributes and hooks to this rank's parameters; if one stage refuses, all ranks do.
 
     Collectives: with several stages one all-reduce of one number.
     """
@@ -165,7 +165,7 @@ def _carry_over(preparation: Preparation) -> None:
 def gradient_hooks(attachments: Attachments) -> StepAction:
     """Return the step action that runs the model's own gradient hooks on reduced gradients.
 
-    Collectives: what gathers the gradients of sharded parameters that have hooks.
+    Collectives: all-gathers of the gradients of sharded parameters that have hooks.
     """
     return StepAction(
         name="model.gradient_hooks", point=StepPoint.GRADIENTS_REDUCED, run=lambda state: attachments.run_hooks()
@@ -173,7 +173,7 @@ def gradient_hooks(attachments: Attachments) -> StepAction:
 
 
 def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:
-    """Refuse ranks that start from different weights, or give all of them the first's."""
+    """Refuse ranks that start from different weights, or broadcast the first rank's."""
     import torch
     import torch.distributed as dist
 
@@ -201,7 +201,7 @@ def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) 
 
 
 def agree_on_factory(recipe: Recipe, context: RunContext) -> None:
-    """Refuse ranks whose factories did different things: their shards would be of different models."""
+    """Refuse ranks whose factories differ: their shards would be of different models."""
     if context.world_size == 1:
         return
     everyone = all_gather_json(recipe.fingerprint())

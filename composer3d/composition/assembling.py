@@ -1,4 +1,4 @@
-"""From a preparation to something that runs: group, mesh, parts, transforms, weights, and the frozen step."""
+"""Assembly of a preparation: process group, mesh, parts, transforms, weights, and the frozen step."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Assembled:
     release: Callable[[], None]
 
     def placed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
-        """Return what a loop handed over as this rank's batch, as plugins place it, on its device."""
+        """Return a loop's arguments as this rank's batch, as plugins place it, on its device."""
         if target is None and self.engine.criterion.is_the_models:
             target = kwargs.get("labels")  # it is what the model counts, too
         batch = Batch(args=args, kwargs=kwargs, target=target)
@@ -77,7 +77,7 @@ class Assembled:
         return to_device(batch, self.context.device)
 
     def reported(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Hand a step's metrics to every plugin that takes some, and return them."""
+        """Pass a step's metrics to every plugin that takes them, and return them."""
         for function in self.metric_sinks:
             function(context=self.context, step=step, metrics=metrics)
         return metrics
@@ -95,7 +95,7 @@ def assemble(
     example: Example | Callable[[], Example | None] | None,
     guarded: bool,
 ) -> Assembled:
-    """Do what `compose` promises; its arguments are explained there."""
+    """Compose a model; arguments as of `compose`."""
     import torch.distributed as dist
 
     where = default_device() if device is None else own_device(device)
@@ -129,7 +129,7 @@ def assemble(
         materialise(preparation)
         return freeze(preparation, criterion, release, plan)
     except BaseException as error:
-        # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
+        # Plugins that were configured are closed, whatever errors they raise: the first error counts.
         if preparation is not None:
             for _, function in preparation.hooks.freeze("composer3d_close"):
                 with contextlib.suppress(Exception):
@@ -172,28 +172,28 @@ def _guard(
         device=device,
         plan=plan or 0,
         compares=plan is not None,
-        # In a fake world of many ranks nobody else answers.
+        # In a fake process group of many ranks nobody else answers.
         is_answered=context.world_size == 1 or dist.get_backend(group) != "fake",
-        # A plugin that places batches cuts sequences; without one, ranks along cp are handed their own parts.
+        # A plugin that places batches shards sequences; without one, the loop passes ranks along cp their own shards.
         whole_sequences=bool(preparation.hooks.freeze("composer3d_place_batch")),
         replicas=replica_axes(context) if plan is not None else (),
     )
 
 
 def _ledger(preparation: Preparation, group: Any, device: torch.device) -> Ledger:
-    """Make the ledger of losses, with what data-parallel plugins average over."""
+    """Make the ledger of losses, with the degrees over which data-parallel plugins average."""
     context = preparation.context
     averages = 1
     for transform, _ in preparation.selected:
         for axis in transform.averages:
             averages *= context.degrees[axis]
-    # Ranks along tp compute the same loss: only the first of them adds it up. Along pp only the last stage has one.
+    # Ranks along tp compute the same loss: only the first of them counts it. Along pp only the last stage has one.
     contributes = all(context.coordinates[name] == 0 for name in context.layout.names(Role.TENSOR))
     return Ledger(averages=averages, contributes=contributes, group=group, device=device)
 
 
 def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
-    """Make what tells of failed collectives, where there are other ranks that could answer."""
+    """Make the flight recorder, where there are other ranks that could answer; else None."""
     import torch.distributed as dist
 
     context = preparation.context
@@ -222,7 +222,7 @@ def freeze(
     *,
     make_guard: Callable[..., Guard] = Guard,
 ) -> Assembled:
-    """Collect what runs in steps, so that no step looks anything up; `make_guard` takes the arguments of `Guard`."""
+    """Collect the functions that steps call, so that no step looks them up; `make_guard` takes `Guard`'s arguments."""
     context, hooks = preparation.context, preparation.hooks
     group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
     actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]

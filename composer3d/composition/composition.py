@@ -1,4 +1,4 @@
-"""The composition: what a training loop talks to."""
+"""The composition, through which a training loop works."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Composition:
 
     @property
     def context(self) -> RunContext:
-        """What plugins see."""
+        """The run as plugins see it."""
         return self._assembled.context
 
     @property
@@ -64,7 +64,7 @@ class Composition:
 
     @property
     def plan(self) -> tuple[PlanRow, ...]:
-        """What was done to the model, in order."""
+        """The transforms applied to the model, in order."""
         return self._assembled.plan
 
     @property
@@ -79,7 +79,7 @@ class Composition:
 
     @property
     def model(self) -> nn.Module:
-        """The model, for a loop that keeps its own forward.
+        """The model, for a loop that runs its own forward.
 
         Raises:
             StepError: A schedule runs the forward itself.
@@ -90,7 +90,7 @@ class Composition:
 
     @property
     def has_grad_scaler(self) -> bool:
-        """Whether a plugin scales the loss; gradients that are not finite are then its to find, and to skip."""
+        """Whether a plugin scales the loss; it then detects gradients that are not finite, and skips the step."""
         return self._engine.scaler is not None
 
     @contextlib.contextmanager
@@ -106,7 +106,7 @@ class Composition:
             self._engine.scaler, self._engine.is_plain = scaler, False
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; none of them gathered."""
+        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; as local shards."""
         let_go(self.parts)
         yield from self.context.named_parameters()
 
@@ -122,8 +122,8 @@ class Composition:
         """Open an optimizer step. A loop that opens none has one from its first forward to the optimizer's `step`.
 
         Args:
-            number: Decides the random streams, so it must be the same on all ranks and go on after a resume.
-            target: For a loop that keeps its own forward: this rank's targets of the whole step, whose valid tokens
+            number: Seeds the random streams, so it must be the same on all ranks and continue after a resume.
+            target: For a loop that runs its own forward: this rank's targets of the whole step, whose valid tokens
                 normalise the loss. Without it every `backward` weighs the same.
 
         Raises:
@@ -141,14 +141,13 @@ class Composition:
     def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of one batch: micro-batches, pipeline, scaling.
 
-        Gradient of any layout: that of the loss summed over all valid tokens of the global batch, divided by their
-        number. Several calls in one step make one global batch.
+        The gradient, in any layout, is that of the loss summed over all valid tokens of the global batch, divided by
+        their number. Several calls in one step make one global batch.
         Collectives: one all-reduce before (counts and the guard), one after (the loss), and those of the plugins.
 
         Args:
-            args: The model's, for this data-parallel rank; ranks that differ only in tp or pp pass the same.
-            target: Passed to the loss.
-            kwargs: The model's.
+            args: The model's, x_B... of this data-parallel rank; ranks that differ only in tp or pp pass the same.
+            target: Passed to the loss, such as targets_BS.
 
         Returns:
             The mean loss of the global batch, the same on every rank.
@@ -156,7 +155,7 @@ class Composition:
         Raises:
             StepError: Outside a step, or ranks differ.
             BatchError: The batch does not divide into micro-batches.
-            LossError: The loss does not say how it is normalised.
+            LossError: The normalisation of the loss is unknown.
         """
         identity = self._engine.identity((args, kwargs, target))
         return self._engine.forward_backward(
@@ -190,8 +189,7 @@ class Composition:
 
         Args:
             args: The model's.
-            target: Passed to the loss.
-            kwargs: The model's.
+            target: Passed to the loss, such as targets_BS.
         """
         identity, batch = self._engine.identity((args, kwargs, target)), self._assembled.placed(args, kwargs, target)
         self._evaluations += 1
@@ -236,7 +234,7 @@ class Composition:
             activity: What the loop does, for the text.
 
         Raises:
-            StepError: A rank is gone or late; says which, over which axis, and what every rank did last.
+            StepError: A rank is gone or late; names it, the axis, and what every rank did last.
         """
         return self._engine.explaining(activity)
 
@@ -287,7 +285,7 @@ class Composition:
         return sampler_of(dataset, self.context)
 
     def loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a DataLoader that reads this rank's part of every batch of another one, which is the global batch."""
+        """Return a DataLoader of this rank's slice of every batch of another one, whose batches are global batches."""
         return shared_loader(loader, self.context)
 
     def attach(self, name: str, stateful: Stateful) -> None:
@@ -295,7 +293,7 @@ class Composition:
 
         Args:
             name: In the checkpoint.
-            stateful: Its state holds tensors, and values that JSON holds.
+            stateful: Its state consists of tensors and JSON values.
         """
         self._persistence.attach(name, stateful)
 
@@ -345,9 +343,9 @@ class Composition:
             return self._persistence.full_state_dict()
 
     def parameters_changed(self) -> None:
-        """Let plugins compute anew what rests on final parameters, after a loop has changed parameters between steps.
+        """Let plugins recompute values derived from parameters, after a loop has changed these between steps.
 
-        Parameters that a forward without a backward has gathered are let go, too. `load` does so by itself.
+        Parameters that a forward without a backward has gathered are resharded, too. `load` does so by itself.
         Collectives: those of the plugins' actions.
 
         Raises:
@@ -357,12 +355,11 @@ class Composition:
         self._engine.parameters_loaded()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add what plugins measure to a step's metrics and hand them to every plugin that takes metrics.
+        """Add the metrics that plugins measure to a step's, and pass all to every plugin that takes metrics.
 
         Collectives: one all-gather, if a plugin measures.
 
         Args:
-            step: Its number.
             metrics: Equal on all ranks.
 
         Returns:
@@ -376,7 +373,7 @@ class Composition:
         """Wait for checkpoints, close the plugins, and destroy the process group if `compose` made it.
 
         Args:
-            error: What ended the run, for the plugins.
+            error: Error that ended the run, for the plugins.
         """
         if self._closed:
             return

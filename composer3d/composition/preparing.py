@@ -1,4 +1,4 @@
-"""Everything about a composition that is known before a process group, a mesh or a weight exists.
+"""Preparation: everything about a composition that is known before a process group, a mesh or a weight exists.
 
 `check` stops here; `compose` goes on from here. Mistakes are collected, not raised one by one.
 """
@@ -44,7 +44,7 @@ TRANSFORM_HOOKS = ("composer3d_convert", "composer3d_shard", "composer3d_resched
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One line of the plan: what is done to which modules, in which phase."""
+    """One line of the plan: a transform, its phase, and the modules that it selected."""
 
     phase: str
     name: str
@@ -61,11 +61,11 @@ class Preparation:
     """A manifest joined with a model.
 
     Attributes:
-        context: What plugins see.
+        context: The run as plugins see it.
         hooks: The plugins.
         model: On meta where it was made by a factory.
-        recipe: How its weights are made; None where the model came with weights.
-        attachments: What its parameters have beside values.
+        recipe: Initialisation of its weights; None where the model came with weights.
+        attachments: Attributes and hooks of its parameters.
         selected: The ordered transforms with the FQNs each selected on the whole model.
         problems: Every mistake found.
     """
@@ -91,7 +91,7 @@ class Preparation:
         return tuple(rows)
 
     def actions(self, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
-        """Return what every rank of the pipeline runs, in order; None without one."""
+        """Return the actions of every rank of the pipeline, in order; None without one."""
         answer: Sequence[Sequence[Action]] | None = self.hooks.query(
             "composer3d_actions", context=self.context, num_microbatches=num_microbatches
         )
@@ -161,9 +161,9 @@ def prepare(
         model: A module, or a factory that is run once on meta; see `WeightsOnDisk`.
         manifest: Read and typed.
         world_size: None takes what the manifest's degrees multiply to.
-        rank: Whose view is prepared.
-        device: Where the run would put parameters.
-        purpose: Why.
+        rank: Global rank whose view is prepared.
+        device: Of the run's parameters.
+        purpose: As of `compose`.
         example: `(args, kwargs)` of a forward, for plugins that need shapes, or what makes it.
 
     Raises:
@@ -298,7 +298,7 @@ def _located(problems: list[Problem], locate: Callable[[ComposerError], Problem]
 
 @contextmanager
 def _asking(problems: list[Problem], registered: Registered, context: RunContext) -> Iterator[None]:
-    """Place what a plugin raises at its table; in `check`, whatever it is, with the line that raised it."""
+    """Locate a plugin's error at its table; in `check`, any exception, with the line that raised it."""
     with _located(problems, partial(_at_plugin, registered, context)):
         try:
             yield
@@ -311,7 +311,7 @@ def _asking(problems: list[Problem], registered: Registered, context: RunContext
 
 
 def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:
-    """Place an error at its plugin's table, or at the key that holds the offending pattern."""
+    """Locate an error at its plugin's table, or at the key that holds the offending pattern."""
     document = context.manifest.document
     path: tuple[Any, ...] = (registered.info.family, registered.name)
     if isinstance(error, PatternError):

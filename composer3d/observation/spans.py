@@ -1,5 +1,4 @@
-"""Spans: how one is opened on every recorder, and where the core opens them for what it does not run itself, which is
-collectives of sharded units, and a loop's data and forward.
+"""Spans on every recorder, also around collectives of sharded units and around a loop's own data and forward.
 
 Nothing here is prepared, and nothing costs anything, where no plugin records spans.
 """
@@ -87,12 +86,12 @@ def watch_own_forward(module: nn.Module, context: RunContext, is_own: Callable[[
 
 
 def watch_sharding(context: RunContext) -> None:
-    """Open spans around the all-gathers, reduce-scatters and all-reduces of every unit that FSDP2 handles, and of every
-    bucket that DistributedDataParallel reduces.
+    """Open spans around the collectives of FSDP2's units and of DistributedDataParallel's buckets.
 
-    They say `op`, the mesh `axis`, the `unit` and the payload's `bytes`. Where the backend returns before the transfer
-    is done (NCCL), a recorder that wants device times takes them from events on the current stream, which inside the
-    span is the one of the transfer. Buckets are waited for in a span `wait`, once a backward.
+    Around all-gathers, reduce-scatters and all-reduces, they have `op`, the mesh `axis`, the `unit` and the payload's
+    `bytes`. Where the backend returns before the transfer is done (NCCL), a recorder that wants device times takes them
+    from events on the current stream, which inside the span is the one of the transfer. Buckets are waited for in a
+    span `wait`, once a backward.
 
     Args:
         context: Frozen.
@@ -107,11 +106,11 @@ def watch_sharding(context: RunContext) -> None:
 
 
 def watch_operators(context: RunContext) -> Callable[[], None]:
-    """Open spans around collectives that operators issue (DTensor's, under tensor parallelism), inside of compiled code
-    too; return what ends it.
+    """Open spans around collectives that operators issue, compiled ones too; return a function that ends it.
 
-    Each is two spans: one where it is issued, with its `bytes`, and `wait` where its result is needed, with its `op`.
-    Both name the mesh `axis`, or the axes joined by `+` where a group goes along several.
+    Such operators are DTensor's, under tensor parallelism. Each collective is two spans: one where it is issued, with
+    its `bytes`, and `wait` where its result is needed, with its `op`. Both have the mesh `axis`, or the axes joined by
+    `+` where a group goes along several.
 
     Args:
         context: Frozen.

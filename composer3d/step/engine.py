@@ -1,4 +1,4 @@
-"""An optimizer step: micro-batches, normalisation, agreement, and the points at which plugins act."""
+"""Step engine: micro-batches, loss normalisation, the guard, and the points at which plugins act."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class StepEngine:
             self.state = None
 
     def current(self, call: str) -> StepState:
-        """Return the open step, or say that `call` needs one."""
+        """Return the open step, or raise an error that `call` needs one."""
         if self.state is None:
             raise StepError(f"{call} was called outside a step; write: with run.step(n): ...")
         return self.state
@@ -116,7 +116,7 @@ class StepEngine:
         self._at(StepPoint.BEFORE_MICROBATCH)
 
     def resume_microbatch(self, index: int, stage: int) -> None:
-        """Go back to a micro-batch, whose backward does not follow its forward at once."""
+        """Return to a micro-batch's random stream, for a backward that does not follow its forward at once."""
         state = self.current("resume_microbatch")
         state.index = index
         self._streams.enter(state.step, (self._call << 16) + index, stage)
@@ -129,7 +129,7 @@ class StepEngine:
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
     def identity(self, value: Any, *, own: bool = False) -> int:
-        """Return what ranks that must be handed the same batch compare; before plugins cut it and devices take it."""
+        """Return the digest that ranks of one batch compare; before plugins shard it and it moves to a device."""
         return self._guard.digest(value, own=own)
 
     def forward_backward(
@@ -201,7 +201,8 @@ class StepEngine:
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divide gradients by the count of the batches so far, as far as their losses were not.
 
-        After each that may be the step's last, so that who looks at gradients before the optimizer's step finds means.
+        After each batch that may be the step's last, so that code that reads gradients before the optimizer's step
+        finds means.
         """
         wanted = 1.0 if self._own is not None and self._own.is_scaled else self._ledger.correction
         if wanted != self._applied:
@@ -230,8 +231,8 @@ class StepEngine:
     def leave_own_forward(self) -> None:
         """End a forward that the loop runs itself, inside or outside of a step.
 
-        What the loop draws next comes from its own generator. Parameters that were gathered for a backward, which
-        without gradients does not come, are freed: who reads parameters would see no shards.
+        The loop's next draws come from its own generator. Parameters that were gathered for a backward, which without
+        gradients does not come, are resharded.
         """
         import torch
 
@@ -277,7 +278,7 @@ class StepEngine:
         assert self.state is not None, "inside a step"
         step, call = self.state.step, self._call
         with self._context.span("all_reduce", group="counts", axis="world"):
-            # `verify` lets a fault run on, and says what it does.
+            # `verify` lets a fault run on, and reports its effects.
             compares = self._guard.compares and not call and self._context.purpose == "run"
             decided = self.loop.decided(step, self.optimizer) if compares else Decided()
             totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, own=own, decided=decided)
@@ -288,7 +289,7 @@ class StepEngine:
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
-        """Bring the gradients of the open step to their final values, once, and return this rank's parameters."""
+        """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
         state = self.current(call)
         if self._used:
             return list(state.parameters())
@@ -314,7 +315,7 @@ class StepEngine:
         trainable = [parameter for parameter in parameters if parameter.requires_grad]
         if trainable and all(parameter.grad is None for parameter in trainable):
             # FSDP2 finds the tensors of an output in containers that torch knows; in any other object it misses them,
-            # reduces nothing, and the optimizer would step on nothing.
+            # reduces nothing, and the optimizer would step without gradients.
             raise StepError(
                 f"no parameter got a gradient in step {state.step}; return the model's output as a tensor, or in a "
                 "tuple, list, dict or dataclass"
@@ -327,7 +328,7 @@ class StepEngine:
         return parameters
 
     def clipped(self, max_norm: float) -> list[nn.Parameter]:
-        """Return parameters with their final gradients, to be clipped to a norm that the next step compares."""
+        """Return parameters with their final gradients, and record `max_norm`, which the next step compares."""
         self.loop.clip_norm = float(max_norm)
         return self.gradients_ready("clip_grad_norm_")
 
@@ -356,7 +357,7 @@ class StepEngine:
         return None if state.vetoes else result
 
     def _decide(self, state: StepState) -> tuple[str, ...]:
-        """Ask every DECIDE action; one veto counts for all ranks. Collectives: one all-reduce, if any can veto."""
+        """Run every DECIDE action; one veto holds for all ranks. Collectives: one all-reduce, if any can veto."""
         actions = self.actions[StepPoint.DECIDE]
         names = [action.name for action in actions] + (["grad_scaler"] if self.scaler is not None else [])
         if not names:

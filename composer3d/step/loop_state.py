@@ -1,7 +1,7 @@
 """State of a loop that ranks must have in common: hyperparameters, modes, frozen parameters, replicas.
 
-All of it is two numbers a rank, which travel with the all-reduce that opens a step; only where they differ is anything
-else exchanged.
+All of it is two integers a rank, part of the all-reduce that opens a step; only where they differ is anything else
+exchanged.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _SAMPLE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a rank's loop decided for itself.
+    """Decisions of one rank's loop.
 
     Args:
-        state: A number that ranks of the same stage have in common.
-        weights: One that ranks which hold the same pieces of parameters have in common.
-        described: Returns by name what the numbers are made of, given whether that of the weights differs.
+        state: Equal on ranks of the same stage.
+        weights: Equal on ranks that hold the same shards of parameters.
+        described: Returns the components of the numbers by name; its argument is whether `weights` differs.
     """
 
     state: int = 0
@@ -42,13 +42,13 @@ class Decided:
 
 
 class LoopState:
-    """Numbers that differ where ranks' loops went different ways.
+    """Digests that differ where ranks' loops decided differently.
 
     Attributes:
-        clip_norm: What gradients were last clipped to.
+        clip_norm: Norm to which gradients were last clipped.
 
     Args:
-        context: Complete.
+        context: With mesh and parts.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -59,7 +59,7 @@ class LoopState:
         self._sample: list[nn.Parameter] = []
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
-        """Return what this rank's loop decided for itself before a step."""
+        """Return the decisions of this rank's loop before a step."""
         return Decided(
             state=self.number(optimizer),
             weights=self.weights(step),
@@ -67,7 +67,7 @@ class LoopState:
         )
 
     def number(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return what ranks of the same stage must have in common, as a number of 62 bits; never 0."""
+        """Return a digest of the state that ranks of one stage must have in common, 62 bits; never 0."""
         self._find()
         assert self._modules is not None, "found above"
         parameters = self._parameters.values()
@@ -86,11 +86,11 @@ class LoopState:
         return sum((index + 1) * value for index, value in enumerate(self._sums().values())) & _BITS
 
     def described(self, optimizer: torch.optim.Optimizer | None, *, weights: bool) -> dict[str, Any]:
-        """Return in JSON, by what a user would call it, everything that the numbers are made of.
+        """Return every component of the digests as JSON values, by the user's name for it.
 
         Args:
-            optimizer: Once there is one.
-            weights: The digests of parameters, and nothing else.
+            optimizer: None before it is made.
+            weights: True returns digests of parameters, False everything else.
         """
         self._find()
         if weights:
@@ -144,12 +144,12 @@ def replica_axes(context: RunContext) -> tuple[str, ...]:
 
 
 def same_stage(layout: Layout, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of ranks that hold the same stage: their parameters are pieces of the same ones."""
+    """Return groups of positions of ranks with the same stage: they hold shards of the same parameters."""
     return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.role is Role.STAGE])
 
 
 def same_pieces(layout: Layout, ranks: Sequence[int], replicas: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of ranks that hold the same pieces, given the axes along which they do."""
+    """Return groups of positions of ranks with the same shards, given the axes of replicas."""
     return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.name not in replicas])
 
 

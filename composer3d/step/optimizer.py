@@ -27,7 +27,7 @@ def make_optimizer(
     context: RunContext,
     hooks: Hooks,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a run, or let the plugin make it that answers; see `Composition.optimizer`."""
+    """Make the optimizer of a run, by the plugin that answers the hook if there is one; see `Composition.optimizer`."""
     described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
     described = [{**defaults, **group} for group in described]
     made: torch.optim.Optimizer | None = hooks.query("composer3d_optimizer", context=context, cls=cls, groups=described)
@@ -37,7 +37,7 @@ def make_optimizer(
 def group_parameters(
     parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Mapping[str, Any]], *, known: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Sort trainable parameters into groups; the first match wins, and what matches none comes last.
+    """Sort trainable parameters into groups; the first match wins, and parameters without a match come last.
 
     Args:
         parameters: This rank's, by FQN.
@@ -98,7 +98,7 @@ def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], A
 
     Args:
         optimizer: Made, not yet stepped.
-        run: Called with the optimizer's own step; decides whether and when it runs.
+        run: Called with the optimizer's own step, and runs it or skips it.
     """
     cls = type(optimizer)
     inner = cls.step
@@ -110,7 +110,7 @@ def compose_step(optimizer: torch.optim.Optimizer, run: Callable[[Callable[[], A
 
     # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
     step.hooked = True  # type: ignore[attr-defined]
-    # Checkpoints unwrap `step` down to the bare one: no hook takes the making of state for a step.
+    # Checkpoints unwrap `step` down to the bare one: initialising the state must not run hooks on steps.
     step.__wrapped__ = inner  # type: ignore[attr-defined]
     optimizer.__class__ = type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
     return optimizer

@@ -1,8 +1,8 @@
-"""Random streams: what dropout draws is a function of the seed, the step, the micro-batch and the rank's coordinates.
+"""Random streams: dropout draws depend only on seed, step, micro-batch and the rank's coordinates.
 
 Two streams a rank. Ranks along tp hold the same activations between their sharded regions, so dropout there must draw
-the same numbers: the *replicated* stream leaves tp out. Inside sharded regions each rank holds other values: the
-*sharded* stream takes tp in.
+the same numbers: the *replicated* stream does not depend on tp. Inside sharded regions each rank holds other values:
+the *sharded* stream does.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Streams:
         self._set(self._replicated, 0)
 
     def leave(self) -> None:
-        """Give back the random state that was there before the first `enter`; nothing if there was none."""
+        """Restore the random state from before the first `enter`; nothing if there was none."""
         if self._outside is not None:
             self._restore(self._outside)
             self._outside = None
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Run the backward of a forward that has left the stream: the random state after it is that before.
+        """Run the backward of a forward that has left the stream; the random state is restored afterwards.
 
         A recomputation inside sets the state of its forward; regions that draw from the sharded stream then go on in
         the replicated one, as they did there.
@@ -65,12 +65,12 @@ class Streams:
     def sharded(self, site: int) -> Iterator[None]:
         """Draw from the sharded stream inside.
 
-        Inside a micro-batch the replicated stream goes on with another seed afterwards, and the sharded one depends on
-        the seed before: whoever draws at one site twice draws other numbers, and a recomputation, for which torch puts
-        the generators back, draws the same.
+        Inside a micro-batch the replicated stream continues with another seed afterwards, and the sharded one depends
+        on the seed before: two draws at one site differ, and a recomputation, for which torch restores the generators,
+        repeats its draws.
 
         Args:
-            site: Tells the places of one micro-batch apart.
+            site: Identifies the place of the draw within a micro-batch.
         """
         import torch
 

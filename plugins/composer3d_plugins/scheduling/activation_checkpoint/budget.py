@@ -157,7 +157,7 @@ class Budget:
         self.chosen = chosen
 
     def _agreed(self) -> dict[str, Measured]:
-        """Return measurements common to the ranks along tp, whose operators run collectives when recomputed."""
+        """Return measurements equal along tensor and sequence axes, where recomputed operators run collectives."""
         import torch
         import torch.distributed as dist
 
