@@ -1,4 +1,4 @@
-"""The steps of one device: the whole global batch, cut as the run cuts it, and what roundings make of them."""
+"""Reference steps on one device: the global batch in the run's micro-batches, and the effect of rounding on them."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ _NUM_SAMPLES = 6
 
 @dataclass(kw_only=True, eq=False)
 class ReferenceStep:
-    """What one step computes on one device.
+    """One step on one device.
 
     Args:
         loss: Mean over the valid tokens of the global batch.
-        grad_norm: Of the whole model's gradient.
+        grad_norm: Norm of the whole model's gradient.
         gradients: By FQN, as the backward leaves them.
         clipped: By FQN, as the optimizer sees them.
         parameters: By FQN, after the step.
         counts: Valid tokens of every micro-batch, in the order of data-parallel ranks.
-        shares: Of the loss, of every micro-batch.
+        shares: Contribution of every micro-batch to the loss.
         averages: Moving averages by FQN, after the step; empty where the loop keeps none.
     """
 
@@ -72,16 +72,16 @@ class Reference:
 
     Args:
         initial: Parameters before the first step, by FQN.
-        replaced: A precision plugin trains other parameters than the model's (adapters).
-        reduce_dtype: In which a run's ranks would sum up gradients; None where nothing says it.
-        steps: One after the other.
-        samples: Losses of the first micro-batch at weights that are a little apart from the initial ones.
-        rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
-            numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
-        unrepeatable: How far a second run of the first step is apart; 0 where that is rounding.
-        gains: Of the first step's gradients, beside those of float64 on the same weights; empty in float64.
-        buffers: Those that are saved, after the last step.
-        kept: Those of them that the steps have changed.
+        replaced: Whether a precision plugin trains other parameters than the model's (adapters).
+        reduce_dtype: Dtype in which a run's ranks would reduce gradients; None where unknown.
+        steps: In order.
+        samples: Losses of the first micro-batch at slightly perturbed initial weights.
+        rounding: Difference of this arithmetic from float64 on the same weights, by compared quantity and FQN (empty
+            for numbers); in float64, the effect of rounding in another order, through the optimizer and later steps.
+        unrepeatable: Difference of a second run of the first step; 0 where that is rounding.
+        gains: Gains of the first step's gradients over those of float64 on the same weights; empty in float64.
+        buffers: Persistent buffers after the last step.
+        kept: Names of those that the steps have changed.
     """
 
     initial: dict[str, Tensor]
@@ -99,17 +99,18 @@ class Reference:
 def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
     """Run the steps on one device.
 
-    They are run again, and the distance is what the tolerance is derived from. In the run's own arithmetic the second
-    run is in float64 from the same weights: the distance is what is rounded away. In float64 the second has gradients
-    that are off by what a sum in another order leaves. AdamW turns it into more, where a gradient is as small as its
-    `eps`, by up to lr / eps. What is rounded away has the same effect, wherever a gradient is no larger: a third run,
-    in float64, has gradients that are off by as much; and so have two more in the run's own arithmetic, where moments
-    in 8 bits jump from zero to their smallest step, say. Between them any gradient as small as that changes its sign.
+    They are run again, and tolerances are derived from the distance. In the run's own arithmetic the second run is in
+    float64 from the same weights: the distance is the rounding error. In float64 the second has gradients perturbed by
+    the error of a sum in another order. AdamW amplifies it, where a gradient is as small as its `eps`, by up to lr /
+    eps. The rounding error of the own dtypes has the same effect on gradients that are no larger than it: a third run,
+    in float64, has gradients perturbed by as much; and so have two more in the run's own arithmetic, where for example
+    moments in 8 bits jump from zero to their smallest step. Between them any gradient as small as that changes its
+    sign.
 
     Args:
-        subject: What to run.
+        subject: Model, manifest, batches, loss and optimizer.
         which: Float64 without precision plugins, or the run's own dtypes with them.
-        degree: Data-parallel degree of the run, which decides how the global batch is cut.
+        degree: Data-parallel degree of the run, which determines the micro-batches.
         num_steps: Optimizer steps.
     """
     reference = _run(subject, which, degree=degree, num_steps=num_steps, sample=which == "own")
@@ -176,7 +177,7 @@ def _averaged(before: Tensor, weight: Tensor, decay: float) -> Tensor:
 def _samples(
     subject: Subject, run: Composition, degree: int, which: Arithmetic, weights: Mapping[str, Tensor]
 ) -> list[float]:
-    """Return the first micro-batch's loss at weights a little apart."""
+    """Return the first micro-batch's loss at slightly perturbed weights."""
     pieces = microbatches(subject, 0, degree, which)
     counts = [count_of(subject, piece) for piece in pieces]
     # Of matrices only: the weights of a norm are alike, and would all be rounded alike. What wraps a tensor casts it.
@@ -190,7 +191,7 @@ def _samples(
         # In their own dtype, so that every arithmetic has the same.
         _set_weights(run, {fqn: w * (1.0 + _APART * signs(w, number)) for fqn, w in matrices.items()})
         run.parameters_changed()
-        # With a graph, by whose last operation a plain loss is known for a sum or a mean.
+        # With a graph, by whose last operation a plain loss is classified as a sum or a mean.
         with run.step(0):
             found.append(
                 float(objective_of(loss_of(subject, run, pieces[0], counts[0], counts), counts, backward=False))
@@ -223,7 +224,7 @@ def _step(
         for _, parameter in run.named_parameters():
             if parameter.grad is not None:
                 local(parameter.grad).mul_(rest)
-    # What plugins of precision do to gradients is done now, as in a run, and not by the optimizer's step.
+    # Actions of precision plugins on gradients run now, as in a run, and not in the optimizer's step.
     run.clip_grad_norm_(math.inf)
     parameters = {fqn: p for fqn, p in run.named_parameters() if p.grad is not None}
     gradients = copies({fqn: p.grad for fqn, p in parameters.items()})
@@ -249,10 +250,10 @@ def _step(
 
 
 def _nudge(parameters: Mapping[str, Any], size: float | Mapping[str, float]) -> None:
-    """Move every other element of a gradient up, the rest down: by a fraction of the largest, or by what is given.
+    """Perturb a gradient's elements up and down by turns: by a fraction of the largest, or by a given size.
 
-    The largest is that of all gradients: where large terms cancel, as in the bias of keys before a softmax, what is
-    left is rounding noise of their size, and optimizers that divide by it make full steps of it.
+    The largest is that of all gradients: where large terms cancel, as in the bias of keys before a softmax, the rest is
+    rounding noise of their size, and optimizers that divide by it take full steps on it.
     """
     largest = max((local(p.grad).abs().max() for p in parameters.values() if local(p.grad).numel()), default=0.0)
     for fqn, parameter in parameters.items():

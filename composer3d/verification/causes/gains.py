@@ -1,7 +1,7 @@
-"""By how much gradients are multiplied: roundings add errors of either sign, and leave a tensor as large as it was.
+"""Gains: factors by which gradients are scaled. Rounding adds errors of either sign, and keeps a tensor's size.
 
-So a factor of 1.02 shows among errors of 3 % that are no factor, and nothing else tells it from them: what is in the
-run's own dtypes alone, as a plugin of precision is, has no comparison in float64, and one device has it too.
+So a factor of 1.02 is detected among rounding errors of 3 %, and by nothing else: a precision plugin runs in the run's
+own dtypes alone, has no comparison in float64, and runs on one device too.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Gain:
     """A tensor as a multiple of another.
 
     Args:
-        factor: The multiple that is nearest to it.
-        rest: The norm of what is left, relative to that of the other.
+        factor: Least-squares factor.
+        rest: Norm of the residual, relative to that of the other.
     """
 
     factor: float
@@ -48,23 +48,23 @@ class Gain:
 
     @property
     def off(self) -> float:
-        """How far it is from being as large."""
+        """Distance of the factor from 1."""
         return abs(self.factor - 1.0)
 
     @property
     def is_multiple(self) -> bool:
-        """Whether no more is left than roundings leave."""
+        """Whether the residual is no larger than rounding's."""
         return self.rest <= _ALIKE * self.factor
 
 
 def gains_of(
     actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], *, skip_zeros: bool = False
 ) -> dict[str, Gain]:
-    """Return the gain of all gradients together, and of each that has many elements; none where all are zero.
+    """Return the gain of all gradients together, and of each with many elements; none where all are zero.
 
     Args:
         actual: By FQN.
-        reference: What they are compared with.
+        reference: By FQN.
         skip_zeros: Leave out elements that are zero: in float16 small ones are.
     """
     sums: dict[str, tuple[float, float, float]] = {}
@@ -89,7 +89,7 @@ def _gain(both: float, right: float, squared: float) -> Gain:
 
 
 def multiplied(evidence: Evidence) -> Iterator[str]:
-    """Yield what is multiplied in the run's dtypes, where everything is right in float64."""
+    """Yield gradients that are scaled in the run's dtypes, where everything is right in float64."""
     if evidence.first_wrong() is not None:
         return
     gains = evidence.told.gains
