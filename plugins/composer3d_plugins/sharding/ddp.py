@@ -1,4 +1,4 @@
-"""Data parallelism with whole copies of the model."""
+"""Data parallelism with a replica of the model on every rank."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ BUCKET_OPTIONS = (
 
 @plugin(family="sharding", owns=("dp_replicate",))
 class DDP:
-    """Keep the whole model on every rank of dp_replicate and average gradients.
+    """Replicate the model over the ranks of dp_replicate and average gradients.
 
     reducer = "unit": torch's replicate over FSDP2's machinery: DTensor parameters and the same hooks as FSDP2.
-        Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters
-        without dims, which that machinery leaves alone.
+        Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters without
+        dims, which FSDP2 does not handle.
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
         parameters; with broadcast_buffers one broadcast a buffer and forward.
@@ -119,7 +119,7 @@ class DDP:
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         if self.reducer == "unit":
             return context.units(self.units)
-        # Here, where all plugins have said what they will do.
+        # Here, where all plugins have been configured.
         held = next((fqn for fqn in context.fqns if context.offload_policy(fqn) is not None), None)
         if held is not None:
             raise PluginError(
@@ -151,7 +151,7 @@ class DDP:
         return list(fqns)
 
     def _apply_buckets(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        # The reducer is given the parameters alone, so torch's own broadcast_buffers would do nothing.
+        # The reducer has the parameters alone, so torch's own broadcast_buffers would do nothing.
         options: dict[str, Any] = {
             "bucket_cap_mb" if name == "bucket_mib" else name: getattr(self, name)
             for name in BUCKET_OPTIONS
@@ -184,7 +184,7 @@ def _average_scalars(state: StepState) -> None:
 
 
 def _compute_in(model: nn.Module, context: RunContext) -> None:
-    """Let every module compute on its parameters in the dtype asked for, cast anew in each forward.
+    """Make every module compute on its parameters in param_dtype, cast in each forward.
 
     DistributedDataParallel's own mixed precision needs to hold the model's forward. The casts are inside the modules'
     forwards, not in hooks around a unit, so that recomputation repeats them; through them gradients reach the float32
