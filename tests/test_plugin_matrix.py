@@ -9,12 +9,13 @@ tests/test_plugin_matrix.py` runs the part of another day.
 from __future__ import annotations
 
 import json
+from itertools import chain
 
 import pytest
 from plugin_matrix import RESULT, known_refusals, neutral_left_out, once_failed, rows_of, whole
 from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, options, say_row
 from support.daily_part import PART
-from support.documents import read, table
+from support.documents import read, tables
 
 # Cells have what torch warns of: models that return views, options of DistributedDataParallel that exclude each other.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -86,7 +87,7 @@ def test_a_compiled_cell_that_once_failed_without_its_kernels(row):
 
 
 def test_what_is_permitted_is_documented():
-    refused = [f"| {row[0]}" for row in table(read("plugins/README.md"), "refused", "reason", "test")]
+    refused = [f"| {row[0]}" for row in chain(*tables(read("plugins/README.md"), "refused", "reason", "test"))]
     for permitted in PERMITTED:
         assert any(line.startswith(f"| {permitted.row}") for line in refused), permitted.row
     assert len(EXCLUDED) == 1 and "`preserve_rng_state = false` with dropout" in read("benchmarks/README.md")

@@ -59,11 +59,20 @@ def files(text):
 
 def table(text, *headings):
     """Return the rows of the only table with these headings, cells as they are written."""
+    (rows,) = tables(text, *headings)
+    return rows
+
+
+def tables(text, *headings):
+    """Return the rows of every table with these headings."""
     head = "| " + " | ".join(headings) + " |\n"
-    assert text.count(head) == 1, headings
-    lines = text.partition(head)[2].splitlines()[1:]
-    end = next((index for index, line in enumerate(lines) if not line.startswith("|")), len(lines))
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end]]
+    found = []
+    for after in text.split(head)[1:]:
+        lines = after.splitlines()[1:]
+        end = next((index for index, line in enumerate(lines) if not line.startswith("|")), len(lines))
+        found.append([[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end]])
+    assert found, headings
+    return found
 
 
 def code(cell):
