@@ -7,15 +7,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from composer3d.errors import PluginError, StepError, TransformError
 from composer3d.initialisation.parameter_order import Order
 from composer3d.interfaces import Dtypes, Example, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, Role
 from composer3d.observation import spans
-from composer3d.patterns import select as select_fqns
-from composer3d.patterns import sharing_nothing
+from composer3d.patterns import select, sharing_nothing
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
     from composer3d.observation.flight_recorder import Flight
-    from composer3d.registry import Hooks, Registered
+    from composer3d.registry import Registered
 
 __all__ = ["Purpose", "RunContext"]
 
@@ -37,6 +36,16 @@ Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "fir
 # Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
 ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
 Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
+
+
+class _PluginsAsked(Protocol):
+    """The part of `composer3d.hooks.Hooks` that a context asks on behalf of transforms."""
+
+    plugins: tuple[Registered, ...]
+
+    def dtypes(self, context: RunContext, fqn: str) -> Dtypes | None: ...
+    def offload_policy(self, context: RunContext, fqn: str) -> Any | None: ...
+    def parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None: ...
 
 
 class RunContext:
@@ -74,7 +83,7 @@ class RunContext:
         rank: int,
         layout: Layout,
         owners: Mapping[str, Registered],
-        hooks: Hooks,
+        hooks: _PluginsAsked,
         blocks: str | None,
     ) -> None:
         self.purpose = purpose
@@ -129,7 +138,7 @@ class RunContext:
     @property
     def plugins(self) -> tuple[Registered, ...]:
         """The plugins of the run."""
-        return tuple(self._hooks.plugins)
+        return self._hooks.plugins
 
     def claim(self, what: Claim, *, by: Any, each_alone: bool = False) -> None:
         """Say in `composer3d_configure` what a plugin will do to steps, so that `check` finds who cannot go together.
@@ -275,7 +284,7 @@ class RunContext:
             TransformError: Stated units share a parameter.
         """
         chosen = patterns if patterns is not None else () if self._blocks is None else (self._blocks,)
-        found = [fqn for pattern in chosen for fqn in select_fqns(pattern, self.fqns)]
+        found = [fqn for pattern in chosen for fqn in select(pattern, self.fqns)]
         units = [fqn for fqn in dict.fromkeys([*found, *self.own_units]) if fqn]
         return [*sharing_nothing(units, self.ties, stated=patterns is not None), ""]
 
@@ -286,25 +295,25 @@ class RunContext:
             PatternError: Nothing in the *whole* model matches; a stage that holds none is not an error.
         """
         names = {fqn for fqn, _ in model.named_modules()}
-        found = select_fqns(pattern, self.fqns)
+        found = select(pattern, self.fqns)
         return [(fqn, model.get_submodule(fqn)) for fqn in found if fqn in names]
 
     def dtypes(self, fqn: str) -> Dtypes:
         """Ask for the dtypes of the unit with this name; only the last stage's root has the model's outputs to cast."""
         self._asked.add("composer3d_dtypes")
-        found: Dtypes = self._hooks.query("composer3d_dtypes", context=self, fqn=fqn) or Dtypes()
+        found = self._hooks.dtypes(self, fqn) or Dtypes()
         is_inner = self.applied_part is not None and not self.applied_part.is_last
         return replace(found, output=None) if is_inner and not fqn else found
 
     def offload_policy(self, fqn: str) -> Any | None:
         """Ask for torch's `OffloadPolicy` of the unit with this name."""
         self._asked.add("composer3d_offload_policy")
-        return self._hooks.query("composer3d_offload_policy", context=self, fqn=fqn)
+        return self._hooks.offload_policy(self, fqn)
 
     def parameter_mesh(self, fqn: str) -> ParameterMesh | None:
         """Ask where a parameter lives that is not on the data-parallel mesh."""
         self._asked.add("composer3d_parameter_mesh")
-        return self._hooks.query("composer3d_parameter_mesh", context=self, fqn=fqn)
+        return self._hooks.parameter_mesh(self, fqn)
 
     def reorder(self, fqn: str, *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
         """Say that a parameter is kept in another order than the model's, from now on, its gradient and state too.

@@ -20,7 +20,8 @@ The order in which `compose` calls them:
 8. `composer3d_optimizer`, when the loop asks for its optimizer
 9. `composer3d_close`
 
-`composer3d_actions` is asked by commands that simulate a step, after 2.
+`composer3d_actions` is asked by commands that simulate a step, after 2, and `composer3d_layout` by those that reason
+about layouts, before 1.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         Batch,
         Dtypes,
         GradScaler,
+        LayoutTraits,
         LossFunction,
         Metric,
         ParameterMesh,
@@ -156,6 +158,20 @@ class HookSpecs:
 
         Returns:
             Actions by rank along the pipeline's axis, or None.
+        """
+
+    @_hookspec
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits | None:
+        """Describe the plugin's part in a layout: ZeRO stage, schedule, recomputation, dtypes.
+
+        Asked by `plan` for its advice, by `suggest` and by whoever explains a layout; there is no context. A plugin
+        that can make other layouts than its table's says so in `@plugin(offer=...)`.
+
+        Args:
+            degrees: Of every axis.
+
+        Returns:
+            Its traits; every one that it has no part in stays None.
         """
 
     @_hookspec

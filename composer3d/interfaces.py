@@ -16,6 +16,8 @@ __all__ = [
     "Batch",
     "Dtypes",
     "GradScaler",
+    "LayoutOffer",
+    "LayoutTraits",
     "Loss",
     "Metric",
     "ParameterMesh",
@@ -204,6 +206,54 @@ class Metric:
     name: str
     value: float
     reduction: Literal["sum", "max", "mean", "rank0"] = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutTraits:
+    """A plugin's part in a layout; the answer to `composer3d_layout`. None is no opinion.
+
+    Args:
+        zero: ZeRO stage over `dp_shard`: 1 shards optimizer state, 2 gradients too, 3 parameters too; 0 nothing.
+        schedule: Pipeline schedule, as torch names it.
+        stages_per_rank: Stages of the pipeline on each rank.
+        sequence_parallel: Whether activations between blocks are sharded over `tp` along the sequence.
+        recompute: Activations that the backward recomputes.
+        is_compiled: Whether pointwise operators between matrix products are fused by a compiler.
+        offloads_state: Whether optimizer state lies in host memory.
+        compute_dtype: Of parameters and activations while they compute, without `torch.`.
+        product_dtype: Of matrix products, where it is another one.
+        gather_bytes: Bytes a parameter while it is gathered; of several answers the least.
+        reduce_dtype: Of gradients while they are reduced.
+        state_bytes: Bytes a parameter of optimizer state.
+    """
+
+    zero: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
+    is_compiled: bool | None = None
+    offloads_state: bool | None = None
+    compute_dtype: str | None = None
+    product_dtype: str | None = None
+    gather_bytes: float | None = None
+    reduce_dtype: str | None = None
+    state_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOffer:
+    """Layouts that a plugin can make, for `suggest`, which asks the classes of all installed plugins.
+
+    Args:
+        table: Given the traits of a layout and its degrees by axis, returns the keys of the plugin's table that make
+            it; None where the layout has no use for the plugin.
+        choices: Values that the plugin can give a trait, by the trait's name. Of `schedule` each value is a name with
+            the numbers of stages a rank that it is tried with.
+    """
+
+    table: Callable[[LayoutTraits, Mapping[str, int]], Mapping[str, Any] | None]
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 LossFunction = Callable[[Any, Any], Any]

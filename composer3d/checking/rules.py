@@ -264,8 +264,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
     """
     from composer3d.runner.optimizer_groups import optimizer_class
 
-    hook = "composer3d_optimizer"
-    asked = [registered for registered, _ in preparation.hooks.freeze(hook)]
+    asked = preparation.hooks.implementing("composer3d_optimizer")
     if "optimizer" not in manifest.tables or not asked:
         return []
     document = manifest.document
@@ -275,7 +274,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
         return []  # told by `optimizer_problems`
     group = {"params": list(preparation.model.parameters()), **defaults}
     try:
-        preparation.hooks.query(hook, context=preparation.context, cls=cls, groups=[group])
+        preparation.hooks.optimizer(preparation.context, cls, [group])
     except ComposerError as error:
         # What is wrong with the optimizer that is the default is the plugin's table.
         if document.get(("optimizer", "use")) is not None:
@@ -293,7 +292,7 @@ def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]
 
     if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
         return []
-    has_schedule = bool(preparation.hooks.freeze("composer3d_schedule"))
+    has_schedule = bool(preparation.hooks.implementing("composer3d_schedule"))
     found = in_backward_problems(manifest, preparation.context, has_schedule=has_schedule)
     return [*found, *_matrix_problems(manifest, preparation)]
 

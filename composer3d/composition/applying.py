@@ -34,7 +34,7 @@ def apply_transforms(
         after_split: Called with this rank's stages, before anything else is done to them.
     """
     context, model = preparation.context, preparation.model
-    context.split = preparation.hooks.query("composer3d_split", context=context, model=model)
+    context.split = preparation.hooks.split(context, model)
     context.parts = context.split.parts if context.split is not None else (Part(module=model),)
     after_split(context.parts)
     for transform, fqns in preparation.selected:
@@ -42,7 +42,7 @@ def apply_transforms(
             _apply(transform, fqns, context)
     unheard = [
         str(registered)
-        for registered, _ in preparation.hooks.freeze("composer3d_dtypes")
+        for registered in preparation.hooks.implementing("composer3d_dtypes")
         if not context.was_asked("composer3d_dtypes")
     ]
     if unheard:
@@ -77,7 +77,7 @@ def materialise(preparation: Preparation) -> None:
     """Materialise the weights of every part, then run the transforms that need them."""
     context, recipe = preparation.context, preparation.recipe
 
-    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
+    has_loader = bool(preparation.hooks.implementing("composer3d_load_parameter"))
     held = {
         fqn: tensor.dtype
         for part in context.parts
@@ -87,7 +87,7 @@ def materialise(preparation: Preparation) -> None:
     def load(fqn: str, tensor: Tensor | Slab) -> Tensor | Slab:
         if has_loader:
             tensor = tensor.read() if isinstance(tensor, Slab) else tensor  # plugins are given full tensors
-            changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
+            changed = preparation.hooks.load_parameter(context, fqn, tensor)
             if changed is not None and fqn in held and changed.dtype is not held[fqn]:
                 raise InitialisationError(
                     f'composer3d_load_parameter returned "{fqn}" as {changed.dtype}, and the parameter is '

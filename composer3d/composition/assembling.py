@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import mesh, torch_compat
+from composer3d.composition import span_hooks
 from composer3d.composition.agreeing import agree_on_plan
 from composer3d.composition.applying import (
     agree_on_factory,
@@ -23,13 +24,12 @@ from composer3d.composition.closing import close_all
 from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError
+from composer3d.hooks import Bound, Hooks
 from composer3d.interfaces import Batch, Example, Schedule, Stateful
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
-from composer3d.observation import spans
 from composer3d.observation.flight_recorder import Flight
 from composer3d.processes.process_group import default_device, join_world, own_device
-from composer3d.registry import Hooks
 from composer3d.step import guard
 from composer3d.step.accumulation import Accumulation
 from composer3d.step.criterion import Criterion
@@ -131,7 +131,7 @@ def assemble(
     except BaseException as error:
         # Plugins that were configured are closed, whatever errors they raise: the first error counts.
         if preparation is not None:
-            for _, function in preparation.hooks.freeze("composer3d_close"):
+            for _, function in preparation.hooks.close():
                 with contextlib.suppress(Exception):
                     function(context=preparation.context, error=error)
         release()
@@ -152,7 +152,7 @@ def build_mesh(preparation: Preparation) -> None:
     context = preparation.context
     options = {}
     for axis in context.layout.dense_axes:
-        answer = preparation.hooks.query("composer3d_group_options", context=context, axis=axis.name)
+        answer = preparation.hooks.group_options(context, axis.name)
         if answer is not None:
             options[axis.name] = answer
     context.set_mesh(mesh.build(context.layout, device_type=context.device.type, options=options))
@@ -175,7 +175,7 @@ def _guard(
         # In a fake process group of many ranks nobody else answers.
         is_answered=context.world_size == 1 or dist.get_backend(group) != "fake",
         # A plugin that places batches shards sequences; without one, the loop passes ranks along cp their own shards.
-        whole_sequences=bool(preparation.hooks.freeze("composer3d_place_batch")),
+        whole_sequences=bool(preparation.hooks.place_batch()),
         replicas=replica_axes(context) if plan is not None else (),
     )
 
@@ -225,7 +225,7 @@ def freeze(
     """Collect the functions that steps call, so that no step looks them up; `make_guard` takes `Guard`'s arguments."""
     context, hooks = preparation.context, preparation.hooks
     group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
-    actions: list[StepAction] = [action for _, action in hooks.collect("composer3d_step_actions", context=context)]
+    actions: list[StepAction] = [action for _, action in hooks.step_actions(context)]
     if preparation.attachments.hooks:
         actions.append(gradient_hooks(preparation.attachments))
     streams = Streams(seed=context.manifest.train.seed, layout=context.layout, rank=context.rank, device=context.device)
@@ -239,20 +239,20 @@ def freeze(
         streams=streams,
         criterion=criterion,
     )
-    engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
+    engine.scaler = hooks.grad_scaler(context)
     context.freeze(
-        recorders=tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context)),
+        recorders=hooks.recorders(context),
         flight=flight,
         microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
         sharded=streams.sharded,
     )
-    spans.watch_sharding(context)
-    unwatch = spans.watch_operators(context)
-    scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=engine.loss)
-    states = {plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)}
+    span_hooks.watch_sharding(context)
+    unwatch = span_hooks.watch_operators(context)
+    scheduled = hooks.schedule(context, context.parts, engine.loss)
+    states = hooks.states(context)
 
-    def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
-        return tuple(function for _, function in hooks.freeze(hook))
+    def functions(bound: Sequence[Bound]) -> tuple[Callable[..., Any], ...]:
+        return tuple(function for _, function in bound)
 
     if flight is not None:
         flight.start()  # last: nothing that fails before has a thread to stop
@@ -265,9 +265,9 @@ def freeze(
         has_schedule=scheduled is not None,
         group=group,
         control_device=device,
-        place_batch=frozen("composer3d_place_batch"),
-        measures=frozen("composer3d_measure"),
-        metric_sinks=frozen("composer3d_metrics"),
+        place_batch=functions(hooks.place_batch()),
+        measures=functions(hooks.measure()),
+        metric_sinks=functions(hooks.metrics()),
         states=states,
         release=functools.partial(close_all, (unwatch, *(() if flight is None else (flight.close,)), release)),
     )

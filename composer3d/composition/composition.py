@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d.composition import span_hooks
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.closing import close_all
 from composer3d.composition.model_hooks import watch_model
@@ -17,7 +18,6 @@ from composer3d.composition.sampling import Sampler, sampler_of
 from composer3d.composition.shared_loader import shared_loader
 from composer3d.errors import StepError
 from composer3d.interfaces import Part, Stateful
-from composer3d.observation import spans
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import Evaluation, evaluating, let_go
@@ -134,7 +134,7 @@ class Composition:
 
     def steps(self, loader: Iterable[Any], *, start: int = 0) -> Iterator[Any]:
         """Yield the loader's batches, each in a step of its own, numbered from `start`."""
-        for number, batch in enumerate(spans.waits(loader, self.context), start):
+        for number, batch in enumerate(span_hooks.waits(loader, self.context), start):
             with self.step(number):
                 yield batch
 
@@ -380,7 +380,7 @@ class Composition:
         self._closed = True
         self._engine.own_steps.abandon()
         stepper = self._engine.stepper
-        plugins = self._assembled.hooks.freeze("composer3d_close")
+        plugins = self._assembled.hooks.close()
         close_all(
             (
                 *(() if stepper is None else (stepper.close,)),

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from composer3d import torch_compat
+from composer3d.composition import span_hooks
 from composer3d.errors import StepError
-from composer3d.observation import spans
 from composer3d.step.evaluation import let_go
 
 if TYPE_CHECKING:
@@ -100,4 +100,4 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
     if hasattr(module, "reshard"):  # FSDP2's
         # FSDP2's own refuses too, without advice; copy looks at the instance first.
         vars(module)["__deepcopy__"] = _refuse_copy
-    spans.watch_own_forward(module, context, lambda: engine.is_own_forward)
+    span_hooks.watch_own_forward(module, context, lambda: engine.is_own_forward)

@@ -24,9 +24,10 @@ from composer3d.errors import (
     describe_error,
     is_interrupt,
 )
+from composer3d.hooks import Hooks
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
-from composer3d.registry import Hooks, Registered
+from composer3d.registry import Registered
 from composer3d.transform import Transform, resolve
 
 if TYPE_CHECKING:
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from composer3d.manifest import Manifest
 
 __all__ = ["PlanRow", "Preparation", "prepare"]
-
-TRANSFORM_HOOKS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,10 +91,7 @@ class Preparation:
 
     def actions(self, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
         """Return the actions of every rank of the pipeline, in order; None without one."""
-        answer: Sequence[Sequence[Action]] | None = self.hooks.query(
-            "composer3d_actions", context=self.context, num_microbatches=num_microbatches
-        )
-        return answer
+        return self.hooks.actions(self.context, num_microbatches)
 
 
 def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> Layout:
@@ -214,7 +210,7 @@ def _find_problems(preparation: Preparation) -> None:
     for registered in preparation.hooks.plugins:
         problems += _device_problems(registered, context)
     with _located(problems, lambda error: document.problem(("mesh",), str(error), whole_table=True)):
-        for registered, function in preparation.hooks.freeze("composer3d_configure"):
+        for registered, function in preparation.hooks.configure():
             with _asking(problems, registered, context):
                 function(context=context)
     if context.world_size > 1:
@@ -242,18 +238,15 @@ def _select(preparation: Preparation) -> None:
     """Let every transform choose its modules on the whole model."""
     context, problems = preparation.context, preparation.problems
     collected: list[tuple[Registered, Transform]] = []
-    for hook in TRANSFORM_HOOKS:
-        for registered, function in preparation.hooks.freeze(hook):
-            with _asking(problems, registered, context):
-                answer = function(context=context)
-                for transform in answer if isinstance(answer, list | tuple) else (answer,):
-                    if transform is not None and not isinstance(transform, Transform):
-                        kind = type(transform).__name__
-                        raise PluginError(
-                            f"{registered.name} answers {hook} with a value of type {kind}, not a Transform"
-                        )
-                    if transform is not None:
-                        collected.append((registered, transform))
+    for hook, (registered, function) in preparation.hooks.transforms():
+        with _asking(problems, registered, context):
+            answer = function(context=context)
+            for transform in answer if isinstance(answer, list | tuple) else (answer,):
+                if transform is not None and not isinstance(transform, Transform):
+                    kind = type(transform).__name__
+                    raise PluginError(f"{registered.name} answers {hook} with a value of type {kind}, not a Transform")
+                if transform is not None:
+                    collected.append((registered, transform))
     by_name = {transform.name: registered for registered, transform in collected}
     try:
         alone = context.purpose == "verify" and context.world_size == 1

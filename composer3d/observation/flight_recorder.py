@@ -61,7 +61,10 @@ _TORCH = "/torch/"
 _PIPELINING = "/torch/distributed/pipelining/"
 _MESSAGES = "/composer3d/torch_compat/messages.py"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
-_OWN_FILES = ("agreement.py", "gradients.py", "guard.py", "ledger.py", "measurement.py")
+_OWN_FILES = tuple(
+    f"/composer3d/{file}.py"
+    for file in ("composition/agreeing", "step/gradients", "step/guard", "step/ledger", "step/measurement")
+)
 
 log = logging.getLogger(__name__)
 
@@ -262,7 +265,7 @@ class Flight:
         if outside:
             file = Path(outside[-1].f_code.co_filename)
             if _TORCH in frames[-1].f_code.co_filename:  # it is in a collective, not past it
-                own = file.parent.name == "composer3d" and file.name in _OWN_FILES
+                own = str(file).endswith(_OWN_FILES)
             shown = ([frame for frame in outside if not _is_known(frame.f_code.co_filename)] or outside)[-1]
             place = f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
         spans = self._broken or tuple(self._open)
@@ -348,7 +351,7 @@ def _exchanges(frames: Sequence[Any]) -> bool:
 def _is_known(file: str) -> bool:
     """Return whether a file is Python's or composer3d's own, which is not reported as the place of a failure."""
     is_standard = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
-    return is_standard or file.startswith(("<", f"{Path(__file__).parent}/"))
+    return is_standard or file.startswith(("<", f"{Path(__file__).parent.parent}/"))
 
 
 def _stack(frame: Any) -> list[Any]:

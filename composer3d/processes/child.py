@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from composer3d.errors import ComposerError
-from composer3d.runner.machine_errors import machine_error
+from composer3d.processes.machine_errors import machine_error
 
 __all__ = ["Child", "ChildError"]
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from composer3d.errors import CheckpointError, ComposerError, ManifestError
 from composer3d.observation.flight_recorder import lost_a_peer
-from composer3d.runner.machine_errors import machine_error
+from composer3d.processes.machine_errors import machine_error
 from composer3d.runner.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.context import RunContext
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
 
 __all__ = ["compose_step", "group_parameters", "make_optimizer"]
 
@@ -30,7 +30,7 @@ def make_optimizer(
     """Make the optimizer of a run, by the plugin that answers the hook if there is one; see `Composition.optimizer`."""
     described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
     described = [{**defaults, **group} for group in described]
-    made: torch.optim.Optimizer | None = hooks.query("composer3d_optimizer", context=context, cls=cls, groups=described)
+    made = hooks.optimizer(context, cls, described)
     return made if made is not None else cls(described, **defaults)
 
 

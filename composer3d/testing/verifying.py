@@ -114,7 +114,7 @@ def _prove(
     __tracebackhide__ = True
     # Here, because the proof is written on this package's own parts.
     from composer3d.composition.preparing import layout_of
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
     from composer3d.verification import prove
 
     layout, size = layout_of(typed, Hooks(typed.plugins), world_size=world_size), typed.train.microbatch

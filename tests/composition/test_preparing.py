@@ -235,7 +235,7 @@ def test_a_factory_that_reads_values_is_at_the_model():
 
     (problem,) = refused('[model]\nblocks = "layers.*"\n[sharding.fsdp2]\n', reads)
     assert problem.startswith("2:2: [model] ")
-    assert "test_preparation.py" in problem
+    assert "test_preparing.py" in problem
 
 
 # ---- transforms that go wrong ----------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def contents_of(preparation: Preparation) -> list[Contents]:
     found: list[Contents] = []
     for rank in firsts:
         with context.as_rank(rank):
-            split = preparation.hooks.query("composer3d_split", context=context, model=preparation.model)
+            split = preparation.hooks.split(context, preparation.model)
             if split is None:
                 return []
             found.append(

@@ -5,12 +5,22 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, select_fqns, torch_compat
+from composer3d import (
+    LayoutTraits,
+    Phase,
+    PluginError,
+    RunContext,
+    Transform,
+    hookimpl,
+    plugin,
+    select_fqns,
+    torch_compat,
+)
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,6 +54,11 @@ class Compile:
     mode: str | None = None
     fullgraph: bool = True
     dynamic: bool | None = None
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(is_compiled=True)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     Role,
@@ -37,7 +39,12 @@ BUCKET_OPTIONS = (
 )
 
 
-@plugin(family="sharding", owns=("dp_replicate",))
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Replicate where nothing is sharded."""
+    return None if wanted.zero else {}
+
+
+@plugin(family="sharding", owns=("dp_replicate",), offer=LayoutOffer(table=_table, choices={"zero": (0,)}))
 class DDP:
     """Replicate the model over the ranks of dp_replicate and average gradients.
 
@@ -69,6 +76,11 @@ class DDP:
     find_unused_parameters: bool | None = None
     bucket_mib: float | None = Field(default=None, gt=0)
     broadcast_buffers: bool | None = None
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(zero=0)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     RunContext,
@@ -31,7 +33,16 @@ if TYPE_CHECKING:
 AXES = ("dp_replicate", "dp_shard")
 
 
-@plugin(family="sharding", owns=("dp_shard", "dp_replicate"))
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Shard at the ZeRO stage that is wanted."""
+    return {"zero": wanted.zero} if wanted.zero else None
+
+
+@plugin(
+    family="sharding",
+    owns=("dp_shard", "dp_replicate"),
+    offer=LayoutOffer(table=_table, choices={"zero": (1, 2, 3)}),
+)
 class FSDP2:
     """Shard parameters, gradients and optimizer state over dp_shard; with dp_replicate > 1, hybrid sharding (HSDP).
 
@@ -75,6 +86,11 @@ class FSDP2:
     forward_prefetch: int = Field(default=0, ge=0)
     backward_prefetch: int = Field(default=0, ge=0)
     ignored: tuple[str, ...] = ()
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(zero=self.zero)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     RunContext,
@@ -29,10 +31,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+PRODUCTS = "float8_e4m3fn"
 _FSDP2_GATHERS = "all_gather = true: weights are gathered in float8 by FSDP2; nothing else gathers them"
 
 
-@plugin(family="precision")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Multiply in float8 where products are to be of that dtype."""
+    return {} if wanted.product_dtype == PRODUCTS else None
+
+
+@plugin(family="precision", offer=LayoutOffer(table=_table, choices={"product_dtype": (PRODUCTS,)}))
 class Float8:
     """Multiply the matrices of linear layers in float8; weights, gradients and the optimizer keep their dtypes.
 
@@ -66,6 +74,11 @@ class Float8:
     auto: bool = False
     all_gather: bool = False
     emulate: bool | None = None
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(product_dtype=PRODUCTS, gather_bytes=1 if self.all_gather else None)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
     Dtypes,
     GradScaler,
+    LayoutOffer,
+    LayoutTraits,
     Metric,
     Phase,
     PluginError,
@@ -31,10 +33,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 Name = Literal["bfloat16", "float16", "float32"]
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 SCALE = ("initial_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
-@plugin(family="precision")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Compute in bfloat16, which is the default of `param_dtype`."""
+    return {} if wanted.compute_dtype == "bfloat16" else None
+
+
+@plugin(family="precision", offer=LayoutOffer(table=_table, choices={"compute_dtype": ("bfloat16",)}))
 class Mixed:
     """Compute in bfloat16 or float16 on weights that stay float32 in the optimizer, and reduce gradients in float32.
 
@@ -75,6 +83,13 @@ class Mixed:
     growth_factor: float | None = Field(default=None, gt=1)
     backoff_factor: float | None = Field(default=None, gt=0, lt=1)
     growth_interval: int | None = Field(default=None, ge=1)
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(
+            compute_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, gather_bytes=BYTES[self.param_dtype]
+        )
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Metric,
     Phase,
     PluginError,
@@ -54,7 +56,18 @@ _ONCE = (
 )
 
 
-@plugin(family="scheduling")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Recompute whole blocks, or all but every second matrix product."""
+    if wanted.recompute in (None, "none"):
+        return None
+    policy = {"policy": "every_second_product"} if wanted.recompute == "selective" else {}
+    return {"mode": wanted.recompute, **policy}
+
+
+@plugin(
+    family="scheduling",
+    offer=LayoutOffer(table=_table, choices={"recompute": ("selective", "full")}),
+)
 class ActivationCheckpoint:
     """Recompute blocks in the backward.
 
@@ -95,6 +108,11 @@ class ActivationCheckpoint:
     budget_gib: float | None = Field(default=None, gt=0)
     budget_fraction: float | None = Field(default=None, gt=0, le=1)
     preserve_rng_state: bool = True
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(recompute="full" if self.mode == "full" and self.every == 1 else "selective")
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +11,8 @@ from pydantic import Field, StringConstraints
 
 from composer3d import (
     Action,
+    LayoutOffer,
+    LayoutTraits,
     Part,
     Phase,
     PluginError,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from composer3d_plugins.scheduling.pipeline.shared_parameters import Ties
 
 
+# What `suggest` tries, each with numbers of stages a rank.
+SUGGESTED = (("1F1B", (1,)), ("Interleaved1F1B", (2, 4)), ("ZBVZeroBubble", (2,)))
 _CsvFile = Annotated[str, StringConstraints(pattern=r"\.csv$")]
 
 
@@ -60,7 +64,15 @@ def _range(places: Sequence[str]) -> str:
     return places[0] if len(places) == 1 else f"{places[0]} to {places[-1]}"
 
 
-@plugin(family="scheduling", owns=("pp",))
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Cut the model into stages where `pp` has several ranks."""
+    if degrees.get("pp", 1) == 1:
+        return None
+    stages = wanted.stages_per_rank or 1
+    return {"schedule": wanted.schedule or "1F1B", **({"stages_per_rank": stages} if stages > 1 else {})}
+
+
+@plugin(family="scheduling", owns=("pp",), offer=LayoutOffer(table=_table, choices={"schedule": SUGGESTED}))
 class Pipeline:
     """Split the model into stages along pp and run micro-batches through them by one of torch's schedules.
 
@@ -117,6 +129,12 @@ class Pipeline:
             context.state[key] = read_schedule(path, degree=degree, name=self.schedule)
         schedule: CustomSchedule = context.state[key]
         return schedule
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        stages = self.stages_per_rank or (1 if self.schedule in ("1F1B", "GPipe") else 2)
+        return LayoutTraits(schedule=str(self.schedule), stages_per_rank=stages)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     Role,
@@ -31,7 +33,12 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-@plugin(family="sharding")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Offload where optimizer state is to lie in host memory."""
+    return {} if wanted.offloads_state else None
+
+
+@plugin(family="sharding", offer=LayoutOffer(table=_table, choices={"offloads_state": (True,)}))
 class CPUOffload:
     """Keep optimizer state, gradients or parameters in host memory, and bring them to the device for their use.
 
@@ -65,6 +72,11 @@ class CPUOffload:
     mode: Literal["optimizer", "gradients", "parameters", "all"] = "optimizer"
     parameters: tuple[str, ...] | None = None
     piece_mib: float | None = Field(default=None, gt=0)
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(offloads_state=True)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

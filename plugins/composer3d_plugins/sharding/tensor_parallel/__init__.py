@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin
+from composer3d import LayoutOffer, LayoutTraits, Phase, PluginError, RunContext, Transform, hookimpl, plugin
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Style
 
 if TYPE_CHECKING:
@@ -32,7 +32,16 @@ class Planned:
     cut: bool = True
 
 
-@plugin(family="sharding", owns=("tp",))
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Shard linear layers where `tp` has several ranks."""
+    return {"sequence_parallel": bool(wanted.sequence_parallel)} if degrees.get("tp", 1) > 1 else None
+
+
+@plugin(
+    family="sharding",
+    owns=("tp",),
+    offer=LayoutOffer(table=_table, choices={"sequence_parallel": (False, True)}),
+)
 class TensorParallel:
     """Shard linear layers, embeddings and heads over the ranks of tp, which all read the same samples.
 
@@ -80,6 +89,11 @@ class TensorParallel:
     sequence_parallel: bool = False
     loss_parallel: bool = False
     sequence_dim: int = Field(default=1, ge=0, examples=[])
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(sequence_parallel=self.sequence_parallel)
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform:
