@@ -30,10 +30,10 @@ __all__ = ["Purpose", "RunContext"]
 
 Purpose = Literal["run", "check", "plan", "verify"]
 
-# What a plugin may do to a step; one alone may do the first two.
+# Effects of a plugin on a step; only one plugin may have each of the first two.
 Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth"]
 
-# Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
+# Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.
 ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
 Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
 
@@ -49,29 +49,29 @@ class _PluginsAsked(Protocol):
 
 
 class RunContext:
-    """The run, as hooks see it.
+    """The run as hooks see it.
 
     Attributes:
         purpose: `run`, `check`, `plan` or `verify`; outside `run` no plugin opens a file, port or socket.
         manifest: Typed tables; a plugin reads its own from its fields.
-        device: Where parameters live.
-        rank: This process in the world.
+        device: Of the parameters.
+        rank: Global rank of this process.
         world_size: The number of ranks.
         layout: Axes, degrees and coordinates of any rank.
         owners: The plugin that owns an axis, by axis.
         fqns: Names of all modules of the whole model, before any split.
         parameter_fqns: Names of all parameters of the whole model, tied ones under each of their names.
         ties: Groups of FQNs that are one tensor in the whole model.
-        state: What plugins remember, keyed by the plugin instance.
+        state: State of plugins, by plugin instance.
         parts: This rank's stages, once the model is split.
         split: The answer to `composer3d_split`, if a plugin gave one.
         applied_part: The part that a transform is being applied to.
-        orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
-        cuts: Of parameters that tp cuts, by FQN, dim and lengths of a rank's runs along it, once that is chosen.
-        flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
-        left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
+        orders: Stored order of reordered parameters, by FQN; see `reorder`.
+        cuts: Sharded dim and lengths of a rank's runs along it, of parameters that tp shards, by FQN, once planned.
+        flight: Flight recorder of this rank; None in a world of one.
+        left_out: Export functions of parameters that checkpoints do not hold, by FQN; see `leave_out`.
         export_form: What `composer3d export --quantise` makes of tensors, and metadata; export_config: config.json's.
-        own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
+        own_units: Modules selected before DATA that data-parallel plugins take as units of their own.
     """
 
     def __init__(
@@ -126,13 +126,13 @@ class RunContext:
 
     @property
     def example(self) -> Example | None:
-        """`(args, kwargs)` of a forward, if there is one, for plugins that need shapes; made when the first asks."""
+        """`(args, kwargs)` of a forward, if there is one, for plugins that need shapes; made at the first access."""
         if callable(self._example):
             self._example = self._example()
         return self._example
 
     def set_example(self, example: Example | Callable[[], Example | None] | None) -> None:
-        """Give plugins an example, or what makes it; the core does, before any plugin is asked."""
+        """Set the example, or a function that makes it; called by the core before any hook."""
         self._example = example
 
     @property
@@ -141,15 +141,15 @@ class RunContext:
         return self._hooks.plugins
 
     def claim(self, what: Claim, *, by: Any, each_alone: bool = False) -> None:
-        """Say in `composer3d_configure` what a plugin will do to steps, so that `check` finds who cannot go together.
+        """Declare in `composer3d_configure` a plugin's effect on steps, so that `check` finds incompatible plugins.
 
         Args:
-            what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it looks at
-                gradients, or changes them, between the backward and the optimizer. "moved_gradients": it takes them
-                elsewhere before they are reduced. "first_step": its first step is unlike the others, of which a
-                plan is. "depth": what it does to a block hangs on how many there are: a plan traces all of them.
+            what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it reads or
+                changes gradients between the backward and the optimizer. "moved_gradients": it moves them elsewhere
+                before they are reduced. "first_step": its first step differs from the others, which a plan traces.
+                "depth": its effect on a block depends on the number of blocks: a plan traces all of them.
             by: The plugin.
-            each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is there.
+            each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is final.
 
         Raises:
             PluginError: Another plugin makes the optimizer, or scales the loss.
@@ -171,22 +171,22 @@ class RunContext:
 
     @property
     def data_parallel_degree(self) -> int:
-        """How many ranks read different samples of one global batch."""
+        """Number of ranks that read different samples of one global batch."""
         return self.layout.degree(Role.BATCH)
 
     @property
     def num_readers(self) -> int:
-        """How many ranks are fed samples of their own: the data-parallel ones of all independent models."""
+        """Number of ranks that read samples of their own: the data-parallel ones of all independent models."""
         return self.layout.degree(Role.BATCH, Role.INDEPENDENT)
 
     @property
     def reader(self) -> int:
-        """This rank among those that are fed samples of their own."""
+        """Index of this rank among those that read samples of their own."""
         return self.layout.index(self.rank, Role.BATCH, Role.INDEPENDENT)
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank among those that read different samples."""
+        """Index of this rank among those that read different samples."""
         return self.layout.index(self.rank, Role.BATCH)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -201,7 +201,7 @@ class RunContext:
                     yield fqn, parameter
 
     def copies(self) -> frozenset[int]:
-        """Return the identities of this rank's parameters that an earlier stage counts in the gradient norm."""
+        """Return `id` of this rank's parameters that an earlier stage counts in the gradient norm."""
         copied = (
             parameter
             for part in self.parts
@@ -219,7 +219,7 @@ class RunContext:
         return self._mesh
 
     def set_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the mesh; the composition calls it once."""
+        """Set the mesh; the composition calls it once."""
         self._mesh = mesh
 
     def freeze(
@@ -230,19 +230,19 @@ class RunContext:
         microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]],
         sharded: Callable[[int], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """Take what steps need; the composition calls it once."""
+        """Set the functions that steps need; the composition calls it once."""
         self.has_recorders = bool(recorders)
         self.flight = flight
         self._recorders = recorders if flight is None else (flight, *recorders)
         self._microbatch, self._sharded = microbatch, sharded
 
     def watch(self, recorder: Recorder) -> None:
-        """Add a recorder to those that plugins gave; for who runs a composition in order to look at it."""
+        """Add a recorder to those of plugins, for code that runs a composition in order to observe it."""
         self._recorders = (*self._recorders, recorder)
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """Be another rank's context inside; all that is learnt there is forgotten after."""
+        """Act as another rank's context inside; changes made there are discarded afterwards."""
         before = dict(vars(self))
         self.state = {key: copy.copy(value) for key, value in self.state.items()}
         self.orders, self._asked = dict(self.orders), set(self._asked)
@@ -316,12 +316,12 @@ class RunContext:
         return self._hooks.parameter_mesh(self, fqn)
 
     def reorder(self, fqn: str, *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
-        """Say that a parameter is kept in another order than the model's, from now on, its gradient and state too.
+        """Declare that a parameter, its gradient and its state are stored in another order than the model's.
 
         Args:
-            fqn: Its name; its other names, where it is tied, mean it too.
+            fqn: Any name of the parameter, also of a tied one.
             dim: The tensor dim that is reordered.
-            runs: (start, length) in the model's order, in the order in which they are kept.
+            runs: (start, length) in the model's order, in the stored order.
         """
         group = next((group for group in self.ties if fqn in group), (fqn,))
         self.orders |= dict.fromkeys(group, Order(dim, runs))
@@ -331,20 +331,20 @@ class RunContext:
     @overload
     def in_stored_order(self, fqn: str, full: Slab) -> Slab: ...
     def in_stored_order(self, fqn: str, full: Tensor | Slab) -> Tensor | Slab:
-        """Return a full tensor of the parameter with this name as it is kept."""
+        """Return a full tensor of this parameter in the stored order."""
         order = self.orders.get(fqn)
         return full if order is None else order.stored(full)
 
     def in_model_order(self, fqn: str, full: Tensor) -> Tensor:
-        """Return the full tensor of the parameter with this name, its gradient or its state, as the model has it."""
+        """Return the full tensor of this parameter, its gradient or its state in the model's order."""
         order = self.orders.get(fqn)
         return full if order is None else order.model(full)
 
     def sharded_random(self, site: int) -> contextlib.AbstractContextManager[None]:
-        """Draw inside from the stream that differs between ranks along tp; outside they draw alike.
+        """Draw inside from the stream that differs between ranks along tp; outside they draw the same.
 
         Args:
-            site: Tells the places of one micro-batch apart.
+            site: Identifies the place of the draw within a micro-batch.
         """
         assert self._sharded is not None, "the composition sets it"
         return self._sharded(site)
@@ -355,11 +355,11 @@ class RunContext:
         return self.manifest.output
 
     def leave_out(self, fqn: str, merge: Merge) -> None:
-        """Say that checkpoints do not hold a parameter: it is frozen, and a run starts from its value again.
+        """Exclude a frozen parameter from checkpoints: a run starts from its original value again.
 
         Args:
             fqn: Its name.
-            merge: Gives its value in a model that `composer3d export --merge` writes.
+            merge: Returns its value in a model that `composer3d export --merge` writes.
         """
         self.left_out[fqn] = merge
 
@@ -368,7 +368,7 @@ class RunContext:
 
         Args:
             target: A parameter or buffer with memory.
-            full: The same on all ranks.
+            full: The whole tensor, equal on all ranks.
         """
         from composer3d.initialisation import place
 
@@ -382,15 +382,15 @@ class RunContext:
         """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves.
 
         Args:
-            index: The micro-batch.
+            index: Index of the micro-batch.
             is_last: Whether it is the last one of its batch.
-            stage: Of several stages on this rank each draws its own random numbers.
+            stage: Stage, since several stages on one rank draw their own random numbers.
         """
         assert self._microbatch is not None, "the composition sets it"
         self._microbatch[0](index, is_last, stage)
 
     def resume_microbatch(self, index: int, stage: int = 0) -> None:
-        """Go back to a micro-batch's random stream, for its backward where others came between; runs no actions."""
+        """Return to a micro-batch's random stream, for a backward after other micro-batches; runs no actions."""
         assert self._microbatch is not None, "the composition sets it"
         self._microbatch[2](index, stage)
 

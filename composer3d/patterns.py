@@ -91,10 +91,10 @@ def sharing_nothing(units: Sequence[str], ties: Iterable[Sequence[str]], *, stat
     Args:
         units: FQNs of modules.
         ties: Groups of FQNs that are one parameter.
-        stated: Somebody has chosen them.
+        stated: Whether the user has chosen them.
 
     Raises:
-        TransformError: Stated units share a parameter: each of them would cut it.
+        TransformError: Stated units share a parameter: each of them would shard it.
     """
     shared: set[str] = set()
     for group in ties:

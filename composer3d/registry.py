@@ -36,7 +36,7 @@ C = TypeVar("C", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class PluginInfo:
-    """What a plugin's class declares, known to `check` before an instance exists.
+    """Declaration of a plugin's class, known to `check` before an instance exists.
 
     Args:
         family: The table it stands in.
@@ -192,7 +192,7 @@ class Registered:
 
     @property
     def info(self) -> PluginInfo:
-        """What its class declares."""
+        """Declaration of its class."""
         return typing.cast(PluginInfo, info_of(type(self.instance)))
 
     def __str__(self) -> str:
