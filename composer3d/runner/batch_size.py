@@ -60,7 +60,7 @@ class BatchSize:
         yield self.largest
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse sizes that cannot be cut into micro-batches for every data-parallel rank.
+        """Refuse sizes that cannot be split into micro-batches for every data-parallel rank.
 
         Raises:
             ManifestError: At the line of the size.

@@ -62,7 +62,7 @@ def layers_of(shape: ModelShape, setup: Setup) -> tuple[int, ...]:
 
 
 def parameters_of(shape: ModelShape, setup: Setup, pp_rank: int) -> tuple[float, float]:
-    """Return the parameters of a pipeline rank, cut over tp: all of them, and of those the embedding and head."""
+    """Return the parameters of a pipeline rank, sharded over tp: all of them, and of those the embedding and head."""
     stages = [stage for stage in range(setup.num_stages) if stage % setup.pp == pp_rank]
     layers = sum(layers_of(shape, setup)[stage] for stage in stages)
     outer = 0.0
