@@ -6,15 +6,15 @@ import inspect
 from collections.abc import Collection
 from typing import Any
 
+from composer3d.checking.stated_refusals import stated_refusals
 from composer3d.errors import PluginError
 from composer3d.hookspecs import HookSpecs
 from composer3d.manifest.descriptions import describe_keys, fields, summary
-from composer3d.manifest.stated_refusals import stated_refusals
 from composer3d.manifest.wording import expected
 from composer3d.registry import Catalogue, info_of
 from composer3d.transform import Phase, StepPoint
 
-__all__ = ["LIFE_CYCLE", "PHASES", "describe_plugin"]
+__all__ = ["BESIDES", "PHASES", "describe_plugin"]
 
 # Phases in which a hook's transforms may stand, where the hook itself does not name them.
 PHASES = {
@@ -24,8 +24,8 @@ PHASES = {
     "composer3d_reschedule": ("RECOMPUTE", "COMPILE"),
     "composer3d_collectives": ("COMMUNICATE",),
 }
-# Hooks that every plugin may have, and that do not show what it acts on.
-LIFE_CYCLE = ("composer3d_configure", "composer3d_close")
+# Hooks that do not show what a plugin acts on.
+BESIDES = ("composer3d_configure", "composer3d_close", "composer3d_layout")
 
 
 def describe_plugin(catalogue: Catalogue, name: str, *, full: bool) -> dict[str, Any]:

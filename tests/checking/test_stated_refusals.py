@@ -5,7 +5,7 @@ from importlib.metadata import entry_points
 
 import pytest
 
-from composer3d.manifest.stated_refusals import Refusal, stated_refusals
+from composer3d.checking.stated_refusals import Refusal, stated_refusals
 
 SOURCE = """
 from composer3d import ComposerError, Transform
