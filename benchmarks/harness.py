@@ -51,7 +51,7 @@ def say_rows(rows: Iterable[Mapping[str, Any]], stated: Mapping[str, Any], *, as
 
 
 def with_marked(readme: str, name: str, text: str) -> str:
-    """Return README.md with a text between the two marks of a name."""
+    """Return a Markdown file with a text between the two marks of a name."""
     begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, _, rest = readme.partition(begin)
     _, _, after = rest.partition(end)

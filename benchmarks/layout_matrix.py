@@ -4,8 +4,8 @@ A cell is two steps in float64 with clipping and momentum; losses, gradient norm
 afterwards are compared with one device, relative to the largest value of each tensor. Every cell ends proven, or
 refused for a reason on the list in `layout_matrix_cells.py`; anything else is a failure.
 
-The whole matrix is written to benchmarks/results/layout_matrix.json, and its summary to README.md. Its largest worlds
-have 16 ranks, which takes 6 GiB of memory. `matrix.py` runs it.
+The whole matrix is written to benchmarks/results/layout_matrix.json, and its summary to benchmarks/README.md. Its
+largest worlds have 16 ranks, which takes 6 GiB of memory. `matrix.py` runs it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from layout_matrix_progress import Progress, fingerprint, row_of
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "layout_matrix.json"
 PROGRESS = RESULT.with_suffix(".partial.jsonl")
-README = ROOT / "README.md"
+README = ROOT / "benchmarks" / "README.md"
 CELLS_A_WORLD = 6
 MARKS = {"proven": "=", "refused": "-", "failed": "X"}
 
@@ -79,7 +79,7 @@ def report(rows: Sequence[dict[str, Any]], stated: dict[str, Any], wall_s: float
 
 
 def summary(found: dict[str, Any]) -> str:
-    """Return what README.md says of a whole run."""
+    """Return what benchmarks/README.md says of a whole run."""
     counts, stated = found["summary"], found["conditions"]
     refused = "; ".join(f"{number} for {reason}" for reason, number in sorted(found["refused"].items()))
     largest = ", ".join(f"{kind} {value:.1e}" for kind, value in found["largest"].items())

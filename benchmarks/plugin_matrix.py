@@ -2,7 +2,7 @@
 
 Rows are made from the plugins that are installed, third-party ones included, by `composer3d.testing.combine`: any two
 options stand together in one row that `composer3d check` lets pass. What it refuses is found out on the way and is kept
-in plugin_matrix_refusals.json, each with the choices that are to blame and a reason of README's list; `--plan` stops
+in plugin_matrix_refusals.json, each with the choices that are to blame and a row of plugins/README.md; `--plan` stops
 there. Then every row is proven as `composer3d verify` does, on up to 8 ranks; anything but proven is a defect.
 
 benchmarks/results/plugin_matrix.json is written after every cell, and a run that was stopped goes on where it was: rows
@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "plugin_matrix.json"
 REFUSALS = HERE / "plugin_matrix_refusals.json"
 FAILED = HERE / "plugin_matrix_failed.json"
-README = HERE.parent / "README.md"
+README = HERE / "README.md"
 
 
 def known_refusals() -> list[Refused]:
@@ -244,7 +244,7 @@ def prove(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """Return what README.md says of a result."""
+    """Return what benchmarks/README.md says of a result."""
     counts, stated = found["summary"], found["conditions"]
     return (
         f"Of {len(found['cells'])} cells that hold every two of {found['options']} options of plugins "

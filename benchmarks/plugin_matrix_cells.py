@@ -1,7 +1,7 @@
 """Cells of the matrix of all installed plugins: a row of options as a manifest, and what becomes of it.
 
 A cell ends proven, as `composer3d verify` proves; refused by `composer3d check` for a reason on the list `PERMITTED`,
-which is part of README's; or failed, which is a defect of composer3d or of a plugin.
+which is part of plugins/README.md; or failed, which is a defect of composer3d or of a plugin.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Permitted:
     """A refusal that is right.
 
     Args:
-        row: How its row in README's table of refusals begins.
+        row: How its row in plugins/README.md's table of refusals begins.
         message: A regular expression that the message matches.
     """
 
@@ -143,7 +143,7 @@ PERMITTED: tuple[Permitted, ...] = (
         message=r"gathers no parameters for their use|reduces gradients where they lie",
     ),
 )
-# What is different from one device because it was asked to be; said in README.
+# What is different from one device because it was asked to be; said in benchmarks/README.md.
 EXCLUDED: tuple[Mapping[str, str], ...] = (
     {"scheduling.activation_checkpoint.preserve_rng_state": "false", "model.dropout": "0.1"},
 )
@@ -214,7 +214,7 @@ def _batch_axes() -> tuple[str, ...]:
 def _whole_blocks(row: Mapping[str, str], tp: int) -> tuple[int, dict[str, str]]:
     """Return a width of the model whose shares are whole blocks, and options that leave out what has larger ones."""
     if row.get("precision.mxfp8") == "on":
-        # A block of 32 is what mxfp8 converts at all; narrower shares it refuses, which a row of README says.
+        # A block of 32 is what mxfp8 converts at all; narrower shares it refuses.
         return 32 * tp, {}
     is_stored = row.get("precision.qlora") == "on" and row.get("precision.qlora.quantize") != '"none"'
     if tp == 1 or not is_stored:
@@ -240,7 +240,7 @@ def say_row(row: Mapping[str, str]) -> str:
 
 
 def check(row: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what `composer3d check` says against a row, a reason for each problem: the row of README, or the text."""
+    """Return what `composer3d check` says against a row, a reason for each problem: its row, or its text."""
     for excluded in EXCLUDED:
         if excluded.items() <= row.items():
             return ("excluded",)

@@ -35,11 +35,14 @@ if TYPE_CHECKING:
         StepError,
         TransformError,
     )
+    from composer3d.hookspecs import hookimpl
     from composer3d.interfaces import (
         Action,
         Batch,
         Dtypes,
         GradScaler,
+        LayoutOffer,
+        LayoutTraits,
         Loss,
         Metric,
         ParameterMesh,
@@ -49,13 +52,13 @@ if TYPE_CHECKING:
         Split,
         Stateful,
     )
-    from composer3d.linear_layers import Share, linear_layers, on_shares, share_of
+    from composer3d.linear_selection import Share, linear_layers, on_shares, share_of
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
     from composer3d.manifest.secret import Secret
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
     from composer3d.patterns import select as select_fqns
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json
-    from composer3d.registry import hookimpl, plugin
+    from composer3d.registry import plugin
     from composer3d.step.evaluation import Evaluation
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
@@ -89,7 +92,7 @@ _MODULES = {
     ),
     "step.evaluation": ("Evaluation",),
     "step.gradients": ("average_whole",),
-    "linear_layers": ("Share", "linear_layers", "on_shares", "share_of"),
+    "linear_selection": ("Share", "linear_layers", "on_shares", "share_of"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
@@ -99,6 +102,8 @@ _MODULES = {
         "Batch",
         "Dtypes",
         "GradScaler",
+        "LayoutOffer",
+        "LayoutTraits",
         "Loss",
         "Metric",
         "ParameterMesh",
@@ -108,7 +113,8 @@ _MODULES = {
         "Split",
         "Stateful",
     ),
-    "registry": ("hookimpl", "plugin"),
+    "hookspecs": ("hookimpl",),
+    "registry": ("plugin",),
     "composition.sampling": ("Sampler",),
     "manifest.secret": ("Secret",),
     "step.step_state": ("StepState",),
@@ -132,6 +138,8 @@ __all__ = [
     "GroupOptions",
     "InitialisationError",
     "Layout",
+    "LayoutOffer",
+    "LayoutTraits",
     "Loss",
     "LossError",
     "Manifest",

@@ -1,4 +1,4 @@
-"""What a plugin sees of the run: degrees and coordinates at once, the mesh, parts and step later."""
+"""Run context for hooks: degrees and coordinates from the start, the mesh, parts and step later."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 from composer3d.errors import PluginError, StepError, TransformError
 from composer3d.initialisation.parameter_order import Order
 from composer3d.interfaces import Dtypes, Example, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, Role
 from composer3d.observation import spans
-from composer3d.patterns import select as select_fqns
-from composer3d.patterns import sharing_nothing
+from composer3d.patterns import select, sharing_nothing
 
 if TYPE_CHECKING:
     import torch
@@ -25,45 +24,52 @@ if TYPE_CHECKING:
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
     from composer3d.observation.flight_recorder import Flight
-    from composer3d.registry import Hooks, Registered
+    from composer3d.registry import Registered
     from composer3d.step.random_streams import Streams
 
 __all__ = ["Purpose", "RunContext"]
 
 Purpose = Literal["run", "check", "plan", "verify"]
 
-# What a plugin may do to a step; one alone may do the first two.
+# Effects of a plugin on a step; only one plugin may have each of the first two.
 Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth"]
 
-# Given a parameter as the run starts from it, and what reads a tensor of the checkpoint by FQN; returns it as exported.
+# Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.
 ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
 Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
 
 
+class _PluginsAsked(Protocol):
+    """The part of `composer3d.hooks.Hooks` that a context asks on behalf of transforms."""
+
+    plugins: tuple[Registered, ...]
+
+    def dtypes(self, context: RunContext, fqn: str) -> Dtypes | None: ...
+    def offload_policy(self, context: RunContext, fqn: str) -> Any | None: ...
+    def parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None: ...
+
+
 class RunContext:
-    """The run, as hooks see it.
+    """The run as hooks see it.
 
     Attributes:
         purpose: `run`, `check`, `plan` or `verify`; outside `run` no plugin opens a file, port or socket.
         manifest: Typed tables; a plugin reads its own from its fields.
-        device: Where parameters live.
-        rank: This process in the world.
-        world_size: The number of ranks.
+        device: Of the parameters.
         layout: Axes, degrees and coordinates of any rank.
         owners: The plugin that owns an axis, by axis.
         fqns: Names of all modules of the whole model, before any split.
         parameter_fqns: Names of all parameters of the whole model, tied ones under each of their names.
         ties: Groups of FQNs that are one tensor in the whole model.
-        state: What plugins remember, keyed by the plugin instance.
-        parts: This rank's stages, once the model is split.
+        state: State of plugins, by plugin instance.
         split: The answer to `composer3d_split`, if a plugin gave one.
         applied_part: The part that a transform is being applied to.
-        orders: How parameters are ordered whose rows are not kept as the model has them, by FQN; see `reorder`.
-        cuts: Of parameters that tp cuts, by FQN, dim and lengths of a rank's runs along it, once that is chosen.
-        flight: Tells what this rank does, where other ranks could want to know it; None in a world of one.
-        left_out: How an exported model has the parameters that checkpoints do not hold, by FQN; see `leave_out`.
+        orders: Stored order of reordered parameters, by FQN; see `reorder`.
+        cuts: Sharded dim and lengths of a rank's runs along it, of parameters that tp shards, by FQN, once planned.
+        flight: Flight recorder of this rank; None in a world of one.
+        left_out: Export functions of parameters that checkpoints do not hold, by FQN; see `leave_out`.
         export_form: What `composer3d export --quantise` makes of tensors, and metadata; export_config: config.json's.
-        own_units: Modules that transforms selected before DATA have data-parallel plugins take as units of their own.
+        own_units: Modules selected before DATA that data-parallel plugins take as units of their own.
     """
 
     def __init__(
@@ -75,7 +81,7 @@ class RunContext:
         rank: int,
         layout: Layout,
         owners: Mapping[str, Registered],
-        hooks: Hooks,
+        hooks: _PluginsAsked,
         blocks: str | None,
     ) -> None:
         self.purpose = purpose
@@ -118,30 +124,30 @@ class RunContext:
 
     @property
     def example(self) -> Example | None:
-        """`(args, kwargs)` of a forward, if there is one, for plugins that need shapes; made when the first asks."""
+        """`(args, kwargs)` of a forward, if there is one, for plugins that need shapes; made at the first access."""
         if callable(self._example):
             self._example = self._example()
         return self._example
 
     def set_example(self, example: Example | Callable[[], Example | None] | None) -> None:
-        """Give plugins an example, or what makes it; the core does, before any plugin is asked."""
+        """Set the example, or a function that makes it; called by the core before any hook."""
         self._example = example
 
     @property
     def plugins(self) -> tuple[Registered, ...]:
         """The plugins of the run."""
-        return tuple(self._hooks.plugins)
+        return self._hooks.plugins
 
     def claim(self, what: Claim, *, by: Any, each_alone: bool = False) -> None:
-        """Say in `composer3d_configure` what a plugin will do to steps, so that `check` finds who cannot go together.
+        """Declare in `composer3d_configure` a plugin's effect on steps, so that `check` finds incompatible plugins.
 
         Args:
-            what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it looks at
-                gradients, or changes them, between the backward and the optimizer. "moved_gradients": it takes them
-                elsewhere before they are reduced. "first_step": its first step is unlike the others, of which a
-                plan is. "depth": what it does to a block hangs on how many there are: a plan traces all of them.
+            what: "optimizer": it makes the optimizer. "grad_scaler": it scales the loss. "gradients": it reads or
+                changes gradients between the backward and the optimizer. "moved_gradients": it moves them elsewhere
+                before they are reduced. "first_step": its first step differs from the others, which a plan traces.
+                "depth": its effect on a block depends on the number of blocks: a plan traces all of them.
             by: The plugin.
-            each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is there.
+            each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is final.
 
         Raises:
             PluginError: Another plugin makes the optimizer, or scales the loss.
@@ -163,22 +169,22 @@ class RunContext:
 
     @property
     def data_parallel_degree(self) -> int:
-        """How many ranks read different samples of one global batch."""
+        """Number of ranks that read different samples of one global batch."""
         return self.layout.degree(Role.BATCH)
 
     @property
     def num_readers(self) -> int:
-        """How many ranks are fed samples of their own: the data-parallel ones of all independent models."""
+        """Number of ranks that read samples of their own: the data-parallel ones of all independent models."""
         return self.layout.degree(Role.BATCH, Role.INDEPENDENT)
 
     @property
     def reader(self) -> int:
-        """This rank among those that are fed samples of their own."""
+        """Index of this rank among those that read samples of their own."""
         return self.layout.index(self.rank, Role.BATCH, Role.INDEPENDENT)
 
     @property
     def data_parallel_rank(self) -> int:
-        """This rank among those that read different samples."""
+        """Index of this rank among those that read different samples."""
         return self.layout.index(self.rank, Role.BATCH)
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -193,7 +199,7 @@ class RunContext:
                     yield fqn, parameter
 
     def copies(self) -> frozenset[int]:
-        """Return the identities of this rank's parameters that an earlier stage counts in the gradient norm."""
+        """Return `id` of this rank's parameters that an earlier stage counts in the gradient norm."""
         copied = (
             parameter
             for part in self.parts
@@ -211,7 +217,7 @@ class RunContext:
         return self._mesh
 
     def set_mesh(self, mesh: DeviceMesh) -> None:
-        """Take the mesh; the composition calls it once."""
+        """Set the mesh; the composition calls it once."""
         self._mesh = mesh
 
     def freeze(
@@ -222,19 +228,19 @@ class RunContext:
         microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]],
         streams: Streams,
     ) -> None:
-        """Take what steps need; the composition calls it once."""
+        """Set the functions that steps need; the composition calls it once."""
         self.has_recorders = bool(recorders)
         self.flight = flight
         self._recorders = recorders if flight is None else (flight, *recorders)
         self._microbatch, self.streams = microbatch, streams
 
     def watch(self, recorder: Recorder) -> None:
-        """Add a recorder to those that plugins gave; for who runs a composition in order to look at it."""
+        """Add a recorder to those of plugins, for code that runs a composition in order to observe it."""
         self._recorders = (*self._recorders, recorder)
 
     @contextlib.contextmanager
     def as_rank(self, rank: int) -> Iterator[None]:
-        """Be another rank's context inside; all that is learnt there is forgotten after."""
+        """Act as another rank's context inside; changes made there are discarded afterwards."""
         before = dict(vars(self))
         self.state = {key: copy.copy(value) for key, value in self.state.items()}
         self.orders, self._asked = dict(self.orders), set(self._asked)
@@ -246,7 +252,7 @@ class RunContext:
             vars(self).update(before)
 
     def was_asked(self, query: str) -> bool:
-        """Tell whether any transform asked a query of the context."""
+        """Return whether any transform asked a query of the context."""
         return query in self._asked
 
     @property
@@ -276,7 +282,7 @@ class RunContext:
             TransformError: Stated units share a parameter.
         """
         chosen = patterns if patterns is not None else () if self._blocks is None else (self._blocks,)
-        found = [fqn for pattern in chosen for fqn in select_fqns(pattern, self.fqns)]
+        found = [fqn for pattern in chosen for fqn in select(pattern, self.fqns)]
         units = [fqn for fqn in dict.fromkeys([*found, *self.own_units]) if fqn]
         return [*sharing_nothing(units, self.ties, stated=patterns is not None), ""]
 
@@ -287,33 +293,33 @@ class RunContext:
             PatternError: Nothing in the *whole* model matches; a stage that holds none is not an error.
         """
         names = {fqn for fqn, _ in model.named_modules()}
-        found = select_fqns(pattern, self.fqns)
+        found = select(pattern, self.fqns)
         return [(fqn, model.get_submodule(fqn)) for fqn in found if fqn in names]
 
     def dtypes(self, fqn: str) -> Dtypes:
         """Ask for the dtypes of the unit with this name; only the last stage's root has the model's outputs to cast."""
         self._asked.add("composer3d_dtypes")
-        found: Dtypes = self._hooks.query("composer3d_dtypes", context=self, fqn=fqn) or Dtypes()
+        found = self._hooks.dtypes(self, fqn) or Dtypes()
         is_inner = self.applied_part is not None and not self.applied_part.is_last
         return replace(found, output=None) if is_inner and not fqn else found
 
     def offload_policy(self, fqn: str) -> Any | None:
         """Ask for torch's `OffloadPolicy` of the unit with this name."""
         self._asked.add("composer3d_offload_policy")
-        return self._hooks.query("composer3d_offload_policy", context=self, fqn=fqn)
+        return self._hooks.offload_policy(self, fqn)
 
     def parameter_mesh(self, fqn: str) -> ParameterMesh | None:
         """Ask where a parameter lives that is not on the data-parallel mesh."""
         self._asked.add("composer3d_parameter_mesh")
-        return self._hooks.query("composer3d_parameter_mesh", context=self, fqn=fqn)
+        return self._hooks.parameter_mesh(self, fqn)
 
     def reorder(self, fqn: str, *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
-        """Say that a parameter is kept in another order than the model's, from now on, its gradient and state too.
+        """Declare that a parameter, its gradient and its state are stored in another order than the model's.
 
         Args:
-            fqn: Its name; its other names, where it is tied, mean it too.
+            fqn: Any name of the parameter, also of a tied one.
             dim: The tensor dim that is reordered.
-            runs: (start, length) in the model's order, in the order in which they are kept.
+            runs: (start, length) in the model's order, in the stored order.
         """
         group = next((group for group in self.ties if fqn in group), (fqn,))
         self.orders |= dict.fromkeys(group, Order(dim, runs))
@@ -323,12 +329,12 @@ class RunContext:
     @overload
     def in_stored_order(self, fqn: str, full: Slab) -> Slab: ...
     def in_stored_order(self, fqn: str, full: Tensor | Slab) -> Tensor | Slab:
-        """Return a full tensor of the parameter with this name as it is kept."""
+        """Return a full tensor of this parameter in the stored order."""
         order = self.orders.get(fqn)
         return full if order is None else order.stored(full)
 
     def in_model_order(self, fqn: str, full: Tensor) -> Tensor:
-        """Return the full tensor of the parameter with this name, its gradient or its state, as the model has it."""
+        """Return the full tensor of this parameter, its gradient or its state in the model's order."""
         order = self.orders.get(fqn)
         return full if order is None else order.model(full)
 
@@ -339,8 +345,8 @@ class RunContext:
 
         Args:
             site: Tells the places of one micro-batch apart.
-            dim: Of what is drawn inside, the one that is sharded: ranks then draw their shares of one device's numbers.
-            parts: Sizes in the whole tensor of what stands one after another in that dim, each sharded over all ranks.
+            dim: Sharded dim of the drawn tensor, of which ranks then draw their shards of one device's numbers.
+            parts: Whole sizes of the tensors that are concatenated in that dim, each sharded over all ranks.
         """
         assert self.streams is not None, "the composition sets it"
         return self.streams.sharded(site, dim=dim, parts=parts)
@@ -351,11 +357,10 @@ class RunContext:
         return self.manifest.output
 
     def leave_out(self, fqn: str, merge: Merge) -> None:
-        """Say that checkpoints do not hold a parameter: it is frozen, and a run starts from its value again.
+        """Exclude a frozen parameter from checkpoints: a run starts from its original value again.
 
         Args:
-            fqn: Its name.
-            merge: Gives its value in a model that `composer3d export --merge` writes.
+            merge: Returns its value in a model that `composer3d export --merge` writes.
         """
         self.left_out[fqn] = merge
 
@@ -364,7 +369,7 @@ class RunContext:
 
         Args:
             target: A parameter or buffer with memory.
-            full: The same on all ranks.
+            full: The whole tensor, equal on all ranks.
         """
         from composer3d.initialisation import place
 
@@ -378,15 +383,14 @@ class RunContext:
         """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves.
 
         Args:
-            index: The micro-batch.
             is_last: Whether it is the last one of its batch.
-            stage: Of several stages on this rank each draws its own random numbers.
+            stage: Stage, since several stages on one rank draw their own random numbers.
         """
         assert self._microbatch is not None, "the composition sets it"
         self._microbatch[0](index, is_last, stage)
 
     def resume_microbatch(self, index: int, stage: int = 0) -> None:
-        """Go back to a micro-batch's random stream, for its backward where others came between; runs no actions."""
+        """Return to a micro-batch's random stream, for a backward after other micro-batches; runs no actions."""
         assert self._microbatch is not None, "the composition sets it"
         self._microbatch[2](index, stage)
 

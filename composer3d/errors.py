@@ -143,11 +143,11 @@ class InitialisationError(ComposerError):
 
 
 class LossError(ComposerError):
-    """A loss does not say how it is to be normalised."""
+    """The normalisation of a loss is unknown."""
 
 
 class BatchError(ComposerError):
-    """A batch cannot be cut as the manifest asks."""
+    """A batch cannot be split as the manifest requires."""
 
 
 class DataError(ComposerError):

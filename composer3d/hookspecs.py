@@ -20,7 +20,8 @@ The order in which `compose` calls them:
 8. `composer3d_optimizer`, when the loop asks for its optimizer
 9. `composer3d_close`
 
-`composer3d_actions` is asked by commands that simulate a step, after 2.
+`composer3d_actions` is asked by commands that simulate a step, after 2, and `composer3d_layout` by those that reason
+about layouts, before 1.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
         Batch,
         Dtypes,
         GradScaler,
+        LayoutTraits,
         LossFunction,
         Metric,
         ParameterMesh,
@@ -65,7 +67,7 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_shard(self, context: RunContext) -> Transform | Sequence[Transform] | None:
-        """Declare how parameters, gradients and optimizer state are cut.
+        """Declare how parameters, gradients and optimizer state are sharded.
 
         Args:
             context: Degrees and coordinates are there; the mesh only inside `apply`.
@@ -76,7 +78,7 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None:
-        """Query: say that a parameter does not live on the data-parallel mesh (experts).
+        """Query: return the mesh of a parameter that does not live on the data-parallel mesh (experts).
 
         Asked by data-parallel plugins while they apply, through `context.parameter_mesh(fqn)`.
 
@@ -104,13 +106,13 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_place_batch(self, context: RunContext, batch: Batch) -> Batch | None:
-        """Cut or move a batch before it is cut into micro-batches, for example its sequence. Frozen.
+        """Shard or move a batch before it is split into micro-batches, for example its sequence. Frozen.
 
         Implementations see each other's results, in the order of plugin names.
 
         Args:
             context: Complete.
-            batch: As the loop handed it over.
+            batch: As passed by the loop.
 
         Returns:
             Another batch, or None to leave it.
@@ -120,14 +122,14 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_split(self, context: RunContext, model: nn.Module) -> Split | None:
-        """Query: cut the model into this rank's stages, before anything else is done to it.
+        """Query: split the model into this rank's stages, before any transform.
 
         Args:
             context: The mesh is there.
             model: Whole; on meta where it came from a factory.
 
         Returns:
-            The parts, each keeping the FQNs of the whole model; None leaves it whole.
+            The parts, each keeping the FQNs of the whole model; None does not split it.
         """
 
     @_hookspec
@@ -159,8 +161,22 @@ class HookSpecs:
         """
 
     @_hookspec
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits | None:
+        """Describe the plugin's part in a layout: ZeRO stage, schedule, recomputation, dtypes.
+
+        Asked by `plan` for its advice, by `suggest` and by whoever explains a layout; there is no context. A plugin
+        that can make other layouts than its table's says so in `@plugin(offer=...)`.
+
+        Args:
+            degrees: Of every axis.
+
+        Returns:
+            Its traits; every one that it has no part in stays None.
+        """
+
+    @_hookspec
     def composer3d_reschedule(self, context: RunContext) -> Transform | Sequence[Transform] | None:
-        """Declare what is computed again, kept elsewhere, or compiled.
+        """Declare what is recomputed, kept elsewhere, or compiled.
 
         Args:
             context: As for `composer3d_shard`.
@@ -209,7 +225,7 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_load_parameter(self, context: RunContext, fqn: str, tensor: Tensor) -> Tensor | None:
-        """Query: change a full tensor as it arrives from initialisation or a checkpoint, before it is cut.
+        """Query: change a full tensor as it arrives from initialisation or a checkpoint, before it is sharded.
 
         Args:
             context: The mesh is there.
@@ -239,11 +255,12 @@ class HookSpecs:
 
         Args:
             context: Complete.
-            cls: The class that was asked for; refuse it if you replace another.
+            cls: The requested class; refuse it if you replace another.
             groups: Parameter groups with all hyperparameters.
 
         Returns:
-            A real `torch.optim.Optimizer`, or None. If its state is not plain tensors cut as their parameters are, it
+            A real `torch.optim.Optimizer`, or None. If its state is not plain tensors sharded as their parameters are,
+                it
             has a method `plain_state(*, write: bool)` that returns a context in which it is, for checkpoints; with
             `write` what was filled in is taken back at the end.
         """
@@ -290,7 +307,7 @@ class HookSpecs:
     def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric] | None:
         """Measure this rank at the end of a step. Frozen.
 
-        Collectives: all plugins' metrics of a step travel in one all-gather.
+        Collectives: one all-gather for all plugins' metrics of a step.
 
         Args:
             context: Complete.
@@ -317,7 +334,7 @@ class HookSpecs:
         """Look at the run before anything is built; raise a ComposerError to refuse it.
 
         A plugin that will make the optimizer, scale the loss, need gradients after the backward, or move them before
-        they are reduced claims so here (`context.claim`), for then `check` finds whom it cannot be with.
+        they are reduced claims so here (`context.claim`), so that `check` finds plugins that it conflicts with.
 
         Args:
             context: `context.purpose` is run, check, plan or verify: outside run open no file, port or socket.
@@ -325,11 +342,11 @@ class HookSpecs:
 
     @_hookspec
     def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
-        """Let go of everything.
+        """Release everything.
 
         Args:
             context: As it was.
-            error: What ended the run, or None.
+            error: Error that ended the run, or None.
         """
 
     @_hookspec

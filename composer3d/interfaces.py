@@ -16,6 +16,8 @@ __all__ = [
     "Batch",
     "Dtypes",
     "GradScaler",
+    "LayoutOffer",
+    "LayoutTraits",
     "Loss",
     "Metric",
     "ParameterMesh",
@@ -70,12 +72,12 @@ class Split:
 
 
 class Action(NamedTuple):
-    """One thing that a rank of a pipeline does.
+    """One action of a pipeline rank.
 
     Args:
-        stage: Whose.
+        stage: Index of the stage.
         kind: Forward, whole backward, or its two halves: the gradients of inputs, and of weights.
-        microbatch: Which one.
+        microbatch: Index of the micro-batch.
     """
 
     stage: int
@@ -85,11 +87,11 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """What one call of `forward_backward` was given, on this data-parallel rank.
+    """Arguments of one call of `forward_backward`, on this data-parallel rank.
 
     Args:
-        args: Positional arguments of the model; tensors are cut into micro-batches along dim 0.
-        kwargs: Keyword arguments of the model, cut likewise.
+        args: Positional arguments of the model; tensors x_B... are split into micro-batches along dim 0.
+        kwargs: Keyword arguments of the model, split likewise.
         target: Second argument of the loss; a tensor, or a nested container of tensors.
     """
 
@@ -100,13 +102,13 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Loss:
-    """What a `loss_fn` may return to say how it is to be normalised.
+    """Result of a `loss_fn` that states its normalisation.
 
     Args:
         sum: Scalar, summed over the valid tokens (or samples) of this micro-batch.
         count: The number of valid tokens (or samples) in `sum`.
-        auxiliary: Scalar that joins the objective as its mean over all micro-batches of the global batch, for example
-            a router's balance loss, weighted by `count`; it is not part of the loss that is returned.
+        auxiliary: Scalar that joins the objective as its mean over all micro-batches of the global batch, for example a
+            router's balance loss, weighted by `count`; it is not part of the loss that is returned.
     """
 
     sum: Tensor
@@ -120,7 +122,7 @@ class Dtypes:
 
     Args:
         param: Of parameters in forward and backward.
-        reduce: Of gradients on the wire.
+        reduce: Of gradients in reductions.
         output: Of the unit's floating-point outputs.
     """
 
@@ -135,7 +137,7 @@ class ParameterMesh:
 
     Args:
         mesh: Its own mesh.
-        gradient_divisor: What its summed gradient is divided by.
+        gradient_divisor: Divisor of its summed gradient.
         shard_dim: The tensor dim along which it is sharded.
     """
 
@@ -171,7 +173,7 @@ class GradScaler(Protocol):
         """Multiply a loss before its backward."""
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Divide this rank's gradients; tell whether one of them was not finite."""
+        """Divide this rank's gradients; return whether one of them was not finite."""
 
     def update(self, skipped: bool) -> None:
         """Adapt the scale after a step that was, or was not, skipped on all ranks because some rank found overflow."""
@@ -181,29 +183,77 @@ class Stateful(Protocol):
     """Something that is saved and loaded with the checkpoint: tensors, and values that JSON holds.
 
     One that a run can do without, as it finds its values again by itself, has an attribute `is_dispensable` that is
-    true: where a checkpoint does not hold it, it begins anew, and a run that has no use for it leaves it behind.
+    true: where a checkpoint does not hold it, it starts from scratch, and a run without it ignores it.
     """
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take the state back."""
+        """Restore the state."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A number that `composer3d_measure` gives.
+    """A number that `composer3d_measure` returns.
 
     Args:
         name: The same on every rank.
         value: This rank's.
-        reduction: How the ranks' values become one; `rank0` takes the first rank's.
+        reduction: Of the ranks' values to one; `rank0` takes the first rank's.
     """
 
     name: str
     value: float
     reduction: Literal["sum", "max", "mean", "rank0"] = "mean"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutTraits:
+    """A plugin's part in a layout; the answer to `composer3d_layout`. None is no opinion.
+
+    Args:
+        zero: ZeRO stage over `dp_shard`: 1 shards optimizer state, 2 gradients too, 3 parameters too; 0 nothing.
+        schedule: Pipeline schedule, as torch names it.
+        stages_per_rank: Stages of the pipeline on each rank.
+        sequence_parallel: Whether activations between blocks are sharded over `tp` along the sequence.
+        recompute: Activations that the backward recomputes.
+        is_compiled: Whether pointwise operators between matrix products are fused by a compiler.
+        offloads_state: Whether optimizer state lies in host memory.
+        compute_dtype: Of parameters and activations while they compute, without `torch.`.
+        product_dtype: Of matrix products, where it is another one.
+        gather_bytes: Bytes a parameter while it is gathered; of several answers the least.
+        reduce_dtype: Of gradients while they are reduced.
+        state_bytes: Bytes a parameter of optimizer state.
+    """
+
+    zero: int | None = None
+    schedule: str | None = None
+    stages_per_rank: int | None = None
+    sequence_parallel: bool | None = None
+    recompute: Literal["none", "selective", "full"] | None = None
+    is_compiled: bool | None = None
+    offloads_state: bool | None = None
+    compute_dtype: str | None = None
+    product_dtype: str | None = None
+    gather_bytes: float | None = None
+    reduce_dtype: str | None = None
+    state_bytes: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayoutOffer:
+    """Layouts that a plugin can make, for `suggest`, which asks the classes of all installed plugins.
+
+    Args:
+        table: Given the traits of a layout and its degrees by axis, returns the keys of the plugin's table that make
+            it; None where the layout has no use for the plugin.
+        choices: Values that the plugin can give a trait, by the trait's name. Of `schedule` each value is a name with
+            the numbers of stages a rank that it is tried with.
+    """
+
+    table: Callable[[LayoutTraits, Mapping[str, int]], Mapping[str, Any] | None]
+    choices: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 LossFunction = Callable[[Any, Any], Any]

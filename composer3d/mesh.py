@@ -25,7 +25,7 @@ _LARGEST_WORLD = 1 << 20
 
 
 class Role(enum.Enum):
-    """What ranks along an axis have in common, which decides counts, losses, norms and random streams."""
+    """What ranks along an axis have in common; determines counts, losses, norms and random streams."""
 
     BATCH = "batch"  # other samples, the same parameters
     SEQUENCE = "sequence"  # other positions of the same samples
@@ -224,7 +224,7 @@ def resolve(
 
 
 def crossings(layout: Layout, gpus_per_node: int) -> tuple[str, ...]:
-    """Return which of tp and cp reach over the edge of a node: their groups would talk over the slow network."""
+    """Return which of tp and cp reach over the edge of a node: their groups would communicate over the slow network."""
     inner, result = 1, []
     for axis in reversed(layout.dense_axes):
         inner *= layout.degrees[axis.name]

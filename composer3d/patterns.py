@@ -24,7 +24,7 @@ __all__ = ["find_blocks", "matches", "select", "sharing_nothing"]
 
 
 def matches(pattern: str, fqn: str) -> bool:
-    """Tell whether the FQN has the pattern's form.
+    """Return whether the FQN has the pattern's form.
 
     >>> matches("layers.*", "layers.0"), matches("layers.*", "layers.0.norm"), matches("**.norm", "layers.0.norm")
     (True, False, True)
@@ -102,10 +102,10 @@ def sharing_nothing(units: Sequence[str], ties: Iterable[Sequence[str]], *, stat
     Args:
         units: FQNs of modules.
         ties: Groups of FQNs that are one parameter.
-        stated: Somebody has chosen them.
+        stated: Whether the user has chosen them.
 
     Raises:
-        TransformError: Stated units share a parameter: each of them would cut it.
+        TransformError: Stated units share a parameter: each of them would shard it.
     """
     shared: set[str] = set()
     for group in ties:

@@ -58,17 +58,17 @@ class Transform:
     Args:
         name: Unique in a composition; the plugin's name where a plugin has one transform.
         phase: When it is applied.
-        select: Pure; called once with the whole model on meta and the context, returns the FQNs it will touch.
-            An empty answer is an error, unless `may_be_empty`.
-        apply: Called once a part with the part's module, the selected FQNs that the part holds, and the context.
-            It changes the module in place and returns the FQNs it touched.
+        select: Pure; called once with the whole model on meta and the context, returns the FQNs it will touch. An empty
+            answer is an error, unless `may_be_empty`.
+        apply: Called once a part with the part's module, the selected FQNs that the part holds, and the context. It
+            changes the module in place and returns the FQNs it touched.
         uses: Axes it communicates over.
         averages: Axes over which it takes the mean of gradients; the core multiplies the loss to undo it.
         requires: Names of transforms that must be present, each with the reason shown to the user.
         conflicts: Names of transforms that must be absent, each with the reason shown to the user.
         after: Names of transforms of the same phase that come first, where present.
         before: Names of transforms of the same phase that come later, where present.
-        rows: Says, after `select`, what is done to which of the selected modules: FQNs by label, one row of the plan
+        rows: Returns, after `select`, the plan's rows for the selected modules: FQNs by label, one row of the plan
             each, named `name.label`.
         own_units: Data-parallel plugins take each of the selected modules as a unit of its own, beside those they were
             told; only in phases before DATA.
@@ -187,7 +187,7 @@ def resolve(transforms: Iterable[Transform], *, alone: bool = False) -> tuple[Tr
 
     Args:
         transforms: Of all plugins.
-        alone: They are those of one device that a proof compares with, and what they require has been taken out.
+        alone: Whether they are those of the reference on one device, from which required transforms have been removed.
 
     Raises:
         OrderError: With the reason given by the plugin that has it.

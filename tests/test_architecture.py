@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,14 +23,21 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # Imports run from later layers to earlier ones. A module that is not listed has no layer of its own, and what it
 # imports counts as imported by those that import it. "composer3d" is the public names, on which users' code stands.
 LAYERS = (
-    ("errors", "forking", "torch_compat"),
-    ("transform", "mesh", "initialisation", "checkpoint", "sampling"),
-    ("hookspecs",),
-    ("registry", "step"),
+    ("errors", "interfaces", "patterns", "torch_compat"),
+    ("mesh", "transform", "processes"),
+    ("initialisation", "observation"),
+    ("registry",),
     ("manifest",),
-    ("composing", "composition"),
+    ("context",),
+    ("hookspecs", "linear_selection"),
+    ("hooks",),
+    ("checkpoint",),
+    ("step",),
+    ("composition",),
     ("composer3d",),
-    ("runner", "planning", "proof", "testing"),
+    ("models", "huggingface", "runner"),
+    ("checking", "verification", "planning", "testing"),
+    ("diagnostics",),
     ("cli",),
 )
 LAYER = {name: index for index, names in enumerate(LAYERS) for name in names}
@@ -71,8 +80,8 @@ def is_type_checking(node: ast.AST) -> bool:
     return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
 
 
-def imports(tree: ast.AST) -> Iterator[Import]:
-    """Walk everything that runs, functions included; what only type checkers read does not run."""
+def imports(tree: ast.AST, *, typed: bool = False) -> Iterator[Import]:
+    """Walk everything that runs, functions included; with `typed` also what only type checkers read."""
     nodes = [tree]
     while nodes:
         node = nodes.pop()
@@ -82,7 +91,7 @@ def imports(tree: ast.AST) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             for alias in node.names:
                 yield Import(node.module or "", alias.name, node.lineno, node.level > 0)
-        children = node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)
+        children = node.orelse if is_type_checking(node) and not typed else ast.iter_child_nodes(node)
         nodes.extend(children)
 
 
@@ -91,18 +100,18 @@ def module_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imported_modules(path: Path, modules: set[str]) -> set[str]:
+def imported_modules(path: Path, modules: set[str], *, typed: bool = False) -> set[str]:
     """Return the composer3d modules that a file imports; `from package import name` may name a module or a value."""
     found = set()
-    for item in imports(parse(path)):
+    for item in imports(parse(path), typed=typed):
         full = f"{item.module}.{item.name}"
         found.add(full if full in modules else item.module)
     return {module for module in found if module.split(".")[0] == "composer3d"} - {module_of(path)}
 
 
-def module_graph() -> dict[str, set[str]]:
+def module_graph(*, typed: bool = False) -> dict[str, set[str]]:
     files = {module_of(path): path for path in sources(CORE)}
-    return {module: imported_modules(path, set(files)) for module, path in files.items()}
+    return {module: imported_modules(path, set(files), typed=typed) for module, path in files.items()}
 
 
 def top(module: str) -> str:
@@ -152,9 +161,25 @@ def test_imports_inside_planning_run_one_way():
 
 def test_imports_have_no_cycles():
     try:
-        TopologicalSorter(module_graph()).prepare()
+        # The package itself lists the public names for type checkers, and everything may use those.
+        graph = module_graph(typed=True)
+        TopologicalSorter({module: others - {"composer3d"} for module, others in graph.items()}).prepare()
     except CycleError as error:
         pytest.fail("cycle of imports: " + " <- ".join(error.args[1]))
+
+
+def test_no_module_hides_a_public_name():
+    # Importing a submodule makes it an attribute of the package, in place of the name that is imported when it is used.
+    names = {path.stem for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
+    assert names & set(composer3d.__all__) == {"torch_compat"}
+
+
+def test_every_module_name_is_there_once():
+    stems = Counter(path.stem for path in sources(CORE, PLUGINS) if path.parent.name != "cli")
+    twice = {stem for stem, number in stems.items() if number > 1}
+    assert twice <= {"__init__", "__main__"}
+    loose = [path.name for path in CORE.glob("*.py")]
+    assert len(loose) <= 12, loose
 
 
 def test_every_import_of_the_project_is_absolute_and_exists():
@@ -174,6 +199,24 @@ def test_the_core_does_not_know_the_plugins():
         for path in sources(CORE)
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if "composer3d_plugins" in line
+    ]
+    assert naming == []
+
+
+# Names of plugins that are words of the field too.
+COMMON_WORDS = {"compile", "float8", "int8", "mixed", "mxfp8", "opentelemetry", "pipeline", "prometheus", "throughput"}
+COMMON_WORDS |= {"compression", "replicas", "tensorboard", "wandb"}
+
+
+def test_no_text_of_the_core_names_a_plugin():
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["entry-points"]
+    names = re.compile(rf"\b({'|'.join(sorted(points['composer3d'].keys() - COMMON_WORDS))})\b")
+    naming = [
+        f"{place(path, node.lineno)}: {node.value}"
+        for path in sources(CORE)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count(" ") <= 3
+        if names.search(node.value)
     ]
     assert naming == []
 
@@ -285,3 +328,9 @@ def test_private_names_are_recognised(tmp_path, monkeypatch):
 def test_sources_are_ascii():
     files = sources(CORE, PLUGINS, ROOT / "tests", ROOT / "benchmarks")
     assert [str(path.relative_to(ROOT)) for path in files if not path.read_bytes().isascii()] == []
+
+
+def test_module_docstrings_name_their_subject():
+    opening = re.compile(r"(What|Who|How|Where|Which|From what)\b")
+    opened = {place(path, 1): ast.get_docstring(parse(path)) or "" for path in sources(CORE, PLUGINS)}
+    assert [name for name, text in opened.items() if opening.match(text)] == []

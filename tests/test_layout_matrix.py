@@ -1,6 +1,6 @@
 """Layouts beside one device: a covering set of the matrix that `benchmarks/matrix.py layouts` runs whole.
 
-Of its groups of eight ranks the fast tests take another one each day, the slow ones all: see support/rotation.py.
+Of its groups of eight ranks the fast tests take another one each day, the slow ones all: see support/daily_part.py.
 """
 
 from __future__ import annotations

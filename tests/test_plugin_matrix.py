@@ -9,12 +9,13 @@ tests/test_plugin_matrix.py` runs the part of another day.
 from __future__ import annotations
 
 import json
-from pathlib import Path
+from itertools import chain
 
 import pytest
 from plugin_matrix import RESULT, known_refusals, neutral_left_out, once_failed, rows_of, whole
 from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, options, say_row
 from support.daily_part import PART
+from support.documents import read, tables
 
 # Cells have what torch warns of: models that return views, options of DistributedDataParallel that exclude each other.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -23,7 +24,6 @@ NUM_QUICK, QUICK_S = 3, 10.0  # of a fast part: cells, and seconds that one took
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
 SHORT_S = 15.0  # that a cell took which once failed and is run every day
 NUM_CELLS = 6  # of a slow part; each takes up to 30 s on 2 cores
-README = (Path(__file__).resolve().parents[1] / "README.md").read_text()
 
 
 CELLS = json.loads(RESULT.read_text())["cells"]
@@ -34,7 +34,7 @@ QUICK = [
     for cell in CELLS
     if cell["outcome"] == "proven" and cell["wall_s"] <= QUICK_S and "scheduling.compile" not in cell["row"]
 ]
-# What failed at its last run is told in README with its cause, and is a test once it does not.
+# What failed at its last run is told in benchmarks/README.md with its cause, and is a test once it does not.
 MENDED = [
     entry
     for entry in once_failed()
@@ -86,11 +86,11 @@ def test_a_compiled_cell_that_once_failed_without_its_kernels(row):
     assert verdict.outcome in ("proven", "refused"), verdict.detail
 
 
-def test_what_is_permitted_stands_in_readme():
-    refused = [line for line in README.splitlines() if line.startswith("| ")]
+def test_what_is_permitted_is_documented():
+    refused = [f"| {row[0]}" for row in chain(*tables(read("plugins/README.md"), "refused", "reason", "test"))]
     for permitted in PERMITTED:
         assert any(line.startswith(f"| {permitted.row}") for line in refused), permitted.row
-    assert len(EXCLUDED) == 1 and "`preserve_rng_state = false` with dropout" in README
+    assert len(EXCLUDED) == 1 and "`preserve_rng_state = false` with dropout" in read("benchmarks/README.md")
 
 
 @pytest.mark.parametrize("part", [PART % 4, *(pytest.param(part, marks=pytest.mark.slow) for part in range(4))])

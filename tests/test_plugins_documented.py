@@ -1,4 +1,4 @@
-"""What every built-in plugin brings besides its code: an entry point, a row in README, tests, and a full docstring."""
+"""Entry point, row in plugins/README.md, tests and full docstring of every built-in plugin."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from support.documents import code, read, table
 
 from composer3d.manifest.descriptions import describe_keys, fields, summary
 from composer3d.registry import FAMILIES, info_of
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGINS = ROOT / "plugins" / "composer3d_plugins"
+COLUMNS = ("plugin", "family", "does", "memory a rank", "collectives a step", "options")
 # A plugin is a module, or a package of the same name, in the folder of its family.
 FILES = {
     path.stem: path
@@ -29,15 +31,9 @@ def entry_points():
 
 
 @cache
-def readme_rows():
-    """Return the cells of every table row of README by the plugin that stands, as code, in its first cell."""
-    rows = {}
-    for line in (ROOT / "README.md").read_text().splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
-        match = re.match(r"`(?:\[?\w+\.)?(\w+)\]?`", cells[0])
-        if line.lstrip().startswith("|") and match:
-            rows.setdefault(match[1], cells)
-    return rows
+def documented_rows():
+    """Return the rows of plugins/README.md's table of plugins by name."""
+    return {code(row[0])[0]: row for row in table(read("plugins/README.md"), *COLUMNS)}
 
 
 def load(name):
@@ -68,9 +64,9 @@ def test_its_family_is_its_folder(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_it_has_a_row_in_the_readme(name):
-    cells = readme_rows().get(name)
-    assert cells is not None, f"README.md has no table row whose first cell is `{name}`"
+def test_it_has_a_row_in_the_table_of_plugins(name):
+    cells = documented_rows().get(name)
+    assert cells is not None, f"plugins/README.md has no table row whose first cell is `{name}`"
     assert all(cells[1:]) and len(cells) > 1, f"the row of {name} has an empty cell"
 
 

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     import torch
 
     from composer3d.composition.preparing import Preparation
+    from composer3d.hooks import Hooks
     from composer3d.interfaces import Example
     from composer3d.manifest import InspectedManifest, Manifest
     from composer3d.mesh import Layout
-    from composer3d.registry import Hooks
     from composer3d.runner.model_factory import ModelFactory
 
 __all__ = ["Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"]
@@ -42,7 +42,7 @@ class Inspection:
     unknown: str | None = None
 
     def ok(self, *, strict: bool) -> bool:
-        """Tell whether it can be run; under `strict` a warning counts like an error."""
+        """Return whether it can be run; under `strict` a warning counts like an error."""
         return not any(strict or problem.severity == "error" for problem in self.problems)
 
     def ordered(self) -> tuple[Problem, ...]:
@@ -107,7 +107,7 @@ def inspect(
     from composer3d.checking.first_forward import first_forward_problems
     from composer3d.checking.layout_problems import layout_problems
     from composer3d.checking.sizes import output_problems, schedule_problems
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
     from composer3d.runner.runner_tables import ModelTable
     from composer3d.runner.tokenizer import with_tokenizer
 

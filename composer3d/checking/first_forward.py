@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.cli.drawn import Foreign, recorded_draws
+from composer3d.checking.drawn import Foreign, recorded_draws
 from composer3d.errors import ComposerError, ForkError, Problem
 from composer3d.processes.foreign_code import running
 
@@ -143,7 +143,7 @@ def _drawn(foreign: str, sites: Sequence[Site]) -> Mapping[str, Any]:
 
 
 def _is_certain(error: Exception, *, has_values: bool, device: str) -> bool:
-    """Tell whether the run's forward will fail like this one, which has no process group and runs on the CPU."""
+    """Return whether the run's forward will fail like this one, which has no process group and runs on the CPU."""
     frames = traceback.extract_tb(error.__traceback__)
     if any("/torch/distributed/" in frame.filename for frame in frames):
         return False

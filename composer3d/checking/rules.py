@@ -1,4 +1,4 @@
-"""What the runner asks of a manifest beyond its types: references that lead somewhere, data, numbers that divide.
+"""Manifest checks beyond types: importable references, usable data, divisible batches, patterns that match.
 
 Each rule returns problems at the lines of the keys at fault.
 """
@@ -261,8 +261,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
     """
     from composer3d.runner.optimizer_groups import optimizer_class
 
-    hook = "composer3d_optimizer"
-    asked = [registered for registered, _ in preparation.hooks.freeze(hook)]
+    asked = preparation.hooks.implementing("composer3d_optimizer")
     if "optimizer" not in manifest.tables or not asked:
         return []
     document = manifest.document
@@ -272,7 +271,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
         return []  # told by `optimizer_problems`
     group = {"params": list(preparation.model.parameters()), **defaults}
     try:
-        preparation.hooks.query(hook, context=preparation.context, cls=cls, groups=[group])
+        preparation.hooks.optimizer(preparation.context, cls, [group])
     except ComposerError as error:
         # What is wrong with the optimizer that is the default is the plugin's table.
         if document.get(("optimizer", "use")) is not None:
@@ -290,7 +289,7 @@ def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]
 
     if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
         return []
-    has_schedule = bool(preparation.hooks.freeze("composer3d_schedule"))
+    has_schedule = bool(preparation.hooks.implementing("composer3d_schedule"))
     found = in_backward_problems(manifest, preparation.context, has_schedule=has_schedule)
     return [*found, *_matrix_problems(manifest, preparation)]
 

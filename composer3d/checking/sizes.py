@@ -73,7 +73,7 @@ def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Pr
     from composer3d.runner.batch_size import BatchSize
 
     hooks, context = preparation.hooks, preparation.context
-    asked = [registered for registered, _ in hooks.freeze("composer3d_actions")]
+    asked = hooks.implementing("composer3d_actions")
     if not asked or "train" not in manifest.tables:
         return []
     sizes = BatchSize(manifest.tables["train"], degree=context.data_parallel_degree)

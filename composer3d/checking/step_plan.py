@@ -56,7 +56,7 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
     actions: list[StepAction] = []
     owners: dict[str, str] = {}
     later: list[StepRow] = []
-    for registered, function in preparation.hooks.freeze("composer3d_step_actions"):
+    for registered, function in preparation.hooks.asked("composer3d_step_actions"):
         table = f"[{registered.info.family}.{registered.name}]"
         try:
             answer = function(context=context) or ()
@@ -97,7 +97,7 @@ def _optimizer(manifest: Manifest, preparation: Preparation) -> StepRow | None:
         return None  # a problem, which is reported instead of the plan
     row = StepRow(point="BACKWARD" if table.in_backward else "OPTIMIZER", name=cls.__name__, plugin="[optimizer]")
     group = {"params": [p for p in preparation.model.parameters() if p.requires_grad], **defaults}
-    for registered, function in preparation.hooks.freeze("composer3d_optimizer"):
+    for registered, function in preparation.hooks.asked("composer3d_optimizer"):
         made = function(context=preparation.context, cls=cls, groups=[group])
         if made is not None:
             return replace(row, name=type(made).__name__, plugin=f"[{registered.info.family}.{registered.name}]")

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 def complete(path: Path) -> bool:
-    """Tell whether a folder is a whole checkpoint: it has its final name, DCP's `.metadata` and `state.json`.
+    """Return whether a folder is a whole checkpoint: it has its final name, DCP's `.metadata` and `state.json`.
 
     DCP writes `.metadata` after all data, and the folder gets its name after everything is on disk.
     """

@@ -222,7 +222,7 @@ def _cover(shape: Sequence[int], chunks: Sequence[Chunk]) -> str:
 
 
 def _overlap(shape: Sequence[int], chunks: Sequence[Chunk]) -> bool:
-    """Tell whether two boxes overlap, by a sweep along the dim with the most boundaries."""
+    """Return whether two boxes overlap, by a sweep along the dim with the most boundaries."""
     boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     if len(boxes) < 2:
         return False

@@ -50,7 +50,7 @@ class Made(metaclass=Asked):
         self.state = state
 
     def called(self, *names: str) -> bool:
-        """Tell whether it is of one of the names."""
+        """Return whether it is of one of the names."""
         return type(self).full_name in names
 
 

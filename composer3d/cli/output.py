@@ -1,4 +1,4 @@
-"""What commands say: results on standard output, problems on standard error, one line each."""
+"""Terminal output of the commands: results on standard output, problems on standard error, one line each."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from composer3d.checking.check import device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
 from composer3d.cli.output import coloured, complain, print_problems, say
 from composer3d.errors import ComposerError, LockError, ManifestError, Problem
-from composer3d.runner.machine_errors import machine_error
+from composer3d.processes.machine_errors import machine_error
 
 if TYPE_CHECKING:
     import torch
@@ -230,7 +230,7 @@ def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
     import torch
 
     from composer3d.composition.preparing import layout_of
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
 
     if "mesh" not in manifest.tables:
         return None

@@ -58,8 +58,10 @@ def add(subparsers: Subparsers) -> None:
 @collected_rarely()
 def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
+    from composer3d.planning.formulas.manifest_setup import installed_offers, patch
     from composer3d.planning.hardware.cluster import load_hardware
     from composer3d.planning.suggesting.pinned import kept
+    from composer3d.planning.suggesting.search import search_choices
     from composer3d.planning.suggesting.suggest import suggest
 
     inspected = open_manifest(arguments.manifest, arguments.overrides)
@@ -76,11 +78,16 @@ def execute(arguments: argparse.Namespace) -> int:
     own = _own(manifest, found)
     memory = arguments.memory or hardware.device.memory_bytes
 
+    offers = installed_offers(manifest)
+
+    def changes_to(setup: Setup) -> tuple[str, ...]:
+        return patch(manifest, own, setup, offers)
+
     def check(setup: Setup) -> Accepted:
-        return _checked(arguments, manifest, own, setup)
+        return _checked(arguments, changes_to(setup), setup)
 
     def plan(setup: Setup) -> Planned | None:
-        return _planned(arguments, _changes(manifest, own, setup), hardware)
+        return _planned(arguments, changes_to(setup), hardware)
 
     errors = any(problem.severity == "error" for problem in found.ordered())
     mine = None if errors or own.world_size != arguments.world_size else _planned(arguments, (), hardware)
@@ -94,8 +101,9 @@ def execute(arguments: argparse.Namespace) -> int:
         check=check,
         plan=plan,
         own_bytes=None if mine is None else mine.total,
+        choices=search_choices(offers),
     )
-    patches = [_changes(manifest, own, suggestion.candidate.setup) for suggestion in suggestions]
+    patches = [changes_to(suggestion.candidate.setup) for suggestion in suggestions]
     if arguments.write is not None:
         _write(arguments.write, manifest, patches)
     why_not = _own_verdict(found, own, arguments.world_size, shape, hardware, memory, mine)
@@ -129,17 +137,10 @@ def _own(manifest: Manifest, found: Inspection) -> Setup:
     return setup_of(manifest, degrees)
 
 
-def _changes(manifest: Manifest, own: Setup, setup: Setup) -> tuple[str, ...]:
-    from composer3d.planning.formulas.manifest_setup import patch
-
-    return patch(manifest, own, setup)
-
-
-def _checked(arguments: argparse.Namespace, manifest: Manifest, own: Setup, setup: Setup) -> Accepted:
+def _checked(arguments: argparse.Namespace, changes: Sequence[str], setup: Setup) -> Accepted:
     """Ask `check` for a layout, in this process."""
     from composer3d.planning.suggesting.suggest import Accepted
 
-    changes = _changes(manifest, own, setup)
     try:
         inspected = open_manifest(arguments.manifest, [*arguments.overrides, *changes])
     except ManifestError as error:

@@ -170,7 +170,7 @@ def _refuted(report: FailureReport, found: dict[str, Any]) -> Verdict:
 
 def _layout(source: str, overrides: Sequence[str]) -> Any:
     from composer3d.composition.preparing import layout_of
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
     from composer3d.verification import read_manifest
 
     manifest = read_manifest(source, overrides)

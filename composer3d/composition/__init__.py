@@ -1,1 +1,1 @@
-"""From a manifest and a model to a composition: prepare, agree, apply, assemble, and what a loop then talks to."""
+"""Composition of a model by a manifest: preparing, agreeing, applying, assembling, and the object that a loop uses."""

@@ -1,4 +1,4 @@
-"""What makes two ranks run the same thing: the manifest and the plan as one number, compared before meshes are made."""
+"""Agreement of all ranks on manifest and plan: one fingerprint, compared before the mesh is made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "agree_on_plan", "described", "fingerprint", "leaves"]
 
-# What may differ between machines: where things lie there, and what is shown.
+# These may differ between machines: paths, and the display.
 _LOCAL = ("run", "data.use")
 _SHOWN = 4
 
@@ -27,9 +27,9 @@ _SHOWN = 4
 def described(preparation: Preparation) -> dict[str, str]:
     """Return everything that ranks must have in common, as JSON text by dotted key.
 
-    Typed tables, so that a default that is written out is the default; and the modules each transform selected on the
-    whole model; the versions of the code that makes something of it. `[run]` and `data.use` are left out: paths, and
-    what is shown, may differ between machines; what was found there is compared by whoever reads it, with `agree`.
+    Typed tables, so that a default that is written out is the default; the modules that each transform selected on the
+    whole model; and the versions of composer3d and torch. `[run]` and `data.use` are left out: paths, and the display,
+    may differ between machines; the data found there is compared by its reader, with `agree`.
     """
     manifest = preparation.context.manifest
     tables = {name: table for name, table in manifest.tables.items() if name not in _LOCAL}
@@ -51,7 +51,7 @@ def fingerprint(what: Mapping[str, str]) -> int:
 
 
 def agree_on_plan(preparation: Preparation) -> int:
-    """Compare manifest and plan of all ranks, and return their number for the guard of the steps.
+    """Compare manifest and plan of all ranks, and return their fingerprint for the step guard.
 
     Before the mesh is made: ranks of other degrees would wait for each other in process groups that do not match.
 
@@ -69,13 +69,13 @@ def agree_on_plan(preparation: Preparation) -> int:
 
 
 def agree(own: Mapping[str, str], *, layout: Layout, what: tuple[str, str], advice: str) -> int:
-    """Compare what all ranks must have in common, and return its number.
+    """Compare values that all ranks must have in common, and return their fingerprint.
 
     Args:
-        own: This rank's, JSON text by dotted key; keys that begin with `plan.` follow from the others.
+        own: This rank's values, JSON text by dotted key; keys that begin with `plan.` follow from the others.
         layout: Gives ranks their coordinates.
-        what: What a rank does that differs, and what several of them do.
-        advice: How to mend it.
+        what: Verb phrases for the message, of one rank that differs and of several.
+        advice: How to mend the difference, for the message.
 
     Raises:
         StepError: Ranks differ; names them, and the keys with both values.

@@ -1,4 +1,4 @@
-"""What a prepared composition does to the model: stages, transforms in their order, and values for what is on meta."""
+"""Application of a prepared plan to the model: stages, transforms in their order, values for tensors on meta."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def apply_transforms(
         after_split: Called with this rank's stages, before anything else is done to them.
     """
     context, model = preparation.context, preparation.model
-    context.split = preparation.hooks.query("composer3d_split", context=context, model=model)
+    context.split = preparation.hooks.split(context, model)
     context.parts = context.split.parts if context.split is not None else (Part(module=model),)
     after_split(context.parts)
     if context.split is None and any(transform.phase is not Phase.SPLIT for transform, _ in preparation.selected):
@@ -45,7 +45,7 @@ def apply_transforms(
             _apply(transform, fqns, context)
     unheard = [
         str(registered)
-        for registered, _ in preparation.hooks.freeze("composer3d_dtypes")
+        for registered in preparation.hooks.implementing("composer3d_dtypes")
         if not context.was_asked("composer3d_dtypes")
     ]
     if unheard:
@@ -77,10 +77,10 @@ def _names(module: nn.Module) -> set[str]:
 
 
 def materialise(preparation: Preparation) -> None:
-    """Give every part its weights, then run the transforms that need them."""
+    """Materialise the weights of every part, then run the transforms that need them."""
     context, recipe = preparation.context, preparation.recipe
 
-    has_loader = bool(preparation.hooks.freeze("composer3d_load_parameter"))
+    has_loader = bool(preparation.hooks.implementing("composer3d_load_parameter"))
     held = {
         fqn: tensor.dtype
         for part in context.parts
@@ -90,7 +90,7 @@ def materialise(preparation: Preparation) -> None:
     def load(fqn: str, tensor: Tensor | Slab) -> Tensor | Slab:
         if has_loader:
             tensor = tensor.read() if isinstance(tensor, Slab) else tensor  # plugins are given full tensors
-            changed = preparation.hooks.query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
+            changed = preparation.hooks.load_parameter(context, fqn, tensor)
             if changed is not None and fqn in held and changed.dtype is not held[fqn]:
                 raise InitialisationError(
                     f'composer3d_load_parameter returned "{fqn}" as {changed.dtype}, and the parameter is '
@@ -123,7 +123,7 @@ def materialise(preparation: Preparation) -> None:
 
 
 def give_memory(preparation: Preparation) -> None:
-    """Give every part memory and no values, for a composition that computes none; then as `materialise`."""
+    """Allocate every part without values, for a composition that computes nothing; then as `materialise`."""
     context, recipe = preparation.context, preparation.recipe
     for part in context.parts:
         initialisation.give_memory(part.module, recipe, device=context.device)
@@ -139,7 +139,7 @@ def _finish(preparation: Preparation) -> None:
 
 
 def _carry_over(preparation: Preparation) -> None:
-    """Give this rank's parameters what the model hung on them; what one stage refuses, all ranks refuse.
+    """Copy the model's attributes and hooks to this rank's parameters; if one stage refuses, all ranks do.
 
     Collectives: with several stages one all-reduce of one number.
     """
@@ -168,7 +168,7 @@ def _carry_over(preparation: Preparation) -> None:
 def gradient_hooks(attachments: Attachments) -> StepAction:
     """Return the step action that runs the model's own gradient hooks on reduced gradients.
 
-    Collectives: what gathers the gradients of sharded parameters that have hooks.
+    Collectives: all-gathers of the gradients of sharded parameters that have hooks.
     """
     return StepAction(
         name="model.gradient_hooks", point=StepPoint.GRADIENTS_REDUCED, run=lambda state: attachments.run_hooks()
@@ -176,7 +176,7 @@ def gradient_hooks(attachments: Attachments) -> StepAction:
 
 
 def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) -> None:
-    """Refuse ranks that start from different weights, or give all of them the first's."""
+    """Refuse ranks that start from different weights, or broadcast the first rank's."""
     import torch
     import torch.distributed as dist
 
@@ -204,7 +204,7 @@ def agree_on_weights(model: nn.Module, context: RunContext, *, broadcast: bool) 
 
 
 def agree_on_factory(recipe: Recipe, context: RunContext) -> None:
-    """Refuse ranks whose factories did different things: their shards would be of different models."""
+    """Refuse ranks whose factories differ: their shards would be of different models."""
     if context.world_size == 1:
         return
     everyone = all_gather_json(recipe.fingerprint())

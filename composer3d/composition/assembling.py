@@ -1,17 +1,18 @@
-"""From a preparation to something that runs: group, mesh, parts, transforms, weights, and the frozen step."""
+"""Assembly of a preparation: process group, mesh, parts, transforms, weights, and the frozen step."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import mesh, torch_compat
+from composer3d.composition import span_hooks
 from composer3d.composition.agreeing import agree_on_plan
 from composer3d.composition.applying import (
     agree_on_factory,
@@ -24,14 +25,13 @@ from composer3d.composition.closing import close_all
 from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError
+from composer3d.hooks import Bound, Hooks
 from composer3d.interfaces import Batch, Example, Schedule, Stateful
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
-from composer3d.observation import spans
 from composer3d.observation.flight_recorder import Flight
 from composer3d.processes.arrival import await_all
 from composer3d.processes.process_group import default_device, join_world, own_device
-from composer3d.registry import Hooks
 from composer3d.step import guard
 from composer3d.step.accumulation import Accumulation
 from composer3d.step.criterion import Criterion
@@ -70,7 +70,7 @@ class Assembled:
     release: Callable[[], None]
 
     def placed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
-        """Return what a loop handed over as this rank's batch, as plugins place it, on its device."""
+        """Return a loop's arguments as this rank's batch, as plugins place it, on its device."""
         if target is None and self.engine.criterion.is_the_models:
             target = kwargs.get("labels")  # it is what the model counts, too
         batch = Batch(args=args, kwargs=kwargs, target=target)
@@ -79,7 +79,7 @@ class Assembled:
         return to_device(batch, self.context.device)
 
     def reported(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
-        """Hand a step's metrics to every plugin that takes some, and return them."""
+        """Pass a step's metrics to every plugin that takes them, and return them."""
         for function in self.metric_sinks:
             function(context=self.context, step=step, metrics=metrics)
         return metrics
@@ -98,7 +98,7 @@ def assemble(
     guarded: bool,
     timeout_s: float | None,
 ) -> Assembled:
-    """Do what `compose` promises; its arguments are explained there."""
+    """Compose a model; arguments as of `compose`."""
     import torch.distributed as dist
 
     where = default_device() if device is None else own_device(device)
@@ -135,9 +135,9 @@ def assemble(
         arrived("give the model its weights")
         return freeze(preparation, criterion, release, plan)
     except BaseException as error:
-        # Plugins that were configured let go of what they hold, whatever they say to it: the first error counts.
+        # Plugins that were configured are closed, whatever errors they raise: the first error counts.
         if preparation is not None:
-            for _, function in preparation.hooks.freeze("composer3d_close"):
+            for _, function in preparation.hooks.close():
                 with contextlib.suppress(Exception):
                     function(context=preparation.context, error=error)
         release()
@@ -182,7 +182,7 @@ def build_mesh(preparation: Preparation) -> None:
     context = preparation.context
     options = {}
     for axis in context.layout.dense_axes:
-        answer = preparation.hooks.query("composer3d_group_options", context=context, axis=axis.name)
+        answer = preparation.hooks.group_options(context, axis.name)
         if answer is not None:
             options[axis.name] = answer
     context.set_mesh(mesh.build(context.layout, device_type=context.device.type, options=options))
@@ -202,29 +202,29 @@ def _guard(
         device=device,
         plan=plan or 0,
         compares=plan is not None,
-        # In a fake world of many ranks nobody else answers.
+        # In a fake process group of many ranks nobody else answers.
         is_answered=context.world_size == 1 or dist.get_backend(group) != "fake",
-        # A plugin that places batches cuts sequences; without one, ranks along cp are handed their own parts.
-        whole_sequences=bool(preparation.hooks.freeze("composer3d_place_batch")),
+        # A plugin that places batches shards sequences; without one, the loop passes ranks along cp their own shards.
+        whole_sequences=bool(preparation.hooks.place_batch()),
         replicas=replica_axes(context) if plan is not None else (),
         shared=shared_axes(context) if plan is not None else (),
     )
 
 
 def _ledger(preparation: Preparation, group: Any, device: torch.device) -> Ledger:
-    """Make the ledger of losses, with what data-parallel plugins average over."""
+    """Make the ledger of losses, with the degrees over which data-parallel plugins average."""
     context = preparation.context
     averages = 1
     for transform, _ in preparation.selected:
         for axis in transform.averages:
             averages *= context.degrees[axis]
-    # Ranks along tp compute the same loss: only the first of them adds it up. Along pp only the last stage has one.
+    # Ranks along tp compute the same loss: only the first of them counts it. Along pp only the last stage has one.
     contributes = all(context.coordinates[name] == 0 for name in context.layout.names(Role.TENSOR))
     return Ledger(averages=averages, contributes=contributes, group=group, device=device)
 
 
 def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
-    """Make what tells of failed collectives, where there are other ranks that could answer."""
+    """Make the flight recorder, where there are other ranks that could answer; else None."""
     import torch.distributed as dist
 
     context = preparation.context
@@ -245,11 +245,11 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
     )
 
 
-def _actions(preparation: Preparation, acting: spans.Acting) -> tuple[StepAction, ...]:
+def _actions(preparation: Preparation, acting: span_hooks.Acting) -> tuple[StepAction, ...]:
     """Collect the actions of every step, in their order."""
     actions: list[StepAction] = [
         replace(action, run=acting.named(registered.name, action.run))
-        for registered, action in preparation.hooks.collect("composer3d_step_actions", context=preparation.context)
+        for registered, action in preparation.hooks.step_actions(preparation.context)
     ]
     if preparation.attachments.hooks:
         actions.append(gradient_hooks(preparation.attachments))
@@ -279,10 +279,10 @@ def freeze(
     *,
     make_guard: Callable[..., Guard] = Guard,
 ) -> Assembled:
-    """Collect what runs in steps, so that no step looks anything up; `make_guard` takes the arguments of `Guard`."""
+    """Collect the functions that steps call, so that no step looks them up; `make_guard` takes `Guard`'s arguments."""
     context, hooks = preparation.context, preparation.hooks
     group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
-    acting = spans.Acting(is_watched=bool(hooks.freeze("composer3d_recorder")))
+    acting = span_hooks.Acting(is_watched=bool(hooks.implementing("composer3d_recorder")))
     streams = _streams(preparation)
     flight = _flight(preparation, guarded=plan is not None)
     engine = StepEngine(
@@ -294,22 +294,22 @@ def freeze(
         streams=streams,
         criterion=criterion,
     )
-    engine.scaler = hooks.query("composer3d_grad_scaler", context=context)
-    recorders = tuple(recorder for _, recorder in hooks.call("composer3d_recorder", context=context))
+    engine.scaler = hooks.grad_scaler(context)
+    recorders = hooks.recorders(context)
     context.freeze(
         recorders=(acting, *recorders) if recorders else (),
         flight=flight,
         microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
         streams=streams,
     )
-    spans.watch_sharding(context)
-    unwatch = spans.watch_operators(context, acting)
+    span_hooks.watch_sharding(context)
+    unwatch = span_hooks.watch_operators(context, acting)
     loss_fn = streams.of_loss(engine.loss)
-    scheduled = hooks.query("composer3d_schedule", context=context, parts=context.parts, loss_fn=loss_fn)
-    states = {plugin.name: states for plugin, states in hooks.call("composer3d_state", context=context)}
+    scheduled = hooks.schedule(context, context.parts, loss_fn)
+    states = hooks.states(context)
 
-    def frozen(hook: str) -> tuple[Callable[..., Any], ...]:
-        return tuple(acting.named(registered.name, function) for registered, function in hooks.freeze(hook))
+    def functions(bound: Sequence[Bound]) -> tuple[Callable[..., Any], ...]:
+        return tuple(acting.named(registered.name, function) for registered, function in bound)
 
     if flight is not None:
         flight.start()  # last: nothing that fails before has a thread to stop
@@ -322,9 +322,9 @@ def freeze(
         has_schedule=scheduled is not None,
         group=group,
         control_device=device,
-        place_batch=frozen("composer3d_place_batch"),
-        measures=frozen("composer3d_measure"),
-        metric_sinks=frozen("composer3d_metrics"),
+        place_batch=functions(hooks.place_batch()),
+        measures=functions(hooks.measure()),
+        metric_sinks=functions(hooks.metrics()),
         states=states,
         release=functools.partial(close_all, (unwatch, *(() if flight is None else (flight.close,)), release)),
     )

@@ -1,4 +1,4 @@
-"""Closing many things: one that fails keeps none of the others from it, and hides nothing that ended the run before."""
+"""Closing of many resources: every one is closed whatever the others raise, and the run's own error stays first."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["close_all"]
 
 
 def close_all(functions: Iterable[Callable[[], object]], *, error: BaseException | None = None) -> None:
-    """Call every function, and raise what the last of them raised that failed.
+    """Call every function, and raise the last error of those that failed.
 
-    After a failure theirs is a note on it: a save in flight, say, fails for want of the same peer, and its words would
-    stand for the ones that name who was missing.
+    After a failure of the run theirs become notes on its error: a save in flight, say, fails because the same peer is
+    missing, and its message would hide the one that names the peer.
 
     Args:
-        functions: In the order of their calls.
-        error: What ended the run; None where nothing did.
+        functions: Called in this order.
+        error: Error that ended the run, if one did.
     """
     try:
         with contextlib.ExitStack() as stack:

@@ -49,14 +49,14 @@ def compose(
         manifest: A path, the name of a shipped manifest, or a manifest that was read before.
         loss_fn: `(output, target)` to a `Loss`, `(sum, count)`, a scalar sum, or a scalar mean (which is refused where
             micro-batches have different counts). None takes the output's `loss`, as Hugging Face models give it.
-        loss_reduction: What a scalar loss is, where its last operation does not tell.
+        loss_reduction: `sum` or `mean`, the reduction of a scalar loss whose last operation is neither.
         count_fn: The number of valid tokens of a target; default: targets that are not -100.
         weights: For a module that exists: `check` refuses ranks whose weights differ, `rank0` broadcasts the first's.
-        tables: Further tables the manifest may have, for example `composer3d.runner.TABLES`; they are checked and not
-            used. Without it a table that embedding does not use is refused.
+        tables: Further tables the manifest may have, for example `composer3d.runner.TABLES`; they are validated and not
+            used. Without it a table that only a run uses is refused.
         device: Default: the accelerator if there is one, else the CPU.
-        purpose: Why it is composed.
-        example: `(args, kwargs)` of a forward, for plugins that have to see one (pipelines, plans that are derived);
+        purpose: `run`, `check`, `plan` or `verify`; outside `run` no plugin opens files, ports or sockets.
+        example: `(args, kwargs)` of a forward, for plugins that trace the model (pipelines, plans that are derived);
             only shapes and dtypes matter. Or a function that makes it, if one asks. Default: token numbers are tried.
         guard: Compare step, plan and batch of all ranks as steps begin, and explain lost ones. False only counts.
         timeout_s: Seconds after which a rank fails whose other ranks do not come: to join the world, to compose, or to

@@ -1,4 +1,4 @@
-"""The composition: what a training loop talks to."""
+"""The composition, through which a training loop works."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d.composition import span_hooks
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.closing import close_all
 from composer3d.composition.model_hooks import watch_model
 from composer3d.composition.own_loop import OwnLoop
+from composer3d.composition.own_optimizer import refuse_other_optimizers
 from composer3d.composition.persistence import Persistence
 from composer3d.composition.preparing import PlanRow
 from composer3d.errors import StepError
 from composer3d.interfaces import Stateful
-from composer3d.observation import spans
-from composer3d.own_optimizer import refuse_other_optimizers
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import Evaluation, evaluating, let_go
@@ -60,7 +60,7 @@ class Composition(OwnLoop):
 
     @property
     def plan(self) -> tuple[PlanRow, ...]:
-        """What was done to the model, in order."""
+        """The transforms applied to the model, in order."""
         return self._assembled.plan
 
     @property
@@ -74,7 +74,7 @@ class Composition(OwnLoop):
         return self.context.coordinates
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; none of them gathered."""
+        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; as local shards."""
         let_go(self.parts)
         yield from self.context.named_parameters()
 
@@ -90,8 +90,8 @@ class Composition(OwnLoop):
         """Open an optimizer step. A loop that opens none has one from its first forward to the optimizer's `step`.
 
         Args:
-            number: Decides the random streams, so it must be the same on all ranks and go on after a resume.
-            target: For a loop that keeps its own forward: this rank's targets of the whole step, whose valid tokens
+            number: Seeds the random streams, so it must be the same on all ranks and continue after a resume.
+            target: For a loop that runs its own forward: this rank's targets of the whole step, whose valid tokens
                 normalise the loss. Without it every `backward` weighs the same.
 
         Raises:
@@ -102,21 +102,20 @@ class Composition(OwnLoop):
 
     def steps(self, loader: Iterable[Any], *, start: int = 0) -> Iterator[Any]:
         """Yield the loader's batches, each in a step of its own, numbered from `start`."""
-        for number, batch in enumerate(spans.waits(loader, self.context), start):
+        for number, batch in enumerate(span_hooks.waits(loader, self.context), start):
             with self.step(number):
                 yield batch
 
     def forward_backward(self, *args: Any, target: Any = None, **kwargs: Any) -> Tensor:
         """Run forward and backward of one batch: micro-batches, pipeline, scaling.
 
-        Gradient of any layout: that of the loss summed over all valid tokens of the global batch, divided by their
-        number. Several calls in one step make one global batch.
+        The gradient, in any layout, is that of the loss summed over all valid tokens of the global batch, divided by
+        their number. Several calls in one step make one global batch.
         Collectives: one all-reduce before (counts and the guard), one after (the loss), and those of the plugins.
 
         Args:
-            args: The model's, for this data-parallel rank; ranks that differ only in tp or pp pass the same.
-            target: Passed to the loss.
-            kwargs: The model's.
+            args: The model's, x_B... of this data-parallel rank; ranks that differ only in tp or pp pass the same.
+            target: Passed to the loss, such as targets_BS.
 
         Returns:
             The mean loss of the global batch, the same on every rank.
@@ -124,7 +123,7 @@ class Composition(OwnLoop):
         Raises:
             StepError: Outside a step, or ranks differ.
             BatchError: The batch does not divide into micro-batches.
-            LossError: The loss does not say how it is normalised.
+            LossError: The normalisation of the loss is unknown.
         """
         identity = self._engine.identity((args, kwargs, target))
         return self._engine.forward_backward(
@@ -139,8 +138,7 @@ class Composition(OwnLoop):
 
         Args:
             args: The model's.
-            target: Passed to the loss.
-            kwargs: The model's.
+            target: Passed to the loss, such as targets_BS.
         """
         identity, batch = self._engine.identity((args, kwargs, target)), self._assembled.placed(args, kwargs, target)
         self._evaluations += 1
@@ -190,7 +188,7 @@ class Composition(OwnLoop):
             activity: What the loop does, for the text.
 
         Raises:
-            StepError: A rank is gone or late; says which, over which axis, and what every rank did last.
+            StepError: A rank is gone or late; names it, the axis, and what every rank did last.
         """
         return self._engine.explaining(activity)
 
@@ -239,7 +237,7 @@ class Composition(OwnLoop):
 
         Args:
             name: In the checkpoint.
-            stateful: Its state holds tensors, and values that JSON holds.
+            stateful: Its state consists of tensors and JSON values.
         """
         self._persistence.attach(name, stateful)
 
@@ -297,9 +295,9 @@ class Composition(OwnLoop):
             return self._persistence.full_state_dict()
 
     def parameters_changed(self) -> None:
-        """Let plugins compute anew what rests on final parameters, after a loop has changed parameters between steps.
+        """Let plugins recompute values derived from parameters, after a loop has changed these between steps.
 
-        Parameters that a forward without a backward has gathered are let go, too. `load` does so by itself.
+        Parameters that a forward without a backward has gathered are resharded, too. `load` does so by itself.
         Collectives: those of the plugins' actions.
 
         Raises:
@@ -309,12 +307,11 @@ class Composition(OwnLoop):
         self._engine.parameters_loaded()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Add what plugins measure to a step's metrics and hand them to every plugin that takes metrics.
+        """Add the metrics that plugins measure to a step's, and pass all to every plugin that takes metrics.
 
         Collectives: one all-gather, if a plugin measures.
 
         Args:
-            step: Its number.
             metrics: Equal on all ranks.
 
         Returns:
@@ -328,7 +325,7 @@ class Composition(OwnLoop):
         """Wait for checkpoints, close the plugins, and destroy the process group if `compose` made it.
 
         Args:
-            error: What ended the run, for the plugins.
+            error: Error that ended the run, for the plugins.
         """
         if self._closed:
             return
@@ -336,7 +333,7 @@ class Composition(OwnLoop):
         self._engine.own_steps.abandon()
         self._engine.accumulated.close()
         stepper = self._engine.stepper
-        plugins = self._assembled.hooks.freeze("composer3d_close")
+        plugins = self._assembled.hooks.close()
         close_all(
             (
                 self._unwatch,

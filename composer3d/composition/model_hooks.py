@@ -1,4 +1,4 @@
-"""Hooks on the model of a loop that runs its own forward: random streams, gathered parameters, and what it saves."""
+"""Hooks on the model of a loop that runs its own forward: random streams, resharding, and its state dict."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 
 from composer3d import torch_compat
+from composer3d.composition import span_hooks
 from composer3d.errors import StepError
-from composer3d.observation import spans
 from composer3d.step.evaluation import let_go
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ __all__ = ["Shards", "watch_model"]
 
 
 class Shards(OrderedDict[str, Any]):
-    """A state dict of this rank's shards, which torch.save does not write: a file of one rank holds a part of it."""
+    """State dict of this rank's shards, which torch.save refuses to write: one rank's file would be incomplete."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         super().__init__(state)
@@ -56,8 +56,8 @@ def _refuse_copy(memo: object) -> NoReturn:
 def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> None:
     """Attach hooks to the whole model of a composition without a schedule.
 
-    They are functions and look at the module that they are called for: `copy.deepcopy` of the model passes them on as
-    they are, and on a copy they do nothing.
+    They are functions that check the module they are called for: `copy.deepcopy` of the model keeps them, and on a copy
+    they do nothing.
 
     Args:
         module: The only part.
@@ -98,6 +98,6 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
     module.register_state_dict_pre_hook(reading)
     torch_compat.on_state_dict(module, read)
     if hasattr(module, "reshard"):  # FSDP2's
-        # FSDP2's own refuses too, without a word about what to write; copy looks at the instance first.
+        # FSDP2's own refuses too, without advice; copy looks at the instance first.
         vars(module)["__deepcopy__"] = _refuse_copy
-    spans.watch_own_forward(module, context, lambda: engine.is_own_forward)
+    span_hooks.watch_own_forward(module, context, lambda: engine.is_own_forward)

@@ -1,4 +1,4 @@
-"""What a composition is to a loop that keeps its own forward and backward."""
+"""The part of a composition for loops that keep their own forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a composition goes into a checkpoint, and under which keys.
+"""Checkpoint contents of a composition, and the key of every entry.
 
 `model/<fqn>` parameters and persistent buffers, `optimizer/<fqn>/<name>`, `plugin/<plugin>/<name>/...`,
 `attached/<name>/...`; whatever is no tensor goes into the checkpoint's JSON.
@@ -48,7 +48,7 @@ class Persistence:
         return tuple(self._attached.values())
 
     def attach(self, name: str, stateful: Stateful) -> None:
-        """Add something to what is saved; see `Composition.attach`."""
+        """Add a stateful object to the checkpoint; see `Composition.attach`."""
         if name in self._attached:
             raise StepError(f'"{name}" is attached already')
         self._attached[name] = stateful
@@ -115,7 +115,7 @@ class Persistence:
     def _fill(
         self, path: Path, state: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, tensors: dict[str, Tensor]
     ) -> None:
-        """Read into everything that exists now."""
+        """Read a checkpoint into the existing tensors and states."""
         saved: Mapping[str, Any] = state.get("optimizer") or {}
         if optimizer is not None:
             tensors |= checkpoint.optimizer_tensors(optimizer, self._parameters())[0]
@@ -147,10 +147,11 @@ class Persistence:
             self._saver.wait()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Wait, and let go of the process group that saves have.
+        """Wait for a save in flight, and destroy the process group of saves.
 
         Args:
-            error: What ended the run: then a save in flight has a few seconds, as it may wait for who ended it.
+            error: Error that ended the run: a save in flight then gets a few seconds only, as it may wait for the
+                failed rank.
         """
         if self._saver is not None:
             self._saver.close(at_most_s=None if error is None else checkpoint.AFTER_ERROR_S)
@@ -180,15 +181,14 @@ class Persistence:
             for fqn, tensor in {**parameters, **buffers}.items():
                 if fqn in left_out:
                     continue
-                # Of several copies on this rank the first one is the optimizer's; the others are filled from it.
+                # Of several replicas on this rank the first one is the optimizer's; the others are filled from it.
                 result.setdefault(f"model/{first.get(fqn, fqn)}", checkpoint.unwrapped(tensor.detach()))
         return result
 
     def _reordered(self, tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor, Order]]:
         """Return the tensors that are not kept in the model's order, in which checkpoints are written.
 
-        Whatever stands under the FQN of such a parameter and is as long (its optimizer state, its average) is ordered
-        as it is.
+        Tensors under the FQN of such a parameter and of its length (optimizer state, averages) have its order.
         """
         orders = self._assembled.context.orders
         found = []
@@ -207,7 +207,7 @@ class Persistence:
         return plugins | {f"attached/{name}": stateful for name, stateful in self._attached.items()}
 
     def _left_behind(self, path: Path, stateful: Mapping[str, Stateful], state: Mapping[str, Any]) -> list[str]:
-        """Return the saved states that nothing takes; refuse those that a run cannot do without, here or there."""
+        """Return the saved states that nothing loads; refuse states that either run cannot do without."""
         saved = set(state["states"])
         lacking, extra = sorted(stateful.keys() - saved), sorted(saved - stateful.keys())
         needed = [prefix for prefix in lacking if prefix not in _dispensable(stateful)]
@@ -240,10 +240,10 @@ def _dispensable(stateful: Mapping[str, Stateful]) -> list[str]:
 
 
 def _plain_state(optimizer: Any, *, write: bool) -> AbstractContextManager[None]:
-    """Open a context in which an optimizer's state is plain tensors, cut as their parameters are.
+    """Open a context in which an optimizer's state is plain tensors, sharded as their parameters are.
 
     An optimizer that keeps its state in another form, or elsewhere, has a method `plain_state(write=...)` that returns
-    it; with `write` it takes the values back at the end.
+    the context; with `write` it takes the values back at the end.
     """
     if not hasattr(optimizer, "plain_state"):
         return nullcontext()
@@ -261,7 +261,7 @@ def _full(tensor: Tensor) -> Tensor:
 
 
 def _rewritten(tensor: Tensor, rewrite: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return a tensor of the same layout with other values. Collectives: what it takes to gather one such tensor."""
+    """Return a tensor of the same placement with rewritten values. Collectives: an all-gather of one such tensor."""
     import torch
 
     result = torch.empty_like(tensor)
@@ -289,7 +289,7 @@ def _take_out(value: Any, key: str, tensors: dict[str, Tensor]) -> Any:
 def _blank(
     value: Any, key: str, path: Path, present: Mapping[str, Tensor], known: Mapping[str, checkpoint.TensorInfo]
 ) -> Any:
-    """Put tensors, to be filled by the load, where `_take_out` took them from.
+    """Restore nested state with tensors, to be filled by the load, where `_take_out` took them from.
 
     Where the state has such a tensor now it is that one, so that what is sharded stays sharded; otherwise an empty one.
     """

@@ -1,4 +1,4 @@
-"""Everything about a composition that is known before a process group, a mesh or a weight exists.
+"""Preparation: everything about a composition that is known before a process group, a mesh or a weight exists.
 
 `check` stops here; `compose` goes on from here. Mistakes are collected, not raised one by one.
 """
@@ -25,9 +25,10 @@ from composer3d.errors import (
     describe_error,
     is_interrupt,
 )
+from composer3d.hooks import Hooks
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
-from composer3d.registry import Hooks, Registered
+from composer3d.registry import Registered
 from composer3d.transform import Transform, resolve
 
 if TYPE_CHECKING:
@@ -40,12 +41,10 @@ if TYPE_CHECKING:
 
 __all__ = ["PlanRow", "Preparation", "prepare"]
 
-TRANSFORM_HOOKS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """One line of the plan: what is done to which modules, in which phase."""
+    """One line of the plan: a transform, its phase, and the modules that it selected."""
 
     phase: str
     name: str
@@ -62,11 +61,11 @@ class Preparation:
     """A manifest joined with a model.
 
     Attributes:
-        context: What plugins see.
+        context: The run as plugins see it.
         hooks: The plugins.
         model: On meta where it was made by a factory.
-        recipe: How its weights are made; None where the model came with weights.
-        attachments: What its parameters have beside values.
+        recipe: Initialisation of its weights; None where the model came with weights.
+        attachments: Attributes and hooks of its parameters.
         selected: The ordered transforms with the FQNs each selected on the whole model.
         problems: Every mistake found.
     """
@@ -92,11 +91,8 @@ class Preparation:
         return tuple(rows)
 
     def actions(self, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
-        """Return what every rank of the pipeline runs, in order; None without one."""
-        answer: Sequence[Sequence[Action]] | None = self.hooks.query(
-            "composer3d_actions", context=self.context, num_microbatches=num_microbatches
-        )
-        return answer
+        """Return the actions of every rank of the pipeline, in order; None without one."""
+        return self.hooks.actions(self.context, num_microbatches)
 
 
 def layout_of(manifest: Manifest, hooks: Hooks, *, world_size: int | None) -> Layout:
@@ -146,9 +142,9 @@ def prepare(
         model: A module, or a factory that is run once on meta; see `WeightsOnDisk`.
         manifest: Read and typed.
         world_size: None takes what the manifest's degrees multiply to.
-        rank: Whose view is prepared.
-        device: Where the run would put parameters.
-        purpose: Why.
+        rank: Global rank whose view is prepared.
+        device: Of the run's parameters.
+        purpose: As of `compose`.
         example: `(args, kwargs)` of a forward, for plugins that need shapes, or what makes it.
 
     Raises:
@@ -199,7 +195,7 @@ def _find_problems(preparation: Preparation) -> None:
     for registered in preparation.hooks.plugins:
         problems += _device_problems(registered, context)
     with _located(problems, lambda error: document.problem(("mesh",), str(error), whole_table=True)):
-        for registered, function in preparation.hooks.freeze("composer3d_configure"):
+        for registered, function in preparation.hooks.configure():
             with _asking(problems, registered, context):
                 function(context=context)
     if context.world_size > 1:
@@ -227,18 +223,15 @@ def _select(preparation: Preparation) -> None:
     """Let every transform choose its modules on the whole model."""
     context, problems = preparation.context, preparation.problems
     collected: list[tuple[Registered, Transform]] = []
-    for hook in TRANSFORM_HOOKS:
-        for registered, function in preparation.hooks.freeze(hook):
-            with _asking(problems, registered, context):
-                answer = function(context=context)
-                for transform in answer if isinstance(answer, list | tuple) else (answer,):
-                    if transform is not None and not isinstance(transform, Transform):
-                        kind = type(transform).__name__
-                        raise PluginError(
-                            f"{registered.name} answers {hook} with a value of type {kind}, not a Transform"
-                        )
-                    if transform is not None:
-                        collected.append((registered, transform))
+    for hook, (registered, function) in preparation.hooks.transforms():
+        with _asking(problems, registered, context):
+            answer = function(context=context)
+            for transform in answer if isinstance(answer, list | tuple) else (answer,):
+                if transform is not None and not isinstance(transform, Transform):
+                    kind = type(transform).__name__
+                    raise PluginError(f"{registered.name} answers {hook} with a value of type {kind}, not a Transform")
+                if transform is not None:
+                    collected.append((registered, transform))
     by_name = {transform.name: registered for registered, transform in collected}
     try:
         alone = context.purpose == "verify" and context.world_size == 1
@@ -283,7 +276,7 @@ def _located(problems: list[Problem], locate: Callable[[ComposerError], Problem]
 
 @contextmanager
 def _asking(problems: list[Problem], registered: Registered, context: RunContext) -> Iterator[None]:
-    """Place what a plugin raises at its table; in `check`, whatever it is, with the line that raised it."""
+    """Locate a plugin's error at its table; in `check`, any exception, with the line that raised it."""
     with _located(problems, partial(_at_plugin, registered, context)):
         try:
             yield
@@ -296,7 +289,7 @@ def _asking(problems: list[Problem], registered: Registered, context: RunContext
 
 
 def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:
-    """Place an error at its plugin's table, or at the key that holds the offending pattern."""
+    """Locate an error at its plugin's table, or at the key that holds the offending pattern."""
     document = context.manifest.document
     path: tuple[Any, ...] = (registered.info.family, registered.name)
     if isinstance(error, PatternError):

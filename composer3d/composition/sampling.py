@@ -1,8 +1,8 @@
-"""Which sample is number i of the stream: a pure function of the seed and the position, in any layout.
+"""Sample order: the sample at each position of the stream, a pure function of seed and position in any layout.
 
 The stream is endless: epoch after epoch, each a permutation of the data set. Step s takes the positions after those of
-the steps before it, and every data-parallel rank its contiguous cut, so that neither the number of ranks nor a restart
-changes what a step trains on. No permutation is ever stored.
+the steps before it, and every data-parallel rank its contiguous slice, so that neither the number of ranks nor a
+restart changes what a step trains on. No permutation is ever stored.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ def indices(position: int, count: int, *, size: int, seed: int, shuffle: bool = 
     """Return the samples at `position` to `position + count - 1` of an endless stream of epochs.
 
     Epoch e is a permutation of `range(size)` keyed by blake2b of (seed, e): a Feistel network over a grid of a x b
-    cells with a * b >= size that walks on from cells outside the range ("cycle walking"). It is evaluated only where
-    it is asked: memory and time are O(count), whatever the size (0.1 ms for 1024 of 1e9 samples). Sets of at most 1024
-    samples are sorted by hash instead.
+    cells with a * b >= size that walks on from cells outside the range ("cycle walking"). It is evaluated only at the
+    requested positions: memory and time are O(count), whatever the size (0.1 ms for 1024 of 1e9 samples). Sets of at
+    most 1024 samples are sorted by hash instead.
     Source: John Black and Phillip Rogaway, Ciphers with Arbitrary Finite Domains, CT-RSA 2002.
 
     Args:
@@ -100,7 +100,7 @@ def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def local_slice(indices: _Indices, rank: int, degree: int) -> _Indices:
-    """Return one data-parallel rank's contiguous cut of a global batch.
+    """Return one data-parallel rank's contiguous slice of a global batch.
 
     Args:
         indices: The global batch; anything that can be sliced.
@@ -126,11 +126,11 @@ def local_slice(indices: _Indices, rank: int, degree: int) -> _Indices:
 class Sampler:
     """A batch sampler for `torch.utils.data.DataLoader(dataset, batch_sampler=...)`: this rank's indices of each step.
 
-    One pass over it yields `len(sampler)` steps and the next pass goes on where it ended. Step s takes the positions
+    One pass over it yields `len(sampler)` steps and the next pass continues where it ended. Step s takes the positions
     s * global_batch and on of the stream of `indices`, so a step is the same whatever the layout and the workers.
 
     A loader that prefetches runs ahead of the training: call `set_step(n + 1)` after step n, and `state_dict` is exact
-    with any number of workers. Without that call the sampler counts the steps that it has handed out.
+    with any number of workers. Without that call the sampler counts the steps that it has yielded.
 
     Args:
         dataset_or_size: A data set with a length, or the length.
@@ -187,7 +187,7 @@ class Sampler:
         return local_slice(batch, self._rank, self._degree).tolist()
 
     def set_step(self, step: int) -> None:
-        """Make the next pass start at a step; a pass that is under way goes on as it was."""
+        """Make the next pass start at a step; a pass that is under way continues unchanged."""
         if step < 0:
             raise DataError(f"there is no step {step}; steps start at 0")
         self._step = step
@@ -198,7 +198,7 @@ class Sampler:
         return {"step": self._step, "seed": self._seed, "size": self._size, "shuffle": self._shuffle}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on at the saved step.
+        """Continue at the saved step.
 
         Raises:
             DataError: The state belongs to another order: another seed, size or shuffle.

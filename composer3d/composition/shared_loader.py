@@ -1,4 +1,4 @@
-"""A loop's DataLoader, of whose batches every rank reads its part."""
+"""Sharded view of a loop's DataLoader: every rank reads its slice of each global batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _END = object()
 
 
 class _Part:
-    """A batch sampler that yields this rank's part of every batch of another one, in an order that all ranks have."""
+    """Batch sampler of this rank's slice of another sampler's batches, whose order all ranks share."""
 
     def __init__(self, batches: Any, context: RunContext) -> None:
         self._batches, self._context, self._epoch = batches, context, 0
@@ -30,7 +30,7 @@ class _Part:
         import torch
 
         context, num = self._context, self._context.num_readers
-        # A sampler without a generator draws from torch's, which is another one on every rank.
+        # A sampler without a generator draws from torch's default one, which differs between ranks.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(context.manifest.train.seed, "loader", self._epoch))
             batches = [list(batch) for batch in self._batches]

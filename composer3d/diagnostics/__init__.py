@@ -1,1 +1,1 @@
-"""What a run did and why one failed, read from what it left."""
+"""Diagnosis of finished, failed and hanging runs, from the files in their folders."""

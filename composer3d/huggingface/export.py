@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.huggingface.model import HuggingFaceModel
-
 __all__ = ["Exporter", "save_description"]
 
 # Tokenizers, chat templates, processors, and code that comes with a model; never weights.
@@ -26,17 +24,23 @@ _BESIDES = ("*.json", "*.jinja", "*.model", "*.txt", "*.py")
 _NOT_THESE = ("config.json", "generation_config.json", "*.index.json")
 
 
-def save_description(model: HuggingFaceModel, to: Path) -> None:
-    """Write the configuration of a run, and copy what else describes a model, into a folder that is made."""
+def save_description(folder: Path, config: Any, to: Path) -> None:
+    """Write a run's configuration, and copy what else describes a model, into a folder that is made.
+
+    Args:
+        folder: Of the model.
+        config: With the overrides and the dtype of the run.
+        to: The new folder.
+    """
     to.mkdir(parents=True, exist_ok=True)
     for pattern in _BESIDES:
-        for file in sorted(model.folder.glob(pattern)):
+        for file in sorted(folder.glob(pattern)):
             if file.is_file() and not any(file.match(other) for other in _NOT_THESE):
                 shutil.copyfile(file, to / file.name)
-    generation = model.folder / "generation_config.json"
+    generation = folder / "generation_config.json"
     if generation.is_file():
         shutil.copyfile(generation, to / generation.name)
-    model.config_to_save.save_pretrained(to)
+    config.save_pretrained(to)
 
 
 class Exporter:

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder, or what the Hugging Face cache of this machine holds under a name."""
+"""Model folders: a path, or a model's name in the Hugging Face cache of this machine."""
 
 from __future__ import annotations
 

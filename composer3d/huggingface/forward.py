@@ -1,4 +1,4 @@
-"""What a model's forward is told besides its inputs."""
+"""Adjustments of Hugging Face forwards: no detection of packed sequences, runs on meta, experts in float64."""
 
 from __future__ import annotations
 

@@ -160,7 +160,7 @@ class HuggingFaceModel:
         """Write what a folder of the model has besides weights: configuration, generation settings, tokenizer, code."""
         from composer3d.huggingface.export import save_description
 
-        save_description(self, to)
+        save_description(self.folder, self.config_to_save, to)
 
     @property
     def config_to_save(self) -> Any:

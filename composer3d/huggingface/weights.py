@@ -48,7 +48,7 @@ class FolderWeights:
         self._converted: tuple[str, dict[str, Tensor]] | None = None
 
     def __contains__(self, fqn: str) -> bool:
-        """Tell whether the folder has the tensor; else the model's configuration makes it."""
+        """Return whether the folder has the tensor; else the model's configuration makes it."""
         return fqn in self._tiles or fqn in self._groups
 
     def shape(self, fqn: str) -> tuple[int, ...]:

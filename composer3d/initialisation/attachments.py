@@ -1,4 +1,4 @@
-"""State that a model hangs on its parameters, carried over to the parameters that a composition trains."""
+"""State that a model depends on its parameters, carried over to the parameters that a composition trains."""
 
 from __future__ import annotations
 

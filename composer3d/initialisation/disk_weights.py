@@ -17,7 +17,7 @@ class TensorSource(Protocol):
     """Values of parameters and buffers by FQN, readable in part; what it lacks comes from the factory's recipe."""
 
     def __contains__(self, fqn: str) -> bool:
-        """Tell whether it has a tensor; under every name of a tie, or under none."""
+        """Return whether it has a tensor; under every name of a tie, or under none."""
 
     def shape(self, fqn: str) -> tuple[int, ...]:
         """Return the shape of the full tensor."""

@@ -1,4 +1,4 @@
-"""What a factory did, as values: the operators it ran, and the memory they read and wrote."""
+"""Operation log of a model factory: the operators that it ran, and the memory that they read and wrote."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Log:
         )
 
     def knows(self, tensor: Tensor) -> bool:
-        """Tell whether the tensor's storage has a number."""
+        """Return whether the tensor's storage has a number."""
         return storage_key(tensor) in self._numbers
 
     def num_bytes(self, storage: int) -> int:
@@ -131,7 +131,7 @@ class Log:
         return args[0].storage if self.covers(args[0]) else None
 
     def covers(self, spec: TensorSpec) -> bool:
-        """Tell whether a tensor is all of its storage."""
+        """Return whether a tensor is all of its storage."""
         return spec.num_bytes == self.num_bytes(spec.storage) > 0
 
     def history(self, storage: int, *, whole: bool = False) -> list[int]:

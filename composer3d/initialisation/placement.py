@@ -65,7 +65,8 @@ def _piece(target: DTensor, full: Tensor | Slab) -> Tensor | Slab | None:
             cuts.append((shard.split_factor, axis, shard.dim))
         elif not placement.is_replicate():
             raise InitialisationError(f"a full tensor cannot be placed as {placement}")
-    # Tensors are cut over the mesh axes from left to right, except that a strided shard was cut when there were already
+    # Tensors are sharded over the mesh axes from left to right, except that a strided shard was made when there were
+    # already
     # `split_factor` pieces: after those to its right.
     for _, axis, dim in sorted(cuts):
         pieces = full.chunk(target.device_mesh.size(axis), dim)

@@ -1,4 +1,4 @@
-"""How each parameter and buffer of a recorded model is made, alone and in full."""
+"""Recipe of a recorded model: every parameter and buffer can be made alone and in full."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors of one storage have an element in common."""
+    """Return whether two tensors of one storage have an element in common."""
     import torch
 
     (start, stop), (begin, end) = _span(one), _span(other)

@@ -1,4 +1,4 @@
-"""Which line of the user's code is at fault."""
+"""Source lines of the user's code, for messages about a model factory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OWN = (f"{Path(__file__).parent}/", f"{Path(__file__).parent.parent / 'torch_co
 
 
 def is_torch(filename: str) -> bool:
-    """Tell whether a source file belongs to torch itself."""
+    """Return whether a source file belongs to torch itself."""
     import torch
 
     return filename.startswith(str(Path(torch.__file__).parent) + "/")

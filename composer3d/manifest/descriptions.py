@@ -1,4 +1,4 @@
-"""What a table's docstring says about the table and its keys."""
+"""Descriptions of manifest tables and their keys, from docstrings and fields."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from composer3d.errors import Problem
+from composer3d.errors import PluginError, Problem
+from composer3d.registry import Catalogue, info_of
 
 __all__ = ["explained"]
 
@@ -66,14 +67,12 @@ _ANYWHERE = {
 _IN_TABLE = {
     "mesh": {
         "dp": "write dp_shard (parameters sharded) or dp_replicate (parameters replicated)",
-        "ddp": "write dp_replicate",
         "data": "write dp_shard or dp_replicate",
         "data_parallel": "write dp_shard or dp_replicate",
         "fsdp": "write dp_shard",
         "mp": "write tp",
         "model": "write tp",
         "tensor": "write tp",
-        "tensor_parallel": "write tp",
         "pipeline": "write pp",
         "pipeline_parallel": "write pp",
         "sp": "write cp; sequence parallelism beside tensor parallelism is an option of that plugin",
@@ -107,7 +106,7 @@ def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Pr
     key, table = problem.key, problem.table or ""
     if key in tables and isinstance(value, dict):
         return replace(problem, hint=_dotted_hint(key, table, value))
-    hint = _IN_TABLE.get(table, {}).get(key) or _ANYWHERE.get(key)
+    hint = _IN_TABLE.get(table, {}).get(key) or _axis_hint(key, table) or _ANYWHERE.get(key)
     if hint is None and table == "model":
         hint = f"arguments of the model stand in model.args: write model.args.{key}"
     if hint is None or hint == f"write {table}.{key}":  # the word is right; tables of a run are not a loop's
@@ -115,6 +114,18 @@ def explained(problem: Problem, *, value: object, tables: Collection[str]) -> Pr
     if hint.startswith(f"write {table}.") and (problem.hint or "").startswith("did you mean"):
         return problem
     return replace(problem, hint=hint.replace(f"write {table}.", "write ") if table != "model" else hint)
+
+
+def _axis_hint(key: str, table: str) -> str | None:
+    """Return what to write for a plugin's name among the axes: the axis that the plugin owns."""
+    catalogue = Catalogue.installed()
+    if table != "mesh" or key not in catalogue.names():
+        return None
+    try:
+        info = info_of(catalogue.load(key))
+    except PluginError:
+        return None
+    return f"write {info.owns[0]}" if info is not None and info.owns else None
 
 
 def _dotted_hint(key: str, table: str, value: dict[str, object]) -> str:

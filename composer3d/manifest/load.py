@@ -98,7 +98,7 @@ def type_manifest(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class InspectedManifest:
-    """A manifest as far as it can be typed, so that what does not hang on its mistakes can still be checked.
+    """A manifest as far as it can be typed, so that what does not depend on its mistakes can still be checked.
 
     Args:
         manifest: Tables and plugins without their wrong keys; one that cannot be without them is missing.

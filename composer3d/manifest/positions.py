@@ -1,4 +1,4 @@
-"""Where every key of a TOML text stands: tomli reads values without places, so this scanner finds the places."""
+"""Line and column of every key in a TOML text, found by a scanner: tomli reads values without positions."""
 
 from __future__ import annotations
 

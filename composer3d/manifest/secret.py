@@ -107,7 +107,7 @@ class Secret:
 
 
 def names_a_secret(key: Any) -> bool:
-    """Tell whether a key's name says that its value is a secret: `api_key`, `db_password`, `headers`."""
+    """Return whether a key's name says that its value is a secret: `api_key`, `db_password`, `headers`."""
     return isinstance(key, str) and _NAMES.fullmatch(key.lower().replace("-", "_")) is not None
 
 

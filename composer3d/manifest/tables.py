@@ -1,4 +1,4 @@
-"""What a table of a manifest is: a frozen, strict dataclass. The core's own tables are here."""
+"""Manifest tables as frozen, strict dataclasses, and the core's own tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic.dataclasses import dataclass
 
 from composer3d.errors import MeshError
 from composer3d.manifest.validation import validate
-from composer3d.settings import TABLE_CONFIG
+from composer3d.registry import TABLE_CONFIG
 
 __all__ = [
     "CORE_TABLES",

@@ -1,4 +1,4 @@
-"""What types and values are called in sentences for users, who know TOML and not Python."""
+"""TOML's terms for types and values, in messages for users who know TOML and not Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a token of training is, for the model FLOPs utilisation (MFU)."""
+"""FLOPs of a token of training, for the model FLOPs utilisation (MFU)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Llama: a decoder of pre-norm blocks with rotary positions, grouped-query attention and SwiGLU; plain torch.
 
 Shape suffixes: B batch, S sequence, D model dim, H heads, K key/value heads, E head dim, P = E / 2 rotary pairs,
-F feed-forward dim, V vocabulary. H, K, F and V may be a rank's share: head counts come from the projections' results.
+F feed-forward dim, V vocabulary. H, K, F and V may be local to a rank: head counts come from the projections' results.
 Source: Hugo Touvron et al., LLaMA: Open and Efficient Foundation Language Models, arXiv:2302.13971, 2023.
 """
 
@@ -87,7 +87,7 @@ class LlamaConfig:
 
     @property
     def residual_std(self) -> float:
-        """The initial spread of projections into the residual stream, which adds up two of them a layer."""
+        """The initial spread of projections into the residual stream, which sums two of them a layer."""
         return _INIT_STD / math.sqrt(2 * self.num_layers)
 
 
@@ -178,7 +178,7 @@ class ScaledDotProductAttention(nn.Module):
         self.kernel = kernel
 
     def forward(self, q_BHSE: Tensor, k_BKSE: Tensor, v_BKSE: Tensor) -> Tensor:
-        """Attend; several query heads share a key/value head where there are fewer of those."""
+        """Return out_BHSE; several query heads share a key/value head where K < H."""
         is_grouped = False
         # A branch, and no `bool`: torch.compile decides it where the numbers of heads are symbols, and keeps the other.
         if q_BHSE.shape[1] != k_BKSE.shape[1]:
@@ -304,7 +304,7 @@ class Llama(nn.Module):
             nn.init.normal_(self.output.weight, std=_INIT_STD)
 
     def forward(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return the logits of every next token.
+        """Return logits_BSV of every next token.
 
         Args:
             tokens_BS: Token numbers.

@@ -1,1 +1,1 @@
-"""Observing a run without changing it: spans, collectives, and the last of them when one hangs."""
+"""Observation of a run without changing it: spans, collectives, and a report when one hangs."""

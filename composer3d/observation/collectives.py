@@ -1,4 +1,4 @@
-"""Every collective that a block of code issues, counted below autograd: by FSDP2, by DTensor, in backward, by hand."""
+"""Counting of collectives below autograd: FSDP2's, DTensor's, those of a backward, and those issued by hand."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Collective", "Collectives", "count_collectives"]
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_dtensor"})
 _NOT_COLLECTIVE = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"})
 
-# Modules that stand between a collective and who called for it: this one, and modes that hand calls on.
+# Modules between a collective and its issuer: this one, and modes that forward calls.
 _TRANSPARENT = (
     "torch.",
     f"{__name__}.",
@@ -81,11 +81,11 @@ class Collective:
         axis: The mesh axis whose ranks it ran over; `world` for all ranks; axes joined by `+` for several; else the
             ranks themselves, as in `ranks(0,3)`.
         ranks: The ranks of its process group, in the group's order.
-        bytes: Payload: the full result of an all_gather, what goes into any other. A ring moves (n-1)/n of that per
-            rank, and twice that for an all_reduce.
+        bytes: Payload: the full result of an all_gather, the input of any other. A ring moves (n-1)/n of that per rank,
+            and twice that for an all_reduce.
         dtype: Of the payload; None for a barrier.
-        issuer: The function that called for it, `module.name`: the innermost one that is neither torch's nor this
-            module's. In a backward that autograd runs it is what started the backward.
+        issuer: The function that issued it, `module.name`: the innermost one that is neither torch's nor this module's.
+            In a backward it is the function that started the backward.
     """
 
     op: str
@@ -105,12 +105,12 @@ class Collectives:
 
     @classmethod
     def over(cls, mesh: DeviceMesh | None) -> Collectives:
-        """Return an empty record that names axes as a mesh does, for a dispatch mode of one's own."""
+        """Return an empty record with a mesh's axis names, for use in another dispatch mode."""
         return cls(_axes(mesh))
 
     @staticmethod
     def is_collective(operator: Any) -> bool:
-        """Tell whether an operator is one of torch's collectives."""
+        """Return whether an operator is one of torch's collectives."""
         namespace, name = operator.name().split(".")[0].split("::")
         return namespace in _NAMESPACES and name not in _NOT_COLLECTIVE
 
@@ -155,9 +155,10 @@ class Collectives:
 def count_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
     """Count the collectives of the block, those issued in backward and inside DTensor's operators included.
 
-    A dispatch mode sees the operators of torch.distributed and of its functional form alike. It lets DTensor and other
-    wrappers take an operator apart before it looks, or the collectives inside would be missed. Coalesced operations are
-    one row. What a compiled graph does inside one kernel (asynchronous tensor parallelism's fused ops) is not seen.
+    A dispatch mode sees the operators of torch.distributed and of its functional form alike. DTensor and other wrappers
+    decompose an operator before it is counted, or the collectives inside would be missed. Coalesced operations are one
+    row. Collectives inside one kernel of a compiled graph (asynchronous tensor parallelism's fused ops) are not
+    counted.
 
     Args:
         mesh: Gives the names for `Collective.axis`.
@@ -221,7 +222,7 @@ def _tensors(argument: Any) -> Iterator[torch.Tensor]:
 def _axes(mesh: DeviceMesh | None) -> dict[frozenset[int], str]:
     """Name the sets of ranks that this rank shares a group with: one axis before the world, the world before several.
 
-    Axes of degree 1 have no part in a name, since every group would then have two.
+    Axes of degree 1 are not named, since every group would then have two names.
     """
     names: dict[frozenset[int], str] = {}
     world = frozenset(range(dist.get_world_size())) if dist.is_initialized() else frozenset()

@@ -1,8 +1,8 @@
-"""Why a collective did not come back: what every rank did last, asked for through the store once one of them failed.
+"""Flight recorder: the last collectives of every rank, exchanged through the store when one of them fails.
 
-Steps pay for two list operations a span. The rest happens after a failure: the rank that failed first raises an alarm
-in the store; a thread of every other rank, which looks for it twice a second, answers with its place and with what
-torch's flight recorder holds; the first rank compares the answers and publishes one text for all.
+A span costs two list operations. The rest happens after a failure: the rank that failed first sets an alarm in the
+store; a thread of every other rank, which polls for it twice a second, answers with its stack's place and the entries
+of torch's flight recorder; the first rank compares the answers and publishes one text for all.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from composer3d.observation.hang_report import Account, Collective, diagnose
 
 __all__ = ["Flight", "Groups", "collectives", "lost_a_peer"]
 
-# What torch's backends say when the other side is gone or late; a rank that says so did not start the failure.
+# Messages of torch's backends for a lost or late peer; a rank that raises one did not start the failure.
 _LOST = (
     "connection closed by peer",
     "connection reset by peer",
@@ -61,7 +61,10 @@ _TORCH = "/torch/"
 _PIPELINING = "/torch/distributed/pipelining/"
 _MESSAGES = "/composer3d/torch_compat/messages.py"
 # Collectives whose innermost frame outside torch is here are composer3d's own.
-_OWN_FILES = ("agreement.py", "gradients.py", "guard.py", "ledger.py", "measurement.py")
+_OWN_FILES = tuple(
+    f"/composer3d/{file}.py"
+    for file in ("composition/agreeing", "step/gradients", "step/guard", "step/ledger", "step/measurement")
+)
 
 log = logging.getLogger(__name__)
 
@@ -70,13 +73,13 @@ _Open = tuple[str, Mapping[str, Any], int]  # a span's name and attributes, and 
 
 
 def lost_a_peer(error: BaseException) -> bool:
-    """Tell whether an exception began as what torch raises where another rank is gone or late."""
+    """Return whether the origin of an exception is torch's error for a lost or late rank."""
     first = _chain(error)[-1]
     return isinstance(first, RuntimeError) and any(sign in str(first).lower() for sign in _LOST)
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Return an exception and those that it came from, the first one last: stages wrap what failed inside of them."""
+    """Return an exception and its causes, the origin last: stages wrap exceptions raised inside of them."""
     chain = [error]
     while True:
         before = chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
@@ -91,14 +94,14 @@ def _frames(errors: Sequence[BaseException]) -> list[Any]:
 
 
 class Flight:
-    """What this rank does, for the others to read when a collective fails; a recorder of spans.
+    """State of this rank for the others when a collective fails; a recorder of spans.
 
     Args:
         layout: Axes and degrees.
         rank: This rank.
-        groups: Names of process groups, with their axis and ranks.
+        groups: Axis and ranks by name of the process group.
         owners: The plugin that owns an axis, by axis.
-        store: Where ranks meet; the same name of it on all ranks.
+        store: Key-value store of all ranks, under one prefix.
 
     Memory: the open spans, and the last thousand that were closed. Collectives: none; after a failure a few messages a
     rank through the store.
@@ -115,14 +118,14 @@ class Flight:
         self._thread = threading.Thread(target=self._watch, name="composer3d-flight", daemon=True)
 
     def start(self) -> None:
-        """Begin to look for alarms."""
+        """Start the thread that polls for alarms."""
         # How many compositions this process has made: ranks make them in the same order.
         self._prefix = f"composer3d/flight/{self._store.add(f'composer3d/flight/rank-{self._rank}', 1)}"
         self._thread.start()
         atexit.register(self.close)  # a thread that asks the store while Python ends would end it badly
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread."""
         self._stop.set()
         atexit.unregister(self.close)
         if self._thread.is_alive():
@@ -131,7 +134,7 @@ class Flight:
     # ---- a recorder of spans -----------------------------------------------------------------------------------------
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
-        """Note an open span."""
+        """Record an open span."""
         if "step" in attributes:
             self._step = attributes["step"]
         span = (name, attributes, time.time_ns())
@@ -140,7 +143,7 @@ class Flight:
         return span
 
     def end(self, token: Any) -> None:
-        """Note that it is closed; an exception closes all, and what was open where it came from is kept."""
+        """Record that a span is closed; an exception closes all, and those open at its origin are kept."""
         if not self._broken and sys.exc_info()[1] is not None:
             self._broken = tuple(self._open)
         name, attributes, start_ns = token
@@ -151,11 +154,11 @@ class Flight:
             self._open[:] = [span for span in self._open if span is not token]
 
     def leave(self, error: BaseException | None = None, *, kept: int = _KEPT) -> dict[str, Any]:
-        """Return in values of JSON what this rank does, or did when it failed; from any thread.
+        """Return this rank's state, at its failure if it failed, as JSON values; from any thread.
 
         Args:
-            error: What ended it, if it has ended.
-            kept: Collectives of each group at most.
+            error: Exception that ended the rank, if it has ended.
+            kept: Most collectives per group.
         """
         if error is not None:
             frames = _frames(_chain(error))
@@ -173,10 +176,10 @@ class Flight:
 
     @contextlib.contextmanager
     def explaining(self, activity: str = "") -> Iterator[None]:
-        """Turn a lost or late peer inside into an error that says what every rank did.
+        """Convert the error of a lost or late peer inside to one that reports what every rank did.
 
         Args:
-            activity: What this rank does meanwhile, for the others to read: saving, loading, and so on.
+            activity: Name of this rank's activity for the report: saving, loading, and so on.
 
         Raises:
             StepError: On every rank the same text, made by the one that failed first.
@@ -226,7 +229,7 @@ class Flight:
         self._store.set(f"{self._prefix}/{place}account/{self._rank}", json.dumps(account.to_json()))
 
     def _watch(self) -> None:
-        """Look for alarms, and answer each once, whatever the main thread is stuck in, if it frees the interpreter."""
+        """Poll for alarms, and answer each once, even if the main thread hangs in a call without the interpreter."""
         looks, answered = 0, False
         try:
             while not self._stop.wait(_LOOK_S):
@@ -243,7 +246,7 @@ class Flight:
             log.debug("no more looking for alarms: %s", error)  # the store is gone, and with it whoever could ask
 
     def _tell_late(self) -> bool:
-        """Say in the log what a collective waits for that nothing else will tell of; return whether there is one."""
+        """Log an overdue collective that no error will report; return whether there is one."""
         late = _late(torch_compat.flight_records(waiting=True), time.time_ns())
         if late is None or self._store.add(f"{self._prefix}/late", 1) > 1:
             return False  # or another rank tells it, and asks this one
@@ -256,13 +259,13 @@ class Flight:
         return self._account(_stack(sys._current_frames().get(self._main or 0)))
 
     def _account(self, frames: Sequence[Any], *, kept: int = _KEPT) -> Account:
-        """Say what this rank does; `frames` from the outermost to the innermost."""
+        """Return this rank's account; `frames` from the outermost to the innermost."""
         outside = [frame for frame in frames if _TORCH not in frame.f_code.co_filename]
         place, own = "", None
         if outside:
             file = Path(outside[-1].f_code.co_filename)
             if _TORCH in frames[-1].f_code.co_filename:  # it is in a collective, not past it
-                own = file.parent.name == "composer3d" and file.name in _OWN_FILES
+                own = str(file).endswith(_OWN_FILES)
             shown = ([frame for frame in outside if not _is_known(frame.f_code.co_filename)] or outside)[-1]
             place = f"{Path(shown.f_code.co_filename).name}:{shown.f_lineno} in {shown.f_code.co_name}"
         spans = self._broken or tuple(self._open)
@@ -278,7 +281,7 @@ class Flight:
         )
 
     def _collectives(self, kept: int) -> list[Collective]:
-        """Return this rank's last ones, those of groups that plugins or the loop made among them."""
+        """Return this rank's last collectives, groups made by plugins or the loop included."""
         entries = torch_compat.flight_records()
         names = {entry["process_group"][0] for entry in entries} - self._groups.keys()
         others = {name: ranks for name in names if (ranks := torch_compat.ranks_of_group(name)) is not None}
@@ -293,9 +296,9 @@ def collectives(
 
     Args:
         entries: As torch writes them in JSON; gloo's and NCCL's are alike.
-        groups: Names of process groups, with their axis and ranks.
+        groups: Axis and ranks by name of the process group.
         others: The same of groups that are no axis' own.
-        kept: Of each group at most.
+        kept: Most collectives per group.
     """
     groups = {**others, **groups}
     found: dict[str, list[Collective]] = {}
@@ -323,7 +326,7 @@ def collectives(
 
 
 def _late(entries: Sequence[Mapping[str, Any]], now_ns: int) -> float | None:
-    """Return for how many seconds the oldest collective waits of those that have nearly used up their time."""
+    """Return the seconds that the oldest collective close to its timeout has waited; None if there is none."""
     ages = [
         (now_ns - int(entry["time_created_ns"])) / 1e9
         for entry in entries
@@ -335,7 +338,7 @@ def _late(entries: Sequence[Mapping[str, Any]], now_ns: int) -> float | None:
 
 
 def _exchanges(frames: Sequence[Any]) -> bool:
-    """Tell whether the innermost frames are those of a stage that waits for a message, and not what it computes."""
+    """Return whether the innermost frames are those of a stage that waits for a message, rather than computes."""
     for frame in reversed(frames):
         file = frame.f_code.co_filename
         if _PIPELINING in file or file.endswith(_MESSAGES):
@@ -346,9 +349,9 @@ def _exchanges(frames: Sequence[Any]) -> bool:
 
 
 def _is_known(file: str) -> bool:
-    """Tell whether a file is Python's or composer3d's own, where nobody looks for the place of a failure."""
+    """Return whether a file is Python's or composer3d's own, which is not reported as the place of a failure."""
     is_standard = file.startswith(sysconfig.get_path("stdlib")) and "-packages" not in file
-    return is_standard or file.startswith(("<", f"{Path(__file__).parent}/"))
+    return is_standard or file.startswith(("<", f"{Path(__file__).parent.parent}/"))
 
 
 def _stack(frame: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""From what every rank tells of its last collectives to the one sentence that names who is missing from which."""
+"""Hang report: one sentence that names the ranks missing from a collective, from every rank's last collectives."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _EQUAL_SIZES = ("all_reduce", "allreduce", "all_gather", "allgather", "reduce_sc
 
 
 class Names(Protocol):
-    """How ranks are called; a `Layout` is one."""
+    """Names of ranks for messages; a `Layout` provides them."""
 
     @property
     def world_size(self) -> int:
@@ -34,14 +34,14 @@ class Collective:
     Args:
         axis: Of its process group.
         ranks: Of its process group.
-        number: The how-manieth of its group it is; ranks that run the same collectives have the same numbers.
+        number: Sequence number within its group; ranks that run the same collectives have the same numbers.
         op: The operation.
-        sizes: Of its inputs.
-        time_ns: When it was called.
+        sizes: Shapes of its inputs.
+        time_ns: Time of the call, ns since 1970.
         dtypes: Of its inputs.
-        backend: That runs it: a group may have one for each type of device, and each counts its own.
-        group: Which group of these ranks it is; empty for the axis' own, and for the world's.
-        pending: It has not come back, as far as its backend says.
+        backend: Backend that runs it: a group may have one for each device type, and each counts its own.
+        group: Name of the group among groups of the same ranks; empty for the axis' own, and for the world's.
+        pending: Whether it has not completed, by its backend's record.
     """
 
     axis: str
@@ -60,28 +60,28 @@ class Collective:
 
     @property
     def essence(self) -> tuple[str, tuple[str, ...], tuple[tuple[int, ...], ...]]:
-        """What ranks must have in common."""
+        """Operation, dtypes and shapes, which ranks must have in common."""
         return self.op, self.dtypes, self.sizes if self.op.startswith(_EQUAL_SIZES) else ()
 
     @property
     def line(self) -> tuple[tuple[int, ...], str, str]:
-        """Where it is counted: in one process group, by one backend."""
+        """Key of its sequence numbers: one process group, one backend."""
         return self.ranks, self.group or self.axis, self.backend
 
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a rank tells of itself.
+    """A rank's report of its own state.
 
     Args:
         rank: The rank.
         step: Its last step, None before the first.
-        inside: Whether it is in a step.
-        spans: The open ones, outermost first, without the step's own.
+        inside: Whether a step is open.
+        spans: Open spans, outermost first, without the step's own.
         place: The innermost line of the user's code.
-        own: Whether the last collective is composer3d's own and no plugin's; None where it has come back.
-        collectives: Its last ones, oldest first.
-        exchanges: Whether it waits for the stage before or after its own.
+        own: Whether the last collective is composer3d's own and no plugin's; None where it has completed.
+        collectives: The last ones, oldest first.
+        exchanges: Whether it waits for a message of a neighbouring pipeline stage.
     """
 
     rank: int
@@ -94,12 +94,12 @@ class Account:
     exchanges: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return it in values that JSON holds."""
+        """Return the account as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Account:
-        """Undo `to_json`."""
+        """Return the account that `to_json` wrote."""
         rows = tuple(
             Collective(
                 **row
@@ -113,10 +113,10 @@ class Account:
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """The collective at which ranks came apart.
+    """The collective at which ranks diverged.
 
     Args:
-        kind: `mismatch` where ranks ran different ones, `missing` where some did not come to it.
+        kind: `mismatch` where ranks ran different ones, `missing` where some did not reach it.
         collective: It, or what most ranks ran.
         odd: The ranks that ran another, or that the others waited for.
         text: One sentence, with the collective's place.
@@ -129,13 +129,13 @@ class Fault:
 
 
 def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str, str], reason: str) -> str:
-    """Say which collective failed, who was missing or ran another, and what each rank did last.
+    """Return the report of a failed collective: the ranks missing from it or in another one, and each rank's last act.
 
     Args:
         accounts: Of the ranks that answered, the one that failed first at the front.
         layout: Gives ranks their coordinates.
         owners: The plugin that owns an axis, by axis.
-        reason: What the backend said.
+        reason: Message of the backend.
     """
     odd: tuple[int, ...] = ()
     lines = [f"a collective failed {_when(accounts[0])}: {reason}"]
@@ -155,7 +155,7 @@ def diagnose(accounts: Sequence[Account], *, layout: Layout, owners: Mapping[str
 
 
 def find_fault(accounts: Sequence[Account], *, layout: Names, owners: Mapping[str, str]) -> Fault | None:
-    """Find the collective at which ranks came apart; None if nothing tells it.
+    """Find the collective at which ranks diverged; None if the accounts do not show it.
 
     Args:
         accounts: Of the ranks that answered, one that waits at the front.
@@ -177,7 +177,7 @@ def find_fault(accounts: Sequence[Account], *, layout: Names, owners: Mapping[st
 
 
 def _exchange(accounts: Sequence[Account], layout: Layout, owners: Mapping[str, str]) -> tuple[tuple[int, ...], str]:
-    """Say whom a pipeline stage waits for: those of its pipeline that do not exchange, or do not answer."""
+    """Return the ranks that a pipeline stage waits for: ranks of its pipeline not exchanging, or not answering."""
     first, by_rank = accounts[0], {account.rank: account for account in accounts}
     (axis,) = layout.names(Role.STAGE)
     others = [rank for rank in layout.group(first.rank, axis) if rank != first.rank]
@@ -190,7 +190,7 @@ def _exchange(accounts: Sequence[Account], layout: Layout, owners: Mapping[str, 
 
 
 def _behind(accounts: Sequence[Account], odd: Sequence[int], layout: Layout, owners: Mapping[str, str]) -> Fault | None:
-    """Find what a rank waits for that is itself waited for by a stage: a collective that it is in."""
+    """Find the pending collective of a rank for which a stage waits."""
     for account in accounts:
         if account.rank in odd and account.own is not None:
             others = [other for other in accounts if other is not account]
@@ -258,7 +258,7 @@ def _mismatch(accounts: Sequence[Account]) -> Any:
 
 
 def _missing(accounts: Sequence[Account]) -> Any:
-    """Find the collective that others wait in, and who has not run it, from the failed rank to whom all wait for."""
+    """Find the pending collective and the ranks that have not run it, along the chain of waits from the failed rank."""
     by_rank, groups = {account.rank: account for account in accounts}, _by_line(accounts)
     rank, seen, found = accounts[0].rank, set(), None
     while rank in by_rank and rank not in seen and by_rank[rank].collectives:
@@ -285,7 +285,7 @@ def _missing(accounts: Sequence[Account]) -> Any:
 
 
 def _waited_in(account: Account) -> Collective:
-    """Return what a rank waits in: NCCL's run behind the calls, so that it is the first that has not come back."""
+    """Return the collective that a rank waits in: NCCL runs behind the calls, so that it is the first pending one."""
     behind = (found for found in account.collectives if found.pending and found.backend == "nccl")
     return next(behind, account.collectives[-1])
 
@@ -310,7 +310,7 @@ def _told(accounts: Sequence[Account], odd: Sequence[int], layout: Names, owners
 
 
 def told_act(account: Account, layout: Names, owners: Mapping[str, str]) -> str:
-    """Say what a rank did last, in a few words."""
+    """Return a phrase for what a rank did last."""
     parts = [f"{_when(account)}"]
     if account.spans:
         parts.append("in " + " in ".join(reversed(account.spans)))

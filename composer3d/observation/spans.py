@@ -1,31 +1,20 @@
-"""Spans: how one is opened on every recorder, and where the core opens them for what it does not run itself, which is
-collectives of sharded units, and a loop's data and forward.
+"""Spans: one is opened on every recorder of a run.
 
-Nothing here is prepared, and nothing costs anything, where no plugin records spans.
+Nothing here costs anything where no plugin records spans.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
-
 if TYPE_CHECKING:
-    from torch import nn
-
-    from composer3d.context import RunContext
     from composer3d.interfaces import Recorder
 
-Span = Callable[..., AbstractContextManager[None]]
+__all__ = ["opened"]
 
-__all__ = ["Acting", "opened", "waits", "watch_operators", "watch_own_forward", "watch_sharding"]
-
-_END = object()
 # nullcontext holds nothing and may be entered any number of times at once.
 _NO_SPAN = contextlib.nullcontext()
 
@@ -47,183 +36,6 @@ class _Spans:
             recorder.end(token)
 
 
-class Acting(threading.local):
-    """The plugin whose hook or step action runs now: collectives that it issues are in spans that name it.
-
-    A recorder as well, which knows whether a collective is in a span of the plugin's own already.
-
-    Args:
-        is_watched: Whether any plugin records spans.
-    """
-
-    def __init__(self, *, is_watched: bool) -> None:
-        self._is_watched = is_watched
-        self.plugin: str | None = None
-        self._open: list[str] = []
-
-    def begin(self, name: str, attributes: Mapping[str, Any]) -> bool:
-        """Note a span that is opened while a plugin acts."""
-        if self.plugin is None:
-            return False
-        self._open.append(name)
-        return True
-
-    def end(self, token: bool) -> None:
-        """Note that it is closed."""
-        if token and self._open:
-            self._open.pop()
-
-    def needs_span(self, op: str) -> bool:
-        """Tell whether a collective that is issued now is a plugin's, and in no span yet."""
-        return self.plugin is not None and (not self._open or self._open[-1] != op)
-
-    def attributes(self) -> dict[str, str]:
-        """Return what spans of collectives say of who issues them."""
-        return {} if self.plugin is None else {"plugin": self.plugin}
-
-    def named(self, plugin: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a plugin's function, during whose calls the plugin acts."""
-        if not self._is_watched:
-            return function
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            before, self.plugin = self.plugin, plugin
-            try:
-                return function(*args, **kwargs)
-            finally:
-                self.plugin = before
-
-        return call
-
-
 def opened(recorders: tuple[Recorder, ...], name: str, attributes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Return a span that is on every recorder while it is entered."""
     return _Spans(recorders, name, attributes) if recorders else _NO_SPAN
-
-
-def waits(loader: Iterable[Any], context: RunContext) -> Iterator[Any]:
-    """Yield a loader's batches, each waited for inside a span `data_wait`."""
-    batches = iter(loader)
-    while True:
-        with context.span("data_wait"):
-            batch = next(batches, _END)
-        if batch is _END:
-            return
-        yield batch
-
-
-def watch_own_forward(module: nn.Module, context: RunContext, is_own: Callable[[], bool]) -> None:
-    """Open a span around forwards that a loop runs itself.
-
-    Args:
-        module: The whole model.
-        context: Frozen.
-        is_own: Whether a forward that begins now is the loop's.
-    """
-    if not context.has_recorders:
-        return
-    opened: list[Any] = []
-
-    def before(*_: Any) -> None:
-        if is_own():
-            opened.append(context.span("forward"))
-            opened[-1].__enter__()
-
-    def after(*_: Any) -> None:
-        if opened:
-            opened.pop().__exit__(None, None, None)
-
-    module.register_forward_pre_hook(before)
-    module.register_forward_hook(after, always_call=True)
-
-
-def watch_sharding(context: RunContext) -> None:
-    """Open spans around the all-gathers, reduce-scatters and all-reduces of every unit that FSDP2 handles, and of every
-    bucket that DistributedDataParallel reduces.
-
-    They say `op`, the mesh `axis`, the `unit` and the payload's `bytes`. Where the backend returns before the transfer
-    is done (NCCL), a recorder that wants device times takes them from events on the current stream, which inside the
-    span is the one of the transfer. Buckets are waited for in a span `wait`, once a backward.
-
-    Args:
-        context: Frozen.
-    """
-    if not context.has_recorders:
-        return
-    for part in context.parts:
-        torch_compat.watch_buckets(part.module, context.span)
-        for name, module in part.module.named_modules():
-            for group, all_gather, reduce_scatter in torch_compat.fsdp_groups(module):
-                _watch_group(group, all_gather, reduce_scatter, unit=name or "(root)", span=context.span)
-
-
-def watch_operators(context: RunContext, acting: Acting) -> Callable[[], None]:
-    """Open spans around collectives that operators issue (DTensor's, under tensor parallelism), inside of compiled code
-    too, and around those that a plugin issues itself while it acts; return what ends it.
-
-    Each of an operator is two spans: one where it is issued, with its `bytes`, and `wait` where its result is needed,
-    with its `op`. A plugin's own is one, where it is issued. All name the mesh `axis`, or the axes joined by `+` where
-    a group goes along several, and the `plugin` whose hook or step action issues it.
-
-    Args:
-        context: Frozen.
-        acting: Which plugin acts.
-    """
-    if not context.has_recorders:
-        return lambda: None
-    names: dict[str, str] = {}
-
-    def span(name: str, group: Any, **attributes: Any) -> AbstractContextManager[None]:
-        if (key := torch_compat.group_name(group)) not in names:
-            names[key] = _axes_of(group, context)
-        return context.span(name, axis=names[key], **acting.attributes(), **attributes)
-
-    ends = torch_compat.watch_operator_collectives(span), torch_compat.watch_group_collectives(span, acting.needs_span)
-
-    def end() -> None:
-        for each in ends:
-            each()
-
-    return end
-
-
-def _axes_of(group: Any, context: RunContext) -> str:
-    import torch.distributed as dist
-
-    first, *others = dist.get_process_group_ranks(group)
-    crossed = {axis for rank in others for axis in context.layout.between(first, rank)}
-    return "+".join(axis.name for axis in context.layout.dense_axes if axis.name in crossed)
-
-
-def _watch_group(group: Any, all_gather: Any, reduce_scatter: Any, *, unit: str, span: Span) -> None:
-    info = group.mesh_info
-    names = info.mesh.mesh_dim_names or ()
-    shard, replicate = getattr(info, "shard_mesh_dim", None), getattr(info, "replicate_mesh_dim", None)
-    if shard is not None:
-        for comm, op in ((all_gather, "all_gather"), (reduce_scatter, "reduce_scatter")):
-            # It keeps a class of which torch asks whether it is one of its own; only calling it is wrapped.
-            comm.__class__ = _spanned(type(comm), op, span, {"axis": names[shard], "unit": unit})
-    if replicate is not None and info.mesh.size(replicate) > 1:
-        group.post_backward = _spanned_reduce(group, span, {"axis": names[replicate], "unit": unit})
-
-
-def _spanned(cls: Any, op: str, span: Span, attributes: dict[str, str]) -> Any:
-    def call(self: Any, output_tensor: Any, input_tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        num_bytes = (output_tensor if op == "all_gather" else input_tensor).nbytes
-        with span(op, bytes=num_bytes, **attributes):
-            return cls.__call__(self, output_tensor, input_tensor, *args, **kwargs)
-
-    return type(cls.__name__, (cls,), {"__call__": call})
-
-
-def _spanned_reduce(group: Any, span: Span, attributes: dict[str, str]) -> Any:
-    reduce = group.post_backward
-
-    def post_backward(*args: Any) -> None:
-        if not (group.reduce_grads and group.all_reduce_grads):
-            return reduce(*args)
-        with span("all_reduce", **attributes):
-            return reduce(*args)
-
-    return post_backward

@@ -1,4 +1,4 @@
-"""What a run will cost, before it is paid for."""
+"""Cost planning: memory, time and communication of a run, before it starts."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def time_of(
 ) -> Mapping[str, Any]:
     """Return what the time model says of a step, ready for JSON.
 
-    Utilisation counts the model's FLOPs as traced: three forwards, attention in full, without what is computed again.
+    Utilisation counts the model's FLOPs as traced: three forwards, attention in full, without what is recomputed.
 
     Args:
         traces: One for every kind of rank.

@@ -14,7 +14,7 @@ from typing import Any
 
 from composer3d.errors import ComposerError
 from composer3d.processes.foreign_code import Running, listen
-from composer3d.runner.machine_errors import machine_error
+from composer3d.processes.machine_errors import machine_error
 
 __all__ = ["Child", "ChildError", "ForeignCodeError"]
 

@@ -1,4 +1,4 @@
-"""What every fork of ranks needs: modules imported beforehand, a parent that is safe to fork, and room on the machine.
+"""Forking of ranks: modules imported beforehand, a parent that is safe to fork, and a limit of ranks on the machine.
 
 On CPU ranks are forked: a spawned rank pays seconds for its imports, a forked one none. The price is that the parent
 may only have imported. OpenMP keeps a pool of threads per process; a fork copies the pool's bookkeeping but not its
@@ -202,7 +202,7 @@ def _take(folder: Path, num_ranks: int, limit: int, places: ExitStack) -> None:
 
 
 def _native_threads() -> bool:
-    """Tell whether there are threads that Python did not start; assume so where /proc does not say."""
+    """Return whether there are threads that Python did not start; assume so where /proc does not say."""
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         return True
@@ -243,7 +243,7 @@ def _run_threaded() -> None:
 
 
 def _sleeps(pid: int) -> bool:
-    """Tell whether every thread of a process sleeps."""
+    """Return whether every thread of a process sleeps."""
     try:
         stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     except (FileNotFoundError, ProcessLookupError):  # a thread ended while it was being looked at

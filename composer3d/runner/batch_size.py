@@ -1,4 +1,4 @@
-"""How many sequences a step has, and how many came before it: pure functions of the step."""
+"""Global batch size of every step, and the number of sequences before it: pure functions of the step."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class BatchSize:
         yield self.largest
 
     def check(self, manifest: Manifest) -> None:
-        """Refuse sizes that cannot be cut into micro-batches for every data-parallel rank.
+        """Refuse sizes that cannot be split into micro-batches for every data-parallel rank.
 
         Raises:
             ManifestError: At the line of the size.

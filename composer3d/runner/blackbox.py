@@ -1,4 +1,4 @@
-"""What every rank leaves for those who ask later: a file, written when asked, when a rank failed, and at the end."""
+"""Black box of every rank: a file of its last actions, written on request, when a rank failed, and at the end."""
 
 from __future__ import annotations
 

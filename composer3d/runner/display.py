@@ -1,4 +1,4 @@
-"""What a person sees of a run: a progress bar on a terminal, lines elsewhere."""
+"""Progress display of a run: a progress bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What went wrong in a run, told once: the rank that was first, its traceback, and who only followed."""
+"""Failure report of a run: the rank that failed first, its traceback, and the ranks that only followed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from composer3d.errors import CheckpointError, ComposerError, ManifestError
 from composer3d.observation.flight_recorder import lost_a_peer
-from composer3d.runner.machine_errors import machine_error
+from composer3d.processes.machine_errors import machine_error
 from composer3d.runner.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
@@ -296,7 +296,7 @@ def read_failures(folder: Path, world_size: int) -> dict[int, FailureReport]:
 
 
 def wrong_manifest(report: FailureReport) -> bool:
-    """Tell whether the manifest or the command line is to be mended: exit code 2, and nothing to look up."""
+    """Return whether the manifest or the command line is to be mended: exit code 2, and nothing to look up."""
     return report.kind == "user" and report.exit_code == 2
 
 

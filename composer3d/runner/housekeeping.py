@@ -1,4 +1,4 @@
-"""What a run sets in its process, and what it notes about it."""
+"""Process settings of a run, its seeds and garbage collection, and the record of its environment."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class LaunchResult:
 
     @property
     def ok(self) -> bool:
-        """Tell whether every rank did what it should."""
+        """Return whether every rank did what it should."""
         return self.report is None
 
     @property

@@ -177,7 +177,7 @@ def _holder(path: Path) -> dict[str, Any]:
 
 
 def _is_dead(holder: Mapping[str, Any]) -> bool:
-    """Tell whether the holder was a process of this machine that is gone, or is a zombie."""
+    """Return whether the holder was a process of this machine that is gone, or is a zombie."""
     if holder.get("host") != socket.gethostname() or not isinstance(holder.get("pid"), int):
         return False
     try:

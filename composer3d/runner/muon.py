@@ -117,7 +117,7 @@ class Muon(AdamW):
 
 
 def _orthogonalised(update: Any, num_steps: int) -> Any:
-    """Return the orthogonalised matrix, in bfloat16, cut as the given one is."""
+    """Return the orthogonalised matrix, in bfloat16, sharded as the given one is."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(update, DTensor):

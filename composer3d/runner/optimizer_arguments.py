@@ -1,4 +1,4 @@
-"""What of `[optimizer]` its class does not take: values of another type, and those that the class itself refuses."""
+"""Validation of `[optimizer]` arguments: values of another type, and those that the class itself refuses."""
 
 from __future__ import annotations
 

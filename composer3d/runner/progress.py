@@ -1,4 +1,4 @@
-"""What a rank leaves behind while it runs: its last step, written so cheaply that a killed rank has said it too."""
+"""Progress of a rank in a memory-mapped file: its last step and phase, which outlive a killed process."""
 
 from __future__ import annotations
 

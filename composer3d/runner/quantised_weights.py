@@ -1,4 +1,4 @@
-"""What becomes of the weights of a run that trained for a quantised model."""
+"""Export of the weights of a run that trained for a quantised model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank runs: the function, its marker or its failure, and under torchrun the one report of the run."""
+"""Entry point of a rank: its function, its marker or its failure, and under torchrun the one report of the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WAIT_FOR_CAUSE_S = 2.0
 
 
 def under_torchrun() -> bool:
-    """Tell whether torchrun, or another elastic launcher, started this process as a rank."""
+    """Return whether torchrun, or another elastic launcher, started this process as a rank."""
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"))
 
 

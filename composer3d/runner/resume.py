@@ -1,4 +1,4 @@
-"""Where a run goes on: the checkpoint it starts from, and what must not have changed since."""
+"""Resuming: the checkpoint that a run starts from, and the settings that must not have changed since."""
 
 from __future__ import annotations
 

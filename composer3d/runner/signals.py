@@ -34,7 +34,7 @@ class Preemption:
 
     @property
     def requested(self) -> bool:
-        """Tell whether this process was asked to stop."""
+        """Return whether this process was asked to stop."""
         return self._received is not None
 
     @property

@@ -1,4 +1,4 @@
-"""What a step took: times, tokens or samples, and the one collective in which ranks tell each other at its end."""
+"""Step times and rates of tokens or samples, reduced over ranks in the one collective at a step's end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class StepClock:
         run: The composition.
         loader: Of its batches.
         flops_per_token: Floating-point operations of forward and backward, for the MFU; those of a sample that is no
-            tokens hang on its size, and there is none.
+            tokens depend on its size, and there is none.
         ignored: The target that carries no loss.
     """
 

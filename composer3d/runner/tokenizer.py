@@ -1,4 +1,4 @@
-"""Which tokenizer `[data]` means: one that lies in a folder, or beside the model's weights."""
+"""Tokenizer of `[data]`: one that lies in a folder, or beside the model's weights."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Watch:
         return (self.folder / f"rank-{rank}.finished").exists()
 
     def _left(self, rank: int) -> bool:
-        """Tell whether a rank that found no place for a file of its own has said why it ends."""
+        """Return whether a rank that found no place for a file of its own has said why it ends."""
         return bool(left_reason(self.folder, rank))
 
     def _failures(self) -> tuple[Ending, ...]:
@@ -216,7 +216,7 @@ class Watch:
         return any(last is not None and last.phase is RunPhase.SAVING for last in seen)
 
     def _stopped_before_a_step(self) -> bool:
-        """Tell whether SIGTERM only met ranks that were still starting: then there is nothing to save."""
+        """Return whether SIGTERM only met ranks that were still starting: then there is nothing to save."""
         seen = [LastSeen.read(self.folder, rank) for rank in self._pids]
         return all(ending.exit_code == -signal.SIGTERM for ending in self._failures()) and all(
             last is None or last.step is None for last in seen

@@ -1,1 +1,1 @@
-"""An optimizer step: micro-batches, losses, gradients, guard and optimizer, from the engine downwards."""
+"""Optimizer step: engine, micro-batches, losses, gradients, guard and optimizer."""

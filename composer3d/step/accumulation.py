@@ -1,4 +1,4 @@
-"""The schedule without a pipeline: micro-batches one after the other, gradients accumulating."""
+"""Gradient accumulation: the schedule without a pipeline, micro-batch after micro-batch."""
 
 from __future__ import annotations
 

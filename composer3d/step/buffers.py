@@ -1,4 +1,4 @@
-"""Buffers that training changes, brought together over ranks that saw other samples."""
+"""Buffers that training changes, averaged over ranks that read other samples."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def average_buffers(context: RunContext) -> None:
     Batch-norm's running mean comes out as that of all ranks' samples; its running variance as the mean of the ranks'
     variances, which leaves out what their means differ by. (torch.nn.SyncBatchNorm has exact statistics, for two
     collectives a layer and step.) Buffers that are equal everywhere stay as they are to the last bit: the mean is taken
-    in float64, where adding up equal float32 numbers and dividing is exact. Evaluation and checkpoints then do not
-    depend on which rank is asked, and training is not changed by it, as batch-norm trains with the batch's statistics.
+    in float64, where summing equal float32 numbers and dividing is exact. Evaluation and checkpoints are then the same
+    on every rank, and training is not changed by it, as batch-norm trains with the batch's statistics.
 
     Memory: one float64 copy of the buffers. Collectives: one all-reduce an axis of degree above 1.
     """
@@ -45,7 +45,7 @@ def average_buffers(context: RunContext) -> None:
 
 
 def _changeable(context: RunContext) -> list[Tensor]:
-    """Return the buffers that are saved: the others are computed again from nothing, so they carry no statistics."""
+    """Return the buffers that are saved: the others are recomputed from nothing, so they carry no statistics."""
     from torch.distributed.tensor import DTensor
 
     found: dict[int, Tensor] = {}

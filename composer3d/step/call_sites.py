@@ -1,4 +1,4 @@
-"""Which module's code, and which line of the user's, has called a function of torch."""
+"""Call sites of torch functions: the module whose code calls, and the line of the user's code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run's loss function, with what is known of it: what it is a sum over, and whether it returns sums or means."""
+"""Loss function of a run, the elements that it sums over, and its reduction: sums or means."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Criterion:
 
     Attributes:
         is_the_models: There is no loss function: the model returns its loss.
-        told: What a scalar is, where `compose` was told; it holds for losses of a loop's own, too, which what the
-            loss function's graph shows does not.
+        told: Reduction of a scalar loss as stated to `compose`; it also holds for a loop's own losses, unlike the one
+            found in the loss function's graph.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class Criterion:
         """Count the valid tokens of every micro-batch of a batch."""
         counts = [self.count(microbatch.target) for microbatch in microbatches]
         self._padding = None if self._count_fn is not None else other_padding(self._counted(microbatches))
-        # Schedules hand targets back to the loss; found again by identity, nothing is counted twice.
+        # Schedules pass targets back to the loss; found again by identity, nothing is counted twice.
         self._counts = {id(m.target): n for m, n in zip(microbatches, counts, strict=True) if m.target is not None}
         return counts
 
     def _counted(self, microbatches: Sequence[Batch]) -> Iterator[Any]:
-        """Yield the tensors whose numbers may say what a loss leaves out: targets, or all that a model is given."""
+        """Yield tensors whose values may be padding of a loss: targets, or else all inputs of a model."""
         for batch in microbatches:
             if batch.target is not None:
                 yield from tensors(batch.target)
@@ -67,7 +67,7 @@ class Criterion:
                 yield from tensors((batch.args, batch.kwargs))
 
     def count(self, target: Any) -> int:
-        """Count what the loss of a target is summed over; a target of None stands for one."""
+        """Count the elements that the loss of a target sums over; 1 for a target of None."""
         if target is None:
             return 1
         return int(self._count_fn(target)) if self._count_fn is not None else count_provisionally(target)
@@ -76,12 +76,12 @@ class Criterion:
         """Compute the loss of one micro-batch.
 
         Args:
-            output: The model's.
-            target: The micro-batch's.
+            output: The model's, such as logits_BSV.
+            target: The micro-batch's, such as targets_BS.
             equal: Whether all micro-batches of the global batch have the same count.
 
         Raises:
-            LossError: It does not say how it is normalised.
+            LossError: Its normalisation is unknown.
         """
         value = self._loss_fn(output, target)
         self._learn(value)
@@ -90,7 +90,7 @@ class Criterion:
     def loss_of_evaluation(self, output: Any, target: Any, *, equal: bool) -> Loss:
         """Compute the loss of one micro-batch without gradients.
 
-        Its graph is needed once, to tell a sum from a mean, if no step has told before.
+        Its graph is needed once, to distinguish a sum from a mean, if no step has done so before.
         """
         import torch
 

@@ -1,4 +1,4 @@
-"""An optimizer step: micro-batches, normalisation, agreement, and the points at which plugins act."""
+"""Step engine: micro-batches, loss normalisation, the guard, and the points at which plugins act."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.step.own_forward import OwnForward
 from composer3d.step.own_steps import OwnSteps
 from composer3d.step.step_state import StepState
+from composer3d.step.unit_record import UnitRecord
 from composer3d.transform import StepAction, StepPoint
-from composer3d.unit_record import UnitRecord
 
 if TYPE_CHECKING:
     import torch
@@ -96,7 +96,7 @@ class StepEngine:
             self.state = None
 
     def current(self, call: str) -> StepState:
-        """Return the open step, or say that `call` needs one."""
+        """Return the open step, or raise an error that `call` needs one."""
         if self.state is None:
             raise StepError(f"{call} was called outside a step; write: with run.step(n): ...")
         return self.state
@@ -120,7 +120,7 @@ class StepEngine:
         self._at(StepPoint.BEFORE_MICROBATCH)
 
     def resume_microbatch(self, index: int, stage: int) -> None:
-        """Go back to a micro-batch, whose backward does not follow its forward at once."""
+        """Return to a micro-batch's random stream, for a backward that does not follow its forward at once."""
         state = self.current("resume_microbatch")
         state.index = index
         self.streams.enter(state.step, (self._call << 16) + index, stage, index=index)
@@ -133,7 +133,7 @@ class StepEngine:
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
     def identity(self, value: Any, *, own: bool = False) -> int:
-        """Return what ranks that must be handed the same batch compare; before plugins cut it and devices take it."""
+        """Return the digest that ranks of one batch compare; before plugins shard it and it moves to a device."""
         return self._guard.digest(value, own=own)
 
     def forward_backward(
@@ -207,7 +207,8 @@ class StepEngine:
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
         """Divide gradients by the count of the batches so far, as far as their losses were not.
 
-        After each that may be the step's last, so that who looks at gradients before the optimizer's step finds means.
+        After each batch that may be the step's last, so that code that reads gradients before the optimizer's step
+        finds means.
         """
         wanted = 1.0 if self._own is not None and self._own.is_scaled else self._ledger.correction
         if wanted != self._applied:
@@ -236,8 +237,8 @@ class StepEngine:
     def leave_own_forward(self) -> None:
         """End a forward that the loop runs itself, inside or outside of a step.
 
-        What the loop draws next comes from its own generator. Parameters that were gathered for a backward, which
-        without gradients does not come, are freed: who reads parameters would see no shards.
+        The loop's next draws come from its own generator. Parameters that were gathered for a backward, which without
+        gradients does not come, are resharded.
         """
         import torch
 
@@ -283,7 +284,7 @@ class StepEngine:
         assert self.state is not None, "inside a step"
         step, call = self.state.step, self._call
         with self._context.span("all_reduce", group="counts", axis="world"):
-            # `verify` lets a fault run on, and says what it does.
+            # `verify` lets a fault run on, and reports its effects.
             compares = self._guard.compares and not call and self._context.purpose == "run"
             decided = self.loop.decided(step, self.optimizer) if compares else Decided()
             totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, own=own, decided=decided)
@@ -294,7 +295,7 @@ class StepEngine:
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
-        """Bring the gradients of the open step to their final values, once, and return this rank's parameters."""
+        """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
         state = self.current(call)
         if self._used:
             return list(state.parameters())
@@ -328,7 +329,7 @@ class StepEngine:
         return parameters
 
     def clipped(self, max_norm: float) -> list[nn.Parameter]:
-        """Return parameters with their final gradients, to be clipped to a norm that the next step compares."""
+        """Return parameters with their final gradients, and record `max_norm`, which the next step compares."""
         self.loop.clip_norm = float(max_norm)
         return self.gradients_ready("clip_grad_norm_")
 

@@ -1,4 +1,4 @@
-"""Evaluating: modules in evaluation mode, and what comes out."""
+"""Evaluation: modules in evaluation mode, and the loss over all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Evaluation:
 
     Args:
         loss: The mean over valid tokens.
-        count: Their number.
+        count: Number of valid tokens.
     """
 
     loss: Tensor
@@ -30,10 +30,10 @@ class Evaluation:
 
 @contextlib.contextmanager
 def evaluating(parts: Sequence[Part]) -> Iterator[None]:
-    """Put every module into evaluation mode without gradients, and each back into its own mode afterwards.
+    """Set evaluation mode without gradients inside, and restore every module's own mode afterwards.
 
-    Parameters that were gathered for a backward, which does not come, are let go: until then a checkpoint would see no
-    shards, and the next step would run on the gathered values, whatever has happened to the shards.
+    Parameters that were gathered for a backward, which does not come, are resharded: otherwise a checkpoint would see
+    no shards, and the next step would run on the gathered values, whatever has happened to the shards.
     """
     import torch
 
@@ -50,7 +50,7 @@ def evaluating(parts: Sequence[Part]) -> Iterator[None]:
 
 
 def let_go(parts: Sequence[Part]) -> None:
-    """Free parameters that were gathered and are kept for a backward; their shards stay. Collectives: none."""
+    """Reshard parameters that are kept gathered for a backward. Collectives: none."""
     for part in parts:
         for module in part.module.modules():
             reshard = getattr(module, "reshard", None)  # of FSDP2's modules

@@ -21,7 +21,7 @@ __all__ = ["average_whole", "clip_norm_", "local", "refuse_none", "scale_", "set
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return this rank's plain tensor."""
+    """Return the local tensor of a DTensor; any other tensor as it is."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -56,14 +56,14 @@ def refuse_none(parameters: Iterable[nn.Parameter], *, step: int) -> None:
 
 
 def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], context: RunContext) -> None:
-    """Average gradients of parameters that no unit of a data-parallel plugin takes: ranks would train other copies.
+    """Average gradients of parameters in no unit of a data-parallel plugin: otherwise replicas would diverge.
 
-    A rank on which a parameter had no part, as one whose samples took another branch, adds zeros.
+    A rank without a gradient for a parameter, because its samples took another branch, adds zeros.
 
     Args:
         parameters: The same ones, in the same order, on all ranks of the axes; tied ones may be there twice.
-        axes: Over which to average; degrees of 1 too.
-        context: Of the run: its mesh, degrees and spans.
+        axes: Mesh axes over which to average; degrees of 1 are allowed.
+        context: With its mesh.
 
     Collectives: one all-reduce an axis, of all gradients and one number a parameter.
     """
@@ -90,7 +90,7 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
     *pieces, found = flat.split([*(grad.numel() for grad in grads), len(trained)])
     for grad, piece in zip(grads, pieces, strict=True):
         grad.copy_(piece.view_as(grad))
-    # What no rank has a gradient of, an optimizer is to leave alone, its decay too. Fake tensors have no values.
+    # A parameter without a gradient on any rank must not be stepped, its decay included. Fake tensors have no values.
     shares = [0.0] * len(trained) if not missing or torch_compat.active_fake_mode() is not None else found.tolist()
     for parameter, share in zip(trained, shares, strict=True):
         if not share and any(parameter is other for other in missing):
@@ -98,7 +98,7 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
 
 
 def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
-    """Multiply all gradients in place."""
+    """Multiply all gradients in place by one factor."""
     for (_, _, dtype), grads in _alike(parameters).items():
         # Kernels convert a factor of another dtype once a tensor; narrower dtypes than this take it as it is.
         alike = factor if isinstance(factor, float) or dtype.itemsize < 4 else factor.to(dtype)
@@ -110,19 +110,19 @@ def total_norm(
 ) -> Tensor:
     """Return the norm of the gradient of the full model, equal on all ranks.
 
-    Each rank adds up its local tensors, every one weighted by one over the number of ranks that hold the same copy; so
-    parameters that are sharded, replicated, or of another stage need no meshes of their own.
+    Each rank sums its local tensors, every one weighted by one over the number of its replicas; so parameters that are
+    sharded, replicated, or of another stage need no meshes of their own.
     Collectives: one all-reduce of one number.
 
     Args:
-        parameters: Of all this rank's parts, each tensor once.
-        layout: For the number of copies.
+        parameters: Of all this rank's parts, each tensor once; any shapes and placements.
+        layout: Axes and degrees, for the number of replicas.
         norm_type: 2, or infinity, where a NaN counts as infinite.
-        group: The ranks of one global batch.
-        device: For the reduced number.
+        group: Process group of the ranks that share one global batch.
+        device: Of the reduced number.
 
     Raises:
-        StepError: Another norm_type.
+        StepError: norm_type is neither 2 nor infinity.
     """
     import torch
     import torch.distributed as dist
@@ -155,12 +155,12 @@ def clip_norm_(
 
     Args:
         parameters: To scale.
-        max_norm: Infinity only measures.
+        max_norm: Above 0; infinity measures without scaling.
         layout: As `total_norm`.
         norm_type: As `total_norm`.
         group: As `total_norm`.
         device: As `total_norm`.
-        copies: Identities of parameters that are scaled, and counted by another rank.
+        copies: `id` of parameters that are scaled here and counted by another rank.
     """
     import torch
 
@@ -185,7 +185,7 @@ def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> 
             if grad is None:
                 continue
             tensor = local(grad)
-            # Ranks whose shard is empty have nothing to add, and an infinity norm of nothing is an error in torch.
+            # Ranks whose shard is empty add nothing, and an infinity norm of nothing is an error in torch.
             if not tensor.numel():
                 continue
             share = 1.0
@@ -197,7 +197,7 @@ def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> 
 
 
 def weight(grad: Tensor, layout: Layout) -> float:
-    """One over the number of ranks that hold the same values."""
+    """Return one over the number of ranks that hold the same values."""
     from torch.distributed.tensor import DTensor
 
     pieces = layout.degree(Role.STAGE)

@@ -1,9 +1,9 @@
-"""The one all-reduce at the start of a step: valid tokens are counted, and ranks prove that they run the same step.
+"""Step guard: one all-reduce that counts valid tokens and verifies that all ranks run the same step.
 
-A rank that skips a step trains on in plain torch, each of its collectives paired with another step's, and nobody is
-told. Here every rank writes its fingerprint into its own slots of the vector that carries the token count: step, plan,
-number of micro-batches, identity of the batch, and what its loop decided for itself. Slots are added to zeros, so that
-ranks at different steps meet in the same all-reduce, and the first one of the wrong step names the ranks that differ.
+In plain torch a rank that skips a step trains on, each of its collectives paired with another step's, without an error.
+Here every rank writes its fingerprint into its own slots of the vector that carries the token count: step, plan, number
+of micro-batches, identity of the batch, and what its loop decided for itself. Slots are added to zeros, so that ranks
+at different steps meet in the same all-reduce, and the first one of the wrong step names the ranks that differ.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
-# In the place of the batch's number: an evaluation is never taken for a step of the same number.
+# Instead of the batch's number: an evaluation is never taken for a step of the same number.
 _EVALUATION = 0xFFFF
 _PLAN_BITS = 40
 _SHOWN = 4
@@ -35,7 +35,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What all ranks together are about to compute.
+    """Totals of one global batch over all ranks.
 
     Args:
         count: Valid tokens of the global batch.
@@ -61,7 +61,7 @@ def control_device(device: torch.device) -> torch.device:
 
 
 def contract_group(layout: Layout, mesh: DeviceMesh) -> Any:
-    """Return the process group that shares one global batch: the world, but for independent axes."""
+    """Return the process group that shares one global batch: all axes but independent ones; None for the world."""
     if layout.degree(Role.INDEPENDENT) == 1:
         return None
     names = tuple(axis.name for axis in layout.dense_axes if axis.role is not Role.INDEPENDENT)
@@ -75,12 +75,12 @@ class Guard:
         layout: Axes and degrees.
         rank: This rank.
         group: The process group that shares one global batch, None for the world.
-        device: Of the vector.
-        plan: A number that ranks have in common which run the same plan; at most 40 bits count.
-        compares: False only counts: the vector has three integers, and nobody is named.
-        is_answered: False in a world whose other ranks do not exist: what is sent is sent, nothing is compared, and the
-            totals are this rank's own counts, at least 1.
-        whole_sequences: Whether ranks along a sequence axis are handed the same batch, which a plugin cuts for them.
+        device: Of the reduced vector.
+        plan: Fingerprint of the plan; its lower 40 bits are compared.
+        compares: False only counts tokens: the vector has three integers, and ranks are not compared.
+        is_answered: False in a fake process group: the all-reduce is issued, nothing is compared, and the totals are
+            this rank's own counts, at least 1.
+        whole_sequences: Whether ranks along a sequence axis receive the same batch, which a plugin shards.
         replicas: Axes along which ranks hold the same parameters.
         shared: Axes along which they hold the same of some.
 
@@ -132,7 +132,7 @@ class Guard:
 
     @property
     def compares(self) -> bool:
-        """Whether ranks compare anything."""
+        """Whether ranks compare their fingerprints."""
         return self._compares and len(self._ranks) > 1 and self._is_answered
 
     def placed(self, number: int) -> list[float]:
@@ -168,11 +168,11 @@ class Guard:
                 )
 
     def digest(self, value: Any, *, own: bool = False) -> int:
-        """Return the identity of a batch, 0 where no ranks must share theirs.
+        """Return the digest of a batch, 0 where no two ranks must have the same one.
 
         Args:
-            value: Nested tensors, as the loop handed them over.
-            own: The loop runs its own forward, and so has cut sequences itself.
+            value: Nested tensors, as passed by the loop.
+            own: Whether the loop runs its own forward, and so has sharded sequences itself.
         """
         return self._digest(value) if self._compares and self._peers[own] else 0
 
@@ -186,15 +186,15 @@ class Guard:
         own: bool = False,
         decided: Decided = _NOTHING,
     ) -> Totals:
-        """Add up counts over all ranks and check that they are at the same place, with what they must share.
+        """Sum counts over all ranks and verify that they run the same step on the batches that they must share.
 
         Args:
             step: The number the loop gave this step, or that of the evaluation.
-            call: The how-manieth batch of this step it is; None for an evaluation.
+            call: Index of the batch within this step; None for an evaluation.
             counts: Valid tokens of each of this rank's micro-batches.
-            digest: Of the batch; compared between ranks that must hold the same one.
+            digest: Of the batch; compared between ranks that must have the same one.
             own: The loop runs its own forward, see `digest`.
-            decided: By this rank's loop.
+            decided: Decisions of this rank's loop.
 
         Raises:
             StepError: Ranks differ; names them, on every rank.
@@ -207,7 +207,7 @@ class Guard:
         if self._counts:
             vector[:3] = [sum(counts), len(counts), sum(count * count for count in counts)]
         if size:
-            # Places start at 1, so that a rank which took no part in the sum cannot look like step 0.
+            # Places start at 1, so that a rank that added nothing cannot look like step 0.
             vector[3 + self._slot] = (step << 16) + (_EVALUATION if call is None else call + 1)
             vector[3 + size + self._slot] = (len(counts) << _PLAN_BITS) | self._plan
             vector[3 + 2 * size + self._slot] = digest
@@ -236,7 +236,7 @@ class Guard:
     # ---- what ranks must have in common ------------------------------------------------------------------------------
 
     def _compare(self, places: list[int], setups: list[int], digests: list[int], own: bool) -> None:
-        """Compare the cheap way; only a difference is looked into."""
+        """Compare sums of fingerprints; only a difference is examined rank by rank."""
         if places.count(places[0]) != len(places):
             self._differ(
                 places,

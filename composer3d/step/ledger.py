@@ -1,4 +1,4 @@
-"""What a step knows of its losses: sums, counts, and the divisor that every micro-batch had."""
+"""Loss accounting of a step: sums, counts, and the divisor that every micro-batch had."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Ledger:
 
     Losses are divided by the valid tokens of the step's first batch before backward, because low precision rounds
     differently afterwards (FP8: 5 % between the two). If the step then sees more batches, or losses report other counts
-    than their targets, `correction` is what the gradients still lack.
+    than their targets, `correction` is the factor that gradients still lack.
 
     Args:
-        averages: The product of the degrees over which data-parallel plugins take the mean of gradients.
+        averages: Product of the degrees over which data-parallel plugins average gradients.
         contributes: Whether this rank's losses count; ranks along tp compute the same loss.
-        group: The ranks of one global batch.
+        group: Process group of the ranks that share one global batch.
         device: For the reduced numbers.
     """
 
@@ -35,7 +35,7 @@ class Ledger:
         self.clear()
 
     def clear(self) -> None:
-        """Forget the last step."""
+        """Drop all losses and counts of the last step."""
         self.divisor: int | None = None
         self.auxiliary = 0.0
         self.added: list[float] = []
@@ -43,12 +43,12 @@ class Ledger:
         self._entries: list[tuple[Tensor, Tensor | int | float, Tensor | None]] = []
 
     def announce(self, count: int) -> None:
-        """Take the global batch's count; the step's first batch sets the divisor."""
+        """Set the divisor from the global batch's count of valid tokens, in the step's first batch alone."""
         if self.divisor is None:
             self.divisor = max(count, 1)
 
     def scaled(self, loss: Loss) -> Tensor:
-        """Record a micro-batch's loss and return what its backward starts from."""
+        """Record a micro-batch's loss and return the scaled scalar whose backward runs."""
         assert self.divisor is not None, "announce comes first"
         return self.record(loss) * (self._averages / self.divisor)
 
@@ -64,7 +64,7 @@ class Ledger:
 
     @property
     def pending(self) -> int:
-        """Losses recorded since the last `settle`."""
+        """Number of losses recorded since the last `settle`."""
         return len(self._entries)
 
     def settle(
@@ -103,5 +103,5 @@ class Ledger:
 
     @property
     def correction(self) -> float:
-        """What all gradients have to be multiplied with."""
+        """Factor by which all gradients have to be multiplied."""
         return 1.0 if not self._count or self.divisor is None else self.divisor / self._count

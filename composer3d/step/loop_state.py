@@ -1,7 +1,7 @@
 """State of a loop that ranks must have in common: hyperparameters, modes, frozen parameters, replicas.
 
-All of it is two numbers a rank, which travel with the all-reduce that opens a step; only where they differ is anything
-else exchanged.
+All of it is two integers a rank, part of the all-reduce that opens a step; only where they differ is anything else
+exchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SAMPLE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What a rank's loop decided for itself.
+    """Decisions of one rank's loop.
 
     Args:
         state: A number that ranks of the same stage have in common.
@@ -51,13 +51,13 @@ class Decided:
 
 
 class LoopState:
-    """Numbers that differ where ranks' loops went different ways.
+    """Digests that differ where ranks' loops decided differently.
 
     Attributes:
-        clip_norm: What gradients were last clipped to.
+        clip_norm: Norm to which gradients were last clipped.
 
     Args:
-        context: Complete.
+        context: With mesh and parts.
     """
 
     def __init__(self, context: RunContext) -> None:
@@ -68,7 +68,7 @@ class LoopState:
         self._sample: list[nn.Parameter] = []
 
     def decided(self, step: int, optimizer: torch.optim.Optimizer | None) -> Decided:
-        """Return what this rank's loop decided for itself before a step."""
+        """Return the decisions of this rank's loop before a step."""
         return Decided(
             state=self.number(optimizer),
             weights=self.weights(step),
@@ -76,7 +76,7 @@ class LoopState:
         )
 
     def number(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Return what ranks of the same stage must have in common, as a number of 62 bits; never 0."""
+        """Return a digest of the state that ranks of one stage must have in common, 62 bits; never 0."""
         self._find()
         assert self._modules is not None, "found above"
         parameters = self._parameters.values()
@@ -123,7 +123,7 @@ class LoopState:
         return found | {"gradients before the step's first backward": "some" if self._has_gradients() else "none"}
 
     def _has_gradients(self) -> bool:
-        """Tell whether some parameters have a gradient; which ones may depend on a rank's samples."""
+        """Return whether some parameters have a gradient; which ones may depend on a rank's samples."""
         return any([parameter.grad is not None for parameter in self._sample])
 
     def _find(self) -> None:
@@ -199,12 +199,12 @@ def _digest(sums: Mapping[str, int]) -> int:
 
 
 def same_stage(layout: Layout, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of ranks that hold the same stage: their parameters are pieces of the same ones."""
+    """Return groups of positions of ranks with the same stage: they hold shards of the same parameters."""
     return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.role is Role.STAGE])
 
 
 def same_pieces(layout: Layout, ranks: Sequence[int], replicas: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Return the positions of ranks that hold the same pieces, given the axes along which they do."""
+    """Return groups of positions of ranks with the same shards, given the axes of replicas."""
     return _alike(layout, ranks, [axis.name for axis in layout.dense_axes if axis.name not in replicas])
 
 

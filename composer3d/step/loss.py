@@ -34,10 +34,10 @@ _RETURN_A_SUM = (
 
 
 def count_valid(target: Any) -> int:
-    """Count what a loss sums over: integer targets that are not -100, or the elements of a floating-point target.
+    """Count the elements of a loss: integer targets that are not -100, or elements of a floating-point target.
 
     Raises:
-        LossError: The target is no tensor; `compose(count_fn=...)` then has to say it.
+        LossError: The target is no tensor; `compose(count_fn=...)` is needed then.
     """
     import torch
 
@@ -73,10 +73,10 @@ def count_provisionally(target: Any) -> int:
 
 
 def other_padding(values: Iterable[Any]) -> int | None:
-    """Return a negative number other than -100 in integer tensors, which may stand for what a loss leaves out.
+    """Return a negative number other than -100 in integer tensors, which may be the padding of a loss.
 
     Args:
-        values: Targets, or arguments of a model; what is no integer tensor is passed over.
+        values: Targets, or arguments of a model; anything but integer tensors is ignored.
     """
     import torch
 
@@ -98,10 +98,10 @@ def loss_of_model(output: Any) -> Any:
 
 
 def reduction_of(loss: Tensor) -> Reduction:
-    """Tell from its graph whether a scalar is a sum or a mean.
+    """Return the reduction of a scalar loss, a sum or a mean, from its autograd graph.
 
     Raises:
-        LossError: The last operation says neither.
+        LossError: The last operation is neither.
     """
     return _reduction_at(_past_views(loss.grad_fn))
 
@@ -134,7 +134,7 @@ def _reduction_at(node: Any) -> Reduction:
 
 
 def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
-    """Return what a loop has multiplied its loss with, and what the loss was before: None if its graph does not tell.
+    """Return the factor by which a loop has scaled its loss, and the reduction before it: None if unknown.
 
     A loop that accumulates divides every loss by the number of its backwards. A sum that is divided, by its tokens
     then, is a mean.
@@ -146,7 +146,7 @@ def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
 
 
 def _constant_factor(node: Any) -> tuple[float, Any] | None:
-    """Return the number that a node multiplies with, and the node of what it multiplies; None for other nodes."""
+    """Return a node's constant factor and the node of its operand; None for nodes without one."""
     import torch
 
     name = type(node).__name__
@@ -165,14 +165,14 @@ def _constant_factor(node: Any) -> tuple[float, Any] | None:
 
 
 def as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reduction | None) -> Loss:
-    """Turn what a `loss_fn` returned into a sum and a count.
+    """Convert the result of a `loss_fn` to a sum and a count.
 
     Args:
         value: A `Loss`, `(sum, count)`, a scalar sum, or a scalar mean.
         count: Valid tokens of this micro-batch.
-        equal: Whether every micro-batch of the global batch has that count; only then is a mean accepted, because
-            the mean of means weights tokens of short micro-batches higher (measured with padding: 39 % off).
-        reduction: What a scalar is; None looks at its graph.
+        equal: Whether every micro-batch of the global batch has that count; only then is a mean accepted, because the
+            mean of means weights tokens of short micro-batches higher (measured with padding: 39 % off).
+        reduction: Of a scalar; None reads it from the graph.
 
     Raises:
         LossError: A mean where counts differ, or something else altogether.
@@ -181,7 +181,7 @@ def as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reduction
 
 
 def _plain(loss: Loss) -> Loss:
-    """Take a loss out of DTensors, as vocab-parallel cross-entropy gives them: ranks add up plain tensors."""
+    """Convert DTensors, as vocab-parallel cross-entropy returns them, to plain tensors, which ranks sum."""
     if not any(hasattr(value, "full_tensor") for value in (loss.sum, loss.count, loss.auxiliary)):
         return loss
 

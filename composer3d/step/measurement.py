@@ -1,4 +1,4 @@
-"""What plugins measure in a step, reduced over ranks in one collective."""
+"""Metrics that plugins measure in a step, reduced over ranks in one collective."""
 
 from __future__ import annotations
 
@@ -25,10 +25,9 @@ def measure(
     Collectives: one all-gather of one number a metric; none without metrics.
 
     Args:
-        context: The run.
         functions: Frozen implementations of `composer3d_measure`.
-        step: Its number.
-        device: For the gathered numbers.
+        step: Number of the step.
+        device: Of the gathered numbers.
 
     Raises:
         QueryError: Two metrics have one name.

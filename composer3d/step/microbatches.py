@@ -1,4 +1,4 @@
-"""Cutting batches into micro-batches, and recognising them."""
+"""Micro-batches: splitting a batch along dim 0, moving it to the device, and a digest that identifies it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tensors(value: Any) -> Iterator[Tensor]:
 
 
 def units_of(inputs: Any) -> tuple[Literal["tokens", "samples"], int]:
-    """Return in what the rate of a training is told, and how many of it a model's inputs are.
+    """Return the unit of throughput, tokens or samples, and how many of them a model's inputs have.
 
     Numbers of tokens are looked up in an embedding, which takes integers of 32 and 64 bits alone: every position is a
     token, padding too. Whatever else the first tensor holds, pixels for example, a sample is the unit, whatever its
@@ -60,9 +60,10 @@ def units_of(inputs: Any) -> tuple[Literal["tokens", "samples"], int]:
 
 
 def cut(batch: Batch, size: int | None) -> list[Batch]:
-    """Cut a batch into micro-batches of `size` samples along dim 0.
+    """Split a batch x_B... into micro-batches of `size` samples along dim 0.
 
-    Tensors whose first dim is not the batch's, and everything that is no tensor, go whole into every micro-batch.
+    Tensors whose first dim is not the batch's, and everything that is no tensor, are passed unchanged to every
+    micro-batch.
 
     Raises:
         BatchError: The batch does not divide.
@@ -102,9 +103,9 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 class Digest:
-    """Numbers that tell batches apart: every tensor's bytes as 64-bit words, each times a random word, added up.
+    """Digest of batches: the sum of every tensor's bytes as 64-bit words, each times a random word.
 
-    One pass over a batch on the CPU. A batch on an accelerator is waited for.
+    One pass over a batch on the CPU. A batch on an accelerator is synchronised.
 
     Memory: 8 bytes of weights for every 8 bytes of the largest tensor seen; there twice that while it works.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.context import RunContext
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
 
 __all__ = ["compose_step", "group_parameters", "make_optimizer"]
 
@@ -27,17 +27,17 @@ def make_optimizer(
     context: RunContext,
     hooks: Hooks,
 ) -> torch.optim.Optimizer:
-    """Make the optimizer of a run, or let the plugin make it that answers; see `Composition.optimizer`."""
+    """Make the optimizer of a run, by the plugin that answers the hook if there is one; see `Composition.optimizer`."""
     described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
     described = [{**defaults, **group} for group in described]
-    made: torch.optim.Optimizer | None = hooks.query("composer3d_optimizer", context=context, cls=cls, groups=described)
+    made = hooks.optimizer(context, cls, described)
     return made if made is not None else cls(described, **defaults)
 
 
 def group_parameters(
     parameters: Iterable[tuple[str, nn.Parameter]], groups: Sequence[Mapping[str, Any]], *, known: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """Sort trainable parameters into groups; the first match wins, and what matches none comes last.
+    """Sort trainable parameters into groups; the first match wins, and parameters without a match come last.
 
     Args:
         parameters: This rank's, by FQN.
@@ -117,7 +117,7 @@ def compose_step(
 
     # torch's own wrapper around `step` (profiling, hooks) is already in `inner`.
     step.hooked = True  # type: ignore[attr-defined]
-    # Checkpoints unwrap `step` down to the bare one: no hook takes the making of state for a step.
+    # Checkpoints unwrap `step` down to the bare one: initialising the state must not run hooks on steps.
     step.__wrapped__ = inner  # type: ignore[attr-defined]
     optimizer.__class__ = type(
         cls.__name__, (cls,), {"step": step, "zero_grad": zero_grad, "__module__": cls.__module__}

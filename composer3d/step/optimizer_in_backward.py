@@ -21,7 +21,7 @@ __all__ = ["BackwardStepper", "exclusions"]
 
 
 def exclusions(context: RunContext, *, has_schedule: bool) -> Iterator[str]:
-    """Yield why a composition cannot step in the backward, as far as is known once plugins are configured.
+    """Yield reasons why a composition cannot step in the backward, as far as is known once plugins are configured.
 
     Args:
         context: Configured.
@@ -40,21 +40,21 @@ def exclusions(context: RunContext, *, has_schedule: bool) -> Iterator[str]:
 class BackwardStepper:
     """Steps a parameter in the hook that runs when its gradient is accumulated and reduced, and frees the gradient.
 
-    The optimizer is handed one parameter at a time, in a copy of its group, so its hyperparameters are those of the
-    step and its state is where it always is; for optimizers whose parameters do not look at each other the result is
-    that of the ordinary step, bit for bit.
+    The optimizer receives one parameter at a time, in a copy of its group, so its hyperparameters are those of the step
+    and its state is where it always is; for optimizers that update each parameter independently the result is that of
+    the ordinary step, bit for bit.
 
     Args:
-        optimizer: Made; its parameters are those that are stepped.
-        context: Complete.
-        actions: Of all plugins, by point.
+        optimizer: Its parameters are those that are stepped.
+        context: With mesh and parts.
+        actions: Step actions of all plugins, by point.
         has_schedule: Whether a plugin schedules micro-batches.
 
     Raises:
         PluginError: Something needs the gradients after the backward.
 
-    Memory: of gradients those that are reduced together, a unit's, instead of all. Collectives: none of its own, one
-    all-reduce of one number where the norm is asked for.
+    Memory: the gradients of one unit, which are reduced together, instead of all. Collectives: none of its own, one
+    all-reduce of one number for the norm.
 
     Source: Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, arXiv:2306.09782.
     """
@@ -81,7 +81,7 @@ class BackwardStepper:
         self._handles = [parameter.register_post_accumulate_grad_hook(self._step) for parameter in self._groups]
 
     def close(self) -> None:
-        """Leave the parameters alone: the model may live on."""
+        """Remove the hooks from the parameters: the model may outlive this."""
         for handle in self._handles:
             handle.remove()
 
@@ -153,10 +153,10 @@ class BackwardStepper:
         """End a step's backward.
 
         Args:
-            correction: What all gradients would have to be multiplied with.
+            correction: Factor by which all gradients would have to be multiplied; 1 if none.
 
         Raises:
-            StepError: They would have to, or no hook saw a gradient.
+            StepError: It is not 1, or no hook saw a gradient.
         """
         if correction != 1.0:
             raise StepError(
@@ -172,16 +172,16 @@ class BackwardStepper:
             )
 
     def norm(self, max_norm: float, norm_type: float, *, group: Any, device: torch.device) -> Tensor:
-        """Return the norm of the full model's gradient as it was.
+        """Return the norm of the full model's gradient, measured before gradients were freed.
 
         Args:
-            max_norm: Infinity.
-            norm_type: 2.
-            group: The ranks of one global batch.
-            device: For the reduced number.
+            max_norm: Infinity; anything else would clip.
+            norm_type: 2; no other is measured.
+            group: Process group of the ranks that share one global batch.
+            device: Of the reduced number.
 
         Raises:
-            StepError: Gradients were to be clipped, or another norm is asked for.
+            StepError: Gradients were to be clipped, or another norm is requested.
         """
         import torch
         import torch.distributed as dist

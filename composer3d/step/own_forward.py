@@ -1,4 +1,4 @@
-"""The losses of a loop that keeps its own forward."""
+"""Losses of a loop that runs its own forward."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["OwnForward"]
 
 
 class OwnForward:
-    """The losses of a loop that keeps its own forward.
+    """Losses of one step of a loop that runs its own forward.
 
-    Without a target every backward weighs the same. With one, a mean stands for the target's valid tokens. A loop that
-    divides its losses itself, by the number of its backwards, gets the sum of what it wrote.
+    Without a target every backward has equal weight. With one, a mean is weighted by the target's valid tokens. A loop
+    that divides its losses itself, by the number of its backwards, gets the sum of the divided losses.
 
     Attributes:
-        count: Of the step's target.
+        count: Valid tokens of the step's target.
         calls: Backwards so far.
-        is_scaled: The loop divides its losses itself: gradients are their sum as it is.
+        is_scaled: Whether the loop divides its losses itself: gradients are then their plain sum.
     """
 
     def __init__(self, *, target: Any = None, count: int = 1) -> None:
@@ -38,7 +38,7 @@ class OwnForward:
         return factors if self.is_scaled else 1.0
 
     def loss(self, value: Any, *, last: bool, equal: bool, reduction: Reduction | None) -> Loss:
-        """Give the loss of the next backward its count."""
+        """Return the loss of the next backward with its count."""
         import torch
 
         self.calls += 1
@@ -58,7 +58,7 @@ class OwnForward:
         return self._scaled(as_loss(value, count=self.count, equal=equal, reduction="mean"), factor)
 
     def _scaled(self, loss: Loss, factor: float) -> Loss:
-        """Let a mean that the loop has multiplied with a factor count for as much less."""
+        """Return a mean that the loop has multiplied by a factor with its count reduced to match."""
         if self.calls == 1:
             self.is_scaled = factor != 1.0
         if self.is_scaled != (factor != 1.0):

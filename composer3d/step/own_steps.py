@@ -12,14 +12,14 @@ __all__ = ["OwnSteps"]
 
 
 class OwnSteps:
-    """Opens and closes steps for a loop that says only when the optimizer steps.
+    """Opens and closes steps for a loop that only calls the optimizer's step.
 
     Attributes:
         next: The number of the next step; it goes on after those that the loop numbered, and after a load.
         num_backwards: Of the open step, whoever opened it.
 
     Args:
-        step: Makes the context of a step, given its number.
+        step: Returns the context manager of a step, given its number.
     """
 
     def __init__(self, step: Callable[[int], contextlib.AbstractContextManager[StepState]]) -> None:
@@ -29,7 +29,7 @@ class OwnSteps:
 
     @property
     def is_open(self) -> bool:
-        """Whether a step is open that the loop has not opened itself."""
+        """Whether an implicit step is open, which the loop has not opened itself."""
         return self._open is not None
 
     def open(self) -> StepState:
@@ -51,7 +51,7 @@ class OwnSteps:
             self.abandon()
 
     def abandon(self) -> None:
-        """Give up the step, if one is open, as if it had not begun."""
+        """Discard the step, if one is open, as if it had not begun."""
         stack, self._open = self._open, None
         if stack is not None:
             self.next -= 1

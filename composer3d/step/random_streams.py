@@ -199,7 +199,7 @@ class Streams:
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
-        """Run the backward of a forward that has left the stream: the random state after it is that before.
+        """Run the backward of a forward that has left the stream; the random state is restored afterwards.
 
         A recomputation inside sets the state of its forward; regions that draw from the sharded stream then go on in
         the replicated one, as they did there.
@@ -228,9 +228,9 @@ class Streams:
     def sharded(self, site: int, *, dim: int | None = None, parts: Sequence[int] = ()) -> Iterator[None]:
         """Draw from the sharded stream inside.
 
-        Inside a micro-batch the replicated stream goes on with another seed afterwards, and the sharded one depends on
-        the seed before: whoever draws at one site twice draws other numbers, and a recomputation, for which torch puts
-        the generators back, draws the same.
+        Inside a micro-batch the replicated stream continues with another seed afterwards, and the sharded one depends
+        on the seed before: two draws at one site differ, and a recomputation, for which torch restores the generators,
+        repeats its draws.
 
         Args:
             site: Tells the places of one micro-batch apart.

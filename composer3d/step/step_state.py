@@ -19,16 +19,15 @@ __all__ = ["StepState"]
 
 @dataclass(kw_only=True, eq=False)
 class StepState:
-    """What step actions see.
+    """State of an open step, passed to step actions.
 
     Attributes:
         step: The number that the loop gave.
-        context: The run.
         parts: This rank's stages.
-        index: The micro-batch, counted within one batch; set from BEFORE_MICROBATCH on.
+        index: Index of the micro-batch within one batch; set from BEFORE_MICROBATCH on.
         is_last: Whether it is the last one before the gradients are used, as far as is known.
-        forward_done: The loop runs its own forward, which has already happened when BEFORE_MICROBATCH runs.
-        optimizer: Once there is one.
+        forward_done: Whether the loop ran its own forward, before BEFORE_MICROBATCH.
+        optimizer: None before it is made.
         metrics: Numbers to report with this step; actions may add some.
         vetoes: Names of the DECIDE actions that skipped the optimizer step on some rank.
         count: Valid tokens of the global batch so far.

@@ -217,10 +217,10 @@ def explain(row: Row, reason: str, options: Options, check: Check, owners: Mappi
 
 
 def _counts(reason: str, others: Sequence[Sequence[str]], own: Sequence[str], *, neutral: bool) -> bool:
-    """Tell whether a choice is to blame, from what is said of the rows that have another value in its place.
+    """Return whether a choice is to blame, from what is said of the rows that have another value in its place.
 
-    A reason may be gone because a new one came before it, which says nothing. Where that is so of every other value,
-    a choice that is not neutral is to blame, since it could not be neutralised.
+    A reason may be gone because a new one came before it, which says nothing. Where that is so of every other value, a
+    choice that is not neutral is to blame, since it could not be neutralised.
     """
     gone = [said for said in others if reason not in said]
     if any(set(said) <= set(own) for said in gone):
@@ -272,13 +272,13 @@ def _changed(row: Row, key: str, value: str, options: Options) -> dict[str, str]
 
 
 def _is_one_change(row: Row, key: str) -> bool:
-    """Tell whether a changed row is a row: an option cannot be off while its plugin is on."""
+    """Return whether a changed row is a row: an option cannot be off while its plugin is on."""
     plugin = plugin_of(key)
     return plugin is None or (row[plugin] == OFF) == (row[key] == OFF)
 
 
 def _is_whole(row: Row, owners: Mapping[str, Sequence[str]]) -> bool:
-    """Tell whether a row has an owner for every axis above 1, and its options are those of its plugins."""
+    """Return whether a row has an owner for every axis above 1, and its options are those of its plugins."""
     options = all(_is_one_change(row, key) for key in row)
     return options and all(
         row[axis] == "1" or any(row.get(owner) == ON for owner in keys) for axis, keys in owners.items()

@@ -1,7 +1,7 @@
-"""What installed plugins offer to be combined: every option of every one, third-party ones included, and the axes.
+"""Options of the installed plugins, third-party ones included, and degrees of the axes, for tests of combinations.
 
 A combination is a row: a value for every key. Values are text as TOML has it, so that a row is a manifest, can be
-compared, and travels as JSON. A plugin is `off` or `on`, and its options `off` with it.
+compared, and is serialised as JSON. A plugin is `off` or `on`, and its options `off` with it.
 """
 
 from __future__ import annotations

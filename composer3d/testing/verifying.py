@@ -110,11 +110,11 @@ def assert_parity(
 def _prove(
     make_subject: Callable[[], Subject], typed: Manifest, batch: Batch, *, world_size: int | None, **options: Any
 ) -> Verdict:
-    """Prove on forked ranks, once it is known that the batch can be cut for them."""
+    """Verify on forked ranks, once the batch is known to divide by them."""
     __tracebackhide__ = True
     # Here, because the proof is written on this package's own parts.
     from composer3d.composition.preparing import layout_of
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
     from composer3d.verification import prove
 
     layout, size = layout_of(typed, Hooks(typed.plugins), world_size=world_size), typed.train.microbatch

@@ -1,4 +1,4 @@
-"""What torch.compile needs to compile a module as composer3d's plugins have made it."""
+"""torch.compile on modules that plugins have sharded, checkpointed or quantised."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _order_saved_states() -> None:
 def _multiply_any_number_of_sizes() -> None:
     """Let a symbolic size be a product of more than two.
 
-    Products of sizes that a graph hands on, those of DTensors, are put together from what sympy says of them. It
+    Products of sizes that a graph passes on, those of DTensors, are put together from what sympy says of them. It
     writes a product of any number of factors as one, which torch gives to `operator.mul`, which takes two (torch
     2.11-2.13; sums have a function that takes any number since 2.12).
     """

@@ -25,7 +25,7 @@ _READERS = frozenset({"aten::_local_scalar_dense", "aten::equal", "aten::is_nonz
 
 
 def fake_tensors(memory: ResultMemory | None = None) -> Any:
-    """Return the mode in which operators make tensors without values; it has no public home (torch 2.11-2.15).
+    """Return the mode in which operators make fake tensors; it has no public home (torch 2.11-2.15).
 
     Tensors with values are let in: models and plugins make small constants before. An operator that returns what a
     tensor holds as a Python value returns what `_value` says, where torch would refuse.
@@ -75,7 +75,7 @@ def _value(name: str, dtype: Any) -> Any:
 
 
 def _grouped_product(mat_a: Any, mat_b: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
-    """Return what a grouped matrix product makes of tensors without values, in any dtype that it is computed in.
+    """Return what a grouped matrix product makes of fake tensors, in any dtype that it is computed in.
 
     torch's own answer (torch 2.11-2.15) knows bfloat16 alone, where its kernels, on CPU and on CUDA, take float32 and
     float16 too. Rows of the result begin at multiples of 16 bytes, as the kernels make them.
@@ -127,12 +127,12 @@ def active_fake_mode() -> Any:
 
 
 def is_in_place(operator: Any) -> bool:
-    """Tell whether an operator writes to what it is given, as its schema says; schemas have no public home."""
+    """Return whether an operator writes to what it is given, as its schema says; schemas have no public home."""
     return bool(operator._schema.is_mutable)
 
 
 def is_view(operator: Any) -> bool:
-    """Tell whether an operator only returns views of what it is given; operators have no public home."""
+    """Return whether an operator only returns views of what it is given; operators have no public home."""
     return bool(operator.is_view) or operator.name() in ("aten::_unsafe_view", "aten::detach", "aten::alias")
 
 

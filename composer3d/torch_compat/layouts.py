@@ -93,7 +93,7 @@ def replicate_buckets(module: Any, **options: Any) -> Any:
 
 
 class ShardOf(NamedTuple):
-    """How a placement cuts a tensor: along which dim, and into how many pieces that dim was cut before."""
+    """How a placement shards a tensor: its dim, and the number of shards that the dim had before."""
 
     dim: int
     split_factor: int
@@ -196,7 +196,7 @@ def with_local(tensor: Any, local: Any) -> Any:
 
 
 def silence_redistribution() -> None:
-    """Stop DTensor from telling, on every rank, that gathering a tensor which is cut twice takes two collectives.
+    """Silence DTensor's warning, on every rank, that gathering a twice sharded tensor takes two collectives.
 
     The logger is named after a private module (torch 2.11-2.15).
     """

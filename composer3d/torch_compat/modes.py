@@ -104,7 +104,7 @@ def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> An
 
 
 def in_backward() -> bool:
-    """Tell whether autograd is running a backward on this thread: a forward inside is a recomputation.
+    """Return whether autograd is running a backward on this thread: a forward inside is a recomputation.
 
     The number of the running graph task is private (torch 2.11-2.15); it is -1 outside of backwards.
     """

@@ -1,4 +1,4 @@
-"""What operators return for tensors without values, worked out once for every form of their arguments."""
+"""Cache of operator results on fake tensors, by the form of the operator's arguments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["ResultMemory"]
 
 # What else an argument may be; everything of these types that is equal, and of one type, gives an equal result.
 _PLAIN = frozenset({"NoneType", "int", "float", "bool", "str", "dtype", "device", "layout", "memory_format"})
-# Operators whose results hang on values, or that change the form of what they are given.
+# Operators whose results depend on values, or that change the form of what they are given.
 _TAGS = ("dynamic_output_shape", "data_dependent_output", "inplace_view")
 _NOT_REMEMBERED = (
     "aten::lift",
@@ -32,8 +32,8 @@ class ResultMemory:
     a step asks it tens of thousands of times. Here a call is its operator, the forms of its tensors, and its other
     arguments; what it returned is a tensor of a known form with a new storage, a view of an argument, or an argument
     itself. Whatever is none of that goes to the mode: other types, wrappers, complex numbers and parts of them (whose
-    signs are lazy), tensors that hold a value, operators whose result hangs on values. Fake tensors are private (torch
-    2.11-2.15).
+    signs are lazy), tensors that hold a value, operators whose result depends on values. Fake tensors are private
+    (torch 2.11-2.15).
 
     One memory may serve several modes, one after the other.
 

@@ -75,9 +75,9 @@ def without_own_messages(stage: Any) -> Any:
 def held_graph(stage: Any, microbatch: int, kept: dict[int, Any]) -> Iterator[None]:
     """Keep a micro-batch's graph over the half of its backward that computes the gradients of inputs.
 
-    The second half begins at nodes that the first one found. torch 2.11 lets go of the graph between the two, with
-    which the nodes of functions written in Python go; it is kept where there are such nodes. torch 2.13 needs no help.
-    What a stage keeps of its forwards and between the halves is private.
+    The second half begins at nodes that the first one found. torch 2.11 releases the graph between the two, with which
+    the nodes of functions written in Python go; it is kept where there are such nodes. torch 2.13 needs no help. What a
+    stage keeps of its forwards and between the halves is private.
 
     Args:
         stage: The pipeline's.

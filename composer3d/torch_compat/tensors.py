@@ -31,7 +31,7 @@ __all__ = [
 
 
 def is_wrapper_subclass(cls: type) -> bool:
-    """Tell whether a tensor class wraps other tensors (DTensor, AsyncCollectiveTensor, float8), so dispatches again."""
+    """Return whether a tensor class wraps tensors and dispatches again: DTensor, AsyncCollectiveTensor, float8."""
     from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
     return is_traceable_wrapper_subclass_type(cls)
@@ -166,7 +166,7 @@ def set_gradient_hooks(tensor: Any, before: Any, after: Any) -> None:
 
 
 def has_argument(operator: Any, name: str) -> bool:
-    """Tell whether an operator has an argument of a name, as its schema says; schemas have no public home."""
+    """Return whether an operator has an argument of a name, as its schema says; schemas have no public home."""
     return any(argument.name == name for argument in operator._schema.arguments)
 
 

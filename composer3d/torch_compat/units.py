@@ -27,12 +27,14 @@ def watch_units(module: Any) -> Units:
     for child in children:
         state = child._get_fsdp_state()
         if not hasattr(state, "watched"):
-            state.__class__ = _watched_state(type(state))
+            cls: Any = type(state)
+            state.__class__ = _watched_state(cls)
             state.watched = [group for group, _, _ in fsdp_groups(child)]
             groups += state.watched
     units = Units(groups)
     for index, group in enumerate(groups):
-        group.__class__ = _watched_group(type(group))
+        cls = type(group)
+        group.__class__ = _watched_group(cls)
         group.watch(units, index)
     return units
 
@@ -84,8 +86,8 @@ class Units:
 
 
 @functools.cache
-def _watched_state(cls: type[Any]) -> type[Any]:
-    class WatchedState(cls):  # type: ignore[misc]
+def _watched_state(cls: Any) -> Any:
+    class WatchedState(cls):
         """A state that knows its groups when a backward ends."""
 
         def _root_post_backward_final_callback(self) -> None:
@@ -104,10 +106,10 @@ def _watched_state(cls: type[Any]) -> type[Any]:
 
 
 @functools.cache
-def _watched_group(cls: type[Any]) -> type[Any]:
+def _watched_group(cls: Any) -> Any:
     import torch
 
-    class WatchedGroup(cls):  # type: ignore[misc]
+    class WatchedGroup(cls):
         """A group whose parameters without a gradient take part with zeros."""
 
         def watch(self, units: Units, index: int) -> None:

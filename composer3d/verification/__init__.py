@@ -1,8 +1,8 @@
-"""The proof that a composition computes what one device computes, gathered on real ranks.
+"""Verification that a composition computes what one device computes, on real ranks.
 
 A reference without plugins runs on one device; the composition runs on its ranks; everything is compared in float64,
-then in the run's own dtypes, and so are copies, random streams and collectives. `composer3d verify` and
-`composer3d.testing.assert_parity` are two ways in.
+then in the run's own dtypes, and so are replicas, random streams and collectives. `composer3d verify` and
+`composer3d.testing.assert_parity` are its two entry points.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The arithmetic of a proof: everything in float64, and nothing drawn at random, whatever the model's code asks for."""
+"""Arithmetic of a verification: everything in float64, without random draws, whatever dtypes the model's code names."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def in_double_precision() -> Iterator[None]:
     """Read every narrower floating-point dtype that code names as float64.
 
     Models compute norms, rotary positions and losses "in float32" by `x.float()`, `x.to(torch.float32)` or
-    `softmax(..., dtype=torch.float32)`. In float64 such a cast would round away what the proof looks for (a correct
-    layout then differs by 6e-8 where one rounding falls otherwise), so it becomes a cast to float64. Compiled code
-    traces through the mode.
+    `softmax(..., dtype=torch.float32)`. In float64 such a cast would round away the differences that a verification
+    looks for (a correct layout then differs by 6e-8 where one rounding falls otherwise), so it becomes a cast to
+    float64. Compiled code traces through the mode.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -61,11 +61,11 @@ def in_double_precision() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_random_numbers() -> Iterator[None]:
-    """Make everything that draws inside return what it gives on average, modules and functionals alike.
+    """Replace random draws inside by their means, in modules and functionals alike.
 
     Dropout keeps every element; attention drops nothing; a uniform draw is its middle, a normal or exponential one its
-    mean, a Bernoulli one whether its probability is above a half, a multinomial one the likeliest, a permutation none.
-    What comes out is then the same in every layout.
+    mean, a Bernoulli one whether its probability is above a half, a multinomial one the likeliest, a permutation the
+    identity. Results are then the same in every layout.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -77,7 +77,7 @@ def without_random_numbers() -> Iterator[None]:
             name = getattr(func, "__name__", "")
             if name == "backward":
                 return backward_inside(self, args, kwargs or {})
-            # What comes from a generator of its own is the same wherever it is drawn.
+            # Draws from an own generator are the same on every rank.
             if name in settled and (kwargs or {}).get("generator") is None:
                 # What initialises changes parameters, for which its own code turns gradients off.
                 initialises = getattr(func, "__module__", None) == "torch.nn.init"
@@ -90,7 +90,7 @@ def without_random_numbers() -> Iterator[None]:
 
 
 def _settled() -> dict[str, Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]]:
-    """Return what stands for each function that draws, by its name in torch, torch.Tensor and functional."""
+    """Return the replacement of each random function, by its name in torch, torch.Tensor and functional."""
     dropouts = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
     inplace = tuple(f"{name}_" for name in dropouts)
     return {
@@ -155,7 +155,7 @@ def _heads(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _recurrent(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # The probability stands in another place for packed sequences; it is the only number that is no integer.
+    # The probability's position differs for packed sequences; it is the only number that is no integer.
     return func(*(0.0 if isinstance(arg, float) else arg for arg in args), **kwargs)
 
 
@@ -183,7 +183,7 @@ def _uniform(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _ordered(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a permutation that leaves everything in place, or the lowest of the integers asked for."""
+    """Return the identity permutation, or the lowest of the requested integers."""
     drawn = func(*args, **kwargs)
     if func.__name__ == "randperm":
         return drawn.sort().values

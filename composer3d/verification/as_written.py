@@ -1,7 +1,7 @@
-"""The factory as it is written, beside the model that a composition makes of it on one process.
+"""Comparison of a model factory run as written with the model composed from its recording.
 
-A composition records a factory and makes its tensors anew; everything else that is compared with one device is made
-that way. What is lost on the way, as what code hangs on parameters, would be lost on both sides.
+A composition records a factory and makes its tensors from the recording; the reference on one device is made the same
+way. Whatever a recording loses, such as attributes of parameters, would be missing on both sides.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """How far the factory as written is from the model that is composed.
+    """Differences between the factory as written and the composed model.
 
     Args:
-        loss: Of the first micro-batch, relative; 0 where that is rounding.
-        gradients: By FQN, of those beyond rounding; infinity where only one of the two has one.
-        unknown: Why the factory could not be run as written; empty where it was, or where there is none.
+        loss: Relative difference of the first micro-batch's loss; 0 where that is rounding.
+        gradients: Relative differences by FQN, of those beyond rounding; infinity where only one of the two exists.
+        unknown: Reason why the factory could not be run as written; empty where it was, or without a factory.
     """
 
     loss: float = 0.0
@@ -46,10 +46,10 @@ AS_WRITTEN = Written()
 
 
 def as_written(subject: Subject, *, degree: int) -> Written:
-    """Run the factory without recording it, give its tensors the composed values, and compare a forward and backward.
+    """Run the factory unrecorded, set its tensors to the composed values, and compare a forward and backward.
 
     Args:
-        subject: What to run.
+        subject: Model, manifest, batches, loss and optimizer.
         degree: Data-parallel degree.
 
     Memory: the model a second time, and its gradients. Collectives: none.
@@ -61,7 +61,7 @@ def as_written(subject: Subject, *, degree: int) -> Written:
     if isinstance(factory, nn.Module):
         return AS_WRITTEN
     try:
-        # Initialisers draw; nothing does so any more where one device computes.
+        # Initialisers draw random numbers; the runs compared below draw none.
         with in_double_precision(), torch.random.fork_rng():
             model = factory().to(subject.device)
     except Exception as error:  # it may need a device, memory or files that a recording does not
@@ -80,7 +80,7 @@ def as_written(subject: Subject, *, degree: int) -> Written:
 
 
 def _give_values(source: nn.Module, target: nn.Module) -> None:
-    """Write the values of one model into the other's tensors, which stay what they are."""
+    """Copy the values of one model into the other's tensors, in place."""
     import torch
 
     values = {**dict(named_tensors(source)), **{r.path: r.tensor for r in reachable_tensors(source)}}

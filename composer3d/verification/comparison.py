@@ -1,4 +1,4 @@
-"""The measure by which tensors are compared, and the tolerances: 1e-12 in float64, derived elsewhere."""
+"""Comparison of tensors, and its tolerances: 1e-12 in float64, derived in the run's own dtypes."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ _UNITS = 4.0
 def scale_of(tensors: Iterable[Tensor]) -> float:
     """Return the smallest scale by which a difference in one of these tensors is judged.
 
-    A gradient that is zero by mathematics (the bias of keys before a softmax) is rounding noise on one device and
-    other noise in a layout; its relative error says nothing. The noise of float64 is 2^-52 of what was added up, which
-    is no more than the largest value of all tensors: that much, and no more, is let pass as 1e-12.
+    A gradient that is zero by mathematics (the bias of keys before a softmax) is rounding noise on one device and other
+    noise in a layout; its relative error says nothing. The noise of float64 is 2^-52 of the summands, which are no
+    larger than the largest value of all tensors: that much, and no more, passes as 1e-12.
     """
     return _FLOOR * max((largest_of(tensor) for tensor in tensors if tensor.numel()), default=0.0)
 
@@ -79,11 +79,11 @@ def relative(actual: float, reference: float) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """How well a tensor is a multiple of another.
+    """Least-squares fit of a tensor by a multiple of another.
 
     Args:
         factor: The multiple.
-        residual: What is left, relative to the multiple's largest value.
+        residual: Largest remaining difference, relative to the multiple's largest value.
     """
 
     factor: float
@@ -107,11 +107,11 @@ def fit(actual: Tensor, reference: Tensor) -> Fit | None:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Limits(Mapping[str, float]):
-    """What each compared thing may differ by.
+    """Tolerances by compared quantity.
 
     Args:
-        largest: By what is compared, over all parameters.
-        by_fqn: By what is compared and FQN; what is not there has the largest.
+        largest: By compared quantity, the largest over all parameters.
+        by_fqn: By compared quantity and FQN; a parameter that is missing here has the largest.
     """
 
     largest: Mapping[str, float]
@@ -131,10 +131,10 @@ class Limits(Mapping[str, float]):
         return self.by_fqn.get(name, {}).get(fqn, self.largest[name])
 
     def stated(self, tolerance: float) -> Limits:
-        """Return limits of float64 that are a number which somebody has stated, or more where an optimizer asks for it.
+        """Return float64 limits at a stated tolerance, or above it where the optimizer amplifies rounding.
 
         Args:
-            tolerance: Relative; also below 1e-12, which is what there is without one.
+            tolerance: Relative; may be below the default of 1e-12.
         """
 
         def asked(limit: float) -> float:
@@ -148,11 +148,11 @@ class Limits(Mapping[str, float]):
 
 
 def tolerances(rounding: Mapping[str, Mapping[str, float]], dtype: torch.dtype | None) -> Limits:
-    """Return what each compared thing may differ by.
+    """Return the tolerances of every compared quantity.
 
-    In float64 everything is 1e-12, or, for what comes after an optimizer has stepped, four times what it makes of a
-    rounding of the gradients, if that is more: of each parameter by itself, since it makes much of gradients that are
-    zero by mathematics, and of no other.
+    In float64 every tolerance is 1e-12, or, for quantities after an optimizer step, four times the optimizer's
+    amplification of a rounding of the gradients, if that is more: of each parameter separately, since it amplifies
+    gradients that are zero by mathematics, and no others.
 
     In the run's own dtypes the composition and the reference are two roundings of one exact computation, with as many
     roundings each and in another order: their errors are of one size, and their distance at most the sum of the two.
@@ -162,8 +162,8 @@ def tolerances(rounding: Mapping[str, Mapping[str, float]], dtype: torch.dtype |
     units of the dtype.
 
     Args:
-        rounding: From `Reference`: by what is compared and FQN, the largest over steps.
-        dtype: The narrowest that computes; None in float64.
+        rounding: From `Reference`: by compared quantity and FQN, the largest over steps.
+        dtype: The narrowest compute dtype; None in float64.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The composition on its real ranks: steps run, gathered, and compared with the reference there and then."""
+"""Composed run on real ranks: steps are run, gathered, and compared with the reference on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from composer3d.verification.derived import stale_values
 from composer3d.verification.deviations import Deviation, deviations_of, gathered
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.reached_parameters import noting_reached
-from composer3d.verification.reference import Reference, ReferenceStep
+from composer3d.verification.reference_steps import Reference, ReferenceStep
 from composer3d.verification.replicas import Holding, held_buffers, held_tensors, saved_buffers
 from composer3d.verification.resuming import Looped, Restored, go_on, resume
 from composer3d.verification.subject import Arithmetic, Subject, settled
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RankStep", "RankSteps", "run_composed"]
 
-# Relative.
+# Relative difference.
 _CLOSE = 1e-9
 
 
@@ -40,24 +40,24 @@ class RankStep:
     """One step on one rank.
 
     Args:
-        loss: As the composition returned it.
-        grad_norm: As it returned it.
-        gradients: By FQN.
-        clipped: By FQN, as the optimizer sees them.
-        parameters: By FQN, after the step.
-        clip_factor: What this rank's gradients were multiplied with before the optimizer, if it is one number.
-        unmoved: Parameters that the step left as they were.
-        held: What this rank holds, by kind and FQN.
-        batch: A digest of what this rank was given.
+        loss: Loss that the composition returned.
+        grad_norm: Gradient norm that the composition returned.
+        gradients: Deviations of gradients, by FQN.
+        clipped: Deviations of gradients by FQN, as the optimizer sees them.
+        parameters: Deviations of parameters by FQN, after the step.
+        clip_factor: Factor of this rank's gradients before the optimizer, if it is a single number.
+        unmoved: Parameters that the step did not change.
+        held: Local shards of this rank, by kind and FQN.
+        batch: Digest of this rank's batch.
         leftovers: By FQN, the multiple of the gradient of the step before that a wrong one is off by, None if none.
         updates: By FQN, the multiple of the right update that a wrong one is, None where it is none.
         decays: By FQN, the multiple of the parameter that a wrong update is off by, None where it is none.
         late: Wrong gradients that are right ones of the step before.
-        count: Valid tokens that all ranks together agreed on; None where no target says it.
-        averages: By FQN, of the moving averages; empty where a run has none.
+        count: Valid tokens of the global batch, as agreed by all ranks; None without targets to count.
+        averages: Deviations of moving averages by FQN; empty where a run has none.
         averaged_with: By FQN, the share of the weights in the last update of a wrong average, None where there is none.
         narrowed: By FQN, the dtype of fewer digits that holds a gradient, where one device's has more.
-        gains: Of the gradients, beside those of one device; of the first step in the run's dtypes.
+        gains: Gains of gradients over those of one device; of the first step in the run's dtypes.
     """
 
     loss: float
@@ -124,7 +124,8 @@ def run_composed(
         keep: Where the first step's gradients are left if they are wrong; None leaves nothing.
         resumes: Save after the last step, and let a fresh run load that and go on.
 
-    Memory: all gradients and parameters in full, and the reference. Collectives: the run's, and those of `gather_full`.
+    Memory: all gradients and parameters gathered, and the reference. Collectives: the run's, and those of
+    `gather_full`.
     """
     result = RankSteps()
     gone = None
@@ -168,7 +169,7 @@ def _run_steps(
 
 
 def _off(run: Composition, reference: Reference) -> dict[str, float]:
-    """Compare buffers with one device's; those that are cut, or that a plugin made, have no like there."""
+    """Compare buffers with one device's, except sharded ones and those that a plugin made."""
     layout = run.context.layout
     if layout.degree(Role.BATCH) * layout.degree(Role.INDEPENDENT) > 1:
         return {}
@@ -182,12 +183,12 @@ def _off(run: Composition, reference: Reference) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Beginning:
-    """What one device has when a step begins.
+    """State of one device at the beginning of a step.
 
     Args:
         start: Parameters before the first step.
         previous: The step before; None before the first.
-        reduce_dtype: In which the run's ranks sum up gradients, where something says it.
+        reduce_dtype: Dtype in which the run's ranks reduce gradients; None where unknown.
     """
 
     start: Mapping[str, Tensor]
@@ -201,20 +202,20 @@ class _Beginning:
 
     @property
     def averages(self) -> Mapping[str, Tensor]:
-        """Their moving averages, which begin as the parameters are."""
+        """Their moving averages, initially equal to the parameters."""
         return self.start if self.previous is None else self.previous.averages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ran:
-    """What a step leaves.
+    """Results of one step.
 
     Args:
-        loss: As it was returned.
-        grad_norm: As it was returned.
+        loss: As returned by the composition.
+        grad_norm: As returned by the composition.
         count: Valid tokens of the global batch.
         gradients: Full, by FQN, as the backward leaves them.
-        deviations: Theirs.
+        deviations: Of the gradients, by FQN.
         clipped: Full, by FQN, as the optimizer sees them.
         clip_factor: As in `RankStep`.
         before: Parameters before the optimizer's step.
@@ -360,7 +361,7 @@ def _parameters(run: Composition) -> dict[str, Tensor]:
 
 
 def _common_factor(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float | None:
-    """Return what all tensors were multiplied with, None where they were not multiplied with one number."""
+    """Return the single factor between two sets of tensors; None where there is none."""
     factors = []
     for fqn in after.keys() & before.keys():
         found = fit(after[fqn], before[fqn])

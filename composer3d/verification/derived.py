@@ -1,4 +1,4 @@
-"""What plugins compute from parameters and keep beside them, as float8 its scales: it must fit what they are."""
+"""Tensors that plugins derive from parameters, such as float8 scales: stale ones are found by recomputation."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["stale_values"]
 
 
 def stale_values(run: Composition) -> tuple[str, ...]:
-    """Return what changes if everything that rests on final parameters is computed again, as `FQN.attribute`.
+    """Return the derived values that change if all of them are recomputed, as `FQN.attribute`.
 
-    Nothing has changed the parameters since the last step ended, so nothing may change: else it was computed from other
-    parameters than those the next step begins with. Buffers, and tensors that are attributes of parameters, are looked
-    at.
+    The parameters have not changed since the last step ended, so no derived value may: one that does was computed from
+    other parameters than those the next step begins with. Buffers, and tensors that are attributes of parameters, are
+    compared.
 
     Collectives: those of the plugins' actions on final parameters.
     """

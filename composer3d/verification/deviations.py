@@ -1,4 +1,4 @@
-"""Tensors of a composition beside those of the reference, and what would explain the ones that differ."""
+"""Deviations of a composition's tensors from the reference, and explanations of those beyond the tolerance."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _MANY, _NOISE = 8, 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Deviation:
-    """How far one tensor of this rank's composition is from the reference, and what would explain it.
+    """Deviation of one tensor of this rank's composition from the reference, and its explanations.
 
     Args:
-        rel: max|d| / max|reference|; infinite where one side has it and the other has not.
-        factor: The multiple of the reference that it is, None where it is none.
-        missing: It has no value here, and the reference has one.
-        summed: By axis, what is left if the ranks' values along it are added up.
-        averaged: By axis, what is left if they are averaged.
-        mixed: By axis, what is left if each element is taken as it is or added up, whichever is right.
-        turned: Axes along which the ranks' pieces are right, and lie in another order.
-        narrow: The dtype of fewer digits that holds every element; empty where none does.
-        pieces: The ranks whose pieces alone are wrong; empty where all are, or where none holds a piece.
-        is_extra: It has a value here, and the reference has none.
-        elements: What was done to the right elements, each by itself or in their order; empty where nothing known.
-        other: The parameter whose right values it has; empty where it has none's.
+        rel: max|d| / max|reference|; infinite where only one side has it.
+        factor: Its factor to the reference; None where it is no multiple.
+        missing: Whether only the reference has a value.
+        summed: By axis, the relative difference after an all-reduce of the ranks' values by sum.
+        averaged: The same by mean.
+        mixed: The same, with each element taken as it is or summed, whichever is right.
+        turned: Axes along which the shards are right, and in another order.
+        narrow: Narrower dtype that represents every element exactly; empty where none does.
+        pieces: Ranks whose shards alone are wrong; empty where all are, or without shards.
+        is_extra: Whether only this rank has a value.
+        elements: Known change of the right elements, each or in their order; empty where none fits.
+        other: FQN of the parameter whose right values it has; empty where there is none.
     """
 
     rel: float
@@ -64,7 +64,7 @@ class Deviation:
 def gathered(run: Composition, named: Any) -> dict[str, Tensor]:
     """Return full tensors on the CPU, as the model orders them. Collectives: those of `gather_full`."""
     items = named.items() if isinstance(named, Mapping) else named
-    # In order before they are handed on: only the stages that hold a parameter know how it is kept.
+    # In order before they are passed on: only the stages that hold a parameter know how it is kept.
     own = {fqn: run.context.in_model_order(fqn, full(tensor)) for fqn, tensor in items}
     return {fqn: tensor.cpu() for fqn, tensor in gather_full(own).items()}
 
@@ -72,7 +72,7 @@ def gathered(run: Composition, named: Any) -> dict[str, Tensor]:
 def deviations_of(
     run: Composition, actual: Mapping[str, Tensor], reference: Mapping[str, Tensor], limits: Limits, kind: str
 ) -> dict[str, Deviation]:
-    """Compare every tensor; look closer, on all ranks together, at those beyond the tolerance on some rank."""
+    """Compare every tensor; examine those beyond the tolerance on some rank, on all ranks together."""
     scale = scale_of(reference.values())
     result: dict[str, Deviation] = {}
     for fqn in sorted({*actual, *reference}):
@@ -97,7 +97,7 @@ def deviations_of(
 
 
 def _holders(run: Composition, fqns: Sequence[str]) -> dict[str, Tensor]:
-    """Return which rank holds each element of parameters that are cut. Collectives: one gather a parameter."""
+    """Return the rank that holds each element of sharded parameters. Collectives: one gather a parameter."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -128,7 +128,7 @@ def _wrong_pieces(actual: Tensor | None, reference: Tensor, holders: Tensor | No
 def _examine(
     run: Composition, actual: Tensor | None, reference: Tensor, deviation: Deviation, scale: float
 ) -> Deviation:
-    """Add up and average what the ranks along every axis have. Collectives: one all-reduce an axis above 1."""
+    """Compare sums and means of the ranks' values along every axis. Collectives: one all-reduce an axis above 1."""
     import torch
     import torch.distributed as dist
 
@@ -175,7 +175,7 @@ def _other(fqn: str, actual: Tensor | None, reference: Mapping[str, Tensor]) -> 
 
 
 def _elements(actual: Tensor, reference: Tensor) -> str:
-    """Return what turns the right elements into those that are there."""
+    """Return the known change from the right elements to the actual ones."""
     import torch
 
     found, true = actual.double().cpu(), reference.double().cpu()
@@ -203,7 +203,7 @@ def _elements(actual: Tensor, reference: Tensor) -> str:
 
 
 def _narrow(actual: Tensor) -> str:
-    """Return the narrowest dtype that holds every element of a tensor of more digits, if there is one."""
+    """Return the narrowest dtype that represents a tensor exactly, if it is narrower than the tensor's own."""
     import torch
 
     if not actual.any():
@@ -217,9 +217,9 @@ def _narrow(actual: Tensor) -> str:
 
 
 def narrowed(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the tensors that a dtype of fewer digits holds, and not those of the reference, with that dtype.
+    """Return the tensors that a narrower dtype represents exactly, unlike the reference's, with that dtype.
 
-    An error of a rounding is within what one device rounds in its own dtypes; that all the digits are gone is not.
+    A single rounding error is within the tolerance of the run's own dtypes; the loss of all further digits is not.
     """
     # What is zero by mathematics is rounding noise, multiples of one unit; it has few digits wherever it is computed.
     least = _NOISE * max((float(tensor.abs().max()) for tensor in reference.values() if tensor.numel()), default=0.0)
@@ -230,13 +230,13 @@ def narrowed(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> d
 
 
 def multiple(actual: Tensor, reference: Tensor) -> float | None:
-    """Return which multiple of another a tensor is; updates are differences, and have fewer digits than gradients."""
+    """Return the factor between two tensors; updates are differences, and have fewer digits than gradients."""
     found = fit(actual, reference)
     return found.factor if found is not None and found.residual <= 1e-4 else None
 
 
 def _turned(run: Composition, actual: Tensor | None, reference: Tensor) -> tuple[str, ...]:
-    """Return the axes whose ranks have the right pieces in another order."""
+    """Return the axes whose ranks have the right shards in another order."""
     import torch
 
     axes = []

@@ -1,4 +1,4 @@
-"""Collectives: those that happened beside those of the same composition traced on ranks that do not exist."""
+"""Expected collectives: those of real ranks compared with those of the same composition in a fake process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes", "trace_step"]
 
-# What the step itself agrees on, whatever the plugins: counts, losses, the norm.
+# The step's own collectives, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = ("composer3d.guard.", "composer3d.step.ledger.", "composer3d.step.gradients.total_norm")
 # How many steps are run before one is counted: pipelines learn shapes in their first, and reducers their buckets.
 _WARM_UP = 1
@@ -34,8 +34,8 @@ class Counted:
 
     Args:
         totals: (count, bytes) by (op, axis).
-        of_plugins: How many there are over each axis that are not the step's own agreements.
-        outputs: What modules and the loss returned in the first step.
+        of_plugins: Number over each axis, without the step's own agreements.
+        outputs: Of modules and the loss in the first step.
     """
 
     totals: Mapping[tuple[str, str], tuple[int, int]]
@@ -45,16 +45,16 @@ class Counted:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One kind of collective over one axis, of the rank where happened and traced differ most, else of rank 0.
+    """One kind of collective over one axis, of the rank where real and traced runs differ most, else of rank 0.
 
     Args:
         op: As in `Collective`.
         axis: As in `Collective`.
-        count: How many happened.
-        bytes: Their payload.
-        expected: How many the trace has.
-        expected_bytes: Their payload.
-        rank: Whose.
+        count: Number on the real rank.
+        bytes: Payload on the real rank.
+        expected: Number in the trace.
+        expected_bytes: Payload in the trace.
+        rank: The rank compared.
     """
 
     op: str
@@ -67,7 +67,7 @@ class Row:
 
     @property
     def ok(self) -> bool:
-        """Tell whether what happened is what was expected."""
+        """Return whether the real run has the expected collectives."""
         return (self.count, self.bytes) == (self.expected, self.expected_bytes)
 
 
@@ -75,11 +75,11 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
     """Count the collectives of one step of the composition, after one that is not counted.
 
     Args:
-        subject: What to run.
-        alone: The other ranks do not exist.
+        subject: Model, manifest, batches, loss and optimizer.
+        alone: Whether the process group is a fake one.
 
     Returns:
-        What was counted, and what this rank was sent as Python objects.
+        The counts, and the Python objects that this rank received.
     """
     import torch
 
@@ -91,7 +91,7 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
     with (
         contextlib.nullcontext() if alone else _received(messages, replay=False),
         watched.composed("float64", subject.manifest_for("float64")) as run,
-        # Where operators are looked at, compiled graphs do not run; what they communicate is the same.
+        # Compiled graphs do not run where operators are observed; their collectives are the same.
         torch.compiler.set_stance("force_eager"),
     ):
         optimizer = subject.make_optimizer(run)
@@ -105,13 +105,14 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
 
 
 def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequence[Any]) -> Counted:
-    """Count the same step on one rank of a world without others; there must be no process group.
+    """Count the same step on one rank of a fake process group; there must be no process group yet.
 
     Args:
-        subject: What to run.
-        world_size: Of the run.
-        rank: The one to be.
-        messages: What this rank's real run was sent as Python objects, in order: shapes, which nobody sends here.
+        subject: Model, manifest, batches, loss and optimizer.
+        world_size: Ranks of the run.
+        rank: Rank to trace.
+        messages: Python objects that this rank received in the real run, in order: shapes, which a fake group does not
+            send.
     """
     from composer3d.testing.fake_world import fake_world
 
@@ -120,7 +121,7 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
 
 
 def _outputs(run: Composition, *, alone: bool) -> contextlib.AbstractContextManager[dict[str, list[Output]]]:
-    """Note what modules return, where values are what they are on the run's ranks."""
+    """Record module outputs, on real ranks only, where values are those of the run."""
     return contextlib.nullcontext({}) if alone else watching(run)
 
 
@@ -184,7 +185,7 @@ def silent_axes(happened: Sequence[Counted], layout: Layout) -> list[str]:
 
     Args:
         happened: By rank.
-        layout: Of the run.
+        layout: Axes and degrees of the run.
     """
     seen = {axis for counted in happened for axis, number in counted.of_plugins.items() if number}
     names = [axis.name for axis in layout.dense_axes if layout.degrees[axis.name] > 1]
@@ -193,9 +194,9 @@ def silent_axes(happened: Sequence[Counted], layout: Layout) -> list[str]:
 
 @contextlib.contextmanager
 def _received(messages: Sequence[Any], *, replay: bool) -> Iterator[None]:
-    """Note down every object list that is received, or hand out what was noted down instead of receiving.
+    """Record every received object list, or replay recorded ones instead of receiving.
 
-    torch's pipeline stages tell each other shapes in this way, before their first step.
+    torch's pipeline stages exchange shapes in this way, before their first step.
     """
     import torch.distributed as dist
 

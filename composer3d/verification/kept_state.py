@@ -1,4 +1,4 @@
-"""What a model and its loss keep beside parameters and saved buffers, and may change while they compute.
+"""State that a model or its loss keeps beside parameters and saved buffers, and changes while it computes.
 
 Tensors, numbers and generators that are attributes of a module or of the loss, or in the closure of a function.
 """

@@ -1,4 +1,4 @@
-"""A subject made of a manifest: its model, its data, its optimizer, as a run would make them."""
+"""Subject of a manifest: its model, data and optimizer, as a run would make them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["read_manifest", "subject_of", "truncate_blocks"]
 
-# Seconds that ranks wait for one that does not come to a collective: somebody is waiting for the answer.
+# Seconds until a collective without all its ranks fails: a user is waiting for the verdict.
 _PATIENCE_S = 600.0
 
 
@@ -39,16 +39,16 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
 
     The learning rate is the optimizer's own, without a schedule, so that a warm-up does not hide the updates; for the
     same reason moving averages are updated in every step. Text is prepared in a folder of this process inside
-    `scratch`, so that nothing of the run's own folder is touched. Collectives fail after the run's `timeout_s`, or ten
+    `scratch`, so that the run's own folder is not changed. Collectives fail after the run's `timeout_s`, or ten
     minutes.
 
     Args:
         source: A path, or the name of a shipped manifest.
-        overrides: As given to `--set`, and what was reduced.
-        max_blocks: Of the model's repeated blocks so many are kept; None keeps all.
-        device: Where the ranks compute.
-        scratch: Where prepared data may lie. It is the caller's to remove: ranks do not live to the end of their
-            interpreter, and a rank that is killed removes nothing.
+        overrides: As given to `--set`, and those of the reduction.
+        max_blocks: Number of the model's repeated blocks to keep; None keeps all.
+        device: Of the ranks.
+        scratch: Folder for prepared data. The caller removes it: ranks do not live to the end of their interpreter, and
+            a rank that is killed removes nothing.
     """
     from composer3d.processes.process_group import default_device
     from composer3d.runner.data import example_of
@@ -102,7 +102,7 @@ def _prepare(run: Composition, timeout_s: float) -> None:
 
 
 def _bound_waiting(run: Composition, timeout_s: float) -> None:
-    """Let collectives fail after so many seconds; a rank that is traced waits for nobody."""
+    """Set the timeout of collectives; a traced rank has none."""
     import torch.distributed as dist
 
     from composer3d.runner.housekeeping import set_timeout
@@ -132,7 +132,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _reader(manifest: Manifest, scratch: Path) -> tuple[Any, Callable[[int, int, int], RunBatch]]:
-    """Return the source of data, and what reads batches of it."""
+    """Return the data source, and a function that reads its batches."""
     from composer3d.runner.batch_size import BatchSize
     from composer3d.runner.data import Loader, open_source
 
@@ -169,7 +169,7 @@ def truncate_blocks(model: nn.Module, pattern: str | None, limit: int) -> nn.Mod
         limit: Blocks to keep.
 
     Raises:
-        ManifestError: The blocks are no list of the model.
+        ManifestError: `pattern` does not name a list of blocks in the model.
     """
     from torch import nn
 

@@ -1,7 +1,6 @@
-"""A step's arithmetic on one device: the plain model, and losses that are counted, divided and summed.
+"""Reference arithmetic of a step on one device: the plain model, and losses that are counted, divided and summed.
 
-Nothing of the step's own code is used for what it is to judge: a few lines do it here, so that a mistake there shows as
-a difference.
+The step's own code is not used: a few lines compute the same here, so that a mistake there shows as a difference.
 """
 
 from __future__ import annotations
@@ -39,11 +38,11 @@ __all__ = [
 def alone(subject: Subject, which: Arithmetic, *, keep: bool = False) -> Iterator[Composition]:
     """Compose the model without plugins, on this process alone; in its own dtypes with those of precision.
 
-    What trains other parameters than the model's is there in float64 too, if it is to be kept: without it there would
-    be nothing to compare with. What only rounds is not.
+    With `keep`, a plugin that trains other parameters than the model's (adapters) is kept in float64 too, since there
+    would be nothing to compare with otherwise. Plugins that only round are left out.
     """
     kept: Kept = "precision" if which == "own" else "conversions" if keep else "nothing"
-    # Losses are not scaled here, so nothing is to be unscaled.
+    # Losses are not scaled here, so gradients are not unscaled.
     with subject.composed(which, without_plugins(subject.manifest, keep=kept)) as run, run.without_grad_scaler():
         yield run
 
@@ -59,7 +58,7 @@ def microbatches(subject: Subject, number: int, degree: int, which: Arithmetic) 
 
 
 def of_dtype(batch: Batch, which: Arithmetic) -> Batch:
-    """Return the batch as it is, or with everything floating-point in float64."""
+    """Return the batch as it is, or with floating-point tensors in float64."""
     import torch
 
     if which == "own":
@@ -87,7 +86,7 @@ def loss_of(subject: Subject, run: Composition, piece: Batch, count: int, counts
 
 
 def as_loss_of(subject: Subject, output: Any, target: Any, count: int, counts: list[int]) -> Loss:
-    """Return the loss of what the model returned for a micro-batch; `counts` are those of all of them."""
+    """Return the loss of a micro-batch's output; `counts` are those of all micro-batches."""
     import torch
 
     if subject.loss_fn is not None:
@@ -99,7 +98,7 @@ def as_loss_of(subject: Subject, output: Any, target: Any, count: int, counts: l
 
 
 def objective_of(loss: Loss, counts: list[int], *, backward: bool) -> Tensor:
-    """Divide by the global count before the backward, where the run does it, and return the share of the loss."""
+    """Return a micro-batch's share of the loss, divided by the global count before the backward, as the run does."""
     divisor = max(sum(counts), 1)
     share = loss.sum / divisor
     objective = share if loss.auxiliary is None else share + loss.auxiliary * (loss.count / divisor)
@@ -109,15 +108,15 @@ def objective_of(loss: Loss, counts: list[int], *, backward: bool) -> Tensor:
 
 
 def rest_of_divisor(losses: list[Loss], counts: list[int]) -> float:
-    """Return what gradients and shares of a step are still multiplied with: losses may report counts of their own.
+    """Return the remaining factor of a step's gradients and losses: losses may report counts of their own.
 
-    They are divided by the targets' count before the backward, as in a run, which learns the losses' after it.
+    They are divided by the targets' count before the backward, as in a run, which knows the losses' own after it.
     """
     total = sum(float(loss.count) for loss in losses)
     return max(sum(counts), 1) / total if total else 1.0
 
 
 def copies(named: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return full copies on the CPU."""
+    """Return gathered copies on the CPU."""
     # Without a plugin's wrappers: whoever reads one from a file imports the library that has its class.
     return {fqn: checkpoint.unwrapped(full(tensor)).clone().cpu() for fqn, tensor in named.items()}

@@ -1,4 +1,4 @@
-"""Which parameters a forward has reached on each rank: where ranks differ, what reduces gradients falls apart."""
+"""Parameters that a forward reached, by rank: where ranks differ, their gradient reductions do not match."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Uneven", "noting_reached", "uneven"]
 
-# How often each parameter was reached, by FQN, for every forward of this rank.
+# Number of times that each parameter was reached, by FQN, for every forward of this rank.
 Reached = list[list[str]]
 
 
 class Uneven(Exception):
-    """Ranks failed in a step, and the forward had reached other parameters on some of them; the text says which."""
+    """Ranks failed in a step whose forward had reached other parameters on some of them; the message names them."""
 
     @property
     def failure(self) -> str:
-        """What the ranks failed with."""
+        """Message of the ranks' own failure."""
         told = next(iter(str(self.__cause__).splitlines()), "")
         return f"the ranks do not get through a step: {told[:200] or type(self.__cause__).__name__}"
 
 
 @contextlib.contextmanager
 def noting_reached(run: Composition, folder: Path) -> Iterator[None]:
-    """Write down, after every forward inside, which parameters its graph leads to; a rank that is killed has told.
+    """Record, after every forward inside, the parameters of its graph in a file that survives a killed rank.
 
     Collectives: none.
     """
@@ -55,7 +55,7 @@ def noting_reached(run: Composition, folder: Path) -> Iterator[None]:
 
 
 def _leaves(module: Any) -> Mapping[int, str]:
-    """Return FQNs by the identity of what a graph ends in: parameters, or what FSDP2 has gathered of them."""
+    """Return FQNs by `id` of a graph's leaves: parameters, or their gathered tensors under FSDP2."""
     named = {id(parameter): fqn for fqn, parameter in module.named_parameters(remove_duplicate=False)}
     leaves = dict(named)
     for inner in module.modules():
@@ -83,7 +83,7 @@ def _reached(output: Any, leaves: Mapping[int, str]) -> set[str]:
 
 
 def uneven(folder: Path, layout: Layout) -> str:
-    """Return which parameters were reached on one rank and not on another of the same stage; empty where none were."""
+    """Return a sentence on parameters reached on one rank and not on another of the same stage; empty if none."""
     told: dict[int, Reached] = {}
     for rank in range(layout.world_size):
         file = folder / f"reached-{rank}.json"

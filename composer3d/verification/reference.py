@@ -1,17 +1,16 @@
-"""The steps of one device: the whole global batch, cut as the run cuts it, and what roundings make of them."""
+"""Reference steps on one device: the global batch in the run's micro-batches, and the effect of rounding on them."""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d.step.evaluation import let_go
 from composer3d.step.gradients import local
 from composer3d.torch_compat import is_wrapper_subclass
-from composer3d.verification.causes.gains import Gain, gains_of
+from composer3d.verification.causes.gains import gains_of
 from composer3d.verification.comparison import largest_of
 from composer3d.verification.kept_state import changed, kept_by_loss
 from composer3d.verification.one_device import (
@@ -23,6 +22,7 @@ from composer3d.verification.one_device import (
     objective_of,
     rest_of_divisor,
 )
+from composer3d.verification.reference_steps import Reference, ReferenceStep
 from composer3d.verification.replicas import saved_buffers
 from composer3d.verification.rounding import larger, noise, rounding, signs, unrepeatable
 from composer3d.verification.subject import Arithmetic, Subject
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from composer3d import Composition
 
-__all__ = ["Reference", "ReferenceStep", "make_reference"]
+__all__ = ["make_reference"]
 
 
 # Of the largest element of all gradients: one rounding of float64.
@@ -43,75 +43,21 @@ _APART = 2.0**-8
 _NUM_SAMPLES = 6
 
 
-@dataclass(kw_only=True, eq=False)
-class ReferenceStep:
-    """What one step computes on one device.
-
-    Args:
-        loss: Mean over the valid tokens of the global batch.
-        grad_norm: Of the whole model's gradient.
-        gradients: By FQN, as the backward leaves them.
-        clipped: By FQN, as the optimizer sees them.
-        parameters: By FQN, after the step.
-        counts: Valid tokens of every micro-batch, in the order of data-parallel ranks.
-        shares: Of the loss, of every micro-batch.
-        averages: Moving averages by FQN, after the step; empty where the loop keeps none.
-    """
-
-    loss: float
-    grad_norm: float
-    gradients: dict[str, Tensor]
-    clipped: dict[str, Tensor]
-    parameters: dict[str, Tensor]
-    counts: list[int]
-    shares: list[float]
-    averages: dict[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(kw_only=True, eq=False)
-class Reference:
-    """Steps on one device.
-
-    Args:
-        initial: Parameters before the first step, by FQN.
-        replaced: A precision plugin trains other parameters than the model's (adapters).
-        reduce_dtype: In which a run's ranks would sum up gradients; None where nothing says it.
-        steps: One after the other.
-        samples: Losses of the first micro-batch at weights that are a little apart from the initial ones.
-        rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for
-            numbers); in float64, how far rounding in another order comes, through the optimizer and the steps after it.
-        unrepeatable: How far a second run of the first step is apart; 0 where that is rounding.
-        gains: Of the first step's gradients, beside those of float64 on the same weights; empty in float64.
-        buffers: Those that are saved, after the last step.
-        kept: Those of them that the steps have changed, and what the loss keeps and has changed.
-    """
-
-    initial: dict[str, Tensor]
-    replaced: bool = False
-    reduce_dtype: torch.dtype | None = None
-    steps: list[ReferenceStep] = field(default_factory=list)
-    samples: list[float] = field(default_factory=list)
-    rounding: dict[str, dict[str, float]] = field(default_factory=dict)
-    unrepeatable: float = 0.0
-    gains: dict[str, Gain] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
-    kept: tuple[str, ...] = ()
-
-
 def make_reference(subject: Subject, which: Arithmetic, *, degree: int, num_steps: int) -> Reference:
     """Run the steps on one device.
 
-    They are run again, and the distance is what the tolerance is derived from. In the run's own arithmetic the second
-    run is in float64 from the same weights: the distance is what is rounded away. In float64 the second has gradients
-    that are off by what a sum in another order leaves. AdamW turns it into more, where a gradient is as small as its
-    `eps`, by up to lr / eps. What is rounded away has the same effect, wherever a gradient is no larger: a third run,
-    in float64, has gradients that are off by as much; and so have two more in the run's own arithmetic, where moments
-    in 8 bits jump from zero to their smallest step, say. Between them any gradient as small as that changes its sign.
+    They are run again, and tolerances are derived from the distance. In the run's own arithmetic the second run is in
+    float64 from the same weights: the distance is the rounding error. In float64 the second has gradients perturbed by
+    the error of a sum in another order. AdamW amplifies it, where a gradient is as small as its `eps`, by up to lr /
+    eps. The rounding error of the own dtypes has the same effect on gradients that are no larger than it: a third run,
+    in float64, has gradients perturbed by as much; and so have two more in the run's own arithmetic, where for example
+    moments in 8 bits jump from zero to their smallest step. Between them any gradient as small as that changes its
+    sign.
 
     Args:
-        subject: What to run.
+        subject: Model, manifest, batches, loss and optimizer.
         which: Float64 without precision plugins, or the run's own dtypes with them.
-        degree: Data-parallel degree of the run, which decides how the global batch is cut.
+        degree: Data-parallel degree of the run, which determines the micro-batches.
         num_steps: Optimizer steps.
     """
     before = kept_by_loss(subject.loss_fn)
@@ -180,7 +126,7 @@ def _averaged(before: Tensor, weight: Tensor, decay: float) -> Tensor:
 def _samples(
     subject: Subject, run: Composition, degree: int, which: Arithmetic, weights: Mapping[str, Tensor]
 ) -> list[float]:
-    """Return the first micro-batch's loss at weights a little apart."""
+    """Return the first micro-batch's loss at slightly perturbed weights."""
     pieces = microbatches(subject, 0, degree, which)
     counts = [count_of(subject, piece) for piece in pieces]
     # Of matrices only: the weights of a norm are alike, and would all be rounded alike. What wraps a tensor casts it.
@@ -194,7 +140,7 @@ def _samples(
         # In their own dtype, so that every arithmetic has the same.
         _set_weights(run, {fqn: signs(w, number).mul_(_APART).add_(1.0).mul_(w) for fqn, w in matrices.items()})
         run.parameters_changed()
-        # With a graph, by whose last operation a plain loss is known for a sum or a mean.
+        # With a graph, by whose last operation a plain loss is classified as a sum or a mean.
         with run.step(0):
             found.append(
                 float(objective_of(loss_of(subject, run, pieces[0], counts[0], counts), counts, backward=False))
@@ -227,7 +173,7 @@ def _step(
         for _, parameter in run.named_parameters():
             if parameter.grad is not None:
                 local(parameter.grad).mul_(rest)
-    # What plugins of precision do to gradients is done now, as in a run, and not by the optimizer's step.
+    # Actions of precision plugins on gradients run now, as in a run, and not in the optimizer's step.
     run.clip_grad_norm_(math.inf)
     parameters = {fqn: p for fqn, p in run.named_parameters() if p.grad is not None}
     gradients = copies({fqn: p.grad for fqn, p in parameters.items()})
@@ -254,10 +200,10 @@ def _step(
 
 
 def _nudge(parameters: Mapping[str, Any], size: float | Mapping[str, float]) -> None:
-    """Move every other element of a gradient up, the rest down: by a fraction of the largest, or by what is given.
+    """Perturb a gradient's elements up and down by turns: by a fraction of the largest, or by a given size.
 
-    The largest is that of all gradients: where large terms cancel, as in the bias of keys before a softmax, what is
-    left is rounding noise of their size, and optimizers that divide by it make full steps of it.
+    The largest is that of all gradients: where large terms cancel, as in the bias of keys before a softmax, the rest is
+    rounding noise of their size, and optimizers that divide by it take full steps on it.
     """
     grads = [local(parameter.grad) for parameter in parameters.values()]
     largest = max((largest_of(grad) for grad in grads if grad.numel()), default=0.0)

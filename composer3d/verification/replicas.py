@@ -1,4 +1,4 @@
-"""Copies that must be equal to the last bit: parameters, gradients and buffers on ranks that hold the same piece."""
+"""Replicas that must be equal bit for bit: parameters, gradients and buffers on ranks with the same shard."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["Drift", "Holding", "compare_replicas", "held_buffers", "held_tensors
 
 @dataclass(frozen=True, kw_only=True)
 class Holding:
-    """What one rank holds of a tensor.
+    """One rank's shard of a tensor.
 
     Args:
-        piece: Which piece: (axis, index) of every axis along which it is cut, and shape.
+        piece: (axis, index) of every axis along which it is sharded, and the local shape.
         placement: As text, for the report.
-        digest: Of its bytes.
+        digest: Of the local bytes.
     """
 
     piece: tuple[Any, ...]
@@ -36,13 +36,13 @@ class Holding:
 
 @dataclass(frozen=True, kw_only=True)
 class Drift:
-    """Copies that differ.
+    """Replicas that differ.
 
     Args:
         what: parameters, gradients or buffers.
-        fqn: Whose.
-        axes: Along which ranks that should agree do not; empty where several axes at once are needed to see it.
-        ranks: Two that differ.
+        fqn: Of the tensor.
+        axes: Axes along which replicas differ; empty where they differ only along several axes at once.
+        ranks: Two ranks that differ.
     """
 
     what: str
@@ -52,12 +52,12 @@ class Drift:
 
 
 def held_tensors(run: Composition, named: Iterable[tuple[str, Tensor]]) -> dict[str, Holding]:
-    """Return what this rank holds of each named tensor. Collectives: none."""
+    """Return this rank's shard of each named tensor. Collectives: none."""
     return {fqn: _holding(run, fqn, tensor) for fqn, tensor in named}
 
 
 def saved_buffers(run: Composition) -> dict[str, Tensor]:
-    """Return this rank's buffers that are saved; the others are computed again from nothing."""
+    """Return this rank's buffers that are saved; the others are recomputed from nothing."""
     found: dict[str, Tensor] = {}
     for part in run.parts:
         persistent = part.module.state_dict(keep_vars=True).keys()
@@ -66,7 +66,7 @@ def saved_buffers(run: Composition) -> dict[str, Tensor]:
 
 
 def held_buffers(run: Composition) -> dict[str, Holding]:
-    """Return what this rank holds of every buffer that is saved."""
+    """Return this rank's shard of every persistent buffer."""
     return {fqn: _holding(run, fqn, buffer) for fqn, buffer in saved_buffers(run).items()}
 
 
@@ -95,12 +95,12 @@ def _holding(run: Composition, fqn: str, tensor: Tensor) -> Holding:
 
 
 def compare_replicas(what: str, ranks: Sequence[Mapping[str, Holding]], layout: Layout) -> list[Drift]:
-    """Return every tensor of which two ranks hold the same piece with other bits.
+    """Return every tensor of which two ranks hold the same shard with different bits.
 
     Args:
         what: parameters, gradients or buffers.
         ranks: By rank.
-        layout: Of the run.
+        layout: Axes and degrees of the run.
     """
     holders: dict[tuple[str, Any], list[int]] = defaultdict(list)
     for rank, held in enumerate(ranks):
@@ -123,7 +123,7 @@ def compare_replicas(what: str, ranks: Sequence[Mapping[str, Holding]], layout: 
 
 
 def _axes(pairs: Sequence[tuple[int, int]], layout: Layout) -> set[str]:
-    """Return the axes along which neighbours, alike in everything else, differ."""
+    """Return the axes along which ranks that are equal in all other coordinates differ."""
     result = set()
     for one, other in pairs:
         here, there = layout.coordinates(one), layout.coordinates(other)

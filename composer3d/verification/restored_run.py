@@ -1,4 +1,4 @@
-"""What is said of a run that was saved and loaded: what does not hold, what is likely the cause, and what holds."""
+"""Report on a run that was saved and loaded: failed checks, their likely cause, and what holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far two runs on one device are apart, which tolerances are derived from."""
+"""Rounding differences between two runs on one device, from which tolerances are derived."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from composer3d.verification.comparison import COMPARED, difference, largest_of,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from composer3d.verification.reference import Reference
+    from composer3d.verification.reference_steps import Reference
 
 __all__ = ["larger", "noise", "rounding", "signs", "unrepeatable"]
 
-# Relative, and much above what a sum in another order, as with atomic additions, leaves of float64.
+# Relative, and far above the error of a float64 sum in another order, as with atomic additions.
 _SAME = 1e-10
 
 
@@ -32,7 +32,7 @@ def noise(rounded: Reference, exact: Reference) -> dict[str, float]:
 def larger(
     one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]
 ) -> dict[str, dict[str, float]]:
-    """Return the larger of two distances, of each thing that is compared and each parameter."""
+    """Return the larger of two distances, by compared quantity and parameter."""
     return {
         name: {fqn: max(one[name].get(fqn, 0.0), other[name].get(fqn, 0.0)) for fqn in {**one[name], **other[name]}}
         for name in one
@@ -40,10 +40,10 @@ def larger(
 
 
 def rounding(rounded: Reference, exact: Reference, *, in_parts: bool) -> dict[str, dict[str, float]]:
-    """Return the largest distance over steps, of each thing that is compared and each parameter.
+    """Return the largest distance over steps, by compared quantity and parameter.
 
-    A single number may be close by luck. With `in_parts` the loss is taken for as far off as that of the micro-batch
-    or sample which is furthest off, and the norm for as far as the gradient.
+    A single number may be close by chance. With `in_parts` the distance of the loss is that of the micro-batch or
+    sample with the largest one, and the distance of the norm is the gradient's.
     """
     result: dict[str, dict[str, float]] = {name: {} for name in COMPARED}
 
@@ -79,7 +79,7 @@ def _apart(gradients: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> floa
 
 
 def unrepeatable(one: Reference, other: Reference) -> float:
-    """Return how far two runs of one computation are apart before anything was updated; 0 where it is rounding."""
+    """Return the distance of two runs of one computation before the first update; 0 where it is rounding."""
     first, second = one.steps[0], other.steps[0]
     scale = scale_of(second.gradients.values())
     found = [abs(first.loss - second.loss) / abs(second.loss) if second.loss else 0.0]

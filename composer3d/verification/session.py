@@ -1,4 +1,4 @@
-"""The passes of a proof: one device, then the ranks, then the same ranks with nobody beside them."""
+"""Passes of a verification: one device, then the ranks, then the same ranks in a fake process group."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from composer3d.verification.drawn_steps import Drawing, apart, draw_alone
 from composer3d.verification.expected_collectives import Counted, count_step, trace_step
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.reached_parameters import Uneven, noting_reached, uneven
-from composer3d.verification.reference import Reference, make_reference
+from composer3d.verification.reference import make_reference
+from composer3d.verification.reference_steps import Reference
 from composer3d.verification.subject import Arithmetic, Subject, without_plugins
 
 if TYPE_CHECKING:
@@ -40,20 +41,20 @@ Launch = Callable[[Callable[..., Any], Sequence[Any], int], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceReport:
-    """What the parent is told of the reference; tensors stay in files.
+    """Report of the reference to the parent process; tensors stay in files.
 
     Args:
         losses: By arithmetic, of every step.
         grad_norms: By arithmetic, of every step.
         tolerances: By arithmetic and what is compared.
         counts: Valid tokens of the first step's micro-batches.
-        draws: What one device draws in one step.
-        outputs: What modules and the loss return on the micro-batches of every data-parallel rank in the first step.
-        unrepeatable: How far a second run of the first step on one device is apart; 0 where that is rounding.
-        mixing: Whether samples of a micro-batch are computed together.
-        written: The factory as written, beside the model that is composed.
+        draws: Random draws of one device in one step.
+        outputs: Of modules and the loss on the micro-batches of every data-parallel rank in the first step.
+        unrepeatable: Difference of a second run of the first step on one device; 0 where that is rounding.
+        mixing: Whether the model or the loss mixes samples of a micro-batch.
+        written: Comparison of the factory as written with the composed model.
         kept: Buffers that forwards change.
-        gains: Of one device's gradients in the run's dtypes, beside its own in float64.
+        gains: Gains of one device's gradients in the run's dtypes over its own in float64.
         unit: The spacing of the narrowest of those dtypes at 1.
     """
 
@@ -73,17 +74,17 @@ class ReferenceReport:
 
 @dataclass(kw_only=True)
 class RankReport:
-    """What one rank found.
+    """Report of one rank.
 
     Args:
         steps: By arithmetic.
         draws: What it drew in one step.
         drawing: The first step with random numbers, beside one device's.
         happened: Its collectives.
-        traced: Those of the same rank with nobody beside it; None where that could not be run.
-        untraceable: Why not, where that is known of what it is made of.
-        trace_error: What was raised, where it is not known.
-        keep_unsharded: The schedule asked for parameters to be kept unsharded.
+        traced: Those of the same rank in a fake process group; None where that could not be run.
+        untraceable: Known reason why not; empty otherwise.
+        trace_error: Exception of the trace, where the reason is not known.
+        keep_unsharded: Whether the schedule keeps parameters unsharded.
     """
 
     steps: dict[str, RankSteps] = field(default_factory=dict)
@@ -98,15 +99,15 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Session:
-    """A proof in the making.
+    """One verification in progress.
 
     Args:
         make_subject: Makes the subject, in a rank; importable by name where ranks are spawned.
-        layout: Of the composition.
-        folder: Where references lie meanwhile.
+        layout: Axes and degrees of the composition.
+        folder: For the references' files.
         num_steps: Optimizer steps to compare.
         passes: The arithmetics to compare in.
-        launch: Starts ranks.
+        launch: Runs a function on a number of ranks, and returns their results.
     """
 
     make_subject: Callable[[], Subject]
@@ -127,7 +128,7 @@ class Session:
         """Run all ranks.
 
         Raises:
-            Uneven: They failed, and some parameters were not reached on all of them.
+            Uneven: Ranks failed, and some parameters were not reached on all of them.
         """
         args = (self.make_subject, self.folder, self.passes, told.tolerances)
         try:
@@ -139,7 +140,7 @@ class Session:
             raise
 
     def explain_loss(self, loss: float, candidates: Sequence[str], factor: int) -> tuple[str, ...]:
-        """Return the biases that, added so many times, give the loss of the run's first step; () where none do."""
+        """Return the biases that, added `factor` times, give the loss of the run's first step; () where none do."""
         args = (self.make_subject, _batch_degree(self.layout), loss, tuple(candidates), factor)
         found: tuple[str, ...] = self.launch(bias_rank, args, 1)[0] if candidates else ()
         return found
@@ -163,7 +164,7 @@ def _batch_degree(layout: Layout) -> int:
 def reference_rank(
     make_subject: Callable[[], Subject], folder: Path, degree: int, num_steps: int, passes: Sequence[Arithmetic]
 ) -> ReferenceReport:
-    """Run the reference in every arithmetic and leave it in files; on the only rank of a world."""
+    """Run the reference in every arithmetic and write it to files; on a world of one rank."""
     import torch
 
     from composer3d.processes.process_group import join_world
@@ -177,7 +178,7 @@ def reference_rank(
         reference = references[which] = make_reference(subject, which, degree=degree, num_steps=num_steps)
         torch.save(reference, folder / f"reference-{which}.pt")
         dtypes = {tensor.dtype for tensor in reference.initial.values() if tensor.is_floating_point()}
-        # The reference sums up nothing over ranks, so this rounding is not in what was measured.
+        # The reference reduces nothing over ranks, so the measured error lacks this rounding.
         dtypes |= set() if reference.reduce_dtype is None else {reference.reduce_dtype}
         narrowest = None if which == "float64" else max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
         limits[which] = tolerances(reference.rounding, narrowest)
@@ -225,7 +226,7 @@ def composed_rank(
 
     from composer3d.processes.process_group import join_world
 
-    # Gathering a tensor that is cut twice along one dim is slow, and torch says so on every rank.
+    # Gathering a tensor that is sharded twice along one dim is slow, and torch warns of it on every rank.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)
     subject = make_subject()
     join_world(subject.device)
@@ -253,7 +254,7 @@ def composed_rank(
 
 
 def _known_reason(error: BaseException) -> str:
-    """Return why torch's own machinery cannot run alone, where it is known; empty for any other error."""
+    """Return the known reason why torch cannot run in a fake process group; empty for any other error."""
     frames = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)]
     # Its reducer is C++, and is entered from backward too.
     if any(name.endswith("torch/nn/parallel/distributed.py") for name in frames) or "c10d/comm.cpp" in str(error):
@@ -264,7 +265,7 @@ def _known_reason(error: BaseException) -> str:
 def _draw(subject: Subject, folder: Path) -> tuple[Drawn, Drawing, bool]:
     """Record what this rank draws in its second step; the first, which is compared, may run more micro-batches.
 
-    Here layers may be left out by chance, and on other ranks others.
+    Layers may be dropped at random here, and others on other ranks.
     """
     manifest = subject.manifest_for("float64")
     with subject.composed("float64", manifest, draws=True) as run, noting_reached(run, folder):
@@ -290,7 +291,7 @@ def _draw_step(subject: Subject, run: Composition, optimizer: Any, number: int, 
 
 
 def _leave() -> None:
-    """Destroy the process group, once no rank needs another one any more."""
+    """Destroy the process group, after a barrier of all ranks."""
     import torch.distributed as dist
 
     from composer3d import torch_compat

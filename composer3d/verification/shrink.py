@@ -1,4 +1,4 @@
-"""A large manifest made small enough for one machine, without losing its shape: every axis above 1 stays above 1."""
+"""Reduction of a manifest to one machine, in the same layout: every axis above 1 stays above 1."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _CONFIGURED = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class Shrunk:
-    """What a manifest becomes.
+    """Reduction of a manifest.
 
     Args:
         overrides: For `--set`.
-        reduced: What was made smaller, one line each.
+        reduced: Reduced quantities, one line each.
     """
 
     overrides: tuple[str, ...]
@@ -49,11 +49,11 @@ def reduce_degrees(layout: Layout, max_ranks: int) -> dict[str, int]:
     The largest degree is reduced first, to its largest divisor, and a prime one to 2.
 
     Args:
-        layout: Of the manifest.
-        max_ranks: Of the machine.
+        layout: Axes and degrees of the manifest.
+        max_ranks: Most ranks that the machine runs.
 
     Raises:
-        ComposerError: Even with 2 ranks on every axis there are more.
+        ComposerError: Even 2 ranks on every axis exceed `max_ranks`.
 
     >>> from composer3d.mesh import AXES, resolve
     >>> stated = dict.fromkeys((axis.name for axis in AXES), 1) | {"pp": 4, "dp_shard": 16, "tp": 8}
@@ -80,13 +80,13 @@ def reduce_degrees(layout: Layout, max_ranks: int) -> dict[str, int]:
 
 
 def shrink(manifest: Manifest, layout: Layout, *, max_ranks: int, max_dim: int | None) -> Shrunk:
-    """Return what makes a manifest fit a machine.
+    """Return the overrides that make a manifest fit a machine.
 
     Args:
         manifest: With the runner's tables.
-        layout: Its degrees.
-        max_ranks: Of the machine.
-        max_dim: Sizes of the model above it are halved until they are not; None leaves them.
+        layout: Its axes and degrees.
+        max_ranks: Most ranks that the machine runs.
+        max_dim: Model sizes above it are halved until they are not; None leaves them.
     """
     overrides: list[str] = []
     reduced: list[str] = []
@@ -120,7 +120,7 @@ def shrink(manifest: Manifest, layout: Layout, *, max_ranks: int, max_dim: int |
 def _shrink_batch(
     manifest: Manifest, layout: Layout, degrees: Mapping[str, int], overrides: list[str], reduced: list[str]
 ) -> None:
-    """Keep what a rank gets, but for micro-batches beyond what a pipeline of the new depth is filled by."""
+    """Keep the batch per rank, except for more micro-batches than fill a pipeline of the new depth."""
     train = manifest.train
     if train.global_batch is None:
         return
@@ -146,8 +146,8 @@ def reduce_sizes(manifest: Manifest, max_dim: int, degrees: Mapping[str, int]) -
 
     Args:
         manifest: With the runner's tables.
-        max_dim: The largest size.
-        degrees: Reduced ones, by axis.
+        max_dim: The largest size allowed.
+        degrees: Reduced degrees, by axis.
     """
     table, data = manifest.tables["model"], manifest.tables["data"]
     result: dict[str, tuple[int, int]] = {}

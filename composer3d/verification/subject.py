@@ -1,4 +1,4 @@
-"""What is proven: a model, a manifest, batches, a loss and an optimizer, wherever they come from."""
+"""Subject of a verification: a model, a manifest, batches, a loss and an optimizer, wherever they come from."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Averages(Protocol):
     """Moving averages of the parameters, as a loop keeps them."""
 
     def update(self, step: int) -> None:
-        """Take the parameters in after a step."""
+        """Update the averages by the parameters after a step."""
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return them by FQN, under `averages`."""
@@ -50,14 +50,14 @@ class Schedule(Protocol):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Subject:
-    """What a reference and a composition are both made from.
+    """Common input of a reference and a composition.
 
     Args:
         manifest: Typed, with the plugins of the run.
-        build: Returns what `compose` is given: a factory, or a module with weights.
-        loss_fn: As for `compose`.
-        make_optimizer: Called with a composition.
-        batch: Called with a step, a data-parallel rank and the data-parallel degree; on the CPU.
+        build: Returns the model for `compose`: a factory, or a module with weights.
+        loss_fn: As of `compose`.
+        make_optimizer: Returns the optimizer of a composition.
+        batch: Returns the batch of a step, a data-parallel rank and the data-parallel degree; on the CPU.
         grad_clip: Gradients are scaled down to this norm of the whole model's; infinity only measures.
         average_buffers: What the loop does before it saves, to buffers that training changed; None where it does not.
         device: Where parameters live.
@@ -87,9 +87,9 @@ class Subject:
 
     @contextmanager
     def composed(self, which: Arithmetic, manifest: Manifest, *, draws: bool = False) -> Iterator[Composition]:
-        """Compose the model by a manifest, and compute inside in float64 or in the run's own dtypes.
+        """Compose the model by a manifest; inside, compute in float64 or in the run's own dtypes.
 
-        Weights are drawn as in a run; after that nothing is random, unless the model `draws`.
+        Weights are drawn as in a run; after that random draws are replaced by their means, unless `draws`.
         """
         from composer3d import compose
 
@@ -114,7 +114,7 @@ class Subject:
             yield run
 
     def _example(self, which: Arithmetic) -> Example | None:
-        """Return the example, in float64 where all else is."""
+        """Return the example, in float64 if the arithmetic is."""
         from composer3d.step.microbatches import map_tensors
 
         found = self.example() if callable(self.example) else self.example
@@ -124,7 +124,7 @@ class Subject:
         return args, kwargs
 
     def manifest_for(self, which: Arithmetic) -> Manifest:
-        """Return the run's manifest; in float64 without the precision plugins, whose dtypes are another question."""
+        """Return the run's manifest; in float64 without the precision plugins, which would change dtypes."""
         if which == "own":
             return self.manifest
         plugins = tuple(plugin for plugin in self.manifest.plugins if plugin.info.family != "precision")
@@ -136,7 +136,7 @@ def without_plugins(manifest: Manifest, *, keep: Kept = "nothing") -> Manifest:
 
     Args:
         manifest: The run's.
-        keep: The plugins of precision, or of them those that replace modules.
+        keep: Plugins to keep: none, those of precision, or of these the ones that replace modules.
     """
     precision = [plugin for plugin in manifest.plugins if plugin.info.family == "precision" and keep != "nothing"]
     kept = tuple(
@@ -160,7 +160,7 @@ def settled(run: Composition) -> Iterator[None]:
 
 @contextmanager
 def _without_dropout(run: Composition) -> Iterator[None]:
-    """Let torch's dropout modules drop nothing inside; plugins may call them where no mode sees it."""
+    """Disable torch's dropout modules inside; plugins may call them where no mode intercepts it."""
     from torch import nn
 
     kinds = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)

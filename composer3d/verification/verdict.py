@@ -1,4 +1,4 @@
-"""What all passes together say: every difference, worst first, and whether the composition holds."""
+"""Verdict of all passes: every difference, the worst first, and whether the composition holds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS: tuple[Kind, ...] = ("initial", "gradients", "clipped", "parameters", "ave
 
 @dataclass(frozen=True, kw_only=True)
 class Number:
-    """A loss or norm, of the step and rank where it is furthest off."""
+    """A loss or norm, of the step and rank with the largest deviation."""
 
     reference: float
     composed: float
@@ -44,7 +44,7 @@ class TableRow:
 
     Args:
         fqn: Its name.
-        placement: How it lies on the first rank that holds it.
+        placement: Its placements on the first rank that holds it.
         gradient: The error of its gradient in float64, of the worst step and rank.
         update: The same of the updated parameter.
     """
@@ -57,19 +57,19 @@ class TableRow:
 
 @dataclass(kw_only=True, eq=False)
 class Evidence:
-    """Everything that was seen, for the diagnosis.
+    """Observations of all passes, for the diagnosis.
 
     Args:
-        layout: Of the composition.
-        told: What is known of the reference.
-        ranks: By rank.
-        microbatches: Of one rank in one step.
-        grad_clip: Of the run.
-        drifts: Copies that differ.
-        streams: Promises about random numbers that do not hold.
-        rows: Collectives.
+        layout: Axes and degrees of the composition.
+        told: Report of the reference.
+        ranks: Reports by rank.
+        microbatches: Micro-batches per rank and step.
+        grad_clip: Norm to which the run clips gradients.
+        drifts: Replicas that differ.
+        streams: Violated rules of the random streams.
+        rows: Real and expected collectives.
         silent: Axes over which no plugin communicated.
-        weights: Of the micro-batches in a wrong gradient.
+        weights: Weights of the micro-batches in a wrong gradient.
         biases: Those that, added once a rank along a tensor axis, give the run's wrong loss.
     """
 
@@ -86,13 +86,13 @@ class Evidence:
     biases: tuple[str, ...] = ()
 
     def stale(self) -> list[str]:
-        """Return what was computed from other parameters than a rank's last step left."""
+        """Return values derived from other parameters than a rank's last step left."""
         return sorted({name for report in self.ranks for steps in report.steps.values() for name in steps.stale})
 
     def first_wrong_output(self) -> Difference | None:
-        """Return the first module whose output is not that of one device, in the order of the forward.
+        """Return the first module whose output differs from one device's, in the order of the forward.
 
-        Its ranks are those where that is so; none where it is so on all that have the module.
+        Its ranks are those that differ; empty where all ranks with the module do.
         """
         groups: dict[int, dict[int, Outputs]] = {}
         for rank, report in enumerate(self.ranks):
@@ -109,19 +109,19 @@ class Evidence:
         return replace(first, ranks=tuple(wrong) if len(wrong) < len(having) else ())
 
     def first_loss(self) -> float:
-        """Return the loss of the first step in float64, of the rank where it is furthest off."""
+        """Return the loss of the first step in float64, of the rank with the largest deviation."""
         right = self.told.losses["float64"][0]
         return max((report.steps["float64"].steps[0].loss for report in self.ranks), key=lambda loss: abs(loss - right))
 
     def is_loss_wrong(self, step: int = 0) -> bool:
-        """Tell whether the forward of a step is wrong in float64; in the first, nothing was updated before."""
+        """Return whether the forward of a step is wrong in float64; in the first, nothing was updated before."""
         if "float64" not in self.told.tolerances:
             return False
         right, limit = self.told.losses["float64"][step], self.told.tolerances["float64"]["loss"]
         return any(not relative(report.steps["float64"].steps[step].loss, right) <= limit for report in self.ranks)
 
     def uncut_biases(self, axis: str) -> list[str]:
-        """Return the biases that every rank along a tensor axis holds whole."""
+        """Return the biases that are replicated along a tensor axis."""
         placements: dict[str, str] = {}
         for report in self.ranks:
             placements |= report.steps["float64"].placements
@@ -152,11 +152,11 @@ class Evidence:
         return None if found is None or found == right else (found, 0, right)
 
     def narrowed(self, which: str) -> dict[str, str]:
-        """Return the gradients of fewer digits than one device's, with the dtype that holds them."""
+        """Return the gradients of fewer digits than one device's, with the dtype that represents them."""
         return {f: dtype for r in self.ranks for step in r.steps[which].steps for f, dtype in step.narrowed.items()}
 
     def off_buffers(self) -> list[str]:
-        """Return the buffers that are not those of one device, where every rank sees all samples."""
+        """Return the buffers that differ from one device's, where every rank sees all samples."""
         limits = self.told.tolerances["float64"]
         steps = [report.steps["float64"] for report in self.ranks]
         return sorted({fqn for own in steps for fqn, rel in own.off.items() if not rel <= limits.of("buffers", fqn)})
@@ -173,7 +173,7 @@ class Evidence:
                     yield number, rank, fqn, deviation
 
     def limit(self, kind: Kind, which: str, step: int, fqn: str) -> float:
-        """Return what a tensor may be off by in a step; the updates before a later one carry roundings into it."""
+        """Return the tolerance of a tensor in a step; updates of earlier steps carry rounding into later ones."""
         name = "parameters" if kind == "initial" else "later" if step and kind in ("gradients", "clipped") else kind
         limit = self.told.tolerances[which].of(name, fqn)
         # A norm that is right within its own limit scales all of them.
@@ -185,7 +185,7 @@ class Evidence:
         return found if found <= limits["grad_norm"] else 0.0
 
     def wrong(self, kind: Kind, which: str = "float64", *, step: int | None = None) -> dict[str, list[Deviation]]:
-        """Return what is beyond its tolerance, by FQN; one deviation a rank that has it."""
+        """Return deviations beyond their tolerance, by FQN; one for each rank that has it."""
         result: dict[str, list[Deviation]] = {}
         for number, _, fqn, deviation in self.beyond(kind, which):
             if step in (None, number):
@@ -193,13 +193,13 @@ class Evidence:
         return result
 
     def beyond(self, kind: Kind, which: str) -> Iterator[tuple[int, int, str, Deviation]]:
-        """Yield (step, rank, FQN, deviation) of what is beyond its tolerance."""
+        """Yield (step, rank, FQN, deviation) of deviations beyond their tolerance."""
         for number, rank, fqn, deviation in self.deviations(kind, which):
             if not deviation.rel <= self.limit(kind, which, number, fqn):
                 yield number, rank, fqn, deviation
 
     def first_wrong(self) -> tuple[int, Kind] | None:
-        """Return the step and kind of what goes wrong first in float64: all that comes after may follow from it."""
+        """Return the step and kind of the first wrong quantity in float64: all later ones may follow from it."""
         for number in range(len(self.told.losses.get("float64", ()))):
             for kind in KINDS[1:] if number else KINDS:
                 if self.wrong(kind, step=number):
@@ -212,7 +212,7 @@ class Evidence:
         return first[0] if first is not None and first[1] == "gradients" else None
 
     def number(self, name: Literal["loss", "grad_norm"], which: str) -> Number:
-        """Return a loss or norm where it is furthest off."""
+        """Return a loss or norm where its deviation is largest."""
         expected = self.told.losses[which] if name == "loss" else self.told.grad_norms[which]
         found = [
             Number(reference=reference, composed=getattr(step, name))
@@ -234,14 +234,14 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Verdict:
-    """The outcome of a proof.
+    """The outcome of a verification.
 
     Args:
-        evidence: What it rests on; None where the ranks did not get to the end.
-        failures: What does not hold, one line each; empty means proven.
-        diagnosis: What is likely the cause, one line each.
-        reduced: What was made smaller than the manifest says.
-        notes: What was left out, and why.
+        evidence: Observations behind it; None where the ranks failed.
+        failures: Failed checks, one line each; empty means verified.
+        diagnosis: Likely causes, one line each.
+        reduced: Quantities reduced below the manifest's, one line each.
+        notes: Omitted checks, with reasons.
         num_steps: Steps compared.
     """
 
@@ -254,7 +254,7 @@ class Verdict:
 
     @property
     def ok(self) -> bool:
-        """Tell whether everything holds."""
+        """Return whether everything holds."""
         return not self.failures
 
     def table(self) -> list[TableRow]:
@@ -292,15 +292,15 @@ def gather_evidence(
     grad_clip: float,
     has_batch_buffers: bool = True,
 ) -> Evidence:
-    """Compare what the ranks found with each other.
+    """Compare the ranks' reports with each other.
 
     Args:
-        layout: Of the composition.
-        told: Of the reference.
-        ranks: By rank.
-        microbatches: Of one rank in one step.
-        grad_clip: Of the run.
-        has_batch_buffers: Whether buffers are to be equal on ranks that saw other samples.
+        layout: Axes and degrees of the composition.
+        told: Report of the reference.
+        ranks: Reports by rank.
+        microbatches: Micro-batches per rank and step.
+        grad_clip: Norm to which the run clips gradients.
+        has_batch_buffers: Whether buffers must be equal on ranks that read other samples.
     """
     evidence = Evidence(layout=layout, told=told, ranks=ranks, microbatches=microbatches, grad_clip=grad_clip)
     for which in told.tolerances:

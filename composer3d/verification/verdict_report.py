@@ -1,4 +1,4 @@
-"""A verdict as JSON and as text."""
+"""Reports of a verdict as JSON and as text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SHOWN = 10
 
 
 def to_json(verdict: Verdict) -> dict[str, Any]:
-    """Return what `--json` prints; numbers that JSON does not have are text."""
+    """Return the object that `--json` prints; infinities and NaN are strings."""
     base: dict[str, Any] = {"ok": verdict.ok, "steps": verdict.num_steps}
     tail = {
         "failures": list(verdict.failures),
@@ -105,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def to_text(verdict: Verdict) -> str:
-    """Return the report that is read: what was reduced, the worst parameters, collectives, and what is wrong."""
+    """Return the text report: reductions, the worst parameters, collectives, and failures."""
     lines = [f"reduced: {line}" for line in verdict.reduced]
     evidence = verdict.evidence
     if evidence is not None:
@@ -143,7 +143,7 @@ def _text_of_numbers(evidence: Evidence) -> list[str]:
 
 
 def _nearest(evidence: Evidence, kind: Kind, which: str) -> tuple[float, float]:
-    """Return the deviation that is nearest to its limit, or furthest beyond, and that limit; each has its own."""
+    """Return the deviation with the largest ratio to its own limit, and that limit."""
     found = (
         (math.inf if math.isnan(deviation.rel) else deviation.rel, evidence.limit(kind, which, step, fqn))
         for step, _, fqn, deviation in evidence.deviations(kind, which)

@@ -1,4 +1,4 @@
-"""A proof from beginning to end."""
+"""Verification from launch to verdict."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def prove(
 
     Args:
         make_subject: Makes the subject in every rank; importable by name where ranks are spawned.
-        layout: Of the composition.
-        launch: Starts ranks.
+        layout: Axes and degrees of the composition.
+        launch: Runs a function on a number of ranks, and returns their results.
         num_steps: Optimizer steps to compare.
-        microbatches: Of one rank in one step.
-        grad_clip: Of the run.
+        microbatches: Micro-batches per rank and step.
+        grad_clip: Norm to which the run clips gradients.
         passes: The arithmetics to compare in.
-        reduced: What the caller has made smaller, for the report.
-        notes: What the caller has left out, for the report.
-        tolerance: In float64, instead of 1e-12.
+        reduced: Reductions by the caller, for the report.
+        notes: Omissions by the caller, for the report.
+        tolerance: Relative, in float64; None is 1e-12.
 
     Memory: on every rank the model's gradients and parameters in full, twice. Collectives: on real ranks those of the
-    composition in each pass, and what gathers its tensors.
+    composition in each pass, and all-gathers of its tensors.
     """
     with tempfile.TemporaryDirectory(prefix="composer3d-proof-") as folder:
         session = Session(
@@ -104,7 +104,7 @@ def _wrong_gradients(evidence: Evidence) -> list[str]:
 
 
 def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
-    """Look for biases of row-cut layers that a wrong loss could come from."""
+    """Look for biases of rowwise layers that explain a wrong loss."""
     for axis in evidence.layout.names(Role.TENSOR):
         if evidence.layout.degrees[axis] > 1 and evidence.is_loss_wrong():
             found = session.explain_loss(
@@ -116,7 +116,7 @@ def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
 
 
 def _mixed(told: ReferenceReport) -> list[str]:
-    """Say that the reference rests on how the run cuts its batch, where it does, or that this could not be asked."""
+    """Return a note if the reference depends on the run's micro-batches, or if that could not be determined."""
     if told.mixing.unknown:
         return [
             "whether a loss of two micro-batches together is the sum of theirs could not be asked, since they cannot "
@@ -138,7 +138,7 @@ def _unwritten(told: ReferenceReport) -> list[str]:
 
 
 def _coarse(told: ReferenceReport) -> list[str]:
-    """Say that the bound of the run's own dtypes lets most mistakes pass, where it does."""
+    """Return a note if the tolerance of the run's own dtypes is too wide to detect most mistakes."""
     limits = told.tolerances["own"].by_fqn.get("gradients", {}) if "own" in told.tolerances else {}
     middle = statistics.median(limits.values()) if limits else 0.0
     if middle <= 1.0:

@@ -61,7 +61,7 @@ def test_plugins_for_programs(command):
     assert (options["units"]["type"], options["units"]["default"]) == ("a list of strings", None)
 
 
-def test_one_plugin_is_shown_with_its_options(command):
+def test_one_plugin_is_shown_in_full(command):
     code, out, err = command("plugins", "mixed")
     lines = out.splitlines()
     assert (code, err) == (0, "")
@@ -73,9 +73,21 @@ def test_one_plugin_is_shown_with_its_options(command):
         "other hooks: dtypes, grad_scaler, measure, state",
         "devices: any",
     ]
+    assert lines[6].startswith("source: ") and lines[6].endswith("/precision/mixed/__init__.py")
     assert "Memory: float32 shards" in out
-    row = next(line for line in lines if line.startswith("param_dtype"))
-    assert row.split("  ")[1:] and '"bfloat16"' in row and '"bfloat16", "float16" or "float32"' in row
+    options, _, rest = out.partition("\nOptions\n")[2].partition("\n\nHooks\n")
+    assert '  param_dtype: "bfloat16", "float16" or "float32", default "bfloat16"\n      ' in options
+    hooks, _, refusals = rest.partition('\n\nRefuses, as its source states it ("..." is known in a run)\n')
+    assert re.search(r"^  composer3d_grad_scaler: \w", hooks, re.MULTILINE)
+    assert re.search(r"^  \.\.\. has no effect with ", refusals, re.MULTILINE)
+
+
+def test_one_plugin_in_full_for_programs(command):
+    _, out, _ = command("plugins", "float8", "--json")
+    (plugin,) = json.loads(out)["plugins"]
+    assert plugin["hook_docs"].keys() == set(plugin["hooks"]) and all(plugin["hook_docs"].values())
+    messages = [refusal["message"] for refusal in plugin["refusals"]]
+    assert any(message.startswith('needs "fsdp2": ') for message in messages)
 
 
 def test_an_unknown_plugin(command):

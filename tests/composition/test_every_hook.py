@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.every_hook import OVERFLOW_STEP, SCALE, VETO_STEP, log_of
+from support.every_hook import LAYOUTS, OVERFLOW_STEP, SCALE, VETO_STEP, log_of
 from support.models import Net, mine, sum_loss, unpadded, write_manifest
 
 import composer3d
@@ -63,7 +63,9 @@ def every_hook(folder):
     tokens, targets = (mine(run, tensor) for tensor in unpadded())
     seen["evaluation"] = float(run.evaluate(tokens, target=targets).loss)
     # Asked by whoever simulates a step.
-    seen["actions"] = run._assembled.hooks.query("composer3d_actions", context=run.context, num_microbatches=2)
+    seen["layout"] = run._assembled.hooks.layout({"dp_shard": 2})
+    log.calls += [("layout", degrees) for degrees in LAYOUTS]
+    seen["actions"] = run._assembled.hooks.actions(run.context, 2)
     (counter,) = [value for value in run.context.state.values() if hasattr(value, "count")]
     counter.count, counter.tensor = 5, torch.arange(3.0)
     run.save(folder / "step-4")
@@ -118,6 +120,12 @@ def last(seen, *hooks):
 def test_every_hook_is_called(ranks, hook):
     for seen in ranks:
         assert calls(seen, hook.removeprefix("composer3d_"))
+
+
+def test_a_layout_is_described_by_all_plugins(ranks):
+    for seen in ranks:
+        assert calls(seen, "layout") == [{"dp_shard": 2}]
+        assert (seen["layout"].zero, seen["layout"].is_compiled, seen["layout"].schedule) == (3, True, None)
 
 
 def test_actions_are_the_plugins(ranks):

@@ -147,7 +147,8 @@ def test_an_axis_that_a_plugin_brings():
 
 
 def test_the_edge_of_a_node_is_a_warning():
-    text = '[mesh]\ntp = 4\ngpus_per_node = 2\n[sharding.fsdp2]\n[sharding.tensor]\nuse = "support.refused_plugins:Tensor"\n'
+    text = "[mesh]\ntp = 4\ngpus_per_node = 2\n[sharding.fsdp2]\n[sharding.tensor]\n"
+    text += 'use = "support.refused_plugins:Tensor"\n'
     preparation = prepared(text, world_size=8)
     assert shown(preparation.problems) == ["3:1: warning: [mesh] tp = 4 reaches over the edge of a node of 2 GPUs"]
     assert [problem.severity for problem in preparation.problems] == ["warning"]
@@ -233,7 +234,7 @@ def test_a_factory_that_reads_values_is_at_the_model():
 
     (problem,) = refused('[model]\nblocks = "layers.*"\n[sharding.fsdp2]\n', reads)
     assert problem.startswith("2:2: [model] ")
-    assert "test_preparation.py" in problem
+    assert "test_preparing.py" in problem
 
 
 # ---- transforms that go wrong ----------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ import torch
 from pydantic import ValidationError
 
 from composer3d import Axis, PluginError, QueryError, Role, hookimpl, plugin
-from composer3d.registry import Catalogue, Hooks, Registered, info_of, options_of
+from composer3d.hooks import Hooks
+from composer3d.registry import Catalogue, Registered, info_of, options_of
 
 AXIS = Axis(name="site", role=Role.INDEPENDENT)
 
@@ -265,8 +266,8 @@ def test_two_tables_of_one_name():
 def test_implementations_are_frozen_by_name():
     made = {name: answering("composer3d_recorder", name) for name in ("b", "c", "a")}
     found = hooks(**made)
-    assert [registered.name for registered, _ in found.freeze("composer3d_recorder")] == ["a", "b", "c"]
-    assert [answer for _, answer in found.call("composer3d_recorder", context=None)] == ["a", "b", "c"]
+    assert [registered.name for registered in found.implementing("composer3d_recorder")] == ["a", "b", "c"]
+    assert found.recorders(None) == ("a", "b", "c")
     assert [registered.name for registered in found.plugins] == ["a", "b", "c"]
 
 
@@ -282,43 +283,41 @@ def test_an_implementation_gets_the_arguments_that_it_names():
         seen.append("closed")
 
     found = hooks(few=plugin_with(composer3d_metrics=composer3d_metrics, composer3d_close=composer3d_close))
-    ((_, metrics),) = found.freeze("composer3d_metrics")
+    ((_, metrics),) = found.metrics()
     metrics(context="context", step=3, metrics={"a": 1.0})
-    ((_, close),) = found.freeze("composer3d_close")
+    ((_, close),) = found.close()
     close(context="context", error=None)
     assert seen == [({"a": 1.0}, "context"), "closed"]
 
 
 def test_answers_that_are_none_do_not_count():
-    found = hooks(a=answering("composer3d_recorder", None), b=answering("composer3d_recorder", 1))
-    assert [(registered.name, answer) for registered, answer in found.call("composer3d_recorder", context=None)] == [
-        ("b", 1)
-    ]
-    assert hooks(a=answering("composer3d_split", None)).query("composer3d_split", context=None, model=None) is None
-    assert hooks().query("composer3d_split", context=None, model=None) is None
+    found = hooks(a=answering("composer3d_state", None), b=answering("composer3d_state", {"count": 1}))
+    assert found.states(None) == {"b": {"count": 1}}
+    assert hooks(a=answering("composer3d_split", None)).split(None, None) is None
+    assert hooks().split(None, None) is None
 
 
 def test_one_answer_to_a_query():
     found = hooks(a=answering("composer3d_dtypes", None), b=answering("composer3d_dtypes", "bf16"))
-    assert found.query("composer3d_dtypes", context=None, fqn="layers.0") == "bf16"
+    assert found.dtypes(None, "layers.0") == "bf16"
 
 
 def test_two_answers_to_a_query_name_both_plugins():
     found = hooks(b=answering("composer3d_dtypes", "bf16"), a=answering("composer3d_dtypes", "fp32"))
     with pytest.raises(QueryError) as caught:
-        found.query("composer3d_dtypes", context=None, fqn="layers.0")
+        found.dtypes(None, "layers.0")
     assert str(caught.value) == (
         "[profiling.a] (run.toml:4) and [profiling.b] (run.toml:3) both answer composer3d_dtypes "
         'for "layers.0"; remove one of them'
     )
     found = hooks(a=answering("composer3d_split", 1), b=answering("composer3d_split", 2))
     with pytest.raises(QueryError, match=r"both answer composer3d_split; remove one of them$"):
-        found.query("composer3d_split", context=None, model=None)
+        found.split(None, None)
 
 
 def test_agreeing_answers_are_one():
     found = hooks(a=answering("composer3d_dtypes", "bf16"), b=answering("composer3d_dtypes", "bf16"))
-    assert found.query("composer3d_dtypes", context=None, fqn="") == "bf16"
+    assert found.dtypes(None, "") == "bf16"
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.ones(2), torch.zeros(2)])
@@ -328,18 +327,24 @@ def test_two_tensors_are_two_answers(other):
         a=answering("composer3d_load_parameter", torch.zeros(2)), b=answering("composer3d_load_parameter", other)
     )
     with pytest.raises(QueryError, match='both answer composer3d_load_parameter for "w"'):
-        found.query("composer3d_load_parameter", context=None, fqn="w", tensor=torch.zeros(2))
+        found.load_parameter(None, "w", torch.zeros(2))
 
 
 def test_one_thing_or_several_are_collected():
     found = hooks(
-        b=answering("composer3d_shard", ["x", "y"]),
-        a=answering("composer3d_shard", "z" if False else ("w",)),
-        c=answering("composer3d_convert", 5),
-        d=answering("composer3d_shard", ()),
+        b=answering("composer3d_step_actions", ["x", "y"]),
+        a=answering("composer3d_step_actions", ("w",)),
+        c=answering("composer3d_step_actions", 5),
+        d=answering("composer3d_step_actions", ()),
     )
-    items = found.collect("composer3d_convert", "composer3d_shard", context=None)
-    assert [(registered.name, item) for registered, item in items] == [("c", 5), ("a", "w"), ("b", "x"), ("b", "y")]
+    items = [(registered.name, item) for registered, item in found.step_actions(None)]
+    assert items == [("a", "w"), ("b", "x"), ("b", "y"), ("c", 5)]
+
+
+def test_transforms_are_asked_for_hook_by_hook():
+    found = hooks(b=answering("composer3d_convert", 1), a=answering("composer3d_shard", 2))
+    asked = [(hook, registered.name, function(context=None)) for hook, (registered, function) in found.transforms()]
+    assert asked == [("composer3d_convert", "b", 1), ("composer3d_shard", "a", 2)]
 
 
 def test_axes_have_one_owner():

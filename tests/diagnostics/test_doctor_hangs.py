@@ -17,7 +17,7 @@ from composer3d.runner.lock import attempts_of
 ZERO, ONE = r"rank 0 \(dp_shard 0\)", r"rank 1 \(dp_shard 1\)"
 PLUGIN = r"\((fsdp2|composer3d|fsdp2 or composer3d)\)"
 GROUP = r"collective \d+ over dp_shard \(ranks 0 and 1; [^)]*\): "
-FORWARD = r"in step 3, in forward \(microbatch 0\) in forward_backward, at doctored.py:\d+ in "
+FORWARD = r"in step 3, in forward \(microbatch 0\) in forward_backward, at faulty_run.py:\d+ in "
 # Rank 0 waits in the all-gather of the first layer: halves of 8 x 8 weights and 8 biases.
 WAITS = rf"{ZERO}: {FORWARD}forward, last collective all_gather of \[36\] over dp_shard {PLUGIN}"
 ANEW = "try: there is no complete checkpoint: the next run begins anew"
@@ -53,7 +53,7 @@ def test_a_rank_that_hangs_in_data_loading_while_it_hangs(folder, capfd):
         os.waitpid(pid, 0)
     assert found["rank"] == 1
     matches(
-        rf"{ONE} waits for data, for \d+ s when it was asked: in step 3, in data_wait, at doctored.py:\d+ in "
+        rf"{ONE} waits for data, for \d+ s when it was asked: in step 3, in data_wait, at faulty_run.py:\d+ in "
         rf"wait_for_a_lock, last collective all_reduce of \[3\] over dp_shard {PLUGIN}",
         shown[0],
     )
@@ -93,7 +93,7 @@ def test_shapes_that_do_not_fit(run):
     shown, found = run("shapes")
     assert (found["kind"], found["rank"]) == ("shapes", 0)
     matches(
-        rf"{ZERO} on \S+ was aborted in sends_another_shape \(doctored.py:\d+\) in step 3: it was sent more than it "
+        rf"{ZERO} on \S+ was aborted in sends_another_shape \(faulty_run.py:\d+\) in step 3: it was sent more than it "
         rf"expected, so its tensor is smaller than that of {ONE}, all_reduce of \[5000\] over dp_shard",
         shown[0],
     )

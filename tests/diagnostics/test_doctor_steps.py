@@ -23,7 +23,7 @@ def test_a_rank_without_enough_memory(run):
     shown, found = run("memory", more="[profiling.memory_snapshot]\n")
     assert (found["kind"], found["rank"]) == ("out_of_memory", 1)
     matches(
-        rf'{ONE} on \S+ ran out of memory in step 3, where it asked for 1.00 GiB more \(".*doctored.py", line \d+, '
+        rf'{ONE} on \S+ ran out of memory in step 3, where it asked for 1.00 GiB more \(".*faulty_run.py", line \d+, '
         r"in needs_too_much\)",
         shown[0],
     )

@@ -1,4 +1,4 @@
-"""The plan against published runs: what the benchmark prints holds the bounds that README states."""
+"""The plan against published runs: what the benchmark prints holds the bounds that benchmarks/README.md states."""
 
 from __future__ import annotations
 

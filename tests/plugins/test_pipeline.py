@@ -192,7 +192,7 @@ def executed(text, degree, num_microbatches):
     with run.step(0):
         run.forward_backward(tokens, target=targets)
     (spans,) = [value for value in run.context.state.values() if isinstance(value, Spans)]
-    listed = run._assembled.hooks.query("composer3d_actions", context=run.context, num_microbatches=num_microbatches)
+    listed = run._assembled.hooks.actions(run.context, num_microbatches)
     run.close()
     return spans.actions, listed[run.context.rank]
 

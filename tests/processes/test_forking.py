@@ -154,7 +154,8 @@ def test_a_fork_after_a_backward_that_started_threads_is_refused():
 
 def test_a_process_that_only_imported_may_fork_and_its_ranks_import_no_more():
     code = (
-        "import os, sys; from composer3d.processes.forking import prewarm, refuse_unsafe_fork; prewarm(); refuse_unsafe_fork();"
+        "import os, sys; from composer3d.processes.forking import prewarm, refuse_unsafe_fork;"
+        "prewarm(); refuse_unsafe_fork();"
         "threads = len(os.listdir('/proc/self/task')); import torch; before = set(sys.modules);"
         "layer = torch.nn.Linear(4, 4); optimizer = torch.optim.AdamW(layer.parameters());"
         "layer(torch.ones(2, 4)).sum().backward(); optimizer.step();"

@@ -25,10 +25,10 @@ output = "out"
 [mesh]
 dp_shard = 2
 [model]
-use = "doctored:Model"
+use = "faulty_run:Model"
 args = { fault = "FAULT" }
 [data]
-use = "doctored:Rows"
+use = "faulty_run:Rows"
 seq_len = 8
 [train]
 steps = STEPS
@@ -39,11 +39,11 @@ global_batch = 2
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    shutil.copy(Path(support.__file__).with_name("doctored.py"), tmp_path)
+    shutil.copy(Path(support.__file__).with_name("faulty_run.py"), tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    sys.modules.pop("doctored", None)
+    sys.modules.pop("faulty_run", None)
 
 
 def write(fault="", steps=6, more=""):

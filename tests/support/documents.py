@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+
+DOCUMENTS = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "benchmarks/README.md",
+    "composer3d/README.md",
+    "composer3d/cli/README.md",
+    "composer3d/huggingface/README.md",
+    "composer3d/manifest/README.md",
+    "plugins/README.md",
+    "tests/README.md",
+)
 
 _FENCE = re.compile(
     r"(?:^<!-- (?P<mark>[^\n]+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE
@@ -46,13 +59,38 @@ def files(text):
 
 def table(text, *headings):
     """Return the rows of the only table with these headings, cells as they are written."""
+    (rows,) = tables(text, *headings)
+    return rows
+
+
+def tables(text, *headings):
+    """Return the rows of every table with these headings."""
     head = "| " + " | ".join(headings) + " |\n"
-    assert text.count(head) == 1, headings
-    lines = text.partition(head)[2].splitlines()[1:]
-    end = next((index for index, line in enumerate(lines) if not line.startswith("|")), len(lines))
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end]]
+    found = []
+    for after in text.split(head)[1:]:
+        lines = after.splitlines()[1:]
+        end = next((index for index, line in enumerate(lines) if not line.startswith("|")), len(lines))
+        found.append([[cell.strip() for cell in line.strip("|").split("|")] for line in lines[:end]])
+    assert found, headings
+    return found
 
 
 def code(cell):
     """Return what is written as code in a cell."""
     return re.findall(r"`([^`]+)`", cell)
+
+
+def links(text):
+    """Return what is shown of every Markdown link, by its target."""
+    return {target: shown for shown, target in re.findall(r"\[([^\]]+)\]\(([^)\s]+)\)", text)}
+
+
+def anchors(text):
+    """Return the names by which headings are linked to."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+
+
+def recorded(name):
+    """Return what a benchmark wrote down of its last run."""
+    return json.loads(read(f"benchmarks/results/{name}.json"))

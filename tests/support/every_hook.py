@@ -12,6 +12,7 @@ from composer3d import (
     Action,
     Dtypes,
     GroupOptions,
+    LayoutTraits,
     Metric,
     ParameterMesh,
     Part,
@@ -27,6 +28,7 @@ from composer3d import (
 
 SCALE = 1024.0
 VETO_STEP, OVERFLOW_STEP = 1, 2
+LAYOUTS = []  # degrees that composer3d_layout was given: it has no context to keep them in
 
 
 @dataclass
@@ -228,6 +230,11 @@ class Every:
     def composer3d_actions(self, context, num_microbatches):
         self._saw("actions", context, num_microbatches=num_microbatches)
         return [[Action(0, kind, index) for index in range(num_microbatches) for kind in "FB"]]
+
+    @hookimpl
+    def composer3d_layout(self, degrees):
+        LAYOUTS.append(dict(degrees))
+        return LayoutTraits(is_compiled=degrees["dp_shard"] > 1)
 
     @hookimpl
     def composer3d_parameter_mesh(self, context, fqn):

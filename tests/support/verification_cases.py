@@ -59,7 +59,7 @@ def assert_named(text, options, cause):
 def layout_of(text):
     """Return the layout of a manifest's text."""
     from composer3d.composition import preparing
-    from composer3d.registry import Hooks
+    from composer3d.hooks import Hooks
 
     manifest = load_manifest(write_manifest(text))
     return preparing.layout_of(manifest, Hooks(manifest.plugins), world_size=None)

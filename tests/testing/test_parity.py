@@ -324,7 +324,7 @@ def test_a_rank_that_fails_is_told_by_its_own_traceback_alone():
         assert_parity(Raising, write_manifest(FSDP), global_batch(), world_size=2, loss_fn=sum_loss)
     product = Path(composer3d.__file__).parent
     inside = {entry.path.name for entry in caught.traceback if entry.path.is_relative_to(product)}
-    assert inside <= {"proving.py"}
+    assert inside <= {"verifying.py"}
     assert "in forward" in str(caught.value) and caught.value.__cause__ is None
 
 

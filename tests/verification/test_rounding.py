@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from composer3d.verification.comparison import Limits
-from composer3d.verification.reference import Reference
+from composer3d.verification.reference_steps import Reference
 from composer3d.verification.rounding import rounding, signs
 
 

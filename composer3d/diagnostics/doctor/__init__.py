@@ -1,4 +1,4 @@
-"""What a failed, hung or slow run left: read, and told in a few lines."""
+"""Diagnosis of a failed, hung or slow run in a few lines, from the files in its folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to try, by what happened."""
+"""Advice for every kind of failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a run left to a few lines: who was first, what the others waited for, what to try."""
+"""Diagnosis of a run from its evidence: the first rank to fail, what the others waited for, and advice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the words of a failure mean: the kinds that doctor tells apart."""
+"""Failure kinds, by the type and the message of an exception."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Who keeps the others waiting, and with what: from when ranks came to collectives, and what they did before.
+"""Stragglers: the rank that others wait for, by the times at which ranks reached their collectives.
 
-Without a profiler nothing says how long a rank computes inside a forward, for it waits for others in there. But every
-rank's flight recorder has when it came to each collective; the last one to come waits for nobody, and the others wait
-from when they came until then. What is left of a rank's spans without those waits is its own work.
+Without a profiler nothing measures how long a rank computes inside a forward, since it waits for other ranks in there.
+But every rank's flight recorder has the time at which it reached each collective; the last rank to arrive waits for
+nobody, and the others wait from their own arrival until then. A rank's spans less those waits are its own work.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What filled a rank's memory."""
+"""Causes of an out-of-memory failure: the peaks of all ranks, and the contents of a memory snapshot."""
 
 from __future__ import annotations
 

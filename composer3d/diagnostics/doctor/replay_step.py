@@ -81,12 +81,16 @@ def _again(text: str, folder: str, output: str, resume: str, until: int) -> None
 
 
 def _manifest(text: str, folder: Path, output: str) -> Manifest:
+    from composer3d.diagnostics.doctor.run_folder import nonfinite_finders
     from composer3d.manifest import read_text, type_manifest
     from composer3d.runner import TABLES
 
     # Paths and modules are those beside the manifest that the run was started with. Of what watches and saves, nothing
     # is on but the finder.
     document = replace(read_text(text, "replay", [f"run.output={output}", "run.max_restarts=0"]), folder=folder)
-    tables = {name: table for name, table in document.tables.items() if name not in ("evaluation", "checkpoint")}
-    tables["profiling"] = {"anomaly": {"limit": 1}}
+    tables = {
+        name: table for name, table in document.tables.items() if name not in ("evaluation", "checkpoint", "profiling")
+    }
+    for family, name, keys in nonfinite_finders():
+        tables[family] = {**tables.get(family, {}), name: dict(keys)}
     return type_manifest(replace(document, tables=tables), tables=TABLES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from typing import Any
 from composer3d.errors import ComposerError, MeshError
 from composer3d.mesh import AXES, Layout, resolve
 from composer3d.observation.hang_report import Account
+from composer3d.registry import Catalogue
 from composer3d.runner.blackbox import ASKED, accounts_folder
 from composer3d.runner.lock import attempts_of
 from composer3d.runner.progress import LastSeen
 
-__all__ = ["Evidence", "Span", "Witness", "read_evidence"]
+__all__ = ["Evidence", "Span", "Witness", "nonfinite_finders", "read_anomalies", "read_evidence"]
 
 _PATIENCE_S = 3.0  # a rank looks several times a second, if what it is stuck in lets it
 
@@ -138,13 +139,21 @@ def _layout(run: Path, world_size: int) -> Layout | None:
 
 
 def read_anomalies(run: Path) -> Iterable[Mapping[str, Any]]:
-    """Yield what `[profiling.anomaly]` wrote down.
+    """Yield what plugins wrote of modules whose outputs were not finite.
 
     Args:
         run: The folder.
     """
-    for path in sorted((run / "anomaly").glob("rank-*.jsonl")):
-        yield from _lines(path)
+    for _, name, _ in nonfinite_finders():
+        for path in sorted((run / name).glob("rank-*.jsonl")):
+            yield from _lines(path)
+
+
+def nonfinite_finders() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Yield family, name and table of the installed plugins that find modules whose outputs were not finite."""
+    for name, _, info in Catalogue.installed().classes():
+        if "nonfinite_modules" in info.provides:
+            yield info.family, name, info.provides["nonfinite_modules"]
 
 
 def _ask(run: Path) -> tuple[dict[int, LastSeen], bool]:

@@ -1,4 +1,4 @@
-"""What a run did, from the trace files that it left: read, measured, drawn."""
+"""Timeline of a run from its trace files: reading, figures and drawings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What spans say: where each rank's time went, the straggler, and the pipeline's bubble beside the simulated one."""
+"""Figures of a trace: each rank's time by activity, the straggler, the pipeline's bubble beside the simulated one."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""From what a rank does to what it takes: an allocator's memory, kernels and collectives in time, a whole step."""
+"""Costs of a traced step: an allocator's memory, the time of kernels and collectives, the time of the whole step."""

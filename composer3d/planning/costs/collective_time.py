@@ -1,4 +1,4 @@
-"""How long a collective takes on a cluster: latency and bandwidth of the links that its group uses.
+"""Collective time on a cluster, by latency and bandwidth of the links that the group uses.
 
 A ring moves (N - 1) / N of the buffer past every rank, twice for an all-reduce; a tree moves as much in 2 log2 N steps,
 which matters for small buffers only. A group that spans nodes is bound by the adapters of the ranks that it has in a

@@ -1,4 +1,4 @@
-"""How long an operator takes on a device: the slower of its arithmetic and its memory traffic.
+"""Operator time on a device by the roofline model: the slower of its arithmetic and its memory traffic.
 
 Matrix products reach a part of the peak that depends on their shape: tiles that do not fill the last wave of
 multiprocessors, sums that are too short to hide the loads, dims that no tile divides. Source: Samuel Williams et al.,

@@ -1,4 +1,4 @@
-"""How long the stretches of a traced step take: compute, and of the communication what compute does not hide."""
+"""Time of the segments of a traced step: compute, and the communication that compute does not hide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was timed on a machine, read between the sizes at which it was timed.
+"""Interpolation between measured times of a machine, by size.
 
 Time is interpolated along straight lines in the logarithms of size and time: from what a cache holds to what none does,
 it does not grow evenly. Below the least size it is proportional to it, the constant part being the launch's; beyond the

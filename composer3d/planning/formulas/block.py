@@ -1,4 +1,4 @@
-"""What one decoder block, embedding and head compute and keep, by closed formulas of their sizes.
+"""Closed formulas for the operators and saved bytes of one decoder block, embedding and head.
 
 Sources: Vijay Korthikanti et al., Reducing Activation Recomputation, arXiv:2205.05198, section 4 (bytes of GPT's
 block); those of Llama's eager block were counted with torch: 52.5 bytes a token and width, 56 with float32 norms.
@@ -26,7 +26,7 @@ class Work:
         forward: Of one micro-batch.
         backward: Without recomputation.
         saved_bytes: That the backward needs, of one micro-batch.
-        selective_bytes: The same where cheap operators and half of the products are computed again.
+        selective_bytes: The same where cheap operators and half of the products are recomputed.
         working_bytes: Temporaries of the backward at their most, besides what was saved.
     """
 

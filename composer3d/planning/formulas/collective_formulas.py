@@ -12,7 +12,7 @@ from composer3d.planning.formulas.decoder_dims import ModelShape
 from composer3d.planning.formulas.layout_numbers import Setup
 from composer3d.planning.tracing.traced import Transfer
 
-__all__ = ["boundary", "every_microbatch", "once_a_step", "tensor_parallel", "wire_bytes"]
+__all__ = ["boundary", "every_microbatch", "once_a_step", "over_tensor_ranks", "wire_bytes"]
 
 _PASSES = {"all_reduce": 2}
 
@@ -44,7 +44,7 @@ def _transfer(
     )
 
 
-def tensor_parallel(shape: ModelShape, setup: Setup, num_layers: int, *, backward: bool) -> list[Transfer]:
+def over_tensor_ranks(shape: ModelShape, setup: Setup, num_layers: int, *, backward: bool) -> list[Transfer]:
     """Return the collectives of tp in a stage's forward or backward: two all-reduces a layer, or their halves."""
     transfers: list[Transfer] = []
     size = setup.precision.compute_bytes * setup.tokens * shape.hidden

@@ -1,20 +1,73 @@
-"""Between manifests and layouts in numbers: what a manifest says, and what would have to be set for another layout."""
+"""Layouts in numbers from manifests, and the changes to a manifest that make another layout of it.
+
+Plugins say what they are to a layout (`composer3d_layout`) and which layouts they can make (`@plugin(offer=...)`), so
+that those of other packages are searched, examined and proposed like built-in ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from composer3d.hooks import Hooks
+from composer3d.interfaces import LayoutOffer, LayoutTraits
 from composer3d.manifest import Manifest
 from composer3d.manifest.toml_writer import inline
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
+from composer3d.registry import FAMILIES, Catalogue
 
-__all__ = ["patch", "setup_of"]
+__all__ = ["Offered", "choices_of", "degrees_of", "installed_offers", "patch", "setup_of"]
 
-_FLOAT8 = Precision(dtype="float8_e4m3fn")
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-_STATE_PARTS = {"8bit": 0.26, "4bit": 0.14, "fp8": 0.26}  # of AdamW's optimizer state
+_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Offered:
+    """Layouts that an installed plugin can make.
+
+    Args:
+        family: Of the plugin.
+        name: Of its table.
+        offer: From its class.
+    """
+
+    family: str
+    name: str
+    offer: LayoutOffer
+
+
+def installed_offers(manifest: Manifest) -> tuple[Offered, ...]:
+    """Return the offers of the manifest's plugins and of all others that are installed, in the order of families.
+
+    Of several plugins that can give a trait the same value, the manifest's own comes first, then the one whose
+    distribution is composer3d's, then by name; the others are left out.
+
+    Args:
+        manifest: Typed; a plugin that it names by `use` offers under the name of its table.
+    """
+    own = {plugin.name: plugin.info for plugin in manifest.plugins}
+    found = [Offered(family=info.family, name=name, offer=info.offer) for name, info in own.items() if info.offer]
+    catalogue, others = Catalogue.installed(), []
+    for name, _, info in catalogue.classes():
+        if name not in own and info.offer is not None:
+            others.append(Offered(family=info.family, name=name, offer=info.offer))
+    others.sort(key=lambda offered: "(composer3d " not in catalogue.origin(offered.name))
+    for offered in others:
+        if not any(_overlap(offered.offer, other.offer) for other in found):
+            found.append(offered)
+    return tuple(sorted(found, key=lambda offered: (FAMILIES.index(offered.family), offered.name)))
+
+
+def _overlap(one: LayoutOffer, other: LayoutOffer) -> bool:
+    shared = one.choices.keys() & other.choices.keys()
+    return any(set(one.choices[trait]) & set(other.choices[trait]) for trait in shared)
+
+
+def choices_of(offers: Sequence[Offered], trait: str) -> tuple[Any, ...]:
+    """Return the values that plugins can give a trait, each once."""
+    return tuple(dict.fromkeys(value for offered in offers for value in offered.offer.choices.get(trait, ())))
 
 
 def setup_of(manifest: Manifest, degrees: Mapping[str, int]) -> Setup:
@@ -23,64 +76,77 @@ def setup_of(manifest: Manifest, degrees: Mapping[str, int]) -> Setup:
     Args:
         manifest: Typed, with the runner's tables.
         degrees: By axis, resolved.
+
+    Raises:
+        QueryError: Two plugins say different things of one trait.
     """
-    plugins = {plugin.name: plugin.instance for plugin in manifest.plugins}
-    copies = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
+    traits = Hooks(manifest.plugins).layout(degrees)
+    replicas = degrees.get("dp_replicate", 1) * degrees.get("dp_shard", 1)
     microbatch = manifest.train.microbatch or 1
-    pipeline, tensor = plugins.get("pipeline"), plugins.get("tensor_parallel")
-    sharded = plugins.get("fsdp2")
-    schedule = str(getattr(pipeline, "schedule", "1F1B"))
-    stages = getattr(pipeline, "stages_per_rank", None) or (1 if schedule in ("1F1B", "GPipe") else 2)
+    pp = degrees.get("pp", 1)
     return Setup(
         seq_len=manifest.tables["data"].seq_len,
-        global_batch=manifest.train.global_batch or microbatch * copies,
+        global_batch=manifest.train.global_batch or microbatch * replicas,
         microbatch=microbatch,
         dp_replicate=degrees.get("dp_replicate", 1),
         dp_shard=degrees.get("dp_shard", 1),
         cp=degrees.get("cp", 1),
         tp=degrees.get("tp", 1),
-        pp=degrees.get("pp", 1),
-        zero=getattr(sharded, "zero", 0) if sharded is not None else 0,
-        schedule=schedule,
-        stages_per_rank=stages if degrees.get("pp", 1) > 1 else 1,
-        sequence_parallel=bool(getattr(tensor, "sequence_parallel", False)),
-        recompute=_recompute(plugins.get("activation_checkpoint")),
-        kernels="compiled" if "compile" in plugins else "eager",
-        precision=_precision(plugins),
-        offload="cpu_offload" in plugins,
+        pp=pp,
+        zero=traits.zero or 0,
+        schedule=traits.schedule or "1F1B",
+        stages_per_rank=(traits.stages_per_rank or 1) if pp > 1 else 1,
+        sequence_parallel=bool(traits.sequence_parallel),
+        recompute=traits.recompute or "none",
+        kernels="compiled" if traits.is_compiled else "eager",
+        precision=_precision(traits),
+        offload=bool(traits.offloads_state),
     )
 
 
-def _recompute(plugin: Any) -> Any:
-    if plugin is None:
-        return "none"
-    return "full" if plugin.mode == "full" and plugin.every == 1 else "selective"
+def _precision(traits: LayoutTraits) -> Precision:
+    """Return the bytes of a parameter: float32 weights and optimizer state, and what plugins change of it."""
+    compute = traits.compute_dtype or "float32"
+    size = _BYTES.get(compute, 2)
+    return Precision(
+        dtype=traits.product_dtype or compute,
+        compute_bytes=size,
+        gather_bytes=size if traits.gather_bytes is None else traits.gather_bytes,
+        reduce_bytes=_BYTES.get(traits.reduce_dtype or "float32", 4),
+        state_bytes=8 if traits.state_bytes is None else traits.state_bytes,
+    )
 
 
-def _precision(plugins: Mapping[str, Any]) -> Precision:
-    """Return the bytes a parameter costs: float32 weights and state, and what `mixed` and others change of it."""
-    found = Precision(dtype="float32", compute_bytes=4, gather_bytes=4)
-    mixed = plugins.get("mixed")
-    if mixed is not None:
-        size = _BYTES.get(mixed.param_dtype, 2)
-        reduced = _BYTES.get(mixed.reduce_dtype, 4)
-        found = Precision(dtype=mixed.param_dtype, compute_bytes=size, gather_bytes=size, reduce_bytes=reduced)
-    if "float8" in plugins:
-        gathered = 1 if getattr(plugins["float8"], "all_gather", False) else found.gather_bytes
-        found = replace(found, dtype=_FLOAT8.dtype, gather_bytes=gathered)
-    low = plugins.get("low_bit_optimizer")
-    if low is not None:
-        found = replace(found, state_bytes=8 * _STATE_PARTS.get(str(low.format), 0.26))
-    return found
+def degrees_of(setup: Setup) -> dict[str, int]:
+    """Return a layout's degrees by axis."""
+    return {axis: getattr(setup, axis) for axis in _AXES}
 
 
-def patch(manifest: Manifest, own: Setup, setup: Setup) -> tuple[str, ...]:
+def _traits_of(setup: Setup) -> LayoutTraits:
+    """Return what plugins have to make for a layout."""
+    dtype = setup.precision.dtype
+    narrow = {2: "bfloat16", 4: "float32", 8: "float64"}.get(int(setup.precision.compute_bytes))
+    return LayoutTraits(
+        zero=setup.zero,
+        schedule=setup.schedule,
+        stages_per_rank=setup.stages_per_rank,
+        sequence_parallel=setup.sequence_parallel,
+        recompute=setup.recompute,
+        is_compiled=setup.kernels == "compiled",
+        offloads_state=setup.offload,
+        compute_dtype=dtype if dtype in _BYTES else narrow,
+        product_dtype=None if dtype in _BYTES else dtype,
+    )
+
+
+def patch(manifest: Manifest, own: Setup, setup: Setup, offers: Sequence[Offered]) -> tuple[str, ...]:
     """Return what `--set` has to say for a manifest to become another layout; only what differs.
 
     Args:
         manifest: The given one.
         own: It in numbers.
         setup: What is wanted.
+        offers: Of plugins, from `installed_offers`.
     """
     there = {plugin.name for plugin in manifest.plugins}
     stated = manifest.degrees
@@ -94,50 +160,20 @@ def patch(manifest: Manifest, own: Setup, setup: Setup) -> tuple[str, ...]:
         changes.append(f"train.microbatch={setup.microbatch}")
     if manifest.train.global_batch is None and setup.microbatch * setup.data_parallel != setup.global_batch:
         changes.append(f"train.global_batch={setup.global_batch}")
-    changes += _sharding(there, own, setup)
-    changes += _scheduling(there, own, setup)
-    if setup.precision.dtype != own.precision.dtype:
-        changes += ["precision.mixed={}"] if "mixed" not in there else []
-        changes += ["precision.float8={}"] if setup.precision.dtype.startswith("float8") else []
+    for offered in offers:
+        table = offered.offer.table(_traits_of(setup), degrees_of(setup))
+        before = offered.offer.table(_traits_of(own), degrees_of(own)) if offered.name in there else None
+        changes += _table_changes(f"{offered.family}.{offered.name}", table, before, is_there=offered.name in there)
     return tuple(changes)
 
 
-def _sharding(there: set[str], own: Setup, setup: Setup) -> list[str]:
-    changes = []
-    if setup.zero:
-        changes += ["sharding.ddp=false"] if "ddp" in there else []
-        if "fsdp2" not in there or setup.zero != own.zero:
-            changes.append(f"sharding.fsdp2.zero={setup.zero}")
-    elif "ddp" not in there:
-        changes += ["sharding.fsdp2=false"] if "fsdp2" in there else []
-        changes.append("sharding.ddp={}")
-    if setup.tp > 1:
-        if "tensor_parallel" not in there or setup.sequence_parallel != own.sequence_parallel:
-            changes.append(f"sharding.tensor_parallel.sequence_parallel={inline(setup.sequence_parallel)}")
-    elif "tensor_parallel" in there:
-        changes.append("sharding.tensor_parallel=false")
-    if setup.offload and "cpu_offload" not in there:
-        changes.append("sharding.cpu_offload={}")
-    elif not setup.offload and "cpu_offload" in there:
-        changes.append("sharding.cpu_offload=false")
-    return changes
-
-
-def _scheduling(there: set[str], own: Setup, setup: Setup) -> list[str]:
-    changes = []
-    if setup.pp > 1:
-        if "pipeline" not in there or setup.schedule != own.schedule:
-            changes.append(f"scheduling.pipeline.schedule={inline(setup.schedule)}")
-        if setup.stages_per_rank > 1 and (own.pp == 1 or setup.stages_per_rank != own.stages_per_rank):
-            changes.append(f"scheduling.pipeline.stages_per_rank={setup.stages_per_rank}")
-    elif "pipeline" in there:
-        changes.append("scheduling.pipeline=false")
-    table = "scheduling.activation_checkpoint"
-    if setup.recompute == own.recompute:
-        return changes
-    if setup.recompute == "none":
-        return [*changes, f"{table}=false"]
-    changes.append(f"{table}.mode={inline(setup.recompute)}")
-    if setup.recompute == "selective":
-        changes.append(f'{table}.policy="every_second_product"')
-    return changes
+def _table_changes(
+    path: str, table: Mapping[str, Any] | None, before: Mapping[str, Any] | None, *, is_there: bool
+) -> list[str]:
+    """Return the changes of one plugin's table, which has the keys of the given layout already."""
+    if table is None:
+        return [f"{path}=false"] if is_there else []
+    if not table:
+        return [] if is_there else [f"{path}={{}}"]
+    known = before or {}
+    return [f"{path}.{key}={inline(value)}" for key, value in table.items() if key not in known or known[key] != value]

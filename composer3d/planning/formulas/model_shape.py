@@ -127,7 +127,7 @@ def _kv_heads(attention: Sequence[nn.Linear], hidden: int, heads: int, head_dim:
 
 
 def _is_tied(model: nn.Module, table: nn.Embedding) -> bool:
-    """Tell whether the output projection is the embedding: the same tensor, or one of a head that there is not."""
+    """Return whether the output projection is the embedding: the same tensor, or one of a head that there is not."""
     users = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if any(module.weight is table.weight for module in users):
         return True

@@ -14,7 +14,7 @@ from composer3d.planning.formulas.collective_formulas import (
     boundary,
     every_microbatch,
     once_a_step,
-    tensor_parallel,
+    over_tensor_ranks,
 )
 from composer3d.planning.formulas.decoder_dims import ModelShape
 from composer3d.planning.formulas.layout_numbers import Setup
@@ -62,7 +62,7 @@ def layers_of(shape: ModelShape, setup: Setup) -> tuple[int, ...]:
 
 
 def parameters_of(shape: ModelShape, setup: Setup, pp_rank: int) -> tuple[float, float]:
-    """Return the parameters of a pipeline rank, cut over tp: all of them, and of those the embedding and head."""
+    """Return the parameters of a pipeline rank, sharded over tp: all of them, and of those the embedding and head."""
     stages = [stage for stage in range(setup.num_stages) if stage % setup.pp == pp_rank]
     layers = sum(layers_of(shape, setup)[stage] for stage in stages)
     outer = 0.0
@@ -107,8 +107,8 @@ def _stage_segments(
     again = _times(recomputed(layer, setup), num_layers)
     backward = [*again, *_times(layer.backward, num_layers), *(call for work in outer for call in work.backward)]
     share = _share(held, setup)
-    ahead = [*tensor_parallel(shape, setup, num_layers, backward=False), *boundary(shape, setup, stage, +1)]
-    behind = [*tensor_parallel(shape, setup, num_layers, backward=True), *boundary(shape, setup, stage, -1)]
+    ahead = [*over_tensor_ranks(shape, setup, num_layers, backward=False), *boundary(shape, setup, stage, +1)]
+    behind = [*over_tensor_ranks(shape, setup, num_layers, backward=True), *boundary(shape, setup, stage, -1)]
     ahead += every_microbatch(setup, share, num_layers, backward=False)
     behind += every_microbatch(setup, share, num_layers, backward=True)
     count = setup.num_microbatches

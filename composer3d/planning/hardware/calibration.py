@@ -1,4 +1,4 @@
-"""What the machine at hand does: products, attention, memory, launches and collectives, measured on every rank at once.
+"""Calibration of a machine: products, attention, memory, launches and collectives, measured on every rank at once.
 
 Ranks measure together, as they train together: on a CPU they share memory and caches.
 """

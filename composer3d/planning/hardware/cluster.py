@@ -1,4 +1,4 @@
-"""What a cluster can do: a device, the links between devices of a node, and those between nodes, from TOML files.
+"""Cluster descriptions from TOML files: a device, the links between devices of a node, and those between nodes.
 
 Each figure has its unit, each bandwidth its direction, each file its sources. Shipped files describe devices and
 networks; `h100/efa-3200` is the device `h100` with the network `efa-3200`.

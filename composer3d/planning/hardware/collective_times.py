@@ -1,4 +1,4 @@
-"""How long collectives take as a step calls them: between two stretches of compute, into fresh memory, unaligned.
+"""Collective times as a step calls them: between two stretches of compute, into fresh memory, unaligned.
 
 A rank that has computed waits for the others, its caches hold what it computed with, and on a CPU the backend's threads
 share the cores with the ranks: a collective alone, of ranks that were lined up first, is faster than any in a step.

@@ -1,4 +1,4 @@
-"""What a hardware file must say: every key, every unit, and of every bandwidth the direction and whose it is."""
+"""Validation of hardware files: every key and unit, and the direction and owner of every bandwidth."""
 
 from __future__ import annotations
 

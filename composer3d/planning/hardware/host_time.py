@@ -1,4 +1,4 @@
-"""What the host does for operators: Python, dispatch, autograd, the hooks of sharded units, the placements of DTensors.
+"""Host time of operators: Python, dispatch, autograd, the hooks of sharded units, the placements of DTensors.
 
 Measured on modules that are too small for their kernels to take any time.
 """

@@ -1,4 +1,4 @@
-"""How long calls take on a device, by the wall clock, while all ranks of the machine work."""
+"""Wall-clock time of calls on a device, while all ranks of the machine work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user pins of a layout: `--keep tp=8`, `--keep "tp<=8"`, `--keep recompute=full`, `--keep zero`."""
+"""Layout constraints of `suggest`: `--keep tp=8`, `--keep "tp<=8"`, `--keep recompute=full`, `--keep zero`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ copied, is what the costs say.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from composer3d.interfaces import Action
@@ -16,21 +16,56 @@ from composer3d.planning.costs.timing import Estimate, estimate
 from composer3d.planning.formulas.decoder_dims import ModelShape
 from composer3d.planning.formulas.flops_conventions import flops_per_token
 from composer3d.planning.formulas.layout_numbers import Recompute, Setup
+from composer3d.planning.formulas.manifest_setup import Offered, choices_of
 from composer3d.planning.formulas.memory_formulas import reserved_bytes
 from composer3d.planning.formulas.static import peak_bytes, static_traces
 from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.schedules.orders import orders_of
 
-__all__ = ["Candidate", "Found", "Keep", "evaluate", "own_orders", "search"]
+__all__ = ["Candidate", "Choices", "Found", "Keep", "evaluate", "own_orders", "search", "search_choices"]
 
 Keep = Callable[[Setup], bool]
 FITS, TIGHT = 0.92, 1.0  # of the device's memory; between them a run may fail on a longer batch or fragmentation
-_SCHEDULES: Mapping[str, tuple[int, ...]] = {"1F1B": (1,), "Interleaved1F1B": (2, 4), "ZBVZeroBubble": (2,)}
-_RECOMPUTE: tuple[Recompute, ...] = ("none", "selective", "full")
 # What is left of 1F1B's bubble where the gradients of weights fill it; the simulation replaces it for the best.
 _ZERO_BUBBLE = 0.2
 _SIMULATED = 24
 _SPLITS = 3  # of the ways to shard over whole nodes, from each end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What the search may choose, beside degrees and micro-batches.
+
+    Args:
+        zero: ZeRO stages of sharded data parallelism.
+        schedules: Of a pipeline, each with numbers of stages a rank.
+        recompute: What the backward recomputes, the fastest first.
+        offload: Whether optimizer state may go to the host where nothing else fits.
+        tensor_parallel: Whether `tp` may be more than 1.
+    """
+
+    zero: tuple[int, ...] = (1, 2, 3)
+    schedules: tuple[tuple[str, tuple[int, ...]], ...] = (
+        ("1F1B", (1,)),
+        ("Interleaved1F1B", (2, 4)),
+        ("ZBVZeroBubble", (2,)),
+    )
+    recompute: tuple[Recompute, ...] = ("none", "selective", "full")
+    offload: bool = True
+    tensor_parallel: bool = True
+
+
+def search_choices(offers: Sequence[Offered]) -> Choices:
+    """Return what the installed plugins let a search choose."""
+    kept: tuple[Recompute, ...] = ("none", "selective", "full")
+    recomputed = choices_of(offers, "recompute")
+    return Choices(
+        zero=tuple(sorted(stage for stage in choices_of(offers, "zero") if stage)),
+        schedules=choices_of(offers, "schedule"),
+        recompute=tuple(mode for mode in kept if mode == "none" or mode in recomputed),
+        offload=True in choices_of(offers, "offloads_state"),
+        tensor_parallel=bool(choices_of(offers, "sequence_parallel")),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +119,7 @@ def search(
     world_size: int,
     memory_bytes: float | None = None,
     keep: Keep = lambda setup: True,
-    offload: bool = True,
+    choices: Choices | None = None,
     correction: Callable[[Setup], float] = lambda setup: 1.0,
 ) -> Found:
     """Find the layouts with the least step time that fit.
@@ -96,18 +131,19 @@ def search(
         world_size: Ranks.
         memory_bytes: Of a device; None takes the described one's.
         keep: What the user wants kept; layouts for which it is false are left out.
-        offload: Whether optimizer state may go to the host where nothing else fits.
+        choices: What installed plugins can make; None is what the built-in ones can.
         correction: By what a layout's modelled memory is multiplied: what plans of its kind have shown.
     """
     limit = memory_bytes or hardware.device.memory_bytes
+    choices = choices or Choices()
     fitting: list[Candidate] = []
     smallest: Candidate | None = None
     num_tried = 0
-    for family in _families(shape, base, hardware, world_size):
+    for family in _families(shape, base, hardware, world_size, choices):
         for setup in family:
-            choices = [choice for choice in _choices(setup, offload=offload) if keep(choice)]
-            fits = not choices  # what is not wanted says nothing of larger micro-batches
-            for choice in choices:
+            wanted = [choice for choice in _memory_choices(setup, choices) if keep(choice)]
+            fits = not wanted  # what is not wanted says nothing of larger micro-batches
+            for choice in wanted:
                 peak = peak_bytes(shape, choice)
                 num_tried += 1
                 reserved = correction(choice) * reserved_bytes(peak, hardware)
@@ -180,22 +216,26 @@ def own_orders(setup: Setup) -> tuple[tuple[Action, ...], ...] | None:
     )
 
 
-def _families(shape: ModelShape, base: Setup, hardware: Hardware, world_size: int) -> Iterator[list[Setup]]:
+def _families(
+    shape: ModelShape, base: Setup, hardware: Hardware, world_size: int, choices: Choices
+) -> Iterator[list[Setup]]:
     """Yield layouts that differ in the micro-batch only, the smallest first: the order of the memory they need."""
     for degrees in _degrees(shape, base, world_size):
-        for sharded in _sharded(degrees, hardware.devices_per_node):
+        if (degrees.tp > 1 and not choices.tensor_parallel) or (degrees.pp > 1 and not choices.schedules):
+            continue
+        for sharded in _sharded(degrees, hardware.devices_per_node, choices.zero):
             sizes = list(_microbatches(sharded))
-            for schedule, stages in _schedules(shape, sharded):
+            for schedule, stages in _schedules(shape, sharded, choices):
                 scheduled = [replace(setup, schedule=schedule, stages_per_rank=stages) for setup in sizes]
                 yield [setup for setup in scheduled if _runs(setup)]
 
 
-def _choices(setup: Setup, *, offload: bool) -> list[Setup]:
+def _memory_choices(setup: Setup, choices: Choices) -> list[Setup]:
     """Return what may be recomputed and offloaded, the fastest first."""
     return [
         replace(setup, recompute=recompute, offload=host)
-        for host in ((False, True) if offload else (False,))
-        for recompute in _RECOMPUTE
+        for host in ((False, True) if choices.offload else (False,))
+        for recompute in choices.recompute
     ]
 
 
@@ -221,7 +261,7 @@ def _microbatches(setup: Setup) -> Iterator[Setup]:
             yield replace(setup, microbatch=size)
 
 
-def _sharded(setup: Setup, per_node: int) -> Iterator[Setup]:
+def _sharded(setup: Setup, per_node: int, stages: Sequence[int]) -> Iterator[Setup]:
     """Yield copies, ZeRO stages, and shards over a node, a few nodes or all ranks."""
     copies = setup.dp_shard
     if copies == 1:
@@ -230,23 +270,23 @@ def _sharded(setup: Setup, per_node: int) -> Iterator[Setup]:
     yield replace(setup, zero=0, dp_shard=1, dp_replicate=copies)
     whole_nodes = [d for d in divisors(copies) if d > 1 and (d == copies or d * setup.tp * setup.cp % per_node == 0)]
     for shards in dict.fromkeys((*whole_nodes[:_SPLITS], *whole_nodes[-_SPLITS:])):
-        for zero in (1, 2, 3):
+        for zero in stages:
             yield replace(setup, zero=zero, dp_shard=shards, dp_replicate=copies // shards)
 
 
-def _schedules(shape: ModelShape, setup: Setup) -> list[tuple[str, int]]:
+def _schedules(shape: ModelShape, setup: Setup, choices: Choices) -> list[tuple[str, int]]:
     if setup.pp == 1:
         return [("1F1B", 1)]
     return [
         (schedule, number)
-        for schedule, numbers in _SCHEDULES.items()
+        for schedule, numbers in choices.schedules
         for number in numbers
         if shape.num_layers >= setup.pp * number
     ]
 
 
 def _runs(setup: Setup) -> bool:
-    """Tell whether a schedule has enough micro-batches, in whole rounds where it interleaves stages."""
+    """Return whether a schedule has enough micro-batches, in whole rounds where it interleaves stages."""
     whole = setup.stages_per_rank == 1 or setup.num_microbatches % setup.pp == 0
     return setup.pp == 1 or (setup.num_microbatches >= setup.pp and whole)
 

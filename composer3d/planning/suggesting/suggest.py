@@ -9,7 +9,7 @@ from composer3d.interfaces import Action
 from composer3d.planning.formulas.decoder_dims import ModelShape
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.cluster import Hardware
-from composer3d.planning.suggesting.search import Candidate, Found, Keep, evaluate, search
+from composer3d.planning.suggesting.search import Candidate, Choices, Found, Keep, evaluate, search
 
 __all__ = ["Accepted", "Planned", "Suggestion", "against", "bases", "different", "suggest"]
 
@@ -67,6 +67,7 @@ def suggest(
     check: Callable[[Setup], Accepted],
     plan: Callable[[Setup], Planned | None] = lambda setup: None,
     own_bytes: float | None = None,
+    choices: Choices | None = None,
 ) -> tuple[tuple[Suggestion, ...], Found, tuple[str, ...]]:
     """Return the best layouts that `check` accepts and that fit by the plan, what was searched, and what was refused.
 
@@ -83,6 +84,7 @@ def suggest(
         check: Asks for one layout.
         plan: Plans one layout; None where it cannot be planned, and the formulas have to do.
         own_bytes: What the given manifest needs by the plan.
+        choices: What installed plugins can make.
     """
     jury = _Jury(shape=shape, hardware=hardware, memory_bytes=memory_bytes, check=check, plan=plan)
     while True:
@@ -94,6 +96,7 @@ def suggest(
                 world_size=world_size,
                 memory_bytes=memory_bytes,
                 keep=keep,
+                choices=choices,
                 correction=jury.correction,
             )
             for base in bases(own, hardware)

@@ -1,1 +1,1 @@
-"""One optimizer step of a rank of a world that is not there: composed, run on tensors without values, written down."""
+"""Tracing: one rank's optimizer step, composed in a fake process group, run on fake tensors, and recorded."""

@@ -1,4 +1,4 @@
-"""Repeated blocks: which of a rank's stages' blocks are alike, and stages with fewer of them."""
+"""Equal blocks: detection of blocks that are alike, and stages truncated to a few of them."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ if TYPE_CHECKING:
 
 __all__ = ["BlockCut"]
 
-# Under these names blocks keep their own number.
+# Attributes in which blocks keep their own number.
 _NUMBERS = frozenset({"index", "layer_id", "layer_idx", "layer_number"})
 
 
 class BlockCut:
-    """Leaves out all but a few blocks of every stage, where all blocks of a stage are alike.
+    """Truncates every stage to a few blocks, where all blocks of a stage are alike.
 
-    The first ones are kept, and in place of the last of those the stage's last one where transforms do something else
-    to it: tensor parallelism brings the sequence together where the last block ends. A block that is left out stays in
-    its place, holds nothing, and hands on what it is given in the form in which the block before it returned. It is
-    emptied before any transform but the split, so every plugin does to the stage what it would do to a short one.
+    The first ones are kept, and instead of the last of those the stage's last one if transforms treat it differently:
+    tensor parallelism all-gathers the sequence after the last block. An omitted block stays in the module list, holds
+    no parameters, and returns its input in the structure that the block before it returned. It is emptied before any
+    transform but the split, so every plugin treats the stage like a short one.
 
     Args:
-        keep: Blocks that every stage keeps.
+        keep: Most blocks per stage; None keeps all.
 
     Attributes:
-        names: Of every stage's blocks, in order, those that are left out too.
-        kept: Of every stage's blocks, those that are kept.
-        are_alike: Whether all blocks of each stage are made alike, and every transform does the same to each but the
-            first and the last.
+        names: FQNs of every stage's blocks, in order, omitted ones included.
+        kept: FQNs of every stage's kept blocks.
+        are_alike: Whether all blocks of each stage have equal structure, and every transform treats all but the first
+            and the last the same.
     """
 
     def __init__(self, keep: int | None) -> None:
@@ -46,7 +46,7 @@ class BlockCut:
         self.are_alike = False
 
     def apply(self, parts: Sequence[Part], preparation: Preparation) -> None:
-        """Look at the stages, and empty their last blocks where they are alike."""
+        """Compare the blocks of each stage, and empty the surplus ones where they are alike."""
         context = preparation.context
         try:
             names = patterns.select(context.blocks, context.fqns)
@@ -83,9 +83,9 @@ class BlockCut:
         return [*names[: self._keep - 1], names[-1]]
 
     def places_of(self, module: str) -> list[tuple[str, str, int]]:
-        """Return a module's name, stage-wise, with its block's place in the stage instead of its number.
+        """Return a module's name by stage, with its block's place in the stage instead of its number.
 
-        Of three blocks the middle one is both the second and the one before the last: of more they are two.
+        In a stage of three blocks the middle one is both the second and the one before the last.
 
         Returns:
             The name inside its block, or of a module outside of blocks; the block's place: `first`, `before last`,
@@ -102,7 +102,7 @@ class BlockCut:
 
 
 def _note(last: list[Any], _: Any, __: Any, output: Any) -> None:
-    """Keep the form of what a block returned, not its tensors."""
+    """Keep the structure of a block's output, without its tensors."""
     import torch
 
     if isinstance(output, torch.Tensor):
@@ -122,7 +122,7 @@ def _empty(block: nn.Module, last: list[Any]) -> None:
 
 
 def _form(block: nn.Module) -> tuple[Any, ...]:
-    """Return what two blocks have in common that compute alike."""
+    """Return a key that is equal for blocks of equal structure."""
     modules = tuple((fqn, type(module).__qualname__, _plain(module)) for fqn, module in block.named_modules())
     tensors = tuple(
         (fqn, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
@@ -132,7 +132,7 @@ def _form(block: nn.Module) -> tuple[Any, ...]:
 
 
 def _plain(module: nn.Module) -> tuple[Any, ...]:
-    """Return a module's numbers and texts; a layer's own number is no difference."""
+    """Return a module's attributes that are numbers or strings, except its own layer number."""
     values = sorted((name, value) for name, value in vars(module).items() if isinstance(value, int | float | str))
     return tuple(
         (name, value) for name, value in values if name not in ("layer_idx", "layer_id", "index", "layer_number")
@@ -140,7 +140,7 @@ def _plain(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _are_treated_alike(preparation: Preparation, names: Sequence[str]) -> bool:
-    """Tell whether every transform selects the same modules inside each of these blocks."""
+    """Return whether every transform selects the same modules inside each of these blocks."""
     for _, fqns in preparation.selected:
         inside: dict[str, set[str]] = {name: set() for name in names}
         for fqn in fqns:

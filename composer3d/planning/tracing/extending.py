@@ -1,4 +1,4 @@
-"""Stages of any number of equal blocks from the traces of two short ones: everything grows by the same for each."""
+"""Extrapolation from the traces of two short stages to any number of equal blocks, linear in their number."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from composer3d.planning.tracing.traced import SegmentKind
 __all__ = ["Message", "Place", "Sketch", "Stage", "extend", "repeat", "sketch_of"]
 
 Key = TypeVar("Key", bound=Hashable)
-# A module by its place: its name, that of its block in the stage, and the stage's position on the rank.
+# A module's place: its name, its block's place in the stage, and the stage's position on the rank.
 Place = tuple[str, str, int]
 # Equal collectives: op, axis, ranks, bytes, dtype, issuer, and whether the next operator waits.
 Message = tuple[str, str, tuple[int, ...], int, str, str, bool]
@@ -24,12 +24,8 @@ class Stage:
     """A stretch of the step; see `Stretch`.
 
     Args:
-        kind: As there.
-        stage: As there.
-        microbatch: As there.
-        operators: As there.
-        messages: Collectives, counted.
-        peaks: As there, by the module's place.
+        messages: Counts by collective.
+        peaks: Bytes at the peak, by the module's place.
     """
 
     kind: SegmentKind
@@ -42,7 +38,7 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sketch:
-    """A recording with modules named by their places; its numbers are those of `Recording`."""
+    """A recording with modules identified by place; its numbers are those of `Recording`, in bytes."""
 
     stretches: tuple[Stage, ...]
     parameters: int
@@ -64,7 +60,7 @@ _NUMBERS = [field.name for field in fields(Sketch) if field.name != "stretches"]
 
 
 def sketch_of(recording: Recording, places_of: Callable[[str], Sequence[Place]]) -> Sketch:
-    """Return what a recording says, module names replaced by places: a block may have one from either end."""
+    """Return a recording with module names replaced by places: a block may have one from either end."""
     numbers = {name: getattr(recording, name) for name in _NUMBERS}
     return Sketch(stretches=tuple(_stage(stretch, places_of) for stretch in recording.stretches), **numbers)
 
@@ -91,7 +87,7 @@ def _stage(stretch: Stretch, places_of: Callable[[str], Sequence[Place]]) -> Sta
 def extend(short: Sketch, longer: Sketch, *, by: int) -> Sketch | None:
     """Return the sketch of a stage with `by` blocks more than the longer one, which has one more than the short one.
 
-    None where the two are not made of the same stretches, so that nothing follows from them.
+    None where the two have different stretches, so that nothing can be extrapolated.
     """
     if [(s.kind, s.stage, s.microbatch) for s in short.stretches] != [
         (s.kind, s.stage, s.microbatch) for s in longer.stretches
@@ -129,7 +125,7 @@ def _counts(one: Mapping[Key, int], other: Mapping[Key, int], by: int) -> dict[K
 def _matched(
     one: Mapping[Calls, int], other: Mapping[Calls, int], by: int
 ) -> tuple[dict[Calls, int], dict[Calls, int]]:
-    """Replace operators whose shapes grow with the blocks (those on lists of all parameters) by what they grow to."""
+    """Extrapolate the shapes of operators that grow with the blocks: those on lists of all parameters."""
     only_one = sorted((key for key in one if key not in other), key=_order)
     only_other = sorted((key for key in other if key not in one), key=_order)
     left, right = dict(one), dict(other)
@@ -153,14 +149,14 @@ def _order(key: Calls) -> Any:
 
 
 def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:
-    """Return the sketch of a step with more micro-batches, which add no more activations.
+    """Return the sketch of a step with more micro-batches, none of which raises the peak of activations.
 
-    What is added runs as the last forward does that another micro-batch's backward follows, and that backward; the
-    batch, and what is received into, has a place for each.
+    Each added micro-batch repeats the last forward that another micro-batch's backward follows, and that backward; the
+    batch and the receive buffers grow with each.
 
     Args:
-        sketch: Of a step in which as many micro-batches are in flight as ever will be.
-        num_microbatches: Of that step.
+        sketch: Of a step that has reached the peak of micro-batches in flight.
+        num_microbatches: Micro-batches of that step.
         more: Micro-batches to add.
     """
     each = (sketch.batch + sketch.prepared) // num_microbatches
@@ -186,7 +182,7 @@ def repeat(sketch: Sketch, *, num_microbatches: int, more: int) -> Sketch:
 
 
 def _steady(sketch: Sketch, stage: int, num_microbatches: int) -> list[Stage]:
-    """Return the forward and the backward, or its halves, that every further micro-batch runs as."""
+    """Return the stretches that every further micro-batch repeats: forward, and backward or its halves."""
     actions = [s for s in sketch.stretches if s.stage == stage and s.microbatch is not None]
     last = max((place for place, s in enumerate(actions) if s.kind == "forward"), default=None)
     if last is None:
@@ -194,7 +190,7 @@ def _steady(sketch: Sketch, stage: int, num_microbatches: int) -> list[Stage]:
     kinds = [kind for kind in ("backward", "input_backward", "weight_backward") if any(s.kind == kind for s in actions)]
     behind = {kind: next((s for s in actions[last:] if s.kind == kind), actions[last]) for kind in kinds}
     if any(s.microbatch == num_microbatches - 1 for s in behind.values()):
-        # The last micro-batch is unlike the others: the one before it, whole.
+        # The last micro-batch differs from the others: take all of the one before it.
         before = num_microbatches - 2
         return [s for s in actions if s.microbatch == before]
     return [actions[last], *behind.values()]

@@ -1,4 +1,4 @@
-"""The very composition of a manifest as one rank of a world without others, on tensors without values."""
+"""Composition of a manifest as one rank of a fake process group, on fake tensors."""
 
 from __future__ import annotations
 
@@ -35,23 +35,24 @@ __all__ = ["Job", "composed", "make_lasting", "prepared", "prime_optimizer", "ru
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Job:
-    """What is planned: a manifest with its model, batch, loss and optimizer.
+    """Input of a trace: a manifest with its model, batch, loss and optimizer.
 
     Args:
-        manifest: Typed.
+        manifest: Typed and checked.
         model: On meta, whole or with fewer blocks; it is copied.
         loss_fn: As for `compose`.
-        make_optimizer: Called with a composition.
-        example: `(args, kwargs)` of a micro-batch of any size, on meta: the form of what the model is called with.
-        inputs: What the model is called with besides, given the targets.
-        target: Of as many samples, on meta: the form of the targets; None for integers like the first input.
-        has_targets: False where there are none.
+        make_optimizer: Returns the optimizer of a composition.
+        example: `(args, kwargs)` of a micro-batch of any size, on meta: shapes and dtypes of the model's arguments,
+            x_B....
+        inputs: Returns further keyword arguments of the model, given the targets.
+        target: Targets of as many samples, on meta; None for integers of the first input's shape.
+        has_targets: False if the loss takes no targets.
         count_fn: As for `compose`.
         grad_clip: As in `[train]`.
-        world_size: Ranks.
-        num_microbatches: Of a step, on every data-parallel rank.
-        microbatch: Samples of one.
-        preparation: Of this manifest and model, where somebody has it already, for whatever purpose but running.
+        world_size: Ranks of the run.
+        num_microbatches: Micro-batches per step and data-parallel rank.
+        microbatch: Samples per micro-batch.
+        preparation: Of this manifest and model, if the caller has made it already, for any purpose but `run`.
     """
 
     manifest: Manifest
@@ -70,7 +71,7 @@ class Job:
     count_fn: Callable[[Any], int] | None = None
 
     def batch(self, num_microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
-        """Return positional and named inputs and targets of one rank's step; in a fake mode without values."""
+        """Return positional and named inputs and targets of one rank's step, as fake tensors in a fake mode."""
         import torch
 
         size = num_microbatches * self.microbatch
@@ -95,14 +96,14 @@ def composed(
     cut: BlockCut | None = None,
     memory: torch_compat.ResultMemory | None = None,
 ) -> Iterator[Composition]:
-    """Compose as one rank; inside, every operator makes tensors without values.
+    """Compose as one rank; inside, every operator returns fake tensors.
 
     Args:
-        job: What to compose.
-        preparation: From `prepared`; it is aimed at the rank, and left as it was.
-        rank: The one to be.
-        cut: Leaves blocks of this rank's stages out.
-        memory: Of what operators returned to the ranks before.
+        job: Manifest, model and batch to compose.
+        preparation: From `prepared`; it is set to the rank inside, and restored afterwards.
+        rank: Global rank to compose as.
+        cut: Truncates this rank's stages to a few blocks.
+        memory: Cache of operator results from earlier ranks.
     """
     from composer3d.testing.fake_world import fake_world
 
@@ -120,7 +121,7 @@ def composed(
 
 
 def prepared(job: Job) -> Preparation:
-    """Join manifest and model, once for all ranks: what plugins see in a model does not depend on who looks.
+    """Join manifest and model, once for all ranks: the preparation does not depend on the rank.
 
     Raises:
         ManifestError: With every mistake of the manifest.
@@ -146,7 +147,7 @@ def prepared(job: Job) -> Preparation:
 
 @contextlib.contextmanager
 def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
-    """Let the preparation be another rank's, on a copy of the model; what composing adds is taken away after."""
+    """Set a preparation to another rank, on a copy of the model; what composing adds is removed afterwards."""
     with preparation.context.as_rank(rank):
         model = copy.deepcopy(preparation.model, torch_compat.recomputed_tensors(preparation.model))
         for original, twin in zip(preparation.model.parameters(), model.parameters(), strict=True):
@@ -156,7 +157,7 @@ def _aimed(preparation: Preparation, rank: int) -> Iterator[Preparation]:
 
 
 def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer make its state, as it is after the first step; weights are what they were."""
+    """Initialise the optimizer's state, as after the first step; weights are not changed."""
     import torch
 
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -169,7 +170,7 @@ def prime_optimizer(run: Composition, optimizer: torch.optim.Optimizer) -> None:
 
 
 def make_lasting(run: Composition, args: Sequence[Any], target: Any, inputs: Mapping[str, Any]) -> None:
-    """Make what a run makes in its first step and keeps: the numbers by which ranks compare their batches."""
+    """Allocate what a run's first step allocates for good: the weights of the batch digest."""
     run._engine.identity((tuple(args), dict(inputs), target))
 
 
@@ -193,7 +194,7 @@ def run_step(
 
 
 class _Alone(Guard):
-    """The step guard where nobody answers: it sends what it would send, and believes itself."""
+    """Step guard in a fake process group: issues its all-reduce, and uses this rank's own counts."""
 
     def agree(
         self,

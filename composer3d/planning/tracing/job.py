@@ -1,4 +1,4 @@
-"""What is planned of a manifest: its model on meta, and the form of its batches."""
+"""Tracing job of a manifest: its model on meta, and the shapes of its batches."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def job_of(
     has_targets: bool = True,
     preparation: Preparation | None = None,
 ) -> Job:
-    """Return what is traced of a manifest whose tables are the runner's.
+    """Return the tracing job of a manifest with the runner's tables.
 
-    The batch is that of the largest step.
+    The global batch is that of the largest step.
 
     Args:
         manifest: Typed and checked.
-        factory: Of its model.
-        layout: Of its degrees.
-        example: The form of a forward's arguments, on meta.
-        target: That of its targets.
-        has_targets: False where there are none.
-        preparation: Of the manifest and its model on the CPU, where there is one: joining them takes seconds.
+        factory: Builds its model and loss.
+        layout: Axes and degrees.
+        example: `(args, kwargs)` of a forward, on meta: their shapes and dtypes.
+        target: The targets, likewise on meta.
+        has_targets: False if the loss takes no targets.
+        preparation: Of the manifest and its model on the CPU, if there is one: preparing takes seconds.
     """
     import torch
     from torch import nn

@@ -1,4 +1,4 @@
-"""Which ranks of a world are worth a look: ranks that differ only in what they read do the same."""
+"""Representative ranks of a world: ranks that differ only in the samples that they read are traced once."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ if TYPE_CHECKING:
 __all__ = ["Contents", "RankChoice", "chosen_ranks", "contents_of", "first_ranks"]
 
 RankChoice = int | Literal["worst", "all"]
-# What the stages of a position hold: how many parameters of each name, a block's number left out.
+# Parameters of a position's stages: their number by name, without the block's number.
 Contents = Counter[str]
 
 
 def chosen_ranks(
     layout: Layout, simulation: Simulation | None, choice: RankChoice, contents: Sequence[Contents] = ()
 ) -> dict[int, int]:
-    """Return the ranks to trace, and for how many ranks of the world each stands.
+    """Return the ranks to trace, and the number of ranks of the world that each represents.
 
     Along every axis but those of stages the first rank is taken: where sizes do not divide, it holds the larger piece.
 
     Args:
-        layout: Of the world.
-        simulation: Of the pipeline, None without one.
+        layout: Axes and degrees.
+        simulation: Of the pipeline's schedule; None without a pipeline.
         choice: `worst` visits one rank of each distinct role: the first and the last position of the pipeline, and of
-            those between every one that no other exceeds, in what its stages hold and in the micro-batches that it has
-            in flight: it stands for those that it exceeds. `all` visits every position. A number is a rank.
-        contents: From `contents_of`; without them all positions between hold the same.
+            those between every one that no other exceeds, in the parameters of its stages and in its micro-batches in
+            flight: it represents those that it exceeds. `all` visits every position. A number is a rank.
+        contents: From `contents_of`; without them all positions between count as equal.
 
     Raises:
         ComposerError: The world has no such rank.
@@ -65,7 +65,7 @@ def chosen_ranks(
 
 
 def contents_of(preparation: Preparation) -> list[Contents]:
-    """Return what the stages of every position hold, as they are cut; of a pipeline without positions between, nothing.
+    """Return the parameters of every position's stages; empty for a pipeline without positions between.
 
     Memory: none; stages of a model on meta. Collectives: none.
     """
@@ -76,7 +76,7 @@ def contents_of(preparation: Preparation) -> list[Contents]:
     found: list[Contents] = []
     for rank in firsts:
         with context.as_rank(rank):
-            split = preparation.hooks.query("composer3d_split", context=context, model=preparation.model)
+            split = preparation.hooks.split(context, preparation.model)
             if split is None:
                 return []
             found.append(

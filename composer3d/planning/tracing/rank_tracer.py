@@ -1,4 +1,4 @@
-"""Ranks of a world that is not there, each traced through one optimizer step."""
+"""Tracer of ranks in a fake process group, each through one optimizer step."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _UNCOMPILED = "blocks that are compiled were traced as they are written: compile
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Traced:
-    """A rank's step, whole or with fewer blocks; `names` are those of every stage's blocks, `num_traced` micro-batches.
+    """Trace of a rank's step, with all blocks or fewer; `names` are those of every stage's blocks.
 
-    Without a sketch where a longer trace was asked for and would tell nothing.
+    `sketch` is None where a longer trace was requested and would add nothing; `num_traced` counts micro-batches.
     """
 
     sketch: Sketch | None
@@ -52,12 +52,12 @@ class _Traced:
 
 
 class Tracer:
-    """Traces ranks one after the other, and remembers what stages send each other.
+    """Traces ranks one after the other, and caches the shapes that stages send each other.
 
     Args:
-        job: What is planned.
+        job: Manifest, model and batch.
         extrapolate: False traces every block and every micro-batch.
-        enough: Micro-batches, after which every further one does the same, for a rank's position in the pipeline;
+        enough: Number of micro-batches after which every further one repeats, by the rank's position in the pipeline;
             default: all of them.
     """
 
@@ -71,16 +71,16 @@ class Tracer:
         self._memory = torch_compat.ResultMemory()
 
     def contents(self) -> list[Contents]:
-        """Return what the stages of every position hold; see `contents_of`."""
+        """Return the parameters of every position's stages; see `contents_of`."""
         return contents_of(self._preparation)
 
     def trace_all(self, chosen: Mapping[int, int]) -> list[RankTrace]:
-        """Trace several ranks, as stages of three blocks and of four, half of the work in a process beside this one.
+        """Trace several ranks, as stages of three blocks and of four, half of the work in a forked process.
 
         Args:
-            chosen: For every rank, how many ranks of the world do the same; earlier stages first.
+            chosen: Number of ranks of the world that each rank represents; earlier stages first.
         """
-        # What there is before is looked at once; what runs make is collected before each of them.
+        # Objects from before are scanned once; those that runs make are collected before each of them.
         gc.collect()
         gc.freeze()
         try:
@@ -93,11 +93,11 @@ class Tracer:
             return [self.trace(rank, stands_for=number) for rank, number in chosen.items()]
         lengths = _SHORT, _SHORT + 1
         costs = {(rank, length): length * self._num_traced(rank) for rank in chosen for length in lengths}
-        # Both begin with the first rank, whose stage tells the others what they receive.
+        # Both begin with the first rank, whose stage determines the shapes that the others receive.
         here, there = halve(costs, begin=((min(chosen), _SHORT), (min(chosen), _SHORT + 1)))
         with Beside(lambda: self._run_all(there)) as beside:
             traced = self._run_all(here)
-            # What could not be had there is made below.
+            # Traces that failed there are made below.
             traced |= beside.result() or {}
         return [
             self._joined(
@@ -115,13 +115,13 @@ class Tracer:
     def trace(self, rank: int, *, stands_for: int = 1) -> RankTrace:
         """Trace one rank.
 
-        Blocks that are alike are traced as stages of three and of four, and the rest follows: by every further block
-        each count and each moment's bytes grow by the same. So it is with micro-batches, once as many are in flight as
-        there ever are.
+        Equal blocks are traced as stages of three and of four, and the rest is extrapolated: every further block adds
+        the same to each count and to each moment's bytes. So do micro-batches, once their number in flight has reached
+        its peak.
 
         Args:
             rank: Global.
-            stands_for: How many ranks of the world do the same.
+            stands_for: Number of ranks of the world that it represents.
         """
         short = self._run(rank, _SHORT if self._cuts else None)
         return self._joined(rank, short, None, stands_for=stands_for)
@@ -130,7 +130,7 @@ class Tracer:
         return self._run(rank, _SHORT + 1, if_longer=True)
 
     def _joined(self, rank: int, short: _Traced, longer: _Traced | None, *, stands_for: int) -> RankTrace:
-        """Return the trace of a rank from its short one and, where it says more, a longer one."""
+        """Return the trace of a rank from its short one and, if there is one, a longer one."""
         counts = {len(names) for names in short.names}
         if not self._cuts or not short.are_alike or max(counts, default=0) <= _SHORT:
             return self._summary(rank, short, short.sketch, stands_for=stands_for, is_extrapolated=False)
@@ -168,7 +168,7 @@ class Tracer:
         return any(transform.phase is Phase.COMPILE for transform, _ in self._preparation.selected)
 
     def _uncompiled(self) -> contextlib.AbstractContextManager[Any]:
-        """Let what is compiled run as it is written: a compiler's kernels have no form without values."""
+        """Run compiled modules eagerly: a compiler's kernels do not run on fake tensors."""
         import torch
 
         return torch.compiler.set_stance("force_eager") if self._compiles else contextlib.nullcontext()
@@ -181,7 +181,7 @@ class Tracer:
         return min(enough, self._job.num_microbatches)
 
     def _position(self, rank: int) -> int:
-        """Return where in the pipeline a rank is."""
+        """Return a rank's position in the pipeline."""
         layout = self._preparation.context.layout
         own = layout.coordinates(rank)
         stages = layout.names(Role.STAGE)
@@ -192,7 +192,7 @@ class Tracer:
         )
 
     def _run(self, rank: int, keep: int | None, *, if_longer: bool = False) -> _Traced:
-        """Trace a rank with at most `keep` blocks of each stage; nothing if those are all, and `if_longer` says so."""
+        """Trace a rank with at most `keep` blocks per stage; with `if_longer`, no sketch if those are all blocks."""
         self._hear(rank)
         job, cut, number = self._job, BlockCut(keep), self._num_traced(rank)
         # What lies in reference cycles is freed at the same moments in every run.
@@ -229,7 +229,7 @@ class Tracer:
     # ---- what stages say to each other -------------------------------------------------------------------------------
 
     def _hear(self, rank: int) -> None:
-        """Let the stages before a rank's say what they send, the first two of them: those between are alike."""
+        """Trace the stages before a rank's for the shapes that they send, the first two of them: the rest are alike."""
         if self._sent or rank == self._positions[0]:
             return
         for before in self._positions[: min(self._position(rank), 2)]:
@@ -239,7 +239,7 @@ class Tracer:
         self._sent[stage] = description
 
     def _wanted(self, stage: int, source: int) -> Any:
-        """Return what a stage sends; if it was not traced, what the nearest one before it sends."""
+        """Return the shapes that a stage sends; if it was not traced, those of the nearest one before it."""
         before = [index for index in self._sent if index <= source]
         if before:
             return self._sent[max(before)]

@@ -1,4 +1,4 @@
-"""Which module runs: forwards as they nest, backwards as they begin."""
+"""Name of the running module: forwards as they nest, backwards as they begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["Place", "watch_modules"]
 
 @dataclass(kw_only=True, eq=False)
 class Place:
-    """Where the step is.
+    """The module that the step is in.
 
     Attributes:
         module: The FQN of the module that runs; empty outside of modules and in the root itself.
@@ -29,14 +29,14 @@ class Place:
 
 @contextlib.contextmanager
 def watch_modules(modules: Sequence[nn.Module], place: Place) -> Iterator[None]:
-    """Keep a place up to date.
+    """Update a place while the step runs.
 
-    A forward is told by hooks. In a backward it is the module whose output's gradient was computed last, by a hook on
-    the node that made the output: nothing is put into the graph, and no tensor is kept.
+    In a forward it is set by module hooks. In a backward it is the module whose output's gradient was computed last, by
+    a hook on the output's autograd node: the graph is not changed, and no tensor is kept alive.
 
     Args:
         modules: This rank's parts.
-        place: Is written.
+        place: Updated in place.
     """
     handles: list[Any] = []
     outer: list[str] = []

@@ -1,4 +1,4 @@
-"""A second process for what does not hang on what the first one does."""
+"""Independent work in a forked process."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class Beside:
-    """A forked process that computes something while this one goes on.
+    """Run a function in a forked process while this one continues.
 
-    Where this process has one core, or cannot be forked, there is none, and no result.
+    Where this process has one core, or cannot be forked, nothing runs, and there is no result.
 
     Args:
-        function: What it computes; what it returns is pickled.
+        function: Runs in the child; its result is pickled.
     """
 
     def __init__(self, function: Callable[[], Any]) -> None:
@@ -35,7 +35,7 @@ class Beside:
         self._reader: BinaryIO | None = None
 
     def __enter__(self) -> Beside:
-        """Start it."""
+        """Fork, and start the function."""
         if len(os.sched_getaffinity(0)) == 1:
             return self
         try:
@@ -53,7 +53,7 @@ class Beside:
         return self
 
     def result(self) -> Any:
-        """Wait for what it returned; None where there is none, or where it failed: the reason is then logged."""
+        """Wait for the result; None where there is no process, or where it failed: the reason is then logged."""
         if self._reader is None:
             return None
         with self._reader as pipe:
@@ -65,7 +65,7 @@ class Beside:
         return answer
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """End it."""
+        """Kill the child, if it still runs."""
         if self._reader is not None:
             self._reader.close()
             os.kill(self._pid, signal.SIGKILL)
@@ -87,16 +87,17 @@ def _answer(function: Callable[[], Any], writer: int) -> None:
 
 
 def halve(costs: Mapping[Key, int], *, begin: tuple[Key, Key]) -> tuple[list[Key], list[Key]]:
-    """Divide what there is to do between two processes, so that both take about as long.
+    """Divide tasks between two processes, so that both take about as long.
 
-    The costliest goes first to whoever has less to do (Graham, Bounds on multiprocessing timing anomalies, 1969).
+    The costliest task goes first, to the process with the least work (Graham, Bounds on multiprocessing timing
+    anomalies, 1969).
 
     Args:
-        costs: Of everything that is to be done.
-        begin: What either begins with.
+        costs: Relative cost of every task.
+        begin: First task of this process and of the other.
 
     Returns:
-        What this process does and what the one beside it does, behind their beginnings in the order of `costs`.
+        The tasks of this process and of the other, each in the order of `costs` after its first.
     """
     shares: tuple[list[Key], list[Key]] = [begin[0]], [begin[1]]
     for key in sorted((key for key in costs if key not in begin), key=lambda key: -costs[key]):

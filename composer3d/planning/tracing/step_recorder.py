@@ -1,4 +1,4 @@
-"""One rank's step while it runs: which operators, collectives and bytes belong to which stretch of it."""
+"""Recording of one rank's step: operators, collectives and bytes of every stretch of it."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ _MESSAGES = frozenset({"send", "recv"})
 
 # Of equal operators: name, dtype, shapes, FLOPs and bytes of one call.
 Calls = tuple[str, str, tuple[tuple[int, ...], ...], int, int]
-# What the host does for an operator on DTensors, besides the operators that it becomes.
+# Host work for an operator on DTensors, besides the operators that it decomposes into.
 _DISPATCH: Calls = (DISPATCH, "", (), 0, 0)
 
 
 @dataclass(kw_only=True, eq=False)
 class Stretch:
-    """An action of the step, or what lies between actions, as it ran.
+    """An action of the step, or the operators between two actions, as recorded.
 
     Args:
         kind: As in `Segment`.
         stage: As in `Segment`.
         microbatch: None outside of micro-batches.
-        operators: Calls by operator.
-        collectives: In order, each with whether the next thing waits for it.
-        peaks: Of the most bytes alive inside it, by the module that ran: all, those that forwards made, gradients; and
-            the number of storages.
+        operators: Number of calls by operator, dtype and shapes.
+        collectives: In order, each with whether the next operator waits for it.
+        peaks: At the most bytes alive, by the module that ran: total bytes, bytes made in forwards, bytes of gradients,
+            and the number of storages.
     """
 
     kind: SegmentKind
@@ -59,7 +59,7 @@ class Stretch:
 
 @dataclass(kw_only=True, eq=False)
 class Recording:
-    """A step as it ran.
+    """A recorded step.
 
     Args:
         stretches: In order.
@@ -68,9 +68,9 @@ class Recording:
         optimizer: Bytes of optimizer state, after the step.
         batch: Bytes of the batch.
         gradients: Bytes of gradients at the end of the last backward.
-        activations: The most bytes that forwards made and that were there as one ended.
-        prepared: Bytes that the first step made for all micro-batches before it ran them, and kept.
-        peak: The most bytes at any moment.
+        activations: Most bytes made in forwards that were alive at the end of one.
+        prepared: Bytes that the first step allocated for all micro-batches before it ran them, and kept.
+        peak: Most bytes alive at any moment.
     """
 
     stretches: list[Stretch] = field(default_factory=list)
@@ -85,7 +85,7 @@ class Recording:
 
 
 class _Observer:
-    """Sees every operator and every span of a step."""
+    """Observes every operator and every span of a step."""
 
     def __init__(self, run: Composition, optimizer: Any) -> None:
         from composer3d.observation.collectives import Collectives
@@ -112,13 +112,13 @@ class _Observer:
 
     @property
     def stretch(self) -> Stretch:
-        """What runs now."""
+        """The open stretch, or the one between actions."""
         return self._open[-1] if self._open else self._between
 
     # ---- spans -------------------------------------------------------------------------------------------------------
 
     def begin(self, name: str, attributes: Mapping[str, Any]) -> Any:
-        """Open a stretch where a span is one."""
+        """Open a stretch for a span that is an action."""
         if name == "forward_backward":
             self._is_forward_backward = True
             return name
@@ -136,7 +136,7 @@ class _Observer:
         return made
 
     def end(self, token: Any) -> None:
-        """Close it."""
+        """Close the stretch of a span."""
         if token == "forward_backward":
             self._is_forward_backward = False
         elif token is not None:
@@ -150,21 +150,21 @@ class _Observer:
     def _measure_activations(self) -> None:
         modules = [module for part in self.run.parts for module in part.module.modules()]
         gathered = [tensor for module in modules for tensor in torch_compat.fsdp_buffers(module)]
-        # Parameters that were gathered in a forward are there for it, not for the backward.
+        # Parameters that were gathered in a forward are not saved for the backward.
         self.storages.recount([*gathered, *(p for module in modules for p in module.parameters(recurse=False))])
         self.result.activations = max(self.result.activations, self.storages.kinds[MADE_FORWARD])
 
     def preparing(self, is_on: bool) -> None:
-        """Leave out what only the first step of a run does."""
+        """Exclude operators that only the first step of a run executes."""
         self._is_quiet = is_on
         self.result.prepared += -self.storages.live if is_on else self.storages.live
         if not is_on:
-            # The loss of a micro-batch that only taught shapes is kept until the step's losses are added up.
+            # The loss of a micro-batch that only taught shapes is kept until the step's losses are summed.
             self.run._engine.forget_losses()
             self.storages.restart()
 
     def restart(self) -> None:
-        """Forget what was recorded; for a run whose first step is not like the others."""
+        """Discard the recording; for a run whose first step differs from the others."""
         self.result.stretches.clear()
         self.result.activations = 0
         self._messages.clear()
@@ -177,7 +177,7 @@ class _Observer:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _note_peak(self) -> None:
-        """Keep the most bytes by stretch and module: what is extrapolated needs more than the one maximum."""
+        """Record the most bytes by stretch and module: extrapolation needs more than the one maximum."""
         if self._is_quiet:
             return
         peaks, module, storages = self.stretch.peaks, self.place.module, self.storages
@@ -190,19 +190,19 @@ class _Observer:
         self.result.gradients = self.storages.bytes_of(gradients)
         self._births = self.storages.births_of(gradients)
         stepped = [p for group in self._optimizer.param_groups for p in group["params"] if p.requires_grad]
-        # Where no gradient is left at all, the backward stepped, or a plugin holds them elsewhere.
+        # Without any gradient left, the backward stepped, or a plugin holds them elsewhere.
         known = gradients and not self.run.context.claimants("moved_gradients")
         self._unused = [p for p in stepped if p.grad is None] if known else []
 
     def free_unused_state(self) -> bool:
         """Free the optimizer state of parameters that got no gradient; return whether there was some.
 
-        State is made before the step that is recorded, when nobody knows yet which parameters the model uses.
+        State is made before the recorded step, when it is not known yet which parameters the model uses.
         """
         return any([self._optimizer.state.pop(parameter, None) for parameter in self._unused])
 
     def finish(self) -> None:
-        """Put gradients in the place of clocks."""
+        """Replace clock readings in peaks by bytes of gradients."""
         births = self._births
         for stretch in self.result.stretches:
             stretch.peaks = {
@@ -214,7 +214,7 @@ class _Observer:
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     def handle(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and note it down; let wrappers take it apart first."""
+        """Run an operator and record it; wrapper tensors decompose it first."""
         if operator is self._question and hasattr(args[0], "fake_device"):
             return args[0].fake_device
         known = self._known.get(operator)
@@ -263,7 +263,7 @@ class _Observer:
         return next(actions, self._between)
 
     def _count(self, name: str, operator: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Count a call; what is counted hangs on nothing but the forms of its tensors and its other arguments."""
+        """Count a call; the count depends only on the shapes and dtypes of its tensors and on its other arguments."""
         try:
             form = (operator, _form(args), _form(kwargs.values()) if kwargs else (), _form((result,)))
             calls = self._calls.get(form)
@@ -309,11 +309,11 @@ def _flat(values: tuple[Any, ...]) -> Iterator[Any]:
 
 @contextlib.contextmanager
 def record_step(run: Composition, optimizer: Any, batch: Any) -> Iterator[_Observer]:
-    """Record the step that runs inside; what there is before counts as lasting.
+    """Record the step that runs inside; existing storages count as lasting.
 
     Args:
         run: The composition.
-        optimizer: Its optimizer, its state made.
+        optimizer: Of the composition, with its state.
         batch: This rank's tensors of the step.
     """
     observer = _Observer(run, optimizer)

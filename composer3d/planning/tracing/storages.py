@@ -1,4 +1,4 @@
-"""Bytes of storages, counted exactly: each when it is first seen, until it is freed, whatever views there are of it."""
+"""Exact bytes of storages: each counts once, from its creation until it is freed, whatever views it has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LASTING", "MADE_FORWARD", "MADE_LATER", "StorageCounter"]
 
-# What a storage counts as, by when it was made: before the step, in a forward, or anywhere else in the step.
+# Kinds of storages by their creation: before the step, in a forward, or anywhere else in the step.
 LASTING, MADE_FORWARD, MADE_LATER = 0, 1, 2
 
 
@@ -23,21 +23,21 @@ class StorageCounter:
     """Live bytes of this rank's storages, and their maximum.
 
     A storage counts once, from the operator that made it until its last reference is gone; a change of its size, by
-    which FSDP2 frees and fills parameters, counts when it happens. Wrappers (DTensor) are looked through. Not counted:
-    tensors on meta, tensors of the fake mode in which DTensor computes global shapes, what kernels allocate inside.
-    The same class counts real and fake runs. Real and fake storages have the sizes that were asked for; an allocator's
-    rounding is another question.
+    which FSDP2 frees and fills parameters, counts when it happens. Wrappers (DTensor) count by their local tensors. Not
+    counted: tensors on meta, tensors of the fake mode in which DTensor computes global shapes, allocations inside
+    kernels. The same class counts real and fake runs. Real and fake storages have the requested sizes; an allocator's
+    rounding is not included.
 
     Args:
-        at_growth: Called whenever there are more bytes.
+        at_growth: Called whenever live bytes grow.
 
     Attributes:
         live: Bytes now.
-        peak: Bytes at most, since `restart`.
+        peak: Most live bytes since `restart`.
         kinds: Of `live`, by `LASTING`, `MADE_FORWARD` and `MADE_LATER`.
-        kind: What a storage that is made now counts as.
-        clock: Storages seen so far.
-        is_paused: DTensor is computing with global shapes.
+        kind: Kind of storages made from now on.
+        clock: Number of storages seen so far.
+        is_paused: Whether DTensor is computing global shapes.
     """
 
     def __init__(self, at_growth: Callable[[], None] | None = None) -> None:
@@ -67,7 +67,7 @@ class StorageCounter:
 
         Args:
             result: Of the operator.
-            known: Only look whether storages that are counted have another size.
+            known: Only update the sizes of storages that are counted already.
         """
         if self.is_paused:
             return
@@ -120,17 +120,17 @@ class StorageCounter:
 
     @property
     def num_live(self) -> int:
-        """Storages that are alive."""
+        """Number of live storages."""
         return len(self._sizes)
 
     # ---- questions ---------------------------------------------------------------------------------------------------
 
     def restart(self) -> None:
-        """Begin a new maximum."""
+        """Reset the peak to the live bytes."""
         self.peak = self.live
 
     def settle(self) -> None:
-        """Count all that is alive as lasting."""
+        """Count all live storages as lasting."""
         self._kinds = dict.fromkeys(self._kinds, LASTING)
         self.kinds = [self.live, 0, 0]
 
@@ -139,12 +139,12 @@ class StorageCounter:
         return sum(size for _, size in self.births_of(tensors))
 
     def births_of(self, tensors: Iterable[Any]) -> list[tuple[int, int]]:
-        """Return (reading of the clock when it was made, bytes) of the storages of some tensors."""
+        """Return (clock at its creation, bytes) of the storages of some tensors."""
         keys = {key for tensor in tensors if tensor is not None for key in _keys(tensor)}
         return [(self._births[key], self._sizes[key]) for key in keys if key in self._sizes]
 
     def recount(self, tensors: Iterable[Any]) -> None:
-        """Count what forwards made as made elsewhere, for some tensors."""
+        """Count storages of some tensors that forwards made as made elsewhere."""
         for key in (key for tensor in tensors for key in _keys(tensor)):
             if self._kinds.get(key) == MADE_FORWARD:
                 self._kinds[key] = MADE_LATER
@@ -154,13 +154,13 @@ class StorageCounter:
     # ---- as a context ------------------------------------------------------------------------------------------------
 
     def __enter__(self) -> StorageCounter:
-        """Hear of storages that change their size, and of DTensor's computations with global shapes."""
+        """Subscribe to changes of storage sizes, and to DTensor's computations of global shapes."""
         self._watch = torch_compat.watch_storages(self._resized, self._pause)
         self._watch.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        """Stop."""
+        """Unsubscribe."""
         self._watch.__exit__(kind, error, tb)
 
     def _resized(self, storage: Any) -> None:

@@ -1,4 +1,4 @@
-"""From what was recorded to what is reported: memory by what it is for, operators and transfers by segment."""
+"""Summary of a recorded step: memory by purpose, operators and transfers by segment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["summarise", "wire_bytes"]
 
-# What the step itself agrees on, whatever the plugins: counts, losses, the norm.
+# The step's own collectives, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = (
     "composer3d.guard.",
     "composer3d.step.ledger.",
@@ -38,10 +38,10 @@ def summarise(
     """Return a rank's trace.
 
     Args:
-        sketch: Of all its blocks.
+        sketch: Of the rank's step, with all blocks.
         context: Of the traced composition.
         blocks: Names of every stage's blocks.
-        rank: Global.
+        rank: Global rank.
         stands_for: As in `RankTrace`.
         is_extrapolated: As in `RankTrace`.
         notes: As in `RankTrace`.
@@ -93,7 +93,7 @@ def _module(place: Place, blocks: Sequence[Sequence[str]]) -> str:
 
 
 def _segments(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
-    """Put equal stretches together, in order of first appearance."""
+    """Merge equal stretches into segments, in order of first appearance."""
     counted: dict[tuple[object, ...], int] = {}
     firsts: dict[tuple[object, ...], Stage] = {}
     for stage in sketch.stretches:
@@ -119,7 +119,7 @@ def _segments(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
 
 
 def wire_bytes(op: str, size: int, num_ranks: int) -> int:
-    """Return what one rank sends in a collective of a whole buffer of `size` bytes, by a ring.
+    """Return the bytes that one rank sends in a collective of a whole buffer of `size` bytes, by a ring.
 
     >>> wire_bytes("all_reduce", 1000, 4), wire_bytes("all_gather", 1000, 4), wire_bytes("receive", 1000, 2)
     (1500, 750, 0)
@@ -148,7 +148,7 @@ def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
 
 
 class _Plugins:
-    """Whose a collective is: of the plugin whose code called for it, else of the one that owns the axis."""
+    """Owner of each collective: the plugin whose code issued it, else the one that owns the axis."""
 
     def __init__(self, context: RunContext) -> None:
         self._context = context
@@ -167,7 +167,7 @@ class _Plugins:
         return owners.pop() if len(owners) == 1 else None
 
     def may_overlap(self, axis: str) -> bool:
-        """Tell whether a c10d collective over an axis runs on a stream of its own: data parallelism's, and messages."""
+        """Return whether a c10d collective over an axis runs on its own stream: data parallelism's, and messages."""
         roles = {each.name: each.role for each in self._context.layout.axes}
         names = axis.split("+")
         return all(roles.get(name) in (Role.BATCH, Role.STAGE) for name in names)

@@ -1,6 +1,6 @@
-"""What one rank's optimizer step consists of, as it was traced: memory, operators and collectives, without any time.
+"""Traced optimizer step of one rank: memory, operators and collectives, without any time.
 
-The tracer fills these; the time model, the lint, the search and the reports read them and nothing else.
+The tracer fills these; the time model, the lint, the search and the reports read nothing else.
 """
 
 from __future__ import annotations
@@ -42,13 +42,14 @@ class Transfer:
 
     Args:
         op: `all_reduce`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast`, `send` or `receive`.
-        axis: Of the mesh, several joined by `+`; None for one that belongs to no axis.
-        plugin: Whose it is; None for the core's.
+        axis: Mesh axis, several joined by `+`; None for one that belongs to no axis.
+        plugin: Name of the plugin that issued it; None for the core.
         ranks: Global ranks that take part.
         dtype: Of the elements.
-        count: How often.
-        bytes: The whole buffer of one: what is reduced, the gathered result, what is scattered, the message.
-        wire_bytes: What this rank sends in all of them together, by a ring.
+        count: Number of them.
+        bytes: The whole buffer of one: of an all-reduce, the gathered result, the input of a reduce-scatter, the
+            message.
+        wire_bytes: Bytes that this rank sends in all of them together, by a ring.
         is_overlapped: Whether compute goes on beside it; False where the next operator waits for it.
     """
 
@@ -68,11 +69,11 @@ class Segment:
     """A stretch of a step: an action of the pipeline, or without one the forward and backward of a micro-batch.
 
     Args:
-        kind: What it does; `gradients` is what follows the last backward: reductions, norm, clipping.
-        stage: Of the pipeline; 0 without one.
-        count: How often the step repeats it with nothing changed, once for each micro-batch.
-        operators: What is computed in one repetition.
-        transfers: What is sent in one repetition.
+        kind: Kind of action; `gradients` follows the last backward: reductions, norm, clipping.
+        stage: Pipeline stage; 0 without a pipeline.
+        count: Number of identical repetitions in the step, one for each micro-batch.
+        operators: Of one repetition.
+        transfers: Of one repetition.
     """
 
     kind: SegmentKind
@@ -87,19 +88,19 @@ class Memory:
     """Bytes of one rank's storages.
 
     Args:
-        parameters: All through the step.
+        parameters: Local shards, throughout the step.
         gradients: At the end of the last backward.
         optimizer: After the step.
-        activations: What backward needs, at its most.
-        transient: The rest at the moment of the peak: gathered parameters, buffers, temporaries.
-        peak: The most at any moment.
-        moment: When that is: a segment's kind, with stage and micro-batch where there are several.
+        activations: Most bytes saved for backward.
+        transient: The rest at the peak: gathered parameters, communication buffers, temporaries.
+        peak: Most bytes alive at any moment.
+        moment: Time of the peak: a segment's kind, with stage and micro-batch where there are several.
         module: The FQN of the module that ran then; empty outside of modules.
         buffers: Registered buffers.
-        activations_at_peak: Of the peak, what forwards made.
+        activations_at_peak: Of the peak, bytes made in forwards.
         gradients_at_peak: Of the peak, gradients. With these two, parameters, optimizer, buffers and transient add up
             to the peak.
-        num_storages: At the peak.
+        num_storages: Live storages at the peak.
     """
 
     parameters: int
@@ -121,13 +122,12 @@ class RankTrace:
     """One rank's step.
 
     Args:
-        rank: Global.
-        coordinates: By axis.
-        stands_for: How many ranks of the world do the same, this one included.
-        memory: In bytes.
+        rank: Global rank.
+        coordinates: Index by axis.
+        stands_for: Number of ranks of the world that it represents, itself included.
         segments: In order of first appearance.
         is_extrapolated: Whether repeated blocks were traced at two depths only.
-        notes: What a reader has to know: plugins that were emulated, what was assumed.
+        notes: Caveats for the reader: emulated plugins, assumptions.
     """
 
     rank: int

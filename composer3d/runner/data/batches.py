@@ -25,7 +25,7 @@ def num_batches(num_samples: int, batch_size: int) -> int:
 
 
 def can_be_ignored(targets: object) -> bool:
-    """Tell whether a row can be marked as without loss: one tensor of integers can, to which a loss has a mark."""
+    """Return whether a row can be marked as without loss: one tensor of integers can, to which a loss has a mark."""
     return isinstance(targets, torch.Tensor) and not targets.is_floating_point() and not targets.is_complex()
 
 

@@ -1,4 +1,4 @@
-"""What a source of training data is: numbered samples, and a record of what they were."""
+"""Sources of training data: numbered samples, and a record of their origin."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Source(ABC):
 
     @property
     def draws(self) -> bool:
-        """Tell whether reading a sample may draw random numbers; they are then seeded by the sample's position."""
+        """Return whether reading a sample may draw random numbers; they are then seeded by the sample's position."""
         return False
 
     @abstractmethod

@@ -74,7 +74,7 @@ class DataTable:
 
     @property
     def has_file(self) -> bool:
-        """Tell whether the tokenizer is one from a file."""
+        """Return whether the tokenizer is one from a file."""
         return self.tokenizer not in (None, "bytes", "bpe")
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""What the model will be called with, before any batch is read: shapes and dtypes, for plugins that trace the model."""
+"""Example inputs of the model before any batch is read: shapes and dtypes, for plugins that trace the model."""
 
 from __future__ import annotations
 

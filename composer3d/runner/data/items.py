@@ -1,4 +1,4 @@
-"""What an item of a data set may be: a row of tokens, inputs with their targets, or a mapping of both."""
+"""Items of a data set: a row of tokens, inputs with their targets, or a mapping of both."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def as_sample(item: Any, *, name: str, use: str) -> Sample:
 
 
 def is_row(item: Any) -> bool:
-    """Tell whether an item is one row of tokens, each the target of the one before it."""
+    """Return whether an item is one row of tokens, each the target of the one before it."""
     if isinstance(item, Tensor | np.ndarray):
         return item.ndim == 1
     return isinstance(item, list) and all(isinstance(token, int) for token in item)

@@ -1,4 +1,4 @@
-"""Which samples a step has: the stream of the seed, or its windows sorted by length."""
+"""Samples of every step: the stream of the seed, or its windows sorted by length."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def _refuse_other_dtype(tokens: MappedTokens, table: DataTable) -> None:
 
 
 def _is_sparse(values: NDArray[Any]) -> bool:
-    """Tell whether every other one of the halves that are not zero is zero again."""
+    """Return whether every other one of the halves that are not zero is zero again."""
     return min(np.count_nonzero(values[0::2]), np.count_nonzero(values[1::2])) == 0
 
 

@@ -1,4 +1,4 @@
-"""What modules and the loss return in the first step, as a few numbers each: enough to find the first wrong one."""
+"""Statistics of module outputs and of the loss in the first step: enough to find the first wrong module."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ __all__ = [
 ]
 
 _CLOSE = 1e-9
-# What the model is given, and what the loss is given and returns, stands beside modules under these names.
+# Names, beside FQNs, of the model's inputs, and of the loss's targets and result.
 INPUTS, TARGETS, LOSS = "(inputs)", "(targets)", "(loss)"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What was returned once.
+    """Statistics of one output.
 
     Args:
-        shape: On this rank.
-        total: Sum of its elements, in float64, each with a weight of its own.
+        shape: Local shape.
+        total: Weighted sum of its elements, in float64.
         size: Sum of their absolute values.
-        powers: Sums of the elements, their squares and their cubes; they say the same of a tensor in pieces.
+        powers: Sums of the elements, their squares and their cubes, which are additive over shards.
         sizes: The same of absolute values.
     """
 
@@ -52,24 +52,24 @@ class Output:
 
     @property
     def num_elements(self) -> int:
-        """How many elements this rank has."""
+        """Number of local elements."""
         return math.prod(self.shape)
 
 
-# Of every call outside a backward, in their order, by FQN in the order of the forward.
+# Outputs of every call outside a backward, in order, by FQN in the order of the forward.
 Outputs = Mapping[str, Sequence[Output]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """The first thing that is another one than on one device.
+    """The first input, output or loss that differs from one device's.
 
     Args:
         fqn: The module, or `TARGETS` or `LOSS`, or `INPUTS` with the argument's place or name.
-        ranks: Where it is another one.
-        call: Which of its calls, the earliest.
-        due: Which call of one device it equals instead; None where it equals none.
-        is_missing: It is an argument that the model is not given.
+        ranks: Ranks on which it differs.
+        call: Index of its earliest call that differs.
+        due: Index of the call of one device that it equals instead; None where it equals none.
+        is_missing: Whether it is an argument that the model did not receive.
     """
 
     fqn: str
@@ -81,7 +81,7 @@ class Difference:
 
 @contextlib.contextmanager
 def watching(run: Composition) -> Iterator[dict[str, list[Output]]]:
-    """Note what the model is given, and the first tensor that every module returns. Collectives: none."""
+    """Record the model's inputs, and the first tensor that every module returns. Collectives: none."""
     import torch
 
     found: dict[str, list[Output]] = {}
@@ -109,7 +109,7 @@ def watching(run: Composition) -> Iterator[dict[str, list[Output]]]:
 
 
 def watched_loss(loss_fn: LossFunction | None, found: dict[str, list[Output]]) -> LossFunction | None:
-    """Return a loss function that notes what it is given and returns; None stays None."""
+    """Return a loss function that records its inputs and its result; None stays None."""
     if loss_fn is None:
         return None
     inner = loss_fn
@@ -131,16 +131,16 @@ def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
 
     tensor = output[0] if isinstance(output, tuple | list) and output else output
     is_data = fqn.startswith((INPUTS, TARGETS, LOSS))
-    # What is computed again in a backward was noted in the forward.
+    # What is recomputed in a backward was noted in the forward.
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or in_backward():
         return
     if not is_data and not tensor.dtype.is_floating_point:
         return
-    # Modes of plugins follow what models compute; this is none of it.
+    # Modes of plugins propagate the model's operators; these are none of them.
     with without_torch_functions():
         values = local(tensor.detach()).double()
         flat, sizes = values.flatten(), values.flatten().abs()
-        # Weighted, since a norm's output adds up to nothing.
+        # Weighted, since a norm's output sums to zero.
         weights = torch.linspace(1.0, 2.0, values.numel(), dtype=values.dtype, device=values.device)
         noted = Output(
             shape=tuple(values.shape),
@@ -153,14 +153,14 @@ def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
 
 
 def first_difference(right: Outputs, ranks: Mapping[int, Outputs]) -> Difference | None:
-    """Return the first thing, in the order of the forward, that is another one than on one device.
+    """Return the first difference from one device, in the order of the forward.
 
-    A rank may have all of it, a piece of it, or a part of a sum that its neighbours complete. What has fewer elements
-    than on one device, and not a whole multiple of them on all ranks together, cannot be compared.
+    A rank may have all of an output, a shard of it, or a partial sum. An output with fewer elements than on one device,
+    and not a multiple of them over all ranks, cannot be compared.
 
     Args:
-        right: Of one device, on what these ranks were given.
-        ranks: By rank, of those that were given one batch.
+        right: Outputs of one device, on the batch of these ranks.
+        ranks: Outputs by rank, of those that read one batch.
     """
     for fqn, expected in right.items():
         having = {rank: list(found[fqn])[-len(expected) :] for rank, found in ranks.items() if found.get(fqn)}
@@ -179,7 +179,7 @@ def first_difference(right: Outputs, ranks: Mapping[int, Outputs]) -> Difference
 
 
 def _wrong_ranks(right: Output, found: Mapping[int, Output], *, whole: bool) -> tuple[int, ...]:
-    """Return the ranks that have something else; `whole` says that together they have all of it, so often as may be."""
+    """Return the ranks that differ; `whole` means that together they have all elements, once or several times."""
     alike = {rank: output for rank, output in found.items() if output.shape == right.shape}
     wrong = tuple(rank for rank, output in alike.items() if not _same(output, right))
     if wrong and abs(sum(found[rank].total for rank in wrong) - right.total) <= _CLOSE * right.size:
@@ -202,7 +202,7 @@ def _same(one: Output, other: Output) -> bool:
 
 
 def _in_another_order(right: Sequence[Output], found: Sequence[Output]) -> bool:
-    """Tell whether all that one device returns is there, whenever it was computed."""
+    """Return whether all of one device's outputs exist, in any order."""
     return len(found) == len(right) and all(any(_same(one, other) for one in found) for other in right)
 
 

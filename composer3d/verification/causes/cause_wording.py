@@ -1,4 +1,4 @@
-"""How a diagnosis names what it speaks of."""
+"""Names of parameters, modules and ranks in the sentences of a diagnosis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHOWN = 4
 
 
 def some(fqns: Sequence[str]) -> str:
-    """Return the first few names, and how many more there are."""
+    """Return the first few names, and the number of others."""
     more = f" and {len(fqns) - SHOWN} more" if len(fqns) > SHOWN else ""
     return ", ".join(fqns[:SHOWN]) + more
 
@@ -30,7 +30,7 @@ def first_gradients(evidence: Evidence) -> dict[str, list[Deviation]]:
 
 
 def pieces_of_ranks(evidence: Evidence, wrong: dict[str, list[Deviation]]) -> str:
-    """Return which ranks' pieces alone are wrong, as a clause; empty where all are, or nobody holds pieces."""
+    """Return a clause naming the ranks whose shards alone are wrong; empty where all are, or without shards."""
     found = {frozenset(rank for d in deviations for rank in d.pieces) for deviations in wrong.values()}
     if len(found) != 1 or not (ranks := sorted(found.pop())):
         return ""

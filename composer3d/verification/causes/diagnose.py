@@ -1,4 +1,4 @@
-"""What known mistakes look like: each rule reads the evidence and says what is likely wrong, or nothing."""
+"""Diagnosis rules for known mistakes: each reads the evidence and names a likely cause, or none."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from composer3d.mesh import Role
 from composer3d.verification.causes.activations import INPUTS, LOSS, TARGETS, Difference
 from composer3d.verification.causes.cause_wording import SHOWN, some
-from composer3d.verification.causes.gains import multiplied
 from composer3d.verification.causes.gradient_causes import GRADIENT_RULES, backward
 from composer3d.verification.causes.microbatch_shares import explain_shares
+from composer3d.verification.causes.scaled_gradients import multiplied
 from composer3d.verification.causes.update_causes import UPDATE_RULES, initial, stale
 from composer3d.verification.deviations import Deviation
 from composer3d.verification.kept_state import LOSS_KEEPS
@@ -65,7 +65,7 @@ def _shares(evidence: Evidence) -> Iterator[str]:
 
 
 def _not_finite(evidence: Evidence) -> Iterator[str]:
-    """A reference that is no number."""
+    """A reference that is not finite."""
     for which, losses in evidence.told.losses.items():
         if not all(map(math.isfinite, losses)):
             label = "float64" if which == "float64" else "the run's dtypes"
@@ -96,7 +96,7 @@ def _forward(evidence: Evidence) -> Iterator[str]:
 
 
 def _first_wrong(evidence: Evidence, found: Difference | None) -> str:
-    """Say which module, or what after the model, is the first to return something else."""
+    """Return a sentence on the first module, or step after the model, whose output differs."""
     where = "" if found is None or not found.ranks else " on " + _who(evidence, found.ranks)
     if found is not None and found.is_missing:
         return f"the model is not given the argument {found.fqn.split()[-1]} that the batch has{where}"
@@ -134,7 +134,7 @@ def _who(evidence: Evidence, ranks: Sequence[int]) -> str:
 
 
 def _roundings(evidence: Evidence) -> list[str]:
-    """What differs in the run's own dtypes alone."""
+    """Differences in the run's own dtypes alone."""
     if "own" not in evidence.told.tolerances or evidence.first_wrong() is not None or evidence.is_loss_wrong():
         return []
     if any(multiplied(evidence)):
@@ -164,7 +164,7 @@ def _median(wrong: Mapping[str, Sequence[Deviation]]) -> float:
 
 
 def _as_much_as(wrong: Mapping[str, Sequence[Deviation]]) -> str:
-    """Return which dtype rounds about as much as these are off, as a clause; empty where none does."""
+    """Return a clause naming the dtype whose rounding is about as large as these deviations; empty where none is."""
     off = _median(wrong)
     if not 0.0 < off < math.inf:
         return ""
@@ -185,7 +185,7 @@ def _batches(evidence: Evidence) -> Iterator[str]:
 
 
 def _counts(evidence: Evidence) -> Iterator[str]:
-    """Tokens that are there more often, or less, than the batch has them."""
+    """Tokens that are counted more often, or less, than the batch has them."""
     counted = evidence.other_count()
     if counted is None:
         return

@@ -1,4 +1,4 @@
-"""What would explain the tensors of a step that differ: those of the step before, other digits, another multiple."""
+"""Explanations of tensors that differ: those of the step before, fewer digits, another multiple."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.verification.reference import ReferenceStep
+    from composer3d.verification.reference_steps import ReferenceStep
 
 __all__ = ["averages_of", "digits_of", "late_ones", "leftovers_of", "updates_of"]
 
@@ -27,13 +27,13 @@ def digits_of(
     reduce_dtype: torch.dtype | None,
     wrong: Sequence[str] | None,
 ) -> dict[str, str]:
-    """Return the dtypes of gradients whose digits are gone, where no dtype of a reduction asks for that.
+    """Return the dtypes of gradients that have lost digits, where the reduction's dtype does not explain it.
 
     Args:
         gradients: By FQN.
-        expected: Those of one device.
-        reduce_dtype: In which ranks sum up gradients, where something says it.
-        wrong: Those alone are looked at; None looks at all.
+        expected: Gradients of one device, by FQN.
+        reduce_dtype: Dtype in which ranks reduce gradients; None where unknown.
+        wrong: FQNs to examine; None examines all.
     """
     if wrong is not None:
         return narrowed({fqn: gradients[fqn] for fqn in wrong if fqn in gradients}, expected)
@@ -47,7 +47,7 @@ def updates_of(
     start: Mapping[str, Tensor],
     wrong: Sequence[str],
 ) -> dict[str, dict[str, float | None]]:
-    """Return, of each wrong update, which multiple of the right one it is, and of the parameter it is off by."""
+    """Return each wrong update's factor to the right one, and the factor of the parameter in its error."""
     off = [fqn for fqn in wrong if fqn in before and fqn in after and fqn in start and fqn in expected]
     return {
         "updates": {fqn: _multiple(after[fqn] - before[fqn], expected[fqn] - start[fqn]) for fqn in off},
@@ -56,7 +56,7 @@ def updates_of(
 
 
 def _multiple(update: Tensor, right: Tensor) -> float | None:
-    """Return which multiple of the right update another is: as a whole, or where it is wrong."""
+    """Return an update's factor to the right one: as a whole, or where it is wrong."""
     found = multiple(update, right)
     if found is not None or update.shape != right.shape or not right.numel():
         return found
@@ -66,13 +66,13 @@ def _multiple(update: Tensor, right: Tensor) -> float | None:
 
 
 def _decay(off: Tensor, before: Tensor, updated: Tensor) -> float | None:
-    """Return which multiple of the parameter an update is off by: of the one before it, or of the updated one."""
+    """Return the factor of the parameter in an update's error: of the one before it, or of the updated one."""
     found = multiple(off, before)
     return multiple(off, updated) if found is None else found
 
 
 def late_ones(gradients: Mapping[str, Tensor], previous: ReferenceStep | None, wrong: Sequence[str]) -> tuple[str, ...]:
-    """Return the wrong gradients that are right ones of the step before."""
+    """Return the wrong gradients that are the right ones of the previous step."""
     if previous is None:
         return ()
     there = [fqn for fqn in wrong if fqn in gradients and fqn in previous.gradients]
@@ -82,7 +82,7 @@ def late_ones(gradients: Mapping[str, Tensor], previous: ReferenceStep | None, w
 def averages_of(
     averaged: Mapping[str, Tensor], weights: Mapping[str, Tensor], before: Mapping[str, Tensor]
 ) -> dict[str, float | None]:
-    """Return the share of the weights in each average, from how far both have come from the average before."""
+    """Return the weight of the parameters in each average's update, from its change and theirs."""
     return {
         fqn: multiple(average - before[fqn].to(average), weights[fqn].to(average) - before[fqn].to(average))
         for fqn, average in averaged.items()
@@ -93,7 +93,7 @@ def averages_of(
 def leftovers_of(
     gradients: Mapping[str, Tensor], expected: ReferenceStep, previous: ReferenceStep | None, wrong: Sequence[str]
 ) -> dict[str, float | None]:
-    """Return, of each wrong gradient, the multiple of the one of the step before that it is off by, None if none."""
+    """Return, for each wrong gradient, the factor of the previous step's gradient in its error; None if none."""
     if previous is None:
         return {}
     there = gradients.keys() & expected.gradients.keys() & previous.gradients.keys()

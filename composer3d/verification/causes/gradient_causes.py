@@ -1,4 +1,4 @@
-"""What wrong gradients look like, where the forward is right."""
+"""Diagnosis rules for wrong gradients after a correct forward."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _leftover(evidence: Evidence) -> Iterator[str]:
 
 
 def _elements(evidence: Evidence) -> Iterator[str]:
-    """Gradients whose right elements were changed each by itself, or that are those of another parameter."""
+    """Gradients whose right elements were changed elementwise, or that are those of another parameter."""
     groups: dict[str, list[str]] = {}
     for fqn, found in first_gradients(evidence).items():
         kinds = {f"those of {d.other}" if d.other else d.elements for d in found}
@@ -69,7 +69,7 @@ def _elements(evidence: Evidence) -> Iterator[str]:
 
 
 def _extra(evidence: Evidence) -> Iterator[str]:
-    """Gradients that one device has not."""
+    """Gradients that one device does not have."""
     there = {fqn for report in evidence.ranks for fqn in report.steps["float64"].initial}
     wrong = first_gradients(evidence)
     extra = sorted(fqn for fqn, found in wrong.items() if any(d.is_extra for d in found))
@@ -90,7 +90,7 @@ def _narrow(evidence: Evidence) -> Iterator[str]:
     """Gradients that have fewer digits than their dtype; where everything is in float64, casts do nothing."""
     for which in evidence.told.tolerances:
         narrow, wrong = evidence.narrowed(which), evidence.wrong("gradients", which, step=0)
-        # Where only some are, each micro-batch was rounded by itself, and what they add up to has more digits.
+        # Where only some are, each micro-batch was rounded separately, and their sum has more digits.
         if narrow and 2 * len(wrong.keys() & narrow) >= len(wrong):
             widest = next(name for name in ("float32", "float16", "bfloat16") if name in narrow.values())
             yield (
@@ -101,7 +101,7 @@ def _narrow(evidence: Evidence) -> Iterator[str]:
 
 
 def _partial(evidence: Evidence) -> Iterator[str]:
-    """Gradients that are right, in all or in some elements, once they are added up over tp."""
+    """Gradients that are right, in all or in some elements, once they are summed over tp."""
     wrong = first_gradients(evidence)
     for axis in evidence.layout.names(Role.TENSOR):
         whole = [fqn for fqn, found in wrong.items() if _all(found, axis, "summed")]
@@ -124,7 +124,7 @@ def _all(found: Sequence[Deviation], axis: str, how: str) -> bool:
 
 
 def _zero_bubble(evidence: Evidence) -> Iterator[str]:
-    """A schedule that looks at parameters after they were freed."""
+    """A schedule that reads parameters after they were freed."""
     if not first_gradients(evidence) or not any(report.keep_unsharded for report in evidence.ranks):
         return
     for axis in evidence.layout.names(Role.BATCH):
@@ -138,7 +138,7 @@ def _zero_bubble(evidence: Evidence) -> Iterator[str]:
 
 
 def _not_finite(evidence: Evidence) -> Iterator[str]:
-    """Gradients that are no numbers."""
+    """Gradients that are not finite."""
     wrong = {fqn: d for fqn, d in first_gradients(evidence).items() if any(math.isnan(one.rel) for one in d)}
     if wrong:
         yield f"the gradients of {some(sorted(wrong))} are not finite{pieces_of_ranks(evidence, wrong)}"
@@ -160,8 +160,8 @@ def backward(evidence: Evidence, *, is_explained: bool) -> Iterator[str]:
     """Yield where wrong gradients begin, seen from the loss, where the loss is right.
 
     Args:
-        evidence: What was seen.
-        is_explained: There is a cause already; nothing is said that does not narrow it down.
+        evidence: Observations of all passes.
+        is_explained: Whether there is a cause already; then only sentences that narrow it down are yielded.
     """
     step, wrong = evidence.first_wrong_step(), first_gradients(evidence)
     if step is None:
@@ -199,7 +199,7 @@ def backward(evidence: Evidence, *, is_explained: bool) -> Iterator[str]:
 
 
 def _in_order(evidence: Evidence, fqns: set[str]) -> Mapping[str, int]:
-    """Return the place in the forward of the module that has each parameter; what is unknown comes last."""
+    """Return the position in the forward of each parameter's module; unknown ones come last."""
     places = {fqn: place for place, fqn in enumerate(evidence.told.outputs[0])}
 
     def place(fqn: str) -> int:

@@ -1,4 +1,4 @@
-"""Gradients explained by their micro-batches: which of them count, and how much."""
+"""Diagnosis of wrong gradients by the weights of their micro-batches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED = 4
 
 
 def explain_shares(evidence: Evidence) -> Iterator[str]:
-    """Yield what the micro-batches' weights say, where they explain the wrong gradients; all are 1 in a right one."""
+    """Yield sentences on the micro-batches' weights, where they explain the wrong gradients; all 1 in a right one."""
     weights = evidence.weights
     if weights is not None and weights.residual <= _CLOSE:
         line = _of_weights(evidence, weights)
@@ -102,7 +102,7 @@ def _of_weights(evidence: Evidence, weights: Weights) -> str:
 
 
 def _whose(weights: Weights) -> str:
-    """Return which gradients are meant."""
+    """Return a phrase for the gradients concerned."""
     if not weights.fqns:
         return "all gradients"
     return "the gradients of " + (
@@ -113,7 +113,7 @@ def _whose(weights: Weights) -> str:
 
 
 def _overlap(values: Sequence[float], per_rank: int) -> str:
-    """Return what is to be said where some micro-batches are there twice, and others are not there in their place."""
+    """Return a sentence where some micro-batches count twice, and others instead not at all."""
     usual = statistics.median(values)
     gone = [index for index, value in enumerate(values) if abs(value) <= _CLOSE]
     twice = [index for index, value in enumerate(values) if math.isclose(value, 2 * usual, rel_tol=1e-4)]
@@ -183,7 +183,7 @@ def _common_factors(evidence: Evidence) -> dict[float, list[str]]:
 
 
 def _meaning(evidence: Evidence, factor: float) -> str:
-    """Return which degree, or number of micro-batches, a factor equals."""
+    """Return the degree, or number of micro-batches, that a factor equals."""
     layout = evidence.layout
     meanings = []
     sizes = {name: degree for name, degree in layout.degrees.items() if degree > 1}

@@ -1,4 +1,4 @@
-"""What wrong gradients are made of: those of micro-batches, each with a weight, as one device has them one by one."""
+"""Decomposition of wrong gradients into those of micro-batches, each with a weight, as computed on one device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from composer3d.verification.causes.probes import loss_with, pieces_of
 from composer3d.verification.comparison import fit
-from composer3d.verification.reference import Reference
+from composer3d.verification.reference_steps import Reference
 from composer3d.verification.subject import Subject
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Weights", "bias_rank", "weighing_rank"]
 
 _CLOSE = 1e-6
-# Elements for each micro-batch from which on a fit says something.
+# Least number of elements per micro-batch for a fit.
 _ROWS = 4
 # Relative: losses of one computation in another order.
 _SAME_LOSS = 1e-11
@@ -26,16 +26,16 @@ _SAME_LOSS = 1e-11
 
 @dataclass(frozen=True, kw_only=True)
 class Weights:
-    """The composed gradient as a weighted sum of what every micro-batch alone adds to the right one.
+    """The composed gradient as a weighted sum of the micro-batches' contributions to the right one.
 
     Args:
         values: One a micro-batch, rank by rank; all 1 in a right gradient.
         counts: Their valid tokens.
-        residual: What no weights explain, relative to the largest gradient.
-        is_maximum: It is the elementwise maximum of what data-parallel ranks have, times some number.
-        auxiliary: How much the auxiliary losses weigh where that alone explains it; None elsewhere.
-        fqns: The wrong gradients that it is about; empty where it is about all of the model.
-        lossy: The data-parallel rank of whose share some elements alone are not there; None where there is none.
+        residual: Residual of the fit, relative to the largest gradient.
+        is_maximum: Whether it is the elementwise maximum over data-parallel ranks, times a factor.
+        auxiliary: Weight of the auxiliary losses where that alone explains it; None elsewhere.
+        fqns: Wrong gradients that it explains; empty for those of the whole model.
+        lossy: Data-parallel rank of whose contribution some elements are missing; None where there is none.
     """
 
     values: list[float]
@@ -50,7 +50,7 @@ class Weights:
 def bias_rank(
     make_subject: Callable[[], Subject], degree: int, loss: float, candidates: Sequence[str], factor: int
 ) -> tuple[str, ...]:
-    """Look on one device for the biases that give a loss once they are multiplied: all, or one alone."""
+    """Find, on one device, the biases that give a loss once multiplied by `factor`: all, or one alone."""
     from composer3d.processes.process_group import join_world
 
     subject = make_subject()
@@ -75,7 +75,7 @@ def weighing_rank(
         make_subject: As in `Session`.
         folder: As in `Session`.
         degree: Data-parallel degree.
-        chosen: FQNs of the wrong ones. Where they have too few elements to say anything, all gradients are fitted.
+        chosen: FQNs of the wrong ones. If they have too few elements for a fit, all gradients are fitted.
     """
     import torch
 
@@ -113,7 +113,7 @@ def weighing_rank(
 
 
 def _lossy(shares: Tensor, wrong: Tensor) -> int | None:
-    """Return the rank of whose share each element is either there or not, where all other ranks' are there."""
+    """Return the rank of whose contribution elements are missing, where all others' are complete."""
     off, size = wrong - shares.sum(dim=1), _CLOSE * float(shares.abs().max())
     for rank in range(shares.shape[1]):
         there, gone = off.abs() <= size, (off + shares[:, rank]).abs() <= size
@@ -123,7 +123,7 @@ def _lossy(shares: Tensor, wrong: Tensor) -> int | None:
 
 
 def _auxiliary(subject: Subject, degree: int, names: Sequence[str], right: Tensor, wrong: Tensor) -> float | None:
-    """Return how much the auxiliary losses weigh in a gradient, if nothing else is wrong with it."""
+    """Return the weight of the auxiliary losses in a gradient, if nothing else is wrong with it."""
     import torch
 
     pieces = pieces_of(subject, 0, degree=degree, auxiliary_only=True)

@@ -1,9 +1,9 @@
-"""Whether samples are mixed: what a model or a loss computes of two micro-batches together, beside each by itself.
+"""Detection of mixed samples: a model's or a loss's result on two micro-batches together and on each alone.
 
-The reference is cut as the run cuts the batch, so it cannot show that the cut itself matters. It does where a loss is
-no sum over samples: a contrastive one compares the samples of a micro-batch with each other, a mean with class weights
+The reference uses the run's micro-batches, so it cannot show that their boundaries matter. They do where a loss is no
+sum over samples: a contrastive one compares the samples of a micro-batch with each other, a mean with class weights
 divides by those of the micro-batch. The gradient is then not that of the global batch, in any layout but one. A model
-that mixes samples, as batch normalisation does, is another matter: that is what its author asked for.
+that mixes samples, as batch normalisation does, is not reported: its author chose that.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ __all__ = ["NOT_MIXED", "Mixing", "mixing"]
 
 log = logging.getLogger(__name__)
 
-# Relative, and much above what a product of more rows rounds otherwise.
+# Relative, and far above the rounding difference of a matrix product with more rows.
 _SAME = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mixing:
-    """How far two micro-batches together are from each by itself, relative; 0 where that is rounding, or not known.
+    """Relative difference of two micro-batches together from each alone; 0 where that is rounding, or not known.
 
     Args:
-        model: What the model returns.
-        loss: What the loss returns, of what the model returned for each by itself.
-        unknown: Why the two could not be computed together; empty where they were, or where there is one alone.
+        model: Of the model's outputs.
+        loss: Of the loss, on the model's outputs for each alone.
+        unknown: Reason why the two could not be computed together; empty where they were, or with only one.
     """
 
     model: float = 0.0
@@ -51,10 +51,10 @@ NOT_MIXED = Mixing()
 
 
 def mixing(subject: Subject, *, degree: int) -> Mixing:
-    """Run the model and the loss on the first two micro-batches, each by itself and both together, in float64.
+    """Run the model and the loss on the first two micro-batches, each alone and both together, in float64.
 
     Args:
-        subject: What to run.
+        subject: Model, manifest, batches, loss and optimizer.
         degree: Data-parallel degree.
     """
     with alone(subject, "float64") as run, run.step(0):
@@ -78,7 +78,7 @@ def mixing(subject: Subject, *, degree: int) -> Mixing:
 
 
 def _normalises(model: nn.Module) -> bool:
-    """Tell whether modules of torch mix samples, as their author asked for."""
+    """Return whether the model has torch modules that mix samples by design."""
     from torch import nn
 
     kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -86,10 +86,10 @@ def _normalises(model: nn.Module) -> bool:
 
 
 def _loss(subject: Subject, pieces: Sequence[Batch], outputs: Sequence[Any], output: Any, target: Any) -> float:
-    """Return how far the loss of both is from the sum of theirs; 0 where that says nothing.
+    """Return the distance of the loss of both from the sum of theirs; 0 where it is not comparable.
 
-    A number among the outputs is a parameter's, as a temperature, or one of a micro-batch, as what balances experts:
-    that is no sum and may be weighed like one, and is left out.
+    A scalar among the outputs is a parameter, such as a temperature, or belongs to a micro-batch, such as the loss that
+    balances experts: it is no sum over samples, and is left out.
     """
     numbers = [[leaf for leaf in _tensors(one) if not leaf.dim()] for one in outputs]
     pairs = zip(*numbers, strict=True)
@@ -107,7 +107,7 @@ def _loss(subject: Subject, pieces: Sequence[Batch], outputs: Sequence[Any], out
 
 
 def _without_numbers(tree: Any) -> Any:
-    """Return a tree of tensors in which those without dims are zero."""
+    """Return a tree of tensors with scalars set to zero."""
     import torch
 
     return torch_compat.tree_map(
@@ -116,7 +116,7 @@ def _without_numbers(tree: Any) -> Any:
 
 
 def _joined(trees: Sequence[Any]) -> Any:
-    """Return trees of tensors put together along dim 0; what is no tensor, or the same one in all, as it is."""
+    """Return trees of tensors x_B... concatenated along dim 0; other leaves, and shared tensors, as they are."""
     import torch
 
     leaves = iter(
@@ -131,7 +131,7 @@ def _joined(trees: Sequence[Any]) -> Any:
 
 
 def _apart(together: Any, outputs: Sequence[Any]) -> float | None:
-    """Return the largest difference of outputs together and apart; None where samples do not lie along dim 0."""
+    """Return the largest difference of outputs together and alone; None where dim 0 is not the batch."""
     import torch
 
     found = []

@@ -1,4 +1,4 @@
-"""What one device is asked for once something differs, to tell where it begins: pieces, outputs, losses."""
+"""Runs on one device that locate a difference: gradients of single micro-batches, module outputs, losses."""
 
 from __future__ import annotations
 
@@ -25,13 +25,14 @@ __all__ = ["first_outputs", "loss_with", "pieces_of"]
 
 
 def pieces_of(subject: Subject, number: int, *, degree: int, auxiliary_only: bool = False) -> list[dict[str, Tensor]]:
-    """Return, for every micro-batch of a step in float64, what it alone adds to the gradients; weights as at the start.
+    """Return each micro-batch's own contribution to a step's gradients, in float64, at the initial weights.
 
     Args:
-        subject: What to run.
-        number: The step whose batch it is.
+        subject: Model, manifest, batches, loss and optimizer.
+        number: Step whose batch is used.
         degree: Data-parallel degree.
-        auxiliary_only: Of the auxiliary losses; zeros where they do not reach, nothing where there are none.
+        auxiliary_only: Use the auxiliary losses alone; zeros for parameters that they do not reach, an empty list
+            without any.
     """
     result, losses = [], []
     with alone(subject, "float64") as run, run.step(0):
@@ -51,7 +52,7 @@ def pieces_of(subject: Subject, number: int, *, degree: int, auxiliary_only: boo
 
 
 def first_outputs(subject: Subject, *, degree: int) -> list[Outputs]:
-    """Return what modules and the loss return on every data-parallel rank's micro-batches of the first step."""
+    """Return outputs of modules and the loss on every data-parallel rank's micro-batches of the first step."""
     result: list[Outputs] = []
     # With a graph: a model may need one in its forward, as for a penalty on its own gradients.
     with alone(subject, "float64") as run, run.step(0):
@@ -73,9 +74,9 @@ def loss_with(subject: Subject, *, degree: int, factors: Mapping[str, float]) ->
     """Return the loss of the first step on one device, with some parameters multiplied.
 
     Args:
-        subject: What to run.
+        subject: Model, manifest, batches, loss and optimizer.
         degree: Data-parallel degree.
-        factors: By FQN.
+        factors: Of parameters, by FQN.
     """
     import torch
 

@@ -1,9 +1,9 @@
-"""Random numbers: where the model draws them, from which state, and what the axes promise about that.
+"""Random draws of a model: their call sites and generator states, checked against the rules of each mesh axis.
 
-A draw is told by the state of the generator before it: two draws of one size from one state are one mask. Ranks along
+A draw is identified by the generator's state before it: two draws of one size from one state are one mask. Ranks along
 a batch or sequence axis hold other samples or positions, and must draw other masks; ranks along tp hold the same
-activations between their cut regions, and must draw the same ones there, but other ones where each of them holds
-other features; and what is computed again in the backward must draw what the forward drew.
+activations between their sharded regions, and must draw the same ones there, but other ones where each of them holds
+other features; and a recomputation in the backward must repeat the forward's draws.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _WITH_PROBABILITY = frozenset({"scaled_dot_product_attention"})
 
 @dataclass(kw_only=True)
 class Draws:
-    """What one call site drew in one step on one rank.
+    """Draws of one call site in one step on one rank.
 
     Args:
-        shape: Of what was drawn, on this rank.
-        forward: A digest of the generator's state before each draw of a forward.
+        shape: Local shape of the drawn tensor.
+        forward: Digest of the generator's state before each draw of a forward.
         again: The same of each draw inside a backward: a recomputation.
         before: The same of each draw of a forward of the step before.
-        probabilities: With which something was dropped.
-        is_idle: All that was dropped is zero, and stays so.
+        probabilities: Dropout probabilities.
+        is_idle: Whether all dropped values were zero already.
     """
 
     shape: tuple[int, ...]
@@ -57,30 +57,30 @@ class Draws:
 
     @property
     def is_seeded(self) -> bool:
-        """Tell whether it draws the same in every step."""
+        """Return whether the draws repeat in every step."""
         return bool(set(self.forward) & set(self.before))
 
 
 @dataclass(kw_only=True)
 class Drawn:
-    """What one rank drew in one step.
+    """Draws of one rank in one step.
 
     Args:
-        sites: By call site: module, function, and how many such calls came before in one call of the module.
-        calls: How often each module was called, by FQN, outside of backwards.
+        sites: By call site: module, function, and index among such calls in one call of the module.
+        calls: Number of calls of each module, by FQN, outside of backwards.
     """
 
     sites: dict[str, Draws] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
 
     def beside(self, before: Drawn) -> Drawn:
-        """Note at each site what was drawn there in the step before, and return the same."""
+        """Return these draws with those of the step before noted at each site."""
         for site in self.sites.keys() & before.sites.keys():
             self.sites[site].before = before.sites[site].forward
         return self
 
     def often(self, site: str) -> float:
-        """Return how often it draws at a site in one call of its module; infinity where nothing calls that."""
+        """Return the number of draws at a site per call of its module; infinity where the module is not called."""
         calls = self.calls.get(module_at(site), 0)
         return len(self.sites[site].forward if site in self.sites else ()) / calls if calls else math.inf
 
@@ -92,16 +92,16 @@ def module_at(site: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamFault:
-    """A promise that does not hold.
+    """A violated rule of random draws.
 
     Args:
         site: The call site.
-        kind: equal_over: ranks along `axis` draw alike and must not. differs_over: they must and do not. recompute: the
-            backward draws anew. repeated: micro-batches draw alike. steps: so do steps. more: drawn more often than on
-            one device, or where that draws nothing. fewer: less often in one call of the module. none: one device
-            draws, and no rank does. otherwise: they drop with another probability.
-        axis: Where ranks are compared.
-        ranks: Those that are compared, or that do it.
+        kind: equal_over: ranks along `axis` draw the same and must not. differs_over: they must and do not. recompute:
+            the recomputation draws other numbers. repeated: micro-batches draw the same. steps: so do steps. more:
+            drawn more often than on one device, or where that draws nothing. fewer: less often in one call of the
+            module. none: one device draws, and no rank does. otherwise: they drop with another probability.
+        axis: Mesh axis along which ranks are compared.
+        ranks: Ranks that are compared, or that violate the rule.
     """
 
     site: str
@@ -112,9 +112,9 @@ class StreamFault:
 
 @contextlib.contextmanager
 def recording(run: Composition) -> Iterator[Drawn]:
-    """Record every draw of the model inside, by call site: module, function, and how many such calls came before.
+    """Record every draw of the model inside, by call site: module, function, and index among such calls.
 
-    Blocks that are compiled run eagerly inside, since a compiled graph draws where nobody sees it.
+    Blocks that are compiled run eagerly inside, since draws of a compiled graph are not intercepted.
     """
     import torch
     from torch.overrides import TorchFunctionMode
@@ -174,7 +174,7 @@ def recording(run: Composition) -> Iterator[Drawn]:
 def _inside_of(
     name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[str, tuple[Any, ...], Mapping[str, Any]]:
-    """Return what a function calls that draws, where no mode sees that; any other as it is."""
+    """Return the inner random function of one whose inner call no mode intercepts; any other as it is."""
     if name != "multi_head_attention_forward":
         return name, args, kwargs
     # dropout_p is the eleventh argument.
@@ -202,7 +202,7 @@ def _draws(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _is_on_meta(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether nothing is drawn: a pipeline asks its stages on meta for the form of what they return."""
+    """Return whether arguments are on meta: a pipeline runs its stages there to infer shapes, without draws."""
     device = kwargs.get("device") or getattr(args[0] if args else None, "device", None)
     return str(device).partition(":")[0] == "meta"
 
@@ -233,20 +233,20 @@ def _note(found: dict[str, Draws], site: str, args: tuple[Any, ...]) -> None:
 
 
 def compare_streams(ranks: Sequence[Drawn], reference: Drawn, layout: Layout) -> list[StreamFault]:
-    """Return every promise that does not hold.
+    """Return every violated rule.
 
-    Whether a site lies in a cut region is told by its shape beside the reference's: the same one, or a part of it.
+    A site is in a sharded region if its local shape is a part of the reference's, rather than equal to it.
 
     Args:
-        ranks: What every rank drew in one step.
-        reference: What one device draws in one step, cut into the same micro-batches.
-        layout: Of the run.
+        ranks: Draws of every rank in one step.
+        reference: Draws of one device in one step, in the same micro-batches.
+        layout: Axes and degrees of the run.
     """
     unseen = reference.sites.keys() - {site for drawn in ranks for site in drawn.sites}
-    # What a plugin draws in a cut region, below torch's functions, is not seen here.
+    # A plugin's draws in a sharded region, below torch's functions, are not recorded here.
     whole = layout.degree(Role.TENSOR) == 1
     faults = [StreamFault(site=site, kind="none") for site in sorted(unseen) if whole]
-    # What is computed again may be called by its function alone, and is then seen at the site of a caller.
+    # Recomputed code may be called by its function alone, and is then recorded at the site of a caller.
     known = {rank: {one for draws in drawn.sites.values() for one in draws.forward} for rank, drawn in enumerate(ranks)}
     for site in sorted({site for drawn in ranks for site in drawn.sites}):
         members = {rank: drawn.sites[site] for rank, drawn in enumerate(ranks) if site in drawn.sites}
@@ -268,13 +268,13 @@ def compare_streams(ranks: Sequence[Drawn], reference: Drawn, layout: Layout) ->
 
 
 def _amounts(site: str, ranks: Sequence[Drawn], reference: Drawn) -> Iterator[StreamFault]:
-    """Yield that some ranks draw more or less often than one device, or drop with another probability."""
+    """Yield faults of ranks that draw more or less often than one device, or drop with another probability."""
     usual = reference.sites.get(site, Draws(shape=()))
     members = {rank: drawn.sites[site] for rank, drawn in enumerate(ranks) if site in drawn.sites}
     more = tuple(rank for rank, draws in members.items() if len(draws.forward) > len(usual.forward))
     if more:
         yield StreamFault(site=site, kind="more", ranks=more)
-    # Layers that are left out by chance are not called; what is called draws as often as one device does.
+    # Randomly dropped layers are not called; called ones draw as often as on one device.
     fewer = tuple(rank for rank, drawn in enumerate(ranks) if drawn.often(site) < reference.often(site) < math.inf)
     if fewer and reference.often(site).is_integer():
         yield StreamFault(site=site, kind="fewer", ranks=fewer)
@@ -311,7 +311,7 @@ def _between(
 
 
 def _neighbours(members: Sequence[int], axis: str, layout: Layout) -> list[tuple[int, int]]:
-    """Return pairs of ranks that are alike in everything but one axis."""
+    """Return pairs of ranks whose coordinates differ along one axis only."""
     groups: dict[tuple[Any, ...], list[int]] = defaultdict(list)
     for rank in members:
         coordinates = layout.coordinates(rank)

@@ -1,4 +1,4 @@
-"""What wrong weights and updates look like, where the gradients are right."""
+"""Diagnosis rules for wrong weights and updates after correct gradients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _drifted(evidence: Evidence) -> Iterator[str]:
 
 
 def _who_differs(evidence: Evidence, fqns: Sequence[str]) -> str:
-    """Return which ranks update parameters wrongly, where others do it right, and how; empty where all are wrong."""
+    """Return a clause on the ranks that update parameters wrongly, and how; empty where all ranks do."""
     wrong = sorted({rank for _, rank, fqn, d in evidence.deviations("parameters") if fqn in fqns and not d.rel <= 1e-9})
     if not wrong or len(wrong) == len(evidence.ranks):
         return _not_handed_over(evidence, fqns) if wrong else ""
@@ -83,7 +83,7 @@ def _who_differs(evidence: Evidence, fqns: Sequence[str]) -> str:
 
 
 def _not_handed_over(evidence: Evidence, fqns: Sequence[str]) -> str:
-    """Return that each parameter is updated on some ranks, and left as it was on the others, where that is so."""
+    """Return a sentence if each parameter is updated on some ranks, and not changed on the others."""
     first = evidence.first_wrong()
     if first is None or first[1] != "parameters":
         return ""
@@ -96,7 +96,7 @@ def _not_handed_over(evidence: Evidence, fqns: Sequence[str]) -> str:
 
 
 def _clipping(evidence: Evidence) -> Iterator[str]:
-    """Right gradients that reach the optimizer scaled otherwise."""
+    """Right gradients that reach the optimizer with another scale."""
     first = evidence.first_wrong()
     if first is None or first[1] != "clipped":
         return

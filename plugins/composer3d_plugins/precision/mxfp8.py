@@ -1,4 +1,4 @@
-"""Linear layers multiplied in MXFP8, by torchao."""
+"""MXFP8 training of linear layers, by torchao."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ BLOCK = 32
 
 @plugin(family="precision")
 class MXFP8:
-    """Multiply the matrices of linear layers in MXFP8; weights, gradients and the optimizer stay as they are.
+    """Multiply the matrices of linear layers in MXFP8; weights, gradients and the optimizer keep their dtypes.
 
     32 neighbours along the dim that is summed over share a scale, a power of two, and are kept in float8. Where the
     device has no such products (below compute capability 10.0) they are emulated, and the plan says so.
     Memory: float8 copies of the operands of the layer at work.
-    Collectives: none of its own. A cut by tp must leave blocks whole, so scales are those of one device.
+    Collectives: none of its own. tp must shard between blocks, so scales are those of one device.
 
     Source: Rouhani et al., Microscaling Data Formats for Deep Learning, arXiv:2310.10537; torchao's moe_training.
 
     Args:
         recipe: "mxfp8" multiplies all three products so, for which the tokens of a micro-batch must be a multiple of
             32; "mxfp8_wgrad_hp" computes gradients of weights in the dtype of the activations.
-        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims
-            are multiples of 32.
-        exclude: Patterns of those that are left as they are.
+        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims are
+            multiples of 32.
+        exclude: Patterns of layers that are not converted.
         emulate: Emulate, or not; default: where the device has no such products.
     """
 
@@ -52,7 +52,7 @@ class MXFP8:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse what the device does not have."""
+        """Refuse products that the device does not have."""
         if self.emulate is False and not _has_products(context.device):
             raise PluginError(
                 f"emulate = false, and this device ({context.device.type}) has no MXFP8 products",
@@ -61,7 +61,7 @@ class MXFP8:
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform | None:
-        """Refuse cuts through blocks before anything runs, once it is known what tp cuts."""
+        """Refuse shards that split blocks before anything runs, once tp's plan is known."""
         if context.degrees["tp"] == 1:
             return None
         return Transform(
@@ -93,7 +93,7 @@ class MXFP8:
         return chosen
 
     def _refuse_tokens(self, context: RunContext) -> None:
-        """Say what the layers would say of the first batch, where its form is known."""
+        """Raise the layers' error on the first batch early, where its shape is known."""
         tokens: Any = next(iter(context.example[0]), None) if context.example is not None else None
         if self.recipe != "mxfp8" or getattr(tokens, "ndim", 0) != 2 or tokens.is_floating_point():
             return
@@ -101,7 +101,7 @@ class MXFP8:
             raise PluginError(_odd_tokens(tokens.numel()))
 
     def _check_blocks(self, model: nn.Module, context: RunContext) -> list[str]:
-        """Return the layers, or [""] where their selection failed, which is told once."""
+        """Return the layers, or [""] where their selection failed, whose error is reported once."""
         chosen: list[str] = context.state.get(self, [""])
         for fqn in chosen:
             dim, runs = context.cuts.get(f"{fqn}.weight", (0, (BLOCK,)))
@@ -143,7 +143,7 @@ class MXFP8:
             # torchao reads no float16, whose values float32 has too.
             dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
             y: Any = mx._to_mxfp8_then_scaled_mm(x.to(dtype), weight.to(dtype), kernel, rounding, keeps).to(x.dtype)
-            # torchao hands out a view, and FSDP2 warns about a head that does.
+            # torchao returns a view, and FSDP2 warns about a head that does.
             y = torch_compat.unviewed(y)
             return y if bias is None else y + bias.to(y.dtype)
 

@@ -15,7 +15,7 @@ from composer3d import RunContext, StepAction, StepPoint, StepState, hookimpl, m
 __all__ = ["Anomaly"]
 
 
-@plugin(family="profiling")
+@plugin(family="profiling", provides={"nonfinite_modules": {"limit": 1}})
 class Anomaly:
     """Find the first module whose output is not finite, or whose output has a gradient that is not.
 

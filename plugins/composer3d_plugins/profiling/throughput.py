@@ -38,7 +38,7 @@ class Throughput:
     `hardware_counted`: the operations of one real step by torch's formulas, attention and recomputation included; HFU
     is its share. Tokens are all positions of the batch, padding too, since all of them are computed. A model that is
     given anything but tokens, images for example, has `throughput_samples_per_s`, and no `model_6n`: how often a
-    parameter multiplies hangs on the sample's size.
+    parameter multiplies depends on the sample's size.
     `collective_gib_per_s_AXIS` is the payload of an axis' collectives over the time in which they hold up what follows:
     of those that are issued ahead (`ddp`'s buckets) that is their wait. Waiting for slower ranks is in there.
 

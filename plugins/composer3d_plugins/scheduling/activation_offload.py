@@ -1,4 +1,4 @@
-"""Activations that wait for the backward in host memory."""
+"""Activation offloading: saved activations wait for the backward in host memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ActivationOffload:
     finds the same values with the same strides. Copies run on streams of their own beside the computation; when the
     backward of a unit begins, the units before it are already on their way back. On a machine without accelerator host
     and device are the same memory: everything is copied all the same. Parameters and buffers stay, and tensors of
-    classes that torch.distributed.tensor does not have. Of a unit that is recomputed it is its inputs that travel.
+    classes that torch.distributed.tensor does not have. Of a recomputed unit its inputs are offloaded.
     Memory: on the device the saved activations of the unit at work and of `prefetch` more, and tensors below min_mib;
         the others in host memory, pinned where there is an accelerator.
     Collectives: none.
@@ -38,7 +38,7 @@ class ActivationOffload:
     arXiv:1602.08124.
 
     Args:
-        units: Patterns of the modules whose activations travel; default: the model's blocks.
+        units: Patterns of the modules whose activations are offloaded; default: the model's blocks.
         min_mib: Smaller storages stay on the device, MiB.
         prefetch: So many units are brought back ahead of the one whose backward runs.
     """
@@ -49,7 +49,7 @@ class ActivationOffload:
 
     @hookimpl
     def composer3d_reschedule(self, context: RunContext) -> Transform:
-        """Wrap the forwards of the chosen units, outside of what recomputes them."""
+        """Wrap the forwards of the chosen units, outside of their recomputation."""
         reason = "the compiler decides itself what a block keeps for its backward, and cannot trace copies to the host"
         return Transform(
             name="activation_offload",
@@ -68,7 +68,7 @@ class ActivationOffload:
         transfers: Transfers = HostTransfers()
         if context.device.type == "cuda":
             transfers = StreamTransfers(context.device, ahead=self.prefetch)
-        # Said once for all ranks, of the run: verify may have made the model smaller.
+        # Logged once for all ranks, of the run: verify may have made the model smaller.
         is_told = context.rank == 0 and context.purpose == "run"
         made = Traffic(transfers, min_bytes=int(self.min_mib * MIB), is_told=is_told)
         traffic: Traffic = context.state.setdefault(self, made)
@@ -81,7 +81,7 @@ class ActivationOffload:
 
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
-        """Measure what travelled since the last report, and the most that was in host memory."""
+        """Measure bytes copied since the last report, and the peak in host memory."""
         traffic: Traffic | None = context.state.get(self)
         out, back, peak = traffic.take() if traffic is not None else (0, 0, 0)
         return [
@@ -92,12 +92,12 @@ class ActivationOffload:
 
 
 class Traffic:
-    """What travels on one rank, in bytes; and which unit ran last.
+    """Offloading state of one rank: bytes in each direction, and the unit that ran last.
 
     Args:
         transfers: Between device and host.
-        min_bytes: Of a storage that travels.
-        is_told: Warn if nothing does.
+        min_bytes: Least size of an offloaded storage.
+        is_told: Whether to warn if nothing is offloaded.
 
     Attributes:
         last: The run of a unit that came last in this forward.
@@ -112,7 +112,7 @@ class Traffic:
         self.host_bytes = self._out = self._back = self._peak = 0
 
     def begin(self) -> None:
-        """Begin a forward of the model, and warn once if those before it saved, and nothing of it travelled."""
+        """Begin a forward of the model, and warn once if earlier ones saved activations, none of them offloaded."""
         self.last = None
         if not self._is_known and self._largest_left:
             self._is_known = True
@@ -124,7 +124,7 @@ class Traffic:
             )
 
     def travels(self, num_bytes: int) -> bool:
-        """Tell whether a storage is large enough."""
+        """Return whether a storage is large enough."""
         if num_bytes >= max(self.min_bytes, 1):
             return True
         self._largest_left = max(self._largest_left, num_bytes)
@@ -146,7 +146,7 @@ class Traffic:
         self.host_bytes -= num_bytes
 
     def take(self) -> tuple[int, int, int]:
-        """Return bytes to the host and from it, and the peak there, and count anew."""
+        """Return bytes to the host and from it, and the peak there, and reset the counts."""
         found = self._out, self._back, self._peak
         self._out, self._back, self._peak = 0, 0, self.host_bytes
         return found
@@ -166,7 +166,7 @@ class Run:
         self.storages: list[weakref.ref[Away]] = []
 
     def fetch(self, ahead: int) -> None:
-        """Begin to bring back what was saved, here and in the runs before."""
+        """Start copying saved storages back, of this run and of `ahead` runs before it."""
         run: Run | None = self
         for _ in range(ahead + 1):
             if run is None:
@@ -202,13 +202,13 @@ class Away:
         self._num_views += 1
 
     def fetch(self) -> None:
-        """Begin to bring it back, if it is not on its way and still needed."""
+        """Start copying it back, if it is still needed and not on its way."""
         if self._here is None and self._num_views > 0:
             self._here = self._traffic.transfers.fetch(self._run.fqn, self._host)
             self._traffic.came(self._num_bytes)
 
     def take(self, prefetch: int) -> Tensor:
-        """Return it, on the device; after its last view nothing holds it there but who took it."""
+        """Return it on the device; after its last view only the caller holds it there."""
         self._num_views = max(self._num_views, 1)
         self._run.fetch(prefetch)
         here = self._here
@@ -288,7 +288,7 @@ class _Saved:
 
 
 class HostTransfers:
-    """Host memory for both: every copy is made at once, so what is proven is their order.
+    """Transfers without an accelerator: every copy is made at once, so that tests can check their order.
 
     Attributes:
         log: (what, unit) of the latest that happened.
@@ -319,8 +319,8 @@ class StreamTransfers:
     """Pinned host memory, and a stream for each direction beside the one that computes.
 
     The host runs ahead of the device. So what goes out is kept until the computing stream, which will use its memory
-    again, has been told to wait for the copy; and what comes back waits for what computes when it is asked for, which
-    no longer uses the memory that it takes. So both are bounded in the order of the streams.
+    again, waits for the copy; and a copy back waits for the computation under way when it is requested, which no longer
+    uses the memory that it takes. So both are bounded in the order of the streams.
 
     Args:
         device: Of all streams.

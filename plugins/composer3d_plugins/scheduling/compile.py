@@ -5,17 +5,27 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import Field
 
-from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin, select_fqns, torch_compat
+from composer3d import (
+    LayoutTraits,
+    Phase,
+    PluginError,
+    RunContext,
+    Transform,
+    hookimpl,
+    plugin,
+    select_fqns,
+    torch_compat,
+)
 
 if TYPE_CHECKING:
     from torch import nn
 
-# Other plugins say by this attribute of a forward that no compiler can follow it.
+# Other plugins mark with this attribute a forward that cannot be compiled.
 EAGER = "composer3d_eager"
 
 
@@ -25,7 +35,7 @@ class Compile:
 
     Blocks are compiled after recomputation, so that the compiler sees it, and before data parallelism, so that it does
     not see its collectives. The first step compiles: tens of seconds without a warm cache. Fused operators round less
-    often than one after the other; for `verify`, inductor is told to round as these do.
+    often than one after the other; for `verify`, inductor is set to round as these do.
     Memory: usually less than eager, because fused operators keep less.
     Collectives: none of its own.
 
@@ -34,8 +44,8 @@ class Compile:
         backend: A torch.compile backend.
         mode: A torch.compile mode.
         fullgraph: Fail where the compiler would fall back to Python inside a block. Where a plugin does something there
-            that no compiler can follow, such as dropout that differs between ranks along tp, or units of norms that
-            are gathered by themselves, that is run as it is.
+            that no compiler can follow, such as dropout that differs between ranks along tp, or units of norms that are
+            gathered by themselves, that is run as it is.
         dynamic: Compile for changing shapes; default: when torch sees them change.
     """
 
@@ -46,8 +56,13 @@ class Compile:
     dynamic: bool | None = None
 
     @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(is_compiled=True)
+
+    @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse what would fail in the first step, minutes later."""
+        """Refuse options that would fail in the first step, minutes later."""
         compiler = os.environ.get("CXX", "g++")
         if self.backend == "inductor" and context.device.type == "cpu" and shutil.which(compiler) is None:
             raise PluginError(
@@ -71,7 +86,7 @@ class Compile:
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         torch_compat.hide_compiler_warnings()
-        # A proof compares with one device that is not compiled: at a tie, as fake-quantised weights have them, a
+        # `verify` compares with one device that is not compiled: at a tie, as fake-quantised weights have them, a
         # rounding less between two operators decides for the other side.
         keep_roundings = self.backend == "inductor" and context.purpose == "verify"
         for fqn in fqns:
@@ -92,14 +107,14 @@ class Compile:
 
 
 def _run_eagerly(module: nn.Module) -> bool:
-    """Keep the compiler out of what a plugin does in Python inside a module; tell whether there is any."""
+    """Exclude the Python code of plugins inside a module from compilation; return whether there is any."""
     import torch
 
     forward = vars(module).get("forward")
     if getattr(forward, EAGER, False):
         module.forward = torch.compiler.disable(forward)
     elif isinstance(forward, functools.partial) and any(getattr(each, EAGER, False) for each in forward.args):
-        # A recomputed block: what is computed again is among the arguments.
+        # A recomputed block: what is recomputed is among the arguments.
         args = [torch.compiler.disable(each) if getattr(each, EAGER, False) else each for each in forward.args]
         module.forward = functools.partial(forward.func, *args, **forward.keywords)
     else:

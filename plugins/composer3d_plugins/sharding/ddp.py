@@ -1,14 +1,16 @@
-"""Data parallelism with whole copies of the model."""
+"""Data parallelism with a replica of the model on every rank."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     Role,
@@ -37,13 +39,18 @@ BUCKET_OPTIONS = (
 )
 
 
-@plugin(family="sharding", owns=("dp_replicate",))
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Replicate where nothing is sharded."""
+    return None if wanted.zero else {}
+
+
+@plugin(family="sharding", owns=("dp_replicate",), offer=LayoutOffer(table=_table, choices={"zero": (0,)}))
 class DDP:
-    """Keep the whole model on every rank of dp_replicate and average gradients.
+    """Replicate the model over the ranks of dp_replicate and average gradients.
 
     reducer = "unit": torch's replicate over FSDP2's machinery: DTensor parameters and the same hooks as FSDP2.
-        Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters
-        without dims, which that machinery leaves alone.
+        Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters without
+        dims, which FSDP2 does not handle.
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
         parameters; with broadcast_buffers one broadcast a buffer and forward.
@@ -69,6 +76,11 @@ class DDP:
     find_unused_parameters: bool | None = None
     bucket_mib: float | None = Field(default=None, gt=0)
     broadcast_buffers: bool | None = None
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(zero=0)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
@@ -119,7 +131,7 @@ class DDP:
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
         if self.reducer == "unit":
             return context.units(self.units)
-        # Here, where all plugins have said what they will do.
+        # Here, where all plugins have been configured.
         held = next((fqn for fqn in context.fqns if context.offload_policy(fqn) is not None), None)
         if held is not None:
             raise PluginError(
@@ -151,7 +163,7 @@ class DDP:
         return list(fqns)
 
     def _apply_buckets(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        # The reducer is given the parameters alone, so torch's own broadcast_buffers would do nothing.
+        # The reducer has the parameters alone, so torch's own broadcast_buffers would do nothing.
         options: dict[str, Any] = {
             "bucket_cap_mb" if name == "bucket_mib" else name: getattr(self, name)
             for name in BUCKET_OPTIONS
@@ -184,7 +196,7 @@ def _average_scalars(state: StepState) -> None:
 
 
 def _compute_in(model: nn.Module, context: RunContext) -> None:
-    """Let every module compute on its parameters in the dtype asked for, cast anew in each forward.
+    """Make every module compute on its parameters in param_dtype, cast in each forward.
 
     DistributedDataParallel's own mixed precision needs to hold the model's forward. The casts are inside the modules'
     forwards, not in hooks around a unit, so that recomputation repeats them; through them gradients reach the float32

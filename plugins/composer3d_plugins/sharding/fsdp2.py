@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     RunContext,
@@ -31,12 +33,21 @@ if TYPE_CHECKING:
 AXES = ("dp_replicate", "dp_shard")
 
 
-@plugin(family="sharding", owns=("dp_shard", "dp_replicate"))
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Shard at the ZeRO stage that is wanted."""
+    return {"zero": wanted.zero} if wanted.zero else None
+
+
+@plugin(
+    family="sharding",
+    owns=("dp_shard", "dp_replicate"),
+    offer=LayoutOffer(table=_table, choices={"zero": (1, 2, 3)}),
+)
 class FSDP2:
     """Shard parameters, gradients and optimizer state over dp_shard; with dp_replicate > 1, hybrid sharding (HSDP).
 
-    Parameters of a unit are gathered before it runs. What happens between its forward and its backward, and between
-    micro-batches, is the ZeRO stage. With U units (the root is one of them) and M micro-batches a step:
+    Parameters of a unit are gathered before it runs. The ZeRO stage determines when they are resharded and gradients
+    are reduced. With U units (the root is one of them) and M micro-batches a step:
 
     zero = 3: parameters are freed after every forward and gradients reduced after every backward.
         Memory: parameters, gradients and optimizer state / dp_shard, and one or two units unsharded.
@@ -59,15 +70,15 @@ class FSDP2:
         units: Patterns of the modules that are gathered as one; default: the model's blocks. The root is always a unit.
             A unit has one dtype, which is gathered and reduced as one: in a unit with several, modules of another one
             than most of its elements have become units of their own.
-        reshard_after_forward: Instead of the stage's choice: true, false, or the number of ranks among which
-            parameters are kept after the forward (it divides dp_shard): less memory than keeping them whole, and a
-            backward all-gather inside that smaller group. Only with zero = 3.
+        reshard_after_forward: Instead of the stage's choice: true, false, or the number of ranks among which parameters
+            are kept after the forward (it divides dp_shard): less memory than keeping them unsharded, and a backward
+            all-gather inside that smaller group. Only with zero = 3.
         reshard_root: Free the root's parameters after the forward too: M all-gathers more.
         forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch.
         backward_prefetch: The same in the backward.
-        ignored: Patterns of parameters that stay whole on every rank; their gradients are averaged in one all-reduce.
-            Parameters without dims, which have nothing to cut, are always among them, and those of another dtype than
-            others of the same module.
+        ignored: Patterns of parameters that stay replicated on every rank; their gradients are averaged in one
+            all-reduce. Parameters without dims, which cannot be sharded, are always among them, and those of another
+            dtype than others of the same module.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -79,8 +90,13 @@ class FSDP2:
     ignored: tuple[str, ...] = ()
 
     @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(zero=self.zero)
+
+    @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse settings that cannot be."""
+        """Refuse contradictory settings."""
         chosen = self.reshard_after_forward
         if chosen is not None and self.zero != 3:
             raise PluginError(
@@ -106,7 +122,7 @@ class FSDP2:
         )
 
     def _excluded(self) -> dict[str, str]:
-        """Exclude schedules for which parameters would be freed too early; where nothing is stated, they are kept."""
+        """Exclude schedules for which parameters would be resharded too early; by default they are kept."""
         asked = "reshard_root = true" if self.reshard_root else None
         if self.reshard_after_forward:
             asked = f"reshard_after_forward = {str(self.reshard_after_forward).lower()}"
@@ -120,9 +136,9 @@ class FSDP2:
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
-        """Decide before every micro-batch what is reduced and freed after it."""
+        """Set before every micro-batch which gradients are reduced and parameters resharded after it."""
         actions = [StepAction(name="fsdp2", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
-        # Where there are none, nothing asks for gradients after the backward.
+        # Without them, nothing reads gradients after the backward.
         if any(self._ignored_parameters(part.module, context) for part in context.parts):
             actions.append(StepAction(name="fsdp2.ignored", point=StepPoint.GRADIENTS_LOCAL, run=self._average_ignored))
         return actions
@@ -135,7 +151,7 @@ class FSDP2:
         return units if not more else [fqn for fqn in context.fqns if fqn and fqn in {*units, *more}] + [""]
 
     def _dtypes_of(self, model: nn.Module, units: Sequence[str], context: RunContext) -> Dtypes:
-        """Divide units by dtype; of what is tied to another module nothing is taken out of its unit."""
+        """Divide units by dtype; modules with parameters tied to another module stay in their unit."""
         tied = {name for group in context.ties for name in group}
         whole = {id(parameter) for parameter in self._ignored_parameters(model, context)}
         shared = {id(p) for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in tied}
@@ -201,11 +217,11 @@ class FSDP2:
 
 @dataclass(kw_only=True)
 class Dtypes:
-    """What units of several dtypes are divided into: torch gathers and reduces the parameters of a unit as one.
+    """Division of units of several dtypes: torch gathers and reduces the parameters of a unit as one buffer.
 
     Attributes:
         units: FQNs of the modules that become units of their own.
-        whole: FQNs of the parameters that stay whole, because their module has another dtype too.
+        whole: FQNs of the parameters that stay replicated, because their module has another dtype too.
     """
 
     units: list[str] = field(default_factory=list)
@@ -218,10 +234,10 @@ class Dtypes:
 
         Args:
             model: The part that holds it.
-            fqn: Its name.
-            others: All units.
-            whole: Identities of parameters that no unit has.
-            shared: Identities of parameters that other modules have too.
+            fqn: Of the unit.
+            others: FQNs of all units.
+            whole: `id` of parameters in no unit.
+            shared: `id` of parameters that other modules have too.
         """
         held: dict[str, list[tuple[str, nn.Parameter]]] = {}
         sizes: dict[torch.dtype, int] = {}

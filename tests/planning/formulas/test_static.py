@@ -163,7 +163,7 @@ def test_bytes_of_a_block_are_those_that_were_counted():
 
 @pytest.mark.parametrize(("zero", "gathers", "reductions"), [(3, 2 * 33 * 4 - 4, 33 * 4), (2, 33 * 4, 32), (1, 32, 32)])
 def test_collectives_of_sharding(zero, gathers, reductions):
-    # U units and M micro-batches, as README counts them; below stage 3 the root's gradients go with the blocks'.
+    # U units and M micro-batches, as plugins/README.md counts; below stage 3 the root's gradients go with the blocks'.
     counts = transfers(replace(RUN, dp_shard=4, zero=zero))
     assert counts[("all_gather", "dp_shard")] == gathers
     assert counts[("reduce_scatter", "dp_shard")] == reductions

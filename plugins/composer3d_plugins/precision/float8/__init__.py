@@ -1,4 +1,4 @@
-"""Linear layers multiplied in float8, by torchao."""
+"""Float8 training of linear layers, by torchao."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     RunContext,
@@ -29,29 +31,36 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+PRODUCTS = "float8_e4m3fn"
 _FSDP2_GATHERS = "all_gather = true: weights are gathered in float8 by FSDP2; nothing else gathers them"
 
 
-@plugin(family="precision")
-class Float8:
-    """Multiply the matrices of linear layers in float8; weights, gradients and the optimizer stay as they are.
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Multiply in float8 where products are to be of that dtype."""
+    return {} if wanted.product_dtype == PRODUCTS else None
 
-    Every operand is scaled so that its largest element is the largest of float8. The recipes differ in what has a scale
-    of its own: "tensorwise" a whole tensor, "rowwise" every row, "rowwise_with_gw_hp" every row, and the gradients of
+
+@plugin(family="precision", offer=LayoutOffer(table=_table, choices={"product_dtype": (PRODUCTS,)}))
+class Float8:
+    """Multiply the matrices of linear layers in float8; weights, gradients and the optimizer keep their dtypes.
+
+    Every operand is scaled so that its largest element is the largest of float8. The recipes differ in the granularity
+    of scales: "tensorwise" a whole tensor, "rowwise" every row, "rowwise_with_gw_hp" every row, and the gradients of
     weights are computed in the dtype of the activations. Where the device has no float8 products they are emulated by
     rounding to float8 and multiplying in the wider dtype, and the plan says so.
     Memory: float8 copies of the operands of the layer at work.
     Collectives: none of its own under data parallelism alone. all_gather = true: FSDP2 gathers converted weights as one
         byte an element, and after every optimizer step one all-reduce a mesh agrees on their scales. Under tp the
-        scales of cut tensors are agreed by all-reduces of one number, or one a row, for every cut operand and product.
+        scales of sharded tensors are agreed by all-reduces of one number, or one a row, for every sharded operand and
+        product.
 
     Source: Micikevicius et al., FP8 Formats for Deep Learning, arXiv:2209.05433; torchao.float8.
 
     Args:
-        recipe: What has a scale of its own.
-        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose
-            dims are multiples of 16, as the hardware needs.
-        exclude: Patterns of those that are left as they are.
+        recipe: Granularity of scales.
+        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims are
+            multiples of 16, as the hardware needs.
+        exclude: Patterns of layers that are not converted.
         min_dim: Leave layers whose input or output is smaller.
         auto: Leave layers that are too small to gain anything, by torchao's thresholds for the recipe.
         all_gather: FSDP2 gathers weights in float8. Only with "tensorwise".
@@ -67,8 +76,13 @@ class Float8:
     emulate: bool | None = None
 
     @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(product_dtype=PRODUCTS, gather_bytes=1 if self.all_gather else None)
+
+    @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse what torchao does not have."""
+        """Refuse recipes that torchao does not have."""
         if self.all_gather and self.recipe != "tensorwise":
             raise PluginError(
                 f'all_gather = true needs one scale a weight, and recipe = "{self.recipe}" has one a row; a rank holds '
@@ -105,7 +119,7 @@ class Float8:
             select=lambda model, context: context.units(None),
             apply=_apply_gather,
         )
-        # Otherwise the first step would scale each rank's cut along tp by itself, and all others the whole.
+        # Otherwise the first step would scale each rank's shard along tp alone, and all others the whole weight.
         scales = Transform(
             name="float8.scales",
             phase=Phase.MATERIALISE,
@@ -137,7 +151,7 @@ class Float8:
         return chosen
 
     def _select_again(self, model: nn.Module, context: RunContext) -> list[str]:
-        """Return what was chosen before, or say once more why nothing was."""
+        """Return the layers chosen before, or raise the same error again."""
         chosen: list[str] = context.state.get(self) or self._select(model, context)
         return chosen
 

@@ -1,4 +1,4 @@
-"""Which linear layers are converted, and how a module becomes another in its place."""
+"""Float8 linear layers: their selection, and the conversion of a module in place."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ def choose(
     """Return the FQNs of the layers to convert.
 
     Args:
-        model: The whole one.
-        fqns: Of its modules.
-        recipe: The recipe.
+        model: The whole model.
+        fqns: Of all its modules.
         modules: Patterns; None takes every linear layer whose dims are multiples of 16.
-        exclude: Patterns of what is left out.
-        min_dim: Elements.
-        auto: Whether thresholds decide as well.
+        exclude: Patterns of layers to leave out.
+        min_dim: Least number of input and of output features.
+        auto: Whether torchao's thresholds apply as well.
 
     Raises:
         PatternError: A pattern matches nothing.
@@ -77,7 +76,7 @@ def choose(
 
 
 def is_worthwhile(in_features: int, out_features: int, *, recipe: str) -> bool:
-    """Tell whether a layer gains by float8, by the thresholds that torchao measured on H100.
+    """Return whether a layer gains by float8, by the thresholds that torchao measured on H100.
 
     Source: torchao.float8, performance tables of its README and `_auto_filter_for_recipe`.
     """
@@ -89,7 +88,7 @@ def is_worthwhile(in_features: int, out_features: int, *, recipe: str) -> bool:
 
 
 def layer_class(*, by_row: bool) -> type[nn.Module]:
-    """Return torchao's layer, whose outputs are no views: FSDP2 warns about a head that hands one out.
+    """Return torchao's layer, whose outputs are no views: FSDP2 warns about a head that returns one.
 
     Args:
         by_row: Whether rows of the input have scales of their own. torchao cannot copy what has, and makes one row of
@@ -112,12 +111,12 @@ def layer_class(*, by_row: bool) -> type[nn.Module]:
 
 
 def convert(module: Any, config: Any, cls: type[nn.Module]) -> None:
-    """Let a linear layer compute as torchao's does.
+    """Make a linear layer compute as torchao's does.
 
     The module stays the object that it is, so that hooks on it and other names of it stay too.
 
     Args:
-        module: The layer.
+        module: The linear layer, weight_OI.
         config: torchao's.
         cls: From `layer_class`, one for all layers: the compiler tells them apart by it.
     """

@@ -1,4 +1,4 @@
-"""Weights gathered in float8: as bytes where the backend knows no float8, with scales agreed on beforehand."""
+"""All-gathers of float8 weights: as bytes where the backend has no float8, with scales agreed on beforehand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class ByteAllGather:
     """FSDP2's all-gather with both sides viewed as bytes."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return memory for what is gathered."""
+        """Return memory for the gathered tensor."""
         import torch
 
         return torch.empty(size, dtype=dtype, device=device)
@@ -33,7 +33,7 @@ class ByteAllGather:
 
 
 def needs_bytes(group: Any) -> bool:
-    """Tell whether a group's backend cannot carry float8: gloo knows no such type."""
+    """Return whether a group's backend cannot carry float8: gloo knows no such type."""
     import torch.distributed as dist
 
     return dist.get_backend(group) == "gloo"

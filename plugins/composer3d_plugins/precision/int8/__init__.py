@@ -1,4 +1,4 @@
-"""Linear layers multiplied in int8, by torchao."""
+"""Int8 training of linear layers, by torchao."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 @plugin(family="precision")
 class Int8:
-    """Multiply the matrices of linear layers in int8; weights, gradients and the optimizer stay as they are.
+    """Multiply the matrices of linear layers in int8; weights, gradients and the optimizer keep their dtypes.
 
     Every row of the one operand and every column of the other has a scale of its own, its largest element. Each of the
-    three products of a layer may be left in the dtype of the activations. Under tp ranks agree on the scales of what is
-    cut, so that they are those of one device.
+    three products of a layer may be left in the dtype of the activations. Under tp ranks agree on the scales of sharded
+    operands, so that they are those of one device.
     Memory: int8 copies of the operands of the layer at work.
-    Collectives: none of its own under data parallelism. Under tp one all-reduce (a maximum) a layer that is cut, in the
-        forward if it is cut along its inputs, of a number a token and output; else in the backward, of a number a token
-        and input.
+    Collectives: none of its own under data parallelism. Under tp one all-reduce (a maximum) a sharded layer, in the
+        forward if it is sharded along its inputs, of a number a token and output; else in the backward, of a number a
+        token and input.
 
     Source: torchao's int8 mixed-precision training; Xi et al., Jetfire, arXiv:2403.12422.
 
@@ -43,9 +43,9 @@ class Int8:
         output: Multiply inputs and weights in int8.
         grad_input: Multiply gradients of outputs and weights in int8.
         grad_weight: Multiply inputs and gradients of outputs in int8.
-        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims
-            are multiples of 16, as the hardware needs.
-        exclude: Patterns of those that are left as they are.
+        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims are
+            multiples of 16, as the hardware needs.
+        exclude: Patterns of layers that are not converted.
     """
 
     output: bool = True
@@ -56,7 +56,7 @@ class Int8:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse to do nothing."""
+        """Refuse a table without any int8 product."""
         if not (self.output or self.grad_input or self.grad_weight):
             raise PluginError("output, grad_input and grad_weight are false, so nothing is multiplied in int8")
 

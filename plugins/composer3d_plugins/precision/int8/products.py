@@ -1,4 +1,4 @@
-"""The three products of a linear layer in int8, also where a rank has a share of what one of them sums over."""
+"""The three int8 products of a linear layer, also where the summed dim of one of them is sharded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Form:
     """Which products are in int8.
 
     Args:
-        output: Of inputs and weights.
-        grad_input: Of gradients of outputs and weights.
-        grad_weight: Of inputs and gradients of outputs.
+        output: y_NO = x_NI w_OI^T, for N tokens, I inputs and O outputs.
+        grad_input: dx_NI = dy_NO w_OI.
+        grad_weight: dw_OI = dy_NO^T x_NI.
         multiply: torchao's product of int8 matrices with a scale a row and a scale a column.
     """
 
@@ -36,11 +36,11 @@ class Form:
 
 
 class Products(torch.autograd.Function):
-    """torchao's int8 linear layer, on the whole or on a share with the scales of the whole.
+    """torchao's int8 linear layer, on whole operands or on local shards with the scales of the whole.
 
     torchao's own Function takes its options as an object that the compiler cannot put into a graph, and views gradients
     as matrices, which slices of a sequence are not.
-    Collectives: of a share one all-reduce for the product that sums over what is cut, of a number a row of the one
+    Collectives: on shards one all-reduce for the product that sums over the sharded dim, of a number a row of the one
         operand and a column of the other.
     """
 
@@ -78,7 +78,7 @@ def _agreeing(share: Share | None, of: str) -> Share | None:
 
 
 def _product(a: Tensor, b: Tensor, share: Share | None, form: Form) -> Tensor:
-    """Return `a @ b`, with a scale a row of `a` and a column of `b`, agreed on if what is summed over is cut."""
+    """Return a_RK @ b_KC, with a scale per row of `a` and column of `b`, all-reduced if K is sharded."""
     rows, columns = a.flatten(0, -2), b.T
     largest = torch.cat([rows.abs().amax(1), columns.abs().amax(1)])
     if share is not None:

@@ -1,4 +1,4 @@
-"""Adam's moments in 8 or 4 bits an element, in torchao's formats."""
+"""Low-bit optimizer state: Adam's moments in 8 or 4 bits an element, in torchao's formats."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from composer3d import PluginError, RunContext, hookimpl, plugin
+from composer3d import LayoutTraits, PluginError, RunContext, hookimpl, plugin
 from composer3d_plugins.precision.low_bit_optimizer.adam import low_bit
 from composer3d_plugins.precision.low_bit_optimizer.moments import FORMATS, Format
 
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 MIN_NUMEL = 4096
+# Of the two float32 moments of a parameter: elements and the scales of their blocks.
+STATE_PARTS = {"8bit": 0.26, "4bit": 0.14, "fp8": 0.26}
 
 
 @plugin(family="precision")
@@ -24,9 +26,8 @@ class LowBitOptimizer:
     A block of elements shares a float32 scale. "8bit" and "4bit" look elements up in a table that is denser near zero,
     "fp8" rounds them to float8. A second moment above zero stays above it; as torchao rounds, that of a gradient below
     a 2500th ("fp8": a 700th) of its block's greatest becomes zero, and the element steps by thousands of learning rates
-    once it has no gradient. It works on what a rank holds of a parameter, so every layout does. Checkpoints hold the
-    moments in float32: they load in any layout, and into AdamW itself; in the same layout a resumed run is the same to
-    the last bit.
+    once it has no gradient. It works on local shards, so in every layout. Checkpoints hold the moments in float32: they
+    load in any layout, and into AdamW itself; in the same layout a resumed run is bit-identical.
     Memory: a byte ("4bit": half) an element and moment, 4 bytes a block, for the tables 1 KiB ("4bit": 64 bytes, "fp8":
         none) a moment and parameter; small tensors keep float32. One parameter's moments in float32 while it is
         stepped; all of them while a checkpoint is saved or loaded.
@@ -36,7 +37,7 @@ class LowBitOptimizer:
     Optimizers with 4-bit States, arXiv:2309.01507; torchao.optim.
 
     Args:
-        format: How moments are kept.
+        format: Of the quantised moments.
         block_size: Elements that share a scale; default 256, and 128 for "4bit".
         min_numel: Tensors of which a rank holds fewer elements keep float32 moments, as those that are no multiple of
             block_size.
@@ -47,15 +48,20 @@ class LowBitOptimizer:
     min_numel: int = Field(default=MIN_NUMEL, ge=1)
 
     @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(state_bytes=8 * STATE_PARTS[self.format])
+
+    @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Say that the optimizer is made here, where two plugins cannot make it."""
+        """Claim the optimizer, which only one plugin can make."""
         context.claim("optimizer", by=self, each_alone=True)
 
     @hookimpl
     def composer3d_optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> Optimizer:
-        """Make the optimizer in place of Adam or AdamW."""
+        """Make the optimizer, a subclass of Adam or AdamW."""
         import torch
 
         if cls not in (torch.optim.AdamW, torch.optim.Adam):
@@ -75,7 +81,7 @@ class LowBitOptimizer:
         return low_bit(cls, form)(kept)
 
     def _refuse_to_do_nothing(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Look at all parameters, which only a check has whole: a stage may hold small ones alone.
+        """Refuse if every parameter is too small; decided on the whole model, since a stage may hold small ones alone.
 
         With the number that is the default a model may be small: then it tries out what a larger one will do.
         """

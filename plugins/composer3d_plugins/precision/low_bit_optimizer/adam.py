@@ -1,4 +1,4 @@
-"""Adam and AdamW that keep their moments quantised."""
+"""Adam and AdamW with quantised moments."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def low_bit(cls: type[Optimizer], form: Format) -> Any:
     """Return a subclass of Adam or AdamW of the same name, whose moments are kept in a format.
 
     Args:
-        cls: The class that was asked for.
-        form: Of the moments.
+        cls: The requested class.
+        form: Format of the moments.
     """
     from torch.optim import AdamW
 
@@ -46,12 +46,12 @@ def low_bit(cls: type[Optimizer], form: Format) -> Any:
                             _update(parameter, state, group, decays_weights=decays_weights)
 
         def load_state_dict(self, state_dict: Any) -> None:
-            """Refuse: torch would cast what it is given to the dtype of parameters."""
+            """Refuse: torch would cast the state to the dtype of parameters."""
             raise NotImplementedError("composer3d saves and loads the state of this optimizer with run.save, run.load")
 
         @contextlib.contextmanager
         def plain_state(self, *, write: bool) -> Iterator[None]:
-            """Hold the moments in float32 for a checkpoint; see `composer3d.checkpoint`."""
+            """Convert the moments to float32 for a checkpoint; see `composer3d.checkpoint`."""
             with _plain_state(self.state, write=write):
                 yield
 
@@ -90,7 +90,7 @@ def _initialise(state: dict[str, Any], parameter: Tensor, form: Format, *, has_m
 
 
 def _update(parameter: Any, state: dict[str, Any], group: dict[str, Any], *, decays_weights: bool) -> None:
-    """Step one parameter in float32, on what this rank holds of it.
+    """Step this rank's shard of one parameter in float32.
 
     The operations are those of torchao, in order, but that no second moment above zero is rounded to zero.
     """
@@ -123,7 +123,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _like(parameter: Any, local: torch.Tensor) -> Tensor:
-    """Return a rank's values as a tensor that is cut as its parameter is."""
+    """Return a local tensor as a DTensor with the placements of its parameter, if that is one."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(parameter, DTensor):

@@ -1,4 +1,7 @@
-"""Moments quantised block by block, and back."""
+"""Codec of moments: block-wise quantisation and dequantisation.
+
+A plain moment of shape [...] is m_N, quantised as codes of N / block_size blocks with one float32 scale each.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ _NEIGHBOURS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How moments are kept.
+    """Format of quantised moments.
 
     Args:
-        kind: Which of torchao's tensors.
-        block_size: Elements that share a scale.
-        min_numel: Smaller tensors stay as they are.
+        kind: Name of torchao's tensor class.
+        block_size: Elements that share a float32 scale.
+        min_numel: Tensors with fewer local elements stay float32.
     """
 
     kind: Literal["8bit", "4bit", "fp8"]
@@ -60,16 +63,16 @@ def dequantised(moment: Any) -> Tensor:
 
 
 def kept_above_zero(moment: Any, values: Tensor) -> Tensor:
-    """Raise what is above zero and would be rounded to zero to the smallest number that the format has.
+    """Raise values above zero that would be rounded to zero to the format's smallest number.
 
     A second moment reaches zero long before the first one beside it does, for it is a square. Adam then divides by eps
     alone, or by what the last gradient gave alone: an element whose gradient is 1e-4 of its block's greatest would step
-    by thousands of learning rates once it has none. A second moment that is too large makes the step too short instead.
+    by thousands of learning rates once it has none. A second moment that is too large shortens the step instead.
     Source: Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, on the zero point.
 
     Args:
-        moment: That will hold the values; quantised or not.
-        values: Of second moments, not negative, float32.
+        moment: Destination of the values; quantised or not.
+        values: Second moments of its shape, not negative, float32.
     """
     import torch
 
@@ -78,18 +81,18 @@ def kept_above_zero(moment: Any, values: Tensor) -> Tensor:
     blocks = values.reshape(moment.scale.numel(), -1)
     # torchao takes no smaller number for a block's largest.
     smallest = _smallest(moment) * blocks.amax(-1, keepdim=True).clamp(min=1e-12)
-    # What is near the smallest is rounded to it, and what came out of a moment is to go into it as it is.
+    # Values near the smallest are rounded to it, and dequantised values have to round-trip.
     raised = (blocks > 0) & (blocks < 0.75 * smallest)
     return torch.where(raised, smallest, blocks).view(values.shape)
 
 
 def requantise_(moment: Any, values: Tensor) -> None:
-    """Write values into a moment so that values which came out of such a moment come out of it again, bit for bit.
+    """Write values into a moment so that values dequantised from such a moment round-trip bit for bit.
 
     Quantising takes a block's largest element for its scale, and the table's smallest entry is not minus the largest:
     if the largest element was negative, its rounded value gives another scale. So the scales that may have been are
     tried, each with its nearest numbers, and a block takes the first that gives its values back. Where none does, since
-    another layout cut the blocks, it is quantised anew.
+    another layout has other blocks, it is quantised from scratch.
 
     Args:
         moment: Quantised or not; changed in place.
@@ -151,7 +154,7 @@ def _shifted(scale: Tensor, offset: int) -> Tensor:
 
 
 def _write(moment: Any, blocks: Tensor, scale: Tensor) -> None:
-    """Quantise blocks with given scales: a largest element of the right size makes torchao take that scale."""
+    """Quantise blocks `[N / block_size, block_size]` with given scales, which a largest element enforces."""
     import torch
 
     normalised = blocks / scale.clamp(min=1e-38).view(-1, 1)

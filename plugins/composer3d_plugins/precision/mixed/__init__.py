@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
     Dtypes,
     GradScaler,
+    LayoutOffer,
+    LayoutTraits,
     Metric,
     Phase,
     PluginError,
@@ -31,10 +33,16 @@ if TYPE_CHECKING:
     from torch import nn
 
 Name = Literal["bfloat16", "float16", "float32"]
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 SCALE = ("initial_scale", "growth_factor", "backoff_factor", "growth_interval")
 
 
-@plugin(family="precision")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Compute in bfloat16, which is the default of `param_dtype`."""
+    return {} if wanted.compute_dtype == "bfloat16" else None
+
+
+@plugin(family="precision", offer=LayoutOffer(table=_table, choices={"compute_dtype": ("bfloat16",)}))
 class Mixed:
     """Compute in bfloat16 or float16 on weights that stay float32 in the optimizer, and reduce gradients in float32.
 
@@ -42,7 +50,7 @@ class Mixed:
     so that it means the same thing in every layout. Parameters without dims stay float32: they widen no result. With
     float16 the loss is scaled, so that small gradients survive; a step in which a gradient of any rank is not finite is
     skipped on all ranks, and all of them lower the scale. The metrics then have `loss_scale` and `overflow_steps`, the
-    number of steps skipped so far. What is saved is float32, so a run may go on in another precision.
+    number of steps skipped so far. Checkpoints are float32, so a run may resume in another precision.
     Memory: float32 shards, and the unit at work in param_dtype.
     Collectives: none of its own; all-gathers carry param_dtype, reductions reduce_dtype. float16: the one vote a step
         that every reason to skip shares. norms = "float32_units": those of one unit more for every norm.
@@ -51,18 +59,18 @@ class Mixed:
 
     Args:
         param_dtype: Of parameters and activations in forward and backward.
-        reduce_dtype: Of gradients on the wire.
+        reduce_dtype: Of gradients in reductions.
         output_dtype: Of the model's outputs; default: as they come, and float32 with float16, in which a summed loss
             would overflow.
-        buffer_dtype: Floating-point buffers are kept in it; default: as they are.
+        buffer_dtype: Of floating-point buffers; default: unchanged.
         norms: "as_others": on weights and inputs in param_dtype. "float32": the same weights and inputs, computed on in
             float32, as norms with running statistics of another dtype (BatchNorm) are in any case. "float32_units": on
             float32 weights, which are gathered and reduced as units of their own.
         norm_modules: Patterns of the norms; default: torch's norms, and modules whose class name ends in "Norm".
         initial_scale: Of the loss; default 65536. Only with float16, as all that follow.
-        growth_factor: What the scale is multiplied with after growth_interval steps without overflow; default 2.
-        backoff_factor: What it is multiplied with after an overflow; default 0.5.
-        growth_interval: Steps; default 2000.
+        growth_factor: Factor of the scale after growth_interval steps without overflow; default 2.
+        backoff_factor: Factor of the scale after an overflow; default 0.5.
+        growth_interval: Steps without overflow before the scale grows; default 2000.
     """
 
     param_dtype: Name = "bfloat16"
@@ -75,6 +83,13 @@ class Mixed:
     growth_factor: float | None = Field(default=None, gt=1)
     backoff_factor: float | None = Field(default=None, gt=0, lt=1)
     growth_interval: int | None = Field(default=None, ge=1)
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(
+            compute_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype, gather_bytes=BYTES[self.param_dtype]
+        )
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
@@ -100,7 +115,7 @@ class Mixed:
 
     @hookimpl
     def composer3d_dtypes(self, context: RunContext, fqn: str) -> Dtypes:
-        """Give units their dtypes: norms that are units of their own compute in float32, and only the root is cast."""
+        """Return a unit's dtypes: norms that are units of their own compute in float32; only the root casts outputs."""
         param, reduce = _dtype(self.param_dtype), _dtype(self.reduce_dtype)
         if any(f"{fqn}.".startswith(f"{unit}.") for unit in context.own_units):
             return Dtypes(param=_dtype("float32"), reduce=_dtype("float32"), output=param)

@@ -30,9 +30,9 @@ def find_statistics(model: nn.Module, dtype: torch.dtype, buffer_dtype: torch.dt
     """Return the FQNs of torch's norms whose running statistics are of another dtype than their weights will be.
 
     Args:
-        model: As it is before it is changed.
+        model: Before its conversion.
         dtype: Of weights and inputs.
-        buffer_dtype: That buffers will be kept in; None for the one they have.
+        buffer_dtype: Of buffers after conversion; None for their own.
     """
     from torch import nn
 
@@ -43,7 +43,7 @@ def find_statistics(model: nn.Module, dtype: torch.dtype, buffer_dtype: torch.dt
 
 
 def compute_in_float32(module: nn.Module) -> None:
-    """Let a module compute on its parameters and inputs in float32, and return what it returns in its input's dtype.
+    """Make a module compute on its parameters and inputs in float32, and cast its output to the input's dtype.
 
     The casts are inside the forward, so that recomputation repeats them; gradients reach the weights through them.
     Running statistics that are kept in a narrower dtype are rounded to it once they are updated.

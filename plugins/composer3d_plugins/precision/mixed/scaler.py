@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: the largest power of two that does not overflow, found by trying."""
+"""Dynamic loss scaling: the largest power of two that does not overflow, found by trial."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class DynamicScaler:
     """Multiply losses so that small gradients survive float16; the core agrees with all ranks on what overflowed.
 
     torch's own GradScaler asks only the mesh of each parameter: ranks with other parameters, as stages of a pipeline
-    are, would keep other scales and nobody would be told. Here a rank only says what it found.
+    are, would keep other scales without an error. Here a rank only reports what it found.
 
     Args:
-        scale: To begin with.
-        growth: What the scale is multiplied with after `interval` good steps in a row.
-        backoff: What it is multiplied with after a skipped step.
-        interval: Steps.
+        scale: Initial factor of the loss.
+        growth: Factor of the scale after `interval` steps in a row without overflow.
+        backoff: Factor of the scale after a skipped step, below 1.
+        interval: Steps without overflow before the scale grows.
     """
 
-    # A run in float16 may go on in bfloat16, and the other way round: the scale is found by trying.
+    # A run in float16 may resume in bfloat16, and the other way round: the scale is found by trial.
     is_dispensable = True
 
     def __init__(self, *, scale: float, growth: float, backoff: float, interval: int) -> None:
@@ -43,9 +43,9 @@ class DynamicScaler:
         return (loss.float() if loss.dtype.itemsize < 4 else loss) * self.factor
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Divide this rank's gradients; tell whether one of them was not finite.
+        """Divide this rank's gradients by the scale; return whether one of them was not finite.
 
-        Memory: a number a gradient. Collectives: none; the core asks all ranks.
+        Memory: a number a gradient. Collectives: none; the core reduces the votes of all ranks.
         """
         import torch
 
@@ -84,11 +84,11 @@ class DynamicScaler:
             self.num_good = 0
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what a resumed run goes on with."""
+        """Return the scale and its counters, from which a resumed run continues."""
         return {"scale": self.factor, "num_good": self.num_good, "num_overflows": self.num_overflows}
 
     def load_state_dict(self, state: dict[str, Any], /) -> None:
-        """Take it back."""
+        """Restore the scale and its counters."""
         self.factor, self.num_good = float(state["scale"]), int(state["num_good"])
         self.num_overflows = int(state["num_overflows"])
 

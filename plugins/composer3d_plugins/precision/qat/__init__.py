@@ -18,24 +18,25 @@ if TYPE_CHECKING:
 class QAT:
     """Train linear layers with the rounding that they will have when they are quantised.
 
-    Weights, and with activations = "int8" the inputs of every token, are rounded and brought back in the forward;
-    gradients pass as if they were not. What is trained and saved are the weights themselves: `composer3d export
-    --quantise` writes the quantised model that was trained for, in torchao's tensors. Under tp ranks agree on the
-    scales of what is cut, so that they are those of one device.
+    Weights, and with activations = "int8" the inputs of every token, are quantised and dequantised in the forward;
+    gradients pass straight through. The weights themselves are trained and saved: `composer3d export --quantise` writes
+    the quantised model that was trained for, in torchao's tensors. Under tp ranks agree on the scales of sharded
+    operands, so that they are those of one device.
     Memory: rounded copies of the operands of the layer at work.
     Collectives: none of its own under data parallelism. Under tp one all-reduce (a maximum) in the forward of a layer
-        that is cut along its inputs, of two numbers a token, and another one where the cut runs through a group of its
-        weight, of a number a group.
+        that is sharded along its inputs, of two numbers a token, and another one where a shard boundary splits a group
+        of its weight, of a number a group.
 
     Source: Jacob et al., Quantization and Training of Neural Networks, arXiv:1712.05877; torchao.quantization.qat.
 
     Args:
-        weights: Their dtype.
-        group_size: Neighbours in a row of a weight that share a scale, at least 2: a weight alone would be its scale.
+        weights: Dtype of the quantised weights.
+        group_size: Neighbours in a row of a weight that share a scale, at least 2: a group of one weight would be its
+            own scale.
         activations: "int8" scales every token by itself; "none" leaves them.
-        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims
-            are multiples of group_size.
-        exclude: Patterns of those that are left as they are.
+        modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims are
+            multiples of group_size.
+        exclude: Patterns of layers that are not converted.
     """
 
     weights: Literal["int4", "int8"] = "int4"

@@ -1,4 +1,4 @@
-"""The quantised weights that were trained for, in torchao's formats."""
+"""Export of quantised weights, in torchao's formats."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["described", "flattened", "quantised"]
 
 
 def quantised(weight: Tensor, *, dtype: str, group_size: int, activations: str) -> Tensor:
-    """Return a weight as torchao's tensor, whose products round as those of the trained layer.
+    """Return a weight as torchao's tensor, whose products round like the trained layer's.
 
     Args:
-        weight: `[out, in]`.
-        dtype: Of its numbers.
+        weight: weight_OI, `[out, in]`.
+        dtype: Of the codes.
         group_size: Neighbours in a row that share a scale.
         activations: "int8": its products round every token, too.
     """
@@ -43,7 +43,7 @@ def _config(*, dtype: str, group_size: int, activations: str) -> Any:
 
 
 def described(model: nn.Module, *, sources: Mapping[str, str], **options: Any) -> dict[str, Any]:
-    """Return what `config.json` says of `flattened` weights, for `from_pretrained` of transformers.
+    """Return the `config.json` entry for `flattened` weights, for `from_pretrained` of transformers.
 
     Args:
         model: Whole.
@@ -68,13 +68,13 @@ def described(model: nn.Module, *, sources: Mapping[str, str], **options: Any) -
 def flattened(
     tensors: Mapping[str, Tensor], *, sources: Mapping[str, str], dtype: str, group_size: int, activations: str
 ) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return a file's tensors, some quantised, and metadata, as torchao takes them apart for safetensors.
+    """Return a file's tensors, some quantised, and metadata, as torchao flattens them for safetensors.
 
-    `torchao.prototype.safetensors.safetensors_support.unflatten_tensor_state_dict` puts them together again.
+    `torchao.prototype.safetensors.safetensors_support.unflatten_tensor_state_dict` restores them.
 
     Args:
         tensors: By name.
-        sources: What is quantised, by the name that it gets: another one where a weight is tied to what is no product.
+        sources: Names of quantised weights by exported name: another one where a weight is tied to an embedding.
         dtype: See `quantised`, as what follows.
         group_size: See there.
         activations: See there.
@@ -83,7 +83,7 @@ def flattened(
     options: dict[str, Any] = {"dtype": dtype, "group_size": group_size, "activations": activations}
     here = {name: tensors[source] for name, source in sources.items() if source in tensors}
     made = {**tensors, **{name: quantised(tensor, **options) for name, tensor in here.items()}}
-    # torchao knows only tensors of modules; one that belongs to no module is beside what it reads.
+    # torchao reads only tensors of modules, and ignores one that belongs to no module.
     own = {name: tensor for name, tensor in made.items() if "." in name}
     flat, metadata = support.flatten_tensor_state_dict(own)
     alone = {name: tensor for name, tensor in made.items() if name not in own}

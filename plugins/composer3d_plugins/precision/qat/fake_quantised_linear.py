@@ -1,4 +1,7 @@
-"""A linear layer whose operands are rounded as they will be when it is quantised, also where tp cut it."""
+"""Fake-quantised linear layer, also where tp has sharded it.
+
+Shapes: x_...I inputs, weight_OI, y_...O outputs; a rank of tp may hold x_...(I/T) and weight_O(I/T).
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,15 @@ __all__ = ["Pieces", "Rounding"]
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """Groups of a weight's columns of which a rank has only some.
+    """Groups of a weight's columns that shard boundaries split.
 
-    torchao rounds whole groups. So each piece of one is filled up with copies of the largest element of its group.
+    torchao rounds whole groups. So each piece of one is padded with copies of the largest element of its group.
 
     Args:
         groups: The group of every column that the rank has, `[columns]`.
-        slots: What stands in the filled weight, `[pieces * group_size]`: a column, or behind the columns a group.
-        back: Where the columns stand in it, `[columns]`.
+        slots: Content of the padded weight, `[pieces * group_size]`: index of a column, or after the columns of a
+            group.
+        back: Position of each column in it, `[columns]`.
         num_groups: Of the whole weight.
     """
 
@@ -36,7 +40,7 @@ class Pieces:
 
     @classmethod
     def of(cls, columns: Sequence[int], *, size: int, num_groups: int, device: torch.device) -> Pieces | None:
-        """Return them, None where every group of a rank's columns is whole, in order, and by itself."""
+        """Return the pieces; None where every group of a rank's columns is whole and in order."""
         import torch
 
         if not len(columns) % size and all(
@@ -55,7 +59,7 @@ class Pieces:
         return cls(groups=of_columns, slots=of_slots, back=of_back, num_groups=num_groups)
 
     def rounded(self, weight: Tensor, quantiser: Any, share: Share) -> Tensor:
-        """Return a share `[rows, columns]`, rounded with the scales of the whole.
+        """Return a local shard `[rows, columns]`, rounded with the scales of the whole weight.
 
         Collectives: one all-reduce.
         """
@@ -75,7 +79,7 @@ class Rounding:
     Args:
         of_weights: Rounds `[rows, columns]` by groups of columns.
         of_tokens: Rounds `[..., in]` by tokens; None leaves them.
-        group_size: Columns.
+        group_size: Columns that share a scale.
     """
 
     of_weights: Any
@@ -84,7 +88,7 @@ class Rounding:
 
     @classmethod
     def of(cls, *, weights: str, group_size: int, activations: str) -> Rounding:
-        """Make them for dtypes by name."""
+        """Make the quantisers of dtypes by name."""
         import torch
 
         qat: Any = torch_compat.import_torchao("torchao.quantization.qat")
@@ -121,7 +125,7 @@ class Rounding:
         return F.linear(x, pieces.rounded(weight, self.of_weights, share), bias)
 
     def _tokens(self, x: Tensor, share: Share) -> Tensor:
-        """Round shares of tokens `[..., in]` by the range of the whole, which stands beside them for torchao to see."""
+        """Round sharded tokens x_...(I/T) by the range of x_...I, appended to them for torchao to see."""
         import torch
 
         own = x.detach()
@@ -131,7 +135,7 @@ class Rounding:
         return rounded[..., :-2]
 
     def _pieces(self, module: Any, share: Share, context: RunContext) -> Pieces | None:
-        """Return pieces of groups, if the cut of the inputs runs through any."""
+        """Return pieces of groups, if the shard boundary of the inputs splits any."""
         order = context.orders.get(f"{module.fqn}.weight")
         stored: Sequence[int] = range(module.weight.shape[1])
         if order is not None and order.dim == 1:

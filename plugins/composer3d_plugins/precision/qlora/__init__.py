@@ -42,25 +42,25 @@ if TYPE_CHECKING:
 class QLoRA:
     """Freeze the model and train low-rank adapters beside its linear layers: y = W x + alpha / rank * B A x.
 
-    With quantize = "nf4" the weights of the linear layers in blocks, and of those with adapters, are quantised in full
-    as they arrive, so in every layout to the same values, and multiplied after they are dequantised. Of NF4, 64
-    neighbours of a row share a scale of one byte, and `scale_block` scales a factor and a mean. Layers whose rows are
-    no multiple of 64 are kept as they are. quantize = "none" is LoRA. Linear layers are torch's, and those of GPT-2 in
+    With quantize = "nf4" the weights of the linear layers in blocks, and of those with adapters, are quantised before
+    sharding as they arrive, so in every layout to the same values, and multiplied after they are dequantised. Of NF4,
+    64 neighbours of a row share a scale of one byte, and `scale_block` scales a factor and a mean. Layers whose rows
+    are no multiple of 64 are not quantised. quantize = "none" is LoRA. Linear layers are torch's, and those of GPT-2 in
     transformers. A starts uniform, B at zero. The gradients of adapters are those of one device; only adapters are
     trained, and saved: `composer3d export --merge` puts them into the weights that they were trained on.
     Memory: of a quantised weight 33 + 8 / scale_block bytes for 64 elements, divided as the layout divides weights, and
-        9 bytes more (8 between scales) wherever tp cuts a row through what shares a factor; the
+        9 bytes more (8 between scales) wherever tp shards a row within scales that share a factor; the
         values of the layer at work; adapters of rank * (in + out) elements, whose gradients and optimizer state are the
         only ones. While weights arrive, some copies of one of them.
     Collectives: none of its own under data parallelism: frozen parameters have no gradients to reduce. Under tp one
-        all-reduce a step for every adapter matrix that is not cut.
+        all-reduce a step for every adapter matrix that is not sharded.
 
     Source: Dettmers et al., QLoRA, arXiv:2305.14314; Hu et al., LoRA, arXiv:2106.09685; torchao's NF4.
 
     Args:
-        rank: Of the adapters.
-        alpha: Their product counts alpha / rank; default: twice the rank.
-        dropout: Of what the adapters are given.
+        rank: Inner dim of the adapters.
+        alpha: The adapters' product is scaled by alpha / rank; default: twice the rank.
+        dropout: Probability of dropout on the adapters' inputs.
         modules: Patterns of linear layers with adapters, or of modules whose linear layers have them; default: those in
             the model's blocks.
         quantize: "nf4", or "none".
@@ -89,7 +89,7 @@ class QLoRA:
 
     @hookimpl
     def composer3d_convert(self, context: RunContext) -> Transform:
-        """Make the adapters; the weights are stored once they are cut, so that other plugins cut what they know."""
+        """Make the adapters; weights are stored once sharded, so that other plugins shard plain ones."""
         reason = "both replace what the same linear layers compute; float8 has no products of 4-bit weights"
         return Transform(
             name="qlora",
@@ -102,7 +102,7 @@ class QLoRA:
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> list[Transform]:
-        """Store what is quantised, cut adapters as their weights are, and give them their values."""
+        """Store quantised weights, shard adapters like their weights, and initialise them."""
         store = Transform(
             name="qlora.store",
             phase=Phase.TENSOR,
@@ -133,7 +133,7 @@ class QLoRA:
 
     @hookimpl
     def composer3d_state(self, context: RunContext) -> Mapping[str, Stateful]:
-        """Save by what the frozen weights are known again."""
+        """Save digests that identify the frozen weights."""
         return {"base": context.state[self]}
 
     # ---- which layers ------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ class QLoRA:
         return list(dict.fromkeys([*chosen.quantised, *chosen.adapted]))
 
     def _select_cut(self, model: nn.Module, context: RunContext) -> list[str]:
-        """Fit the formats to what tp will cut; the values stay what they are."""
+        """Adapt the formats to tp's shards; the values do not change."""
         chosen: Chosen | None = context.state.get(self)
         for fqn, form in list(chosen.quantised.items()) if chosen is not None else ():
             dim, runs = context.cuts.get(f"{fqn}.weight", (0, ()))
@@ -214,7 +214,7 @@ class QLoRA:
         weight: Tensor,
         read: Callable[[str], Tensor],
     ) -> Tensor:
-        """Return a parameter as an exported model has it: what was multiplied by, and the adapters' product."""
+        """Return a parameter of the exported model: the dequantised weight plus the adapters' product."""
         from composer3d_plugins.precision.qlora.nf4 import levels
 
         base = weight if form is None else form.dequantised(form.quantised(weight), levels("cpu"))
@@ -254,7 +254,7 @@ class QLoRA:
             module: Any = model.get_submodule(fqn)
             order = context.orders.get(f"{fqn}.weight")
             if order is not None and fqn in chosen.adapted:
-                # Of a weight that is kept in another order, so is the adapter's matrix that has these rows or columns.
+                # An adapter matrix with the rows or columns of a reordered weight is reordered alike.
                 name, dim = ("lora_b", 0) if (order.dim == 0) != module.adapter.is_transposed else ("lora_a", 1)
                 context.reorder(f"{fqn}.{name}", dim=dim, runs=order.runs)
             _cut_adapters(module)
@@ -290,7 +290,7 @@ class QLoRA:
 
 
 def _inside(patterns: Sequence[str], layers: Mapping[str, Any], context: RunContext) -> list[str]:
-    """Return the linear layers that patterns match, or that are inside of what they match."""
+    """Return the linear layers that patterns match, or that are inside of matched modules."""
     found: list[str] = []
     for pattern in patterns:
         inside = [
@@ -303,13 +303,13 @@ def _inside(patterns: Sequence[str], layers: Mapping[str, Any], context: RunCont
 
 
 def _enclosing(fqn: str) -> list[str]:
-    """Return the FQNs of what a module is in, and its own."""
+    """Return the FQNs of the modules around one, and its own."""
     names = fqn.split(".")
     return [".".join(names[:end]) for end in range(1, len(names) + 1)]
 
 
 def _cut_adapters(module: Any) -> None:
-    """Cut a layer's adapters over tp as its weight is cut; what its cut does not reach is whole on every rank."""
+    """Shard a layer's adapters over tp like its weight; a matrix without the sharded dim stays replicated."""
     from torch import nn
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -333,7 +333,7 @@ def _cut_adapters(module: Any) -> None:
 
 
 def _stored_like(weight: Any, form: Format) -> nn.Parameter:
-    """Return an empty stored weight, cut as the weight is; on meta where that is, else where values can be put."""
+    """Return an empty stored weight with the weight's placements; on meta if the weight is."""
     import torch
     from torch import nn
     from torch.distributed.tensor import DTensor

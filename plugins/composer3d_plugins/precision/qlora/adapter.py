@@ -30,16 +30,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True)
 class Adapter:
-    """What a layer does beside its product.
+    """Adapter of one linear layer.
 
     Args:
-        fqn: The layer's.
-        form: Of the stored weight; None where it is kept as it is.
-        rank: Of the trained product; 0 where there is none.
-        scale: Its factor.
-        dropout: Of its input.
+        fqn: Of the layer.
+        form: Format of the stored weight; None where it is not quantised.
+        rank: Inner dim of the trained product; 0 where there is none.
+        scale: Factor of the trained product.
+        dropout: Probability of dropout on its input.
         is_transposed: Whether the weight is `[in, out]`.
-        sharded_random: Opens the random stream of cut activations.
+        sharded_random: Opens the random stream of sharded activations.
     """
 
     fqn: str
@@ -59,7 +59,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Tell whether it is the linear layer of GPT-2 in transformers, whose weight is `[in, out]`."""
+    """Return whether it is the linear layer of GPT-2 in transformers, whose weight is `[in, out]`."""
     cls = type(module)
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
@@ -71,9 +71,9 @@ def update_of(a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor
 
 
 def become_adapted(module: Any, adapter: Adapter) -> None:
-    """Let a linear layer compute as an adapted one; it stays the object that it is, so hooks and other names stay.
+    """Make a linear layer compute as an adapted one, in place, so that hooks and other names stay.
 
-    Its parameters `lora_a` `[rank, in]` and `lora_b` `[out, rank]` are made where its weight is, without values.
+    Its parameters `lora_a` `[rank, in]` and `lora_b` `[out, rank]` are made on its weight's device, without values.
     """
     import torch
     from torch import nn
@@ -90,7 +90,7 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
 
 
 def draws_by_share(module: Any) -> bool:
-    """Tell whether ranks draw other random numbers in an adapted layer, which is cut as it stays."""
+    """Return whether ranks draw different random numbers in an adapted layer, by its sharding."""
     from torch.distributed.tensor import DTensor
 
     adapter: Adapter = module.adapter
@@ -100,7 +100,7 @@ def draws_by_share(module: Any) -> bool:
 
 
 def run_eagerly(module: Any) -> None:
-    """Say of a module that no compiler can follow it: it changes the generators' state."""
+    """Exclude a module from compilation: it changes the generators' state."""
     forward = module.forward
     if getattr(forward, "composer3d_eager", False):
         return
@@ -114,7 +114,7 @@ def run_eagerly(module: Any) -> None:
 
 
 def _is_cut_along_inputs(module: Any) -> bool:
-    """Tell whether ranks have shares of the inputs of a weight that tp cut."""
+    """Return whether tp has sharded a weight along its inputs."""
     found: bool = module.weight.placements[0].is_shard(0 if module.adapter.is_transposed else 1)
     return found
 
@@ -132,7 +132,7 @@ def _adapted_class(cls: type[nn.Module]) -> type[nn.Module]:
 
 
 def _on_shares(module: Any, x: Any) -> Any:
-    """Compute on this rank's share of a weight that is cut along tp, as the cut says, or on the whole."""
+    """Compute on this rank's shard of a weight that tp has sharded, or on the whole weight."""
     from torch.distributed.tensor import DTensor
 
     weight = module.weight.t() if module.adapter.is_transposed else module.weight
@@ -175,7 +175,7 @@ def _product(
 
 
 def table_of(module: Any, device: torch.device) -> Tensor:
-    """Return the table of a device; made once, for making it copies from the host."""
+    """Return the NF4 table of a device; cached, since making it copies from the host."""
     table: Tensor | None = vars(module).get("levels")
     if table is None or table.device != device:
         table = module.levels = levels(device)

@@ -1,4 +1,4 @@
-"""What adapters belong to: which layers, and weights by which a checkpoint's are known again."""
+"""Frozen base model of adapters: its layers, and digests that recognise the weights of a checkpoint's base."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, eq=False)
 class Chosen:
-    """What a run remembers.
+    """State of a run's adapters and base model.
 
     Attributes:
         quantised: The format of every stored weight, by the layer's FQN.
         adapted: FQNs of the layers with adapters.
-        scale: What their product counts.
-        quantize: The option.
+        scale: Factor of the adapters' product.
+        quantize: The plugin's option.
         waiting: Stored weights of a model that came with values, until they are placed.
-        digests: Of frozen parameters, as they arrived.
+        digests: Of frozen parameters as loaded, by FQN.
     """
 
     quantised: dict[str, Format]
@@ -40,11 +40,11 @@ class Chosen:
     digests: dict[str, str] = field(default_factory=dict)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return what a checkpoint of adapters must find again."""
+        """Return the state that a checkpoint of adapters is checked against."""
         return {"digests": dict(self.digests), "scale": self.scale, "quantize": self.quantize}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Compare; weights that are stored otherwise are nearly the same model, which is said."""
+        """Compare with a checkpoint; a base model of other storage is nearly the same, and logged."""
         for fqn, known in state["digests"].items():
             if self.digests.get(fqn, known) != known:
                 raise CheckpointError(
@@ -64,7 +64,7 @@ class Chosen:
 
 
 def digest(tensor: Tensor) -> str:
-    """Return by what a parameter is known again: at most some thousands of its elements count."""
+    """Return a digest of a parameter, from at most some thousands of its elements."""
     import torch
 
     flat = tensor.reshape(-1)

@@ -1,10 +1,10 @@
-"""Matrices in NF4, laid out so that every share of their rows or columns is complete by itself.
+"""NF4 codec: matrices stored so that every shard of their rows or columns is self-contained.
 
 torchao quantises: 64 neighbours of a row share a scale, and the scales, less their mean, are kept in one byte, of which
-some share a factor. What is kept as one run of bytes is a piece: codes, scales, factor, mean. A piece is what shares
-such a factor, or where tp cuts through that, the largest part of it that is not cut, with a copy of the factor: values
-are the same in every layout. So a stored matrix is a uint8 matrix with as many rows, and whoever cuts it between rows
-or pieces (FSDP2, tensor parallelism, a checkpoint) needs to know nothing of its format.
+some share a factor. A piece is one run of bytes: codes, scales, factor, mean. It has the weights that share such a
+factor, or where tp splits those, the largest part of them in one shard, with a copy of the factor: values are the same
+in every layout. So a stored w_OI is a uint8 matrix s_OW of W bytes a row, and FSDP2, tensor parallelism and checkpoints
+shard it between rows or pieces without knowing its format.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BLOCK = 64  # weights that share a scale
 _CODES = BLOCK // 2  # bytes
 _SCALING = 8  # bytes of a factor and a mean
 
-# Of the format, as torchao rounds them; what is stored are their indices.
+# Values of the format, as torchao rounds them; their indices are stored.
 _LEVELS = (
     (-1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0)
     + (0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0)
@@ -35,11 +35,11 @@ _ZEROS = 0x77  # two codes of 0.0
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """How a matrix is stored.
+    """Storage format of a matrix.
 
     Args:
         group: Scales that share a factor.
-        piece: Weights that are kept as one run of bytes: a part of what shares a factor, or all.
+        piece: Weights per piece: all that share a factor, or a part of them.
     """
 
     group: int
@@ -52,14 +52,14 @@ class Format:
         return cls(group=fitting, piece=fitting * BLOCK)
 
     def cut(self, runs: Sequence[int]) -> Format | None:
-        """Return the format of the same values of which a rank has runs of these lengths; None if one is odd."""
+        """Return the format of the same values for ranks with runs of these lengths; None if one is odd."""
         piece = gcd(BLOCK * self.group, *runs)
         piece = piece if piece % BLOCK == 0 else gcd(BLOCK, piece)
         return None if piece % 2 else replace(self, piece=piece)
 
     @property
     def num_scales(self) -> int:
-        """Scales of one piece; of less than 64 weights the one that they share with others."""
+        """Scales of one piece; 1 for a piece of less than 64 weights, shared with other pieces."""
         return max(self.piece // BLOCK, 1)
 
     @property
@@ -76,14 +76,14 @@ class Format:
         return width // self.piece_bytes * self.piece
 
     def quantised(self, weight: Tensor) -> Tensor:
-        """Return a matrix as it is stored.
+        """Return a matrix in its stored form, uint8 `[out, width]`.
 
         Args:
             weight: `[out, in]`, in a multiple of 64.
 
         Memory: several float32 copies of the matrix for a moment.
         """
-        # Bytes mean what they mean in float32, whatever mode computes around (verify computes in float64).
+        # Bytes are decoded in float32, whatever mode is active around (verify computes in float64).
         with torch_compat.without_torch_functions():
             return self._quantised(weight)
 
@@ -106,7 +106,7 @@ class Format:
         return stored.view(rows, self.width(columns))
 
     def dequantised(self, stored: Tensor, levels: Tensor) -> Tensor:
-        """Return the float32 matrix of a stored one, or of any whole pieces of it.
+        """Return the float32 matrix `[out, in]` of a stored one, or of any of its pieces.
 
         Args:
             stored: `[out, width]`.
@@ -127,7 +127,7 @@ class Format:
 
 
 def levels(device: Any) -> Tensor:
-    """Return the two weights that every byte of codes stands for, `[256, 2]`."""
+    """Return the two weights that every byte of codes encodes, `[256, 2]`."""
     import torch
 
     with torch_compat.without_torch_functions():

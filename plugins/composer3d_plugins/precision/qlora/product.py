@@ -1,4 +1,4 @@
-"""The product of a stored weight, whose values are made again for the backward."""
+"""Product of a stored weight, which is dequantised again for the backward."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ __all__ = ["StoredProduct"]
 
 
 class StoredProduct(torch.autograd.Function):
-    """Multiply by a stored weight without keeping its values; a class of the module, for the compiler makes none."""
+    """Multiply by a stored weight without keeping its values; at module level, for the compiler creates no class."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, stored: Tensor, bias: Tensor | None, levels: Tensor, form: Format, is_transposed: bool
     ) -> Tensor:
-        """Return the product, with a frozen bias."""
+        """Return y_...O = x_...I w_OI^T + bias_O, with a frozen bias."""
         ctx.save_for_backward(stored, levels)
         ctx.form, ctx.is_transposed = form, is_transposed
         weight = _values(stored, levels, form, is_transposed=is_transposed)
@@ -30,7 +30,7 @@ class StoredProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of `x`; everything else is frozen."""
+        """Return the gradient of x_...I; everything else is frozen."""
         stored, levels = ctx.saved_tensors
         (gradient,) = gradients
         weight = _values(stored, levels, ctx.form, is_transposed=ctx.is_transposed)

@@ -74,7 +74,7 @@ class Courier:
         metrics_interval_s: Between exports of metrics, at most: the first pauses are shorter.
         queue_size: Spans that wait at most.
         name: Of this rank, for what is reported.
-        release: Lets go of connections and files, at the end.
+        release: Releases connections and files, at the end.
         counts: Where every span went.
         secrets: Texts that are hidden in what is reported; a collector may answer with what it was sent.
     """

@@ -1,4 +1,4 @@
-"""Where spans and metrics go: OTLP over HTTP or gRPC, the console, files of JSON lines."""
+"""Exporters of spans and metrics: OTLP over HTTP or gRPC, the console, files of JSON lines."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Exporters:
     Args:
         spans: Sends spans, and says what became of them.
         metrics: Sends the SDK's `MetricsData`.
-        close: Lets go of connections and files.
+        close: Releases connections and files.
     """
 
     spans: Callable[[Sequence[Any]], Delivery]

@@ -1,4 +1,4 @@
-"""What happens inside steps: raw times appended to a list, and nothing else."""
+"""Span recorder for the inside of steps: raw times appended to a list, and nothing else."""
 
 from __future__ import annotations
 

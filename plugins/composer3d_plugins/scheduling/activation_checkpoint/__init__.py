@@ -1,14 +1,16 @@
-"""Activation checkpointing: compute activations again in the backward instead of keeping them."""
+"""Activation checkpointing: activations are recomputed in the backward instead of kept."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Metric,
     Phase,
     PluginError,
@@ -54,15 +56,27 @@ _ONCE = (
 )
 
 
-@plugin(family="scheduling")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Recompute whole blocks, or all but every second matrix product."""
+    if wanted.recompute in (None, "none"):
+        return None
+    policy = {"policy": "every_second_product"} if wanted.recompute == "selective" else {}
+    return {"mode": wanted.recompute, **policy}
+
+
+@plugin(
+    family="scheduling",
+    offer=LayoutOffer(table=_table, choices={"recompute": ("selective", "full")}),
+)
 class ActivationCheckpoint:
     """Recompute blocks in the backward.
 
     mode = "full" keeps only a block's inputs. mode = "selective" also keeps the results of some operators, and
-    recomputes the rest: those that `policy` names, or those in `save`. mode = "sqrt" cuts a stage's n blocks into about
-    sqrt(n) runs, keeps what enters a run, and recomputes all of it when its backward begins. mode = "budget" measures
-    every block's operators in the first forward, the bytes that the backward needs of each and the time it took, and
-    keeps what saves most time a byte until the budget is used: single results of a block, or the block as it is. FQNs
+    recomputes the rest: those that `policy` names, or those in `save`. mode = "sqrt" divides a stage's n blocks into
+    about sqrt(n) runs, keeps a run's inputs, and recomputes all of it when its backward begins. mode = "budget"
+    measures every block's operators in the first forward, the bytes that the backward needs of each and the time it
+    took, and keeps what saves most time a byte until the budget is used: single results of a block, or the block as it
+    is. FQNs
     stay: the block's forward is replaced, not the block. A recomputation leaves buffers that are saved as they are.
     Memory: of a recomputed block its inputs (and saved results), and one block's activations while it is recomputed;
         "sqrt": of a run its inputs, and one run's activations, under fsdp2 its gathered parameters too.
@@ -73,7 +87,7 @@ class ActivationCheckpoint:
     Activation Recomputation in Large Transformer Models, arXiv:2205.05198.
 
     Args:
-        mode: What is recomputed.
+        mode: Selects what is recomputed, as above.
         units: Patterns of the modules that are recomputed as one; default: the model's blocks.
         every: Recompute every k-th of them, starting with the first.
         policy: What "selective" keeps. "expensive", the default: matrix products, attention and collectives.
@@ -94,6 +108,11 @@ class ActivationCheckpoint:
     budget_gib: float | None = Field(default=None, gt=0)
     budget_fraction: float | None = Field(default=None, gt=0, le=1)
     preserve_rng_state: bool = True
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(recompute="full" if self.mode == "full" and self.every == 1 else "selective")
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
@@ -149,7 +168,7 @@ class ActivationCheckpoint:
 
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
-        """Tell what blocks keep under a budget, of the rank that keeps most."""
+        """Report the bytes that blocks keep under a budget, of the rank that keeps most."""
         if self.mode != "budget":
             return []
         budgets: list[Budget] = context.state.get(self, [])
@@ -210,13 +229,13 @@ class ActivationCheckpoint:
             )
         if self.policy == "every_second_product":
             products = {overload for name in PRODUCTS for overload in _overloads(name)}
-            # Counted anew in every forward of a block.
+            # Counted from zero in every forward of a block.
             return lambda: torch_compat.selective_contexts(_asking(_every_second(set(kept), products)))
         return functools.partial(torch_compat.selective_contexts, kept)
 
 
 def _asking(keeps: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch's form of a policy that tells from phase, operator and arguments what is kept."""
+    """Return torch's form of a policy that decides by phase, operator and arguments what is kept."""
     from torch.utils.checkpoint import CheckpointPolicy
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -1,4 +1,4 @@
-"""What is recomputed under a budget of bytes: decided by what operators take and keep, as measured."""
+"""Recomputation under a budget of bytes, chosen by the measured time and size of every operator's results."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Key = tuple[Any, int]  # an operator, and which of its calls in the unit
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """What one operator of a unit made that the backward needs.
+    """Results of one operator of a unit that the backward needs.
 
     Args:
-        num_bytes: Of its storages.
-        time_s: That the operator took, seconds.
+        num_bytes: Bytes of their storages.
+        time_s: Seconds that the operator took.
     """
 
     num_bytes: int
@@ -37,13 +37,13 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One forward of a unit.
+    """Measurements of one forward of a unit.
 
     Args:
-        input_bytes: What is kept of it even if all of it is recomputed.
-        saved_bytes: What is kept of it if nothing is.
-        time_s: What recomputing all of it takes, seconds.
-        results: What may be kept, by operator and call.
+        input_bytes: Bytes kept even if all of it is recomputed: its inputs.
+        saved_bytes: Bytes kept if nothing is recomputed.
+        time_s: Seconds to recompute all of it.
+        results: Results that may be kept, by operator and call.
     """
 
     input_bytes: int
@@ -54,12 +54,12 @@ class Measured:
 
 @dataclass(kw_only=True)
 class Choice:
-    """What is done with a unit.
+    """Decision for a unit.
 
     Args:
-        is_recomputed: Or kept as autograd keeps it.
-        kept: Of a recomputed unit the results that are not.
-        num_bytes: What the unit keeps from its forward to its backward.
+        is_recomputed: False keeps everything that autograd saves.
+        kept: Results that a recomputed unit keeps.
+        num_bytes: Bytes that the unit keeps from its forward to its backward.
     """
 
     is_recomputed: bool = True
@@ -68,13 +68,13 @@ class Choice:
 
 
 def choose(units: Mapping[str, Measured], budget_bytes: float) -> dict[str, Choice]:
-    """Choose so that what is kept stays within the budget and little time is spent twice.
+    """Choose the results to keep within the budget, for the least recomputation time.
 
-    Results are kept in the order of seconds a byte, then units that have everything anyway, or for which there is room,
-    are not recomputed at all: what makes nothing that is needed need not run again either.
+    Results are kept in the order of seconds per byte; then units whose results are all kept, or for which there is
+    room, are not recomputed at all: operators without needed results need not run again either.
 
     Raises:
-        PluginError: The inputs alone are more.
+        PluginError: The inputs alone exceed the budget.
     """
     chosen = {fqn: Choice(num_bytes=unit.input_bytes) for fqn, unit in units.items()}
     left = budget_bytes - sum(choice.num_bytes for choice in chosen.values())
@@ -105,11 +105,11 @@ def choose(units: Mapping[str, Measured], budget_bytes: float) -> dict[str, Choi
 
 
 class Budget:
-    """Measures units in the first forward, then chooses once for the run.
+    """Measures units in the first forward, then decides once for the run.
 
     Args:
-        fraction: Of what is kept if nothing is recomputed; or
-        gib: Bytes, GiB, of one forward of this rank's stage.
+        fraction: Budget as a fraction of the bytes kept without recomputation; or
+        gib: Budget in GiB, of one forward of this rank's stage.
         collectives: Operators whose results are always kept: ranks may choose differently.
         context: Of the run.
     """
@@ -124,13 +124,13 @@ class Budget:
 
     @property
     def num_bytes(self) -> int:
-        """What all units keep, as chosen."""
+        """Bytes that all units keep, as decided."""
         return sum(choice.num_bytes for choice in self.chosen.values())
 
     def wrap(
         self, fqn: str, unit: nn.Module, forward: Callable[..., Any], options: Mapping[str, Any]
     ) -> Callable[..., Any]:
-        """Return a forward that is measured once and then does what was chosen."""
+        """Return a forward that is measured once and then follows the decision."""
         import torch
         from torch.utils.checkpoint import checkpoint
 
@@ -148,7 +148,7 @@ class Budget:
         return budgeted
 
     def decide(self, *_: Any) -> None:
-        """Choose, once all units of a forward are measured."""
+        """Decide, once all units of a forward are measured."""
         if self.chosen or not self.measured:
             return
         whole = sum(unit.saved_bytes for unit in self.measured.values())
@@ -157,7 +157,7 @@ class Budget:
         self.chosen = chosen
 
     def _agreed(self) -> dict[str, Measured]:
-        """Return measurements that ranks share which cut operators among them: those run collectives when repeated."""
+        """Return measurements equal along tensor and sequence axes, where recomputed operators run collectives."""
         import torch
         import torch.distributed as dist
 
@@ -205,7 +205,7 @@ class Budget:
 def _measure(
     unit: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Measured:
-    """Run a unit once more, and throw the result away; random numbers and buffers are as they were afterwards."""
+    """Run a unit once more, and discard the result; random state and buffers are restored afterwards."""
     import torch
 
     device = next((each.device for each in torch_compat.tree_leaves((args, kwargs)) if hasattr(each, "device")), None)
@@ -233,7 +233,7 @@ def _measure(
 
 
 class _Probe:
-    """Watches one forward: operators, their time, what they make, and what of it autograd saves."""
+    """Records one forward: operators, their time, their results, and those that autograd saves."""
 
     def __init__(self, device: torch.device, stay: Sequence[Tensor]) -> None:
         self._device = device
@@ -244,11 +244,11 @@ class _Probe:
         # By storage: its size, and the tensor, so that no other storage takes its place.
         self.needed: dict[int, tuple[int, Tensor]] = {}
         self._alive: list[Any] = []
-        # A plan runs operators on tensors without values, which take no time and draw nothing.
+        # A plan runs operators on fake tensors, which take no time and draw nothing.
         self._is_planned = torch_compat.active_fake_mode() is not None
 
     def now(self) -> float:
-        """Return the time when the device has done everything, seconds."""
+        """Return the time in seconds, after the device has finished."""
         import torch
 
         if self._device.type == "cuda":
@@ -256,7 +256,7 @@ class _Probe:
         return time.perf_counter()
 
     def operator(self, operator: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator and note what it made."""
+        """Run an operator and record its results."""
         import torch
 
         self._calls[operator] += 1
@@ -285,13 +285,13 @@ class _Probe:
         return not torch.equal(before, self._random_state())
 
     def saved(self, tensor: Tensor) -> Tensor:
-        """Note what autograd saves, parameters and buffers excepted."""
+        """Record a tensor that autograd saves, except parameters and buffers."""
         if _key(tensor) not in self._stay:
             self.needed[_key(tensor)] = _bytes(tensor), tensor.detach()
         return tensor
 
     def results(self) -> dict[Key, Result]:
-        """Return what may be kept instead of being computed again."""
+        """Return results that may be kept instead of being recomputed."""
         sizes: Counter[Key] = Counter()
         times: dict[Key, float] = {}
         # Of an operator with several results all are kept: one that is changed afterwards spoils the others.
@@ -309,7 +309,7 @@ class _Probe:
 
 
 def _guessed_s(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """Return what an operator takes beside others, where nothing is run: a byte as long as a hundred operations.
+    """Return an operator's relative time on fake tensors: a byte counts as a hundred operations.
 
     That is what accelerators have in common, give or take a factor of three.
     """

@@ -1,4 +1,4 @@
-"""Buffers that a forward changes, such as running statistics, change once however often a block is computed."""
+"""Buffers that a forward changes, such as running statistics: one update a step, recomputation or not."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def keep_buffers(block: nn.Module) -> None:
         try:
             return forward(*args, **kwargs)
         finally:
-            # Also where a recomputation stops early, once it has what it is for.
+            # Also where a recomputation stops early, once it has the tensors that it is for.
             _put(places, held)
 
     module.forward = keeping

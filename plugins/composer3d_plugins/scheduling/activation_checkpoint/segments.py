@@ -1,4 +1,4 @@
-"""Several blocks recomputed as one: of a run of blocks only what enters the first is kept."""
+"""Segments: several blocks recomputed as one, of which only the inputs of the first are kept."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["cut", "wrap"]
 
 
 def cut(fqns: Sequence[str]) -> list[list[str]]:
-    """Cut n blocks into about sqrt(n) runs of about sqrt(n)."""
+    """Divide n blocks into about sqrt(n) runs of about sqrt(n)."""
     num_runs = math.ceil(len(fqns) / max(round(math.sqrt(len(fqns))), 1)) if fqns else 0
     bounds = [len(fqns) * index // num_runs for index in range(num_runs + 1)] if num_runs else [0]
     return [list(fqns[start:end]) for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
@@ -38,14 +38,14 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Before:
-    """In the place of an argument: the tensor with this number among what the block before returned."""
+    """Placeholder for an argument: the tensor with this number among the previous block's outputs."""
 
     index: int
 
 
 @dataclass(kw_only=True, eq=False)
 class Frame:
-    """One forward of one run, and, once its backward has begun, what it would have saved.
+    """One forward of one run, and, once its backward has begun, the tensors it would have saved.
 
     Attributes:
         calls: Of the blocks, in order.
@@ -58,7 +58,7 @@ class Frame:
     saved: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def take(self, call: int, number: int) -> Tensor:
-        """Return what was saved, recomputing the run where it is not there, and let go of it."""
+        """Return a saved tensor and drop it, recomputing the run if it is not there yet."""
         if (call, number) not in self.saved:
             self._recompute()
         return self.saved.pop((call, number))
@@ -87,7 +87,7 @@ class Frame:
 def wrap(blocks: Sequence[nn.Module], *, preserve_rng_state: bool) -> None:
     """Replace the forwards of a run of blocks, which are called one after the other.
 
-    What a block is given that the block before returned is not kept but computed again; anything else is.
+    Arguments that the previous block returned are not kept but recomputed; all others are kept.
 
     Args:
         blocks: In the order of their calls.
@@ -152,7 +152,7 @@ def _kept(known: list[Tensor], value: Any) -> Any:
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are the same memory seen alike: FSDP2 passes a block's inputs on as views."""
+    """Return whether two tensors are the same memory seen alike: FSDP2 passes a block's inputs on as views."""
     if one is other:
         return True
     one, other = _local(one), _local(other)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -11,6 +11,8 @@ from pydantic import Field, StringConstraints
 
 from composer3d import (
     Action,
+    LayoutOffer,
+    LayoutTraits,
     Part,
     Phase,
     PluginError,
@@ -41,16 +43,18 @@ if TYPE_CHECKING:
     from composer3d_plugins.scheduling.pipeline.shared_parameters import Ties
 
 
+# What `suggest` tries, each with numbers of stages a rank.
+SUGGESTED = (("1F1B", (1,)), ("Interleaved1F1B", (2, 4)), ("ZBVZeroBubble", (2,)))
 _CsvFile = Annotated[str, StringConstraints(pattern=r"\.csv$")]
 
 
-# Beyond this many, where to cut does not change any more, and listing them all would take long.
+# Beyond this many micro-batches the split does not change any more, and listing them all would take long.
 _MANY_MICROBATCHES = 1024
 
 
 @dataclass(kw_only=True, eq=False)
 class _Memory:
-    """What the plugin remembers of a run: where the model is cut, and its tied parameters."""
+    """State of a run: the model's division into stages, and its tied parameters."""
 
     division: Division[Any]
     ties: Ties | None = None
@@ -60,18 +64,26 @@ def _range(places: Sequence[str]) -> str:
     return places[0] if len(places) == 1 else f"{places[0]} to {places[-1]}"
 
 
-@plugin(family="scheduling", owns=("pp",))
-class Pipeline:
-    """Cut the model into stages along pp and run micro-batches through them by one of torch's schedules.
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Cut the model into stages where `pp` has several ranks."""
+    if degrees.get("pp", 1) == 1:
+        return None
+    stages = wanted.stages_per_rank or 1
+    return {"schedule": wanted.schedule or "1F1B", **({"stages_per_rank": stages} if stages > 1 else {})}
 
-    Every stage runs the model's own forward: the blocks of other stages hand the hidden state on and hold no weights,
-    embeddings of other stages give zeros, what was received is put in before the stage's first block, and behind its
-    last block the forward is left. Every pp rank is given the same batch, so masks and positions are computed where
-    they are needed. Which stage needs which parameter is seen in one forward on meta (`example`, else token numbers).
-    A parameter that several stages need has a copy on each, with summed gradients.
-    Blocks that are not called once each, in order, hidden state first, and models without one list of equal blocks,
-    are traced: the values that modules return are followed through the forward on meta, and those that later stages
-    need travel. Where no blocks are named, stages begin at blocks of any lists; where those are too few, or of unequal
+
+@plugin(family="scheduling", owns=("pp",), offer=LayoutOffer(table=_table, choices={"schedule": SUGGESTED}))
+class Pipeline:
+    """Split the model into stages along pp and run micro-batches through them by one of torch's schedules.
+
+    Every stage runs the model's own forward: the blocks of other stages return the hidden state x_BSD as it is and hold
+    no weights, embeddings of other stages return zeros, the received x_BSD enters at the stage's first block, and the
+    forward ends after its last block. Every pp rank is given the same batch, so masks and positions are computed where
+    they are needed. Which stage needs which parameter is seen in one forward on meta (`example`, else token numbers). A
+    parameter that several stages need has a replica on each, with all-reduced gradients.
+    Blocks that are not called once each, in order, hidden state first, and models without one list of equal blocks, are
+    traced: the values that modules return are propagated through the forward on meta, and those that later stages need
+    are sent. Where no blocks are named, stages begin at blocks of any lists; where those are too few, or of unequal
     cost, at the blocks inside them that are called one after the other, or at other modules. torch's `pipeline()`
     divides so too, by exporting a graph; here stages keep the model's modules, names, output and any shapes, so that
     other plugins find them.
@@ -79,7 +91,7 @@ class Pipeline:
     Memory: the parameters of a rank's stages. Activations of as many micro-batches as are in flight:
         GPipe and LoopedBFS all of them, 1F1B at most pp - rank, the others between pp and 2 pp stages' worth.
     Collectives: per micro-batch and stage boundary between ranks one message forward and one backward, under `tracer`
-        one for each value that travels; per parameter with copies on several ranks one all-reduce a step. The first
+        one for each value that is sent; per parameter with replicas on several ranks one all-reduce a step. The first
         step, and the first of another shape, runs one micro-batch more to learn shapes.
 
     Source: Huang et al., GPipe, arXiv:1811.06965; Narayanan et al., Efficient Large-Scale Language Model Training on
@@ -89,10 +101,10 @@ class Pipeline:
 
     Args:
         schedule: Who runs which micro-batch when. GPipe and 1F1B have one stage a rank; Interleaved1F1B, LoopedBFS and
-            InterleavedZeroBubble several, dealt round; ZBVZeroBubble and DualPipeV two, rank r the stages r and
-            2 pp - 1 - r, so that the first and the last are on rank 0. Or a CSV file, beside the manifest, of a
-            schedule of one's own, as torch has them: a row a rank, in it `2F0` for the forward of micro-batch 0 on
-            stage 2, B for its backward, or I and W for the gradients of inputs and of weights.
+            InterleavedZeroBubble several, dealt round; ZBVZeroBubble and DualPipeV two, rank r the stages r and 2 pp -
+            1 - r, so that the first and the last are on rank 0. Or a CSV file, beside the manifest, of a schedule of
+            one's own, as torch has them: a row a rank, in it `2F0` for the forward of micro-batch 0 on stage 2, B for
+            its backward, or I and W for the gradients of inputs and of weights.
         stages_per_rank: Default: what the schedule has; 2 where it may be any number from 2.
         split: `auto` makes the costliest stage as cheap as can be, in floating-point operations, those of embeddings
             and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
@@ -118,6 +130,12 @@ class Pipeline:
             context.state[key] = read_schedule(path, degree=degree, name=self.schedule)
         schedule: CustomSchedule = context.state[key]
         return schedule
+
+    @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        stages = self.stages_per_rank or (1 if self.schedule in ("1F1B", "GPipe") else 2)
+        return LayoutTraits(schedule=str(self.schedule), stages_per_rank=stages)
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
@@ -165,7 +183,7 @@ class Pipeline:
 
     @hookimpl
     def composer3d_reschedule(self, context: RunContext) -> Transform | None:
-        """Look at the model and choose where to cut it; the cutting itself is the split."""
+        """Trace the model and choose the blocks that begin stages; `composer3d_split` then builds the stages."""
         if context.degrees["pp"] == 1:
             return None
         splits_backward = self._schedule(context).splits_backward
@@ -204,7 +222,7 @@ class Pipeline:
         return self.split["tracer"] if isinstance(self.split, dict) else ()
 
     def _cuts(self, context: RunContext, places: Sequence[str], load: Load) -> Sequence[int]:
-        """Return which of the places where a stage can begin begin one."""
+        """Return the indices of the places, among those where a stage can begin, where one does."""
         per_rank = self._schedule(context).per_rank
         num_stages = context.degrees["pp"] * per_rank
         if len(places) < num_stages:
@@ -217,7 +235,7 @@ class Pipeline:
         return stated or balance(load, num_stages=num_stages, in_flight=self._in_flight(context))
 
     def _in_flight(self, context: RunContext) -> list[int]:
-        """Return the most micro-batches that every stage holds, for those that [train] makes; else for many."""
+        """Return, by stage, the peak of micro-batches in flight, for as many as [train] makes; else for many."""
         schedule, degree = self._schedule(context), context.degrees["pp"]
         num_stages = degree * schedule.per_rank
         num_microbatches = min(self._num_microbatches(context) or 2 * num_stages, _MANY_MICROBATCHES)
@@ -270,7 +288,7 @@ class Pipeline:
     def composer3d_schedule(
         self, context: RunContext, parts: Sequence[Part], loss_fn: Callable[[Any, Any], Any]
     ) -> Schedule | None:
-        """Put torch's schedule over the stages."""
+        """Return the runtime of torch's schedule over the stages."""
         if context.degrees["pp"] == 1:
             return None
         from composer3d_plugins.scheduling.pipeline.runtime import PipelineRuntime
@@ -289,7 +307,7 @@ class Pipeline:
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
-        """Keep the copies of tied parameters equal."""
+        """Keep the replicas of tied parameters equal."""
         if context.degrees["pp"] == 1:
             return []
         memory: _Memory = context.state[self]

@@ -44,7 +44,7 @@ class Absent(Tensor):
     __torch_function__ = torch_compat.no_torch_function()  # functions are left as they are; operators are looked at
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operator on zeros; its results are absent.

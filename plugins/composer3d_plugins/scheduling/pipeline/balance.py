@@ -1,4 +1,4 @@
-"""Where to cut: stages that take equally long, and among those the ones that need the least memory."""
+"""Stage boundaries: stages that take equally long, and among those the ones that need the least memory."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _COPIES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """What the model's blocks ask of the stages that hold them.
+    """Compute and memory of the model's blocks, from which stages are balanced.
 
     Args:
         costs: Floating-point operations of every block.
-        first_cost: Of what the first stage does besides: embeddings.
-        last_cost: Of what the last stage does besides: norm and head.
+        first_cost: Floating-point operations of embeddings, which the first stage runs.
+        last_cost: Floating-point operations of norm and head, which the last stage runs.
         parameters_bytes: Of every block; those of embeddings belong to the first, those of norm and head to the last.
-        activations_bytes: What every block computes in a forward, which is about what it keeps for its backward.
+        activations_bytes: Bytes of every block's results in a forward: about what it keeps for its backward.
     """
 
     costs: Sequence[float]
@@ -33,7 +33,7 @@ class Load:
     activations_bytes: Sequence[float] = ()
 
     def costliest(self, starts: Sequence[int]) -> float:
-        """Return the part of the whole cost that the costliest of the stages has that begin with some blocks."""
+        """Return the fraction of the whole cost that falls to the costliest of the stages beginning at `starts`."""
         stages = [sum(self.costs[start:end]) for start, end in itertools.pairwise((*starts, len(self.costs)))]
         stages[0] += self.first_cost
         stages[-1] += self.last_cost
@@ -41,11 +41,11 @@ class Load:
 
 
 def peak_in_flight(actions: Iterable[tuple[int, str, int]], num_stages: int) -> list[int]:
-    """Return for every stage the most micro-batches whose activations it holds at once.
+    """Return, by stage, the peak number of micro-batches whose activations it holds.
 
     Args:
         actions: Of all ranks, each rank's in its order, as (stage, kind, micro-batch).
-        num_stages: Of the pipeline.
+        num_stages: Stages of the pipeline.
     """
     held, peak = [0] * num_stages, [0] * num_stages
     for stage, kind, _ in actions:
@@ -55,15 +55,15 @@ def peak_in_flight(actions: Iterable[tuple[int, str, int]], num_stages: int) -> 
 
 
 def balance(load: Load, *, num_stages: int, in_flight: Sequence[int] = ()) -> list[int]:
-    """Cut blocks into stages of at least one.
+    """Divide blocks into stages of at least one.
 
-    The costliest stage is as cheap as can be, since all others wait for it. Of the cuts of that cost, the stage that
+    The costliest stage is as cheap as can be, since all others wait for it. Of the splits of that cost, the stage that
     needs most memory needs as little as can be: weights, gradients and optimizer states, and activations times the
     micro-batches that are in flight there, more on earlier stages under 1F1B. Of these, the costs' sum of squares is
     the smallest.
 
     Args:
-        load: Of the model.
+        load: Costs and bytes of the model.
         num_stages: At most the number of blocks.
         in_flight: Micro-batches in flight, by stage; none leaves memory out.
 
@@ -106,7 +106,7 @@ def _best(
     join: Callable[[float, float], float],
     allowed: Callable[[int, int, int], bool],
 ) -> tuple[float, list[int]]:
-    """Return the least joined value over all allowed cuts, and the cuts; stage after stage, over ends of it."""
+    """Return the least joined value over all allowed splits, and the split, by dynamic programming over stages."""
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}
     for stage in range(num_stages):
         following: dict[int, tuple[float, list[int]]] = {}

@@ -1,8 +1,8 @@
-"""How a model calls its blocks, and which parameters each of them needs: seen in one forward on meta.
+"""Block trace: a model's calls of its blocks and the parameters that each needs, from one forward on meta.
 
-Every operator of the forward is watched. A tensor carries where it came from: parameters, and the outputs of blocks.
-So it is known, and not guessed from names, which stage needs the embedding, the head, a bias that all blocks share, and
-whether something jumps over a block.
+Every operator of the forward is intercepted. A tensor carries its sources: parameters, and the outputs of blocks. So it
+is known, and not guessed from names, which stage needs the embedding, the head, a bias that all blocks share, and
+whether a value skips a block.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class Observation:
 
     Attributes:
         blocks: FQNs in the order in which they were called.
-        needs: For every name of a parameter, the indices of the blocks whose stages need it under this name. What only
-            leads into the first block counts as needed by it; what the output needs besides the blocks, by the last.
-        buffers: The same for buffers; those that this forward does not use go with the module's other tensors. Nobody
-            needs those of a module of which nothing was used; every stage keeps them.
+        needs: For every name of a parameter, the indices of the blocks whose stages need it under this name. Parameters
+            used only before the first block belong to it, those used only after the last block to that.
+        buffers: The same for buffers; those that this forward does not use go with the module's other tensors. Buffers
+            of an unused module are needed by no stage; every stage keeps them.
         firsts: For every name of a parameter its first one; they differ for tied parameters.
         uses: For every parameter, under its first FQN, how many operators took it, by place: the index of a block (with
             what comes between it and the block before), -1 before the first, the number of blocks after the last.
-        returns: What every block returned, None in the place of tensors; the hidden state is it, or its first item.
+        returns: Every block's output with None for tensors; the hidden state x_BSD is the output, or its first item.
         costs: Floating-point operations of every block; parameters, where there are no operations that count.
-        first_cost: Of what comes before the blocks.
-        last_cost: Of what comes after them.
-        activations_bytes: What every block computes, which is about what it keeps for its backward.
+        first_cost: Floating-point operations before the blocks.
+        last_cost: Floating-point operations after them.
+        activations_bytes: Bytes of every block's results: about what it keeps for its backward.
         parameters_bytes: Of every block; those needed before the first, or behind the last, belong to these.
         skeleton: The model on meta, without weights.
     """
@@ -77,7 +77,7 @@ class Observation:
         return _users_of(self.needs, self.firsts)
 
     def needed(self, start: int, end: int) -> frozenset[str]:
-        """Return the names of what the stage of the blocks from `start` to before `end` needs."""
+        """Return the names of parameters and buffers that the stage of blocks `start` to `end` (exclusive) needs."""
         return frozenset(fqn for fqn, users in self.needs.items() if any(start <= user < end for user in users))
 
     def absent_buffers(self, start: int, end: int) -> frozenset[str]:
@@ -87,7 +87,7 @@ class Observation:
         )
 
     def uses_once(self, start: int, end: int) -> bool:
-        """Tell whether such a stage uses every parameter in one place, and not through what was computed before."""
+        """Return whether such a stage uses every parameter in one place, and not through earlier results."""
         places = {*range(start, end), *((end,) if end == len(self.blocks) else ())}
         return all(
             sum(count for place, count in self.uses[fqn].items() if place in places) == 1
@@ -100,7 +100,7 @@ def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observatio
     """Run a copy of the model on meta, in the mode it is in.
 
     Args:
-        model: On any device; neither it nor its weights are touched.
+        model: On any device; it and its weights are not changed.
         blocks: FQNs of the repeated blocks.
         example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
 
@@ -115,7 +115,7 @@ def observe(model: nn.Module, blocks: Sequence[str], example: Any) -> Observatio
 
 
 class _Watch(Follower):
-    """Follows a forward in which every block is called once, in order."""
+    """Propagates sources through a forward in which every block is called once, in order."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         super().__init__(model)
@@ -130,7 +130,7 @@ class _Watch(Follower):
         return len(self._called) or -1
 
     def _needed(self, sources: set[Source], place: int) -> None:
-        """Note what a block uses; of other blocks' outputs it may use only that of the one before it."""
+        """Record the sources that a block uses; of other blocks' outputs it may use only the previous one's."""
         for source in sources:
             if isinstance(source, str):
                 self._users(source).add(place)
@@ -154,7 +154,7 @@ class _Watch(Follower):
     # ---- blocks ------------------------------------------------------------------------------------------------------
 
     def attach(self) -> list[Any]:
-        """Watch the blocks' calls."""
+        """Hook the blocks' calls."""
         handles = self._attach_names()
         for index, fqn in enumerate(self._blocks):
             block = self.skeleton.get_submodule(fqn)
@@ -197,7 +197,7 @@ class _Watch(Follower):
                 )
             for tensor in tensors_of(output):
                 self._sources[self._key(tensor)] = {index}
-            # Only the hidden state travels; what else a block returns is marked so that its use is seen.
+            # Only the hidden state is sent; whatever else a block returns is marked, so that its use is detected.
             for tensor in tensors_of(output):
                 if tensor is not first and torch_compat.storage_key(tensor) != torch_compat.storage_key(first):
                     self._sources[self._key(tensor)] = {_BESIDES - index}
@@ -208,7 +208,7 @@ class _Watch(Follower):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self, output: Any) -> Observation:
-        """Look at what the output is made of, and put everything together."""
+        """Find the sources of the output, and return the result."""
         last = len(self._blocks) - 1
         if len(self._called) <= last:
             raise NotStraightError(f'"{self._blocks[len(self._called)]}" is not called in a forward')
@@ -287,7 +287,7 @@ class _Watch(Follower):
                 raise NotStraightError(f'"{names[0]}" and "{names[-1]}" are one parameter of one module')
 
     def _parameters_bytes(self) -> tuple[float, ...]:
-        """Add up parameters where they are needed, those needed by several blocks at the first and the last."""
+        """Sum parameters per block; those that several blocks need count at the first and the last of them."""
         total = [0.0] * len(self._blocks)
         all_users = _users_of(self._needs, self._firsts)
         for fqn, parameter in self.skeleton.named_parameters():

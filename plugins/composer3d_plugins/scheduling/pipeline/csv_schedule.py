@@ -1,4 +1,4 @@
-"""A schedule of one's own, from a CSV file as torch writes and reads them: a row a rank, a cell an action."""
+"""Custom schedules from a CSV file as torch writes and reads them: a row a rank, a cell an action."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _CELL = "<stage>F<micro-batch>, or B, I or W, such as 0F3"
 
 @dataclass(frozen=True, kw_only=True)
 class CustomSchedule:
-    """What a file says, checked.
+    """A validated schedule file.
 
     Args:
         name: Of the file, for messages.
         orders: Of every rank along pp, as (stage, kind, micro-batch).
         per_rank: Stages a rank.
-        num_microbatches: That it is made for.
+        num_microbatches: Micro-batches that it is written for.
     """
 
     name: str
@@ -36,7 +36,7 @@ class CustomSchedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """Whether gradients of inputs and of weights are computed separately."""
         return any(kind == "W" for order in self.orders for _, kind, _ in order)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ class CustomSchedule:
         return tuple(sorted({stage for stage, _, _ in self.orders[rank]}))
 
     def refusal(self, num_microbatches: int) -> str | None:
-        """Say why it cannot run so many micro-batches."""
+        """Return why it cannot run so many micro-batches; None where it can."""
         if num_microbatches == self.num_microbatches:
             return None
         return f"is made for {self.num_microbatches} of them"
@@ -117,7 +117,7 @@ def _owners(orders: Sequence[Order], name: str) -> dict[int, int]:
 
 
 def _check_row(order: Order, where: str, num_microbatches: int) -> None:
-    """Check that each stage does with each micro-batch what there is to do: once, and in order."""
+    """Check that each stage runs every micro-batch's forward and backward once, and in order."""
     done: set[tuple[int, str, int]] = set()
     for stage, kind, index in order:
         text = f"{stage}{kind}{index}"
@@ -137,7 +137,7 @@ def _check_row(order: Order, where: str, num_microbatches: int) -> None:
 
 
 def _check_waiting(orders: Sequence[Order], owner: dict[int, int], name: str) -> None:
-    """Run the orders without time, to see that no rank waits for ever."""
+    """Simulate the orders without durations, to find deadlocks."""
     done: set[tuple[int, str, int]] = set()
     last, places = len(owner) - 1, [0] * len(orders)
 

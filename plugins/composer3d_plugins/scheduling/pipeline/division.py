@@ -1,4 +1,4 @@
-"""Where a model is cut: which stage makes which calls, and holds what they need."""
+"""Division of a model into stages: the calls that each stage makes, and the parameters that it holds for them."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 __all__ = ["Choose", "Division", "Straight", "divide_straight"]
 
-# Which of the named places begin the stages, as indices; given the places, and what lies behind each.
+# Returns the indices of the places that begin stages, given the places and the load after each.
 Choose = Callable[[Sequence[str], Load], Sequence[int]]
 
 
 class Seen(Protocol):
-    """What one forward of the whole model did: an `Observation` or a `Trace`."""
+    """Trace of one forward of the whole model: an `Observation` or a `Trace`."""
 
     @property
     def uses(self) -> Mapping[str, object]:
-        """Of every parameter, by its first FQN."""
+        """Uses of every parameter, by its first FQN."""
 
 
 S = TypeVar("S", bound=Seen)
@@ -33,12 +33,12 @@ S = TypeVar("S", bound=Seen)
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Division(abc.ABC, Generic[S]):
-    """A model that is cut.
+    """A model divided into stages.
 
     Args:
-        seen: Of the whole model.
+        seen: Trace of the whole model.
         starts: The index of every stage's first block, or call.
-        costliest: The part of the whole forward's cost that the costliest stage has.
+        costliest: Fraction of the whole forward's cost that falls to the costliest stage.
     """
 
     seen: S
@@ -47,7 +47,7 @@ class Division(abc.ABC, Generic[S]):
 
     @property
     def num_stages(self) -> int:
-        """Of the pipeline."""
+        """Stages of the pipeline."""
         return len(self.starts)
 
     @property
@@ -66,11 +66,11 @@ class Division(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
-        """Return a stage's module; of parameters under `clones` this rank has one already."""
+        """Return a stage's module; parameters under `clones` are copied, since this rank holds them already."""
 
 
 class Straight(Division[Observation]):
-    """Blocks called once each, in order; only the hidden state travels."""
+    """Division of blocks that are called once each, in order; only the hidden state x_BSD is sent."""
 
     @property
     def blocks(self) -> Sequence[str]:
@@ -88,7 +88,7 @@ class Straight(Division[Observation]):
         )
 
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
-        """Return a stage's module; of parameters under `clones` this rank has one already."""
+        """Return a stage's module; parameters under `clones` are copied, since this rank holds them already."""
         from composer3d_plugins.scheduling.pipeline.stage import build_stage
 
         return build_stage(
@@ -97,11 +97,11 @@ class Straight(Division[Observation]):
 
 
 def divide_straight(model: nn.Module, blocks: Sequence[str], example: object, choose: Choose) -> Straight:
-    """Look at a model whose blocks are called once each, in order, and cut it.
+    """Trace a model whose blocks are called once each, in order, and divide it.
 
     Raises:
-        NotStraightError: They are not.
-        TransformError: The forward cannot be followed on meta.
+        NotStraightError: Blocks are not called once each, in order.
+        TransformError: The forward cannot be run on meta.
     """
     observation = observe(model, blocks, example)
     load = Load(

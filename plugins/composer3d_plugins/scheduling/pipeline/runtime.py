@@ -1,4 +1,4 @@
-"""Running stages: torch's schedules for training, forward after forward for evaluation."""
+"""Execution of stages: torch's schedules for training, forward after forward for evaluation."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _DTYPES = (
 class PipelineRuntime:
     """The answer to `composer3d_schedule`.
 
-    torch's schedules are made for a number of micro-batches and for one shape; they are made anew when either changes,
-    which costs one forward and backward of a micro-batch, whose gradients are thrown away.
+    torch's schedules are made for a number of micro-batches and for one shape; they are rebuilt when either changes,
+    which costs one forward and backward of a micro-batch, whose gradients are discarded.
 
     Args:
-        context: Complete.
+        context: With mesh and parts.
         parts: This rank's stages.
-        loss_fn: The core's, which owns all scaling.
-        schedule: Who runs what when.
+        loss_fn: The core's, (output, target) to a scalar; it owns all scaling.
+        schedule: Order of actions by rank.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class PipelineRuntime:
     # ---- one stage, one micro-batch ----------------------------------------------------------------------------------
 
     def _caller(self, part: Any) -> Any:
-        """Return what a call of the stage's module does: torch passes what was sent and which micro-batch it is."""
+        """Return the stage's forward as torch calls it: with the received tensors x_BSD and the micro-batch's index."""
 
         def call(*received: Tensor, microbatch: Tensor) -> Any:
             return self._run(part, int(microbatch), () if part.is_first else received)
@@ -73,7 +73,7 @@ class PipelineRuntime:
         return call
 
     def _run(self, part: Any, index: int, received: tuple[Tensor, ...]) -> Any:
-        """Return what the stage sends; on the last stage the loss, so that a model may return what it likes."""
+        """Return the stage's output x_BSD; on the last stage the loss, so that a model's output may have any form."""
         batch = self._microbatches[index]
         output = runner_of(part.module).forward(part.module, batch.args, dict(batch.kwargs), received)
         return self._loss_fn(output, batch.target) if part.is_last else output
@@ -110,13 +110,13 @@ class PipelineRuntime:
             parameter.grad = grad if parameter.grad is None else parameter.grad + grad
 
     def _watching(self) -> AbstractContextManager[None]:
-        """Open spans where messages are waited for, if somebody records them."""
+        """Open spans around waits for messages, if there are recorders."""
         if not self._context.has_recorders:
             return nullcontext()
         return torch_compat.watching_messages(partial(self._context.span, axis="pp"))
 
     def _stash_gradients(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Put gradients aside: torch's inference of shapes sets those of FSDP2's modules to None."""
+        """Stash gradients: torch's shape inference sets those of FSDP2's modules to None."""
         held = [(p, p.grad) for part in self._parts for p in part.module.parameters() if p.grad is not None]
         for parameter, _ in held:
             parameter.grad = None
@@ -132,7 +132,7 @@ class PipelineRuntime:
                 f"this batch has {num_microbatches} micro-batches, and {self._order.name} {reason}",
                 hint="hand over more sequences a call, or set [train] microbatch",
             )
-        # torch infers shapes by a real forward before the first one; what that did to buffers is undone.
+        # torch infers shapes by a real forward before the first one; its changes to buffers are undone.
         self._buffers = [(buffer, buffer.clone()) for part in self._parts for buffer in part.module.buffers()]
         stages = [
             self._watched(
@@ -152,7 +152,7 @@ class PipelineRuntime:
         return schedule(stages[0] if self._order.has_one_stage else stages, **options)
 
     def _watched(self, stage: Any, num_microbatches: int) -> Any:
-        """Wrap what a stage does with a micro-batch: random streams, step actions, spans."""
+        """Wrap a stage's forward and backward of a micro-batch in random streams, step actions and spans."""
         torch_compat.without_own_messages(stage)
         context, number = self._context, stage.stage_index
         forward, backward, weights = (
@@ -230,7 +230,7 @@ class PipelineRuntime:
     def _evaluate_stage(
         self, part: Any, at_hand: list[tuple[Tensor, ...]], sent: list[tuple[Any, Tensor]]
     ) -> list[tuple[Tensor, ...]]:
-        """Run one stage on all micro-batches; return what it sends if the next stage is on this rank."""
+        """Run one stage on all micro-batches; return its outputs if the next stage is on this rank."""
         here = dist.get_rank(self._group)
         source, target = self.owner.get(part.index - 1), self.owner.get(part.index + 1)
         buffers: tuple[Tensor, ...] | None = None

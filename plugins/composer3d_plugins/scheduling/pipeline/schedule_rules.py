@@ -1,4 +1,4 @@
-"""What each schedule needs and where its stages stand; numbers only, no torch."""
+"""Schedule rules: the requirements of each schedule and the placement of its stages; numbers only, no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class Rule:
 
     Args:
         placement: `one` stage a rank; `loop`: rank r has the stages r, r + P, ...; `v`: r and 2 P - 1 - r.
-        splits_backward: It runs the gradients of inputs and of weights apart, so parameters must stay unsharded.
+        splits_backward: Whether it computes the gradients of inputs and of weights separately, so that parameters must
+            stay unsharded.
     """
 
     placement: Literal["one", "loop", "v"]
@@ -38,10 +39,10 @@ RULES: dict[str, Rule] = {
 
 @dataclass(frozen=True, kw_only=True)
 class NamedSchedule:
-    """One of torch's, for a number of ranks.
+    """One of torch's schedules, for a number of ranks.
 
     Args:
-        name: Its name.
+        name: torch's, such as `1F1B`.
         degree: Ranks along pp.
         per_rank: Stages a rank.
     """
@@ -52,7 +53,7 @@ class NamedSchedule:
 
     @property
     def splits_backward(self) -> bool:
-        """Whether gradients of inputs and of weights are computed apart."""
+        """Whether gradients of inputs and of weights are computed separately."""
         return RULES[self.name].splits_backward
 
     @property
@@ -67,7 +68,7 @@ class NamedSchedule:
         return tuple(rank + index * self.degree for index in range(self.per_rank))
 
     def refusal(self, num_microbatches: int) -> str | None:
-        """Say why it cannot run so many micro-batches."""
+        """Return why it cannot run so many micro-batches; None where it can."""
         return too_few(
             self.name,
             degree=self.degree,
@@ -77,7 +78,7 @@ class NamedSchedule:
 
 
 def too_few(schedule: str, *, degree: int, num_stages: int, num_microbatches: int) -> str | None:
-    """Say why a schedule cannot run so many micro-batches; None where it can."""
+    """Return why a schedule cannot run so many micro-batches; None where it can."""
     if schedule == "1F1B" and num_microbatches < degree:
         return f"needs at least as many micro-batches as stages, {degree}"
     if schedule == "DualPipeV" and num_microbatches < num_stages:

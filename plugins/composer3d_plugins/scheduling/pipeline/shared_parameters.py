@@ -1,4 +1,4 @@
-"""Parameters that several stages need: one tensor in the model, a copy a stage, kept equal."""
+"""Tied parameters across stages: one tensor in the model, a replica per stage, kept equal."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["Ties"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Tie:
-    """A parameter with copies.
+    """A parameter with replicas on several stages.
 
     Args:
         fqn: Its first name in the whole model.
-        held: This rank's copies as (part, name), that of the earliest stage first.
-        group: Of exactly the ranks along pp that hold one; None where all copies are on one rank.
+        held: This rank's replicas as (part, name), that of the earliest stage first.
+        group: Process group of exactly the ranks along pp that hold one; None where all are on one rank.
     """
 
     fqn: str
@@ -32,12 +32,12 @@ class _Tie:
 
 
 class Ties:
-    """Sums the gradients of copies, and fills those that no optimizer on this rank has.
+    """Sums the gradients of replicas, and updates those that no optimizer on this rank steps.
 
     Args:
-        context: Complete.
+        context: With mesh and parts.
         parts: This rank's stages.
-        holders: For every parameter with copies, under its first FQN, the stages that hold one.
+        holders: Stages that hold a replica, by the parameter's first FQN.
         owner: The rank along pp of every stage.
 
     Collectives: making it, one process group for each set of ranks that is not the whole of pp.
@@ -90,10 +90,10 @@ class Ties:
         return own
 
     def sum_gradients(self, state: StepState) -> None:
-        """Give a rank's first copy the sum of all copies' gradients, and its others none.
+        """Set the gradient of a rank's first replica to the sum over all replicas, and of its others to None.
 
-        A copy that tensor parallelism cuts may have a gradient that is a partial sum still, and on one stage only: it
-        is reduced first, so that all copies' gradients are cut alike.
+        A replica that tensor parallelism shards may have a gradient that is still Partial, and on one stage only: it is
+        reduced first, so that all replicas' gradients have one placement.
         Collectives: one all-reduce for each such parameter, over the ranks that hold it.
         """
         for tie in self._ties:
@@ -119,7 +119,7 @@ class Ties:
         self._checked = True
 
     def fill_copies(self, state: StepState) -> None:
-        """Copy values to a rank's further copies: its optimizer steps the first alone."""
+        """Copy values to a rank's further replicas: its optimizer steps the first alone."""
         with torch.no_grad():
             for tie in self._ties:
                 first, *others = (part.module.get_parameter(name) for part, name in tie.held)
@@ -138,7 +138,7 @@ def _settle(copy: nn.Parameter) -> None:
 
 
 def _check_alike(tie: _Tie, copy: nn.Parameter) -> None:
-    """Refuse copies that are cut differently; collective, once."""
+    """Refuse replicas of different placements. Collectives: one, in the first step."""
     placements = str(copy.placements) if isinstance(copy, DTensor) else "plain"
     layouts = all_gather_json(f"{placements} with local shape {tuple(_local(copy).shape)}", group=tie.group)
     if len(set(layouts)) > 1:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 # The costliest stage may cost so many times a stage's part before the model is looked at more closely.
 _UNEVEN = 1.5
-# A closer look has to make it so much cheaper.
+# Dividing before other modules has to make it so much cheaper.
 _BETTER = 0.9
 
 
@@ -37,11 +37,11 @@ def divide(
     is_stated: bool,
     beginnings: Sequence[str] = (),
 ) -> Division[Any]:
-    """Look at a model and divide it.
+    """Trace a model and divide it into stages.
 
     Args:
-        model: Whole; neither it nor its weights are touched.
-        blocks: FQNs of its repeated blocks; none where it has no one list of equal ones.
+        model: The whole model; it is not changed.
+        blocks: FQNs of its repeated blocks; none where there is no single list of equal ones.
         example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
         choose: Which places begin stages.
         num_stages: Of the pipeline.
@@ -50,7 +50,7 @@ def divide(
         beginnings: FQNs at whose calls traced stages are said to begin; of any modules where no blocks are named.
 
     Raises:
-        TransformError: It cannot be divided; with what was seen of it.
+        TransformError: It cannot be divided; with the reasons found.
     """
     lists = [tuple(blocks)] if is_stated else block_lists(model)
     if not is_stated and _lie_elsewhere(model, beginnings, lists):

@@ -16,7 +16,8 @@ _FEWEST = 2  # children that make a list
 def block_lists(model: nn.Module) -> list[tuple[str, ...]]:
     """Return the outermost lists of blocks, equal or not: children of ModuleList, Sequential and ModuleDict.
 
-    Children without parameters are left out, and a list among the children that nobody can call stands for its own.
+    Children without parameters are left out, and a list among the children that cannot be called is replaced by its
+    own.
     """
     return list(_lists(model, ""))
 
@@ -53,7 +54,8 @@ def outermost(model: nn.Module, *, num_stages: int) -> tuple[str, ...]:
 
     Args:
         model: The whole model.
-        num_stages: A module beside the lists that has more than a stage's part of the parameters stands for its own.
+        num_stages: A module beside the lists with more than 1 / num_stages of the parameters is replaced by its own
+            children.
     """
     most = sum(parameter.numel() for parameter in model.parameters()) / num_stages
     listed = {name for names in block_lists(model) for name in names}

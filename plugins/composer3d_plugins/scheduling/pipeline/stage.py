@@ -39,7 +39,7 @@ _BLOCK = "_composer3d_block"
 
 
 class Runner:
-    """What one stage is doing.
+    """State of one stage's forward.
 
     Args:
         observation: Of the whole model.
@@ -60,11 +60,11 @@ class Runner:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing comes after this stage."""
+        """Whether this is the last stage."""
         return self.end == len(self.observation.blocks)
 
     def attach(self, stage: nn.Module) -> None:
-        """Let the calls of the stage's blocks be counted; again for what has replaced a block since."""
+        """Count the calls of the stage's blocks; again after blocks were replaced."""
         for index in range(self.start, self.end):
             block = stage.get_submodule(self.observation.blocks[index])
             if not isinstance(block, _Owned):
@@ -73,7 +73,7 @@ class Runner:
     def forward(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], received: tuple[Tensor, ...]
     ) -> Any:
-        """Run the parent's forward on a batch and return this stage's hidden state, or the model's output.
+        """Run the parent's forward on a batch and return this stage's x_BSD, or the model's output.
 
         Raises:
             StepError: The blocks were not called as they were when the model was observed.
@@ -93,7 +93,7 @@ class Runner:
         return output
 
     def passing(self, index: int, value: Tensor) -> Any:
-        """Stand in for a block before this stage's: hand on the hidden state, the last one what was received."""
+        """Stand in for an earlier stage's block: return `value` as it is, the last of them the received x_BSD."""
         self._arrive(index)
         hidden = self.received if index == self.start - 1 else value
         form = self.observation.returns[index]
@@ -116,7 +116,7 @@ class Runner:
             )
 
     def left(self, index: int, output: Any) -> Any:
-        """Note that a block of this stage has run; after the last one leave the parent's forward."""
+        """Record that a block of this stage has run; after the last one leave the parent's forward."""
         self._arrive(index)
         if index == self.end - 1 and not self.is_last:
             hidden = output[0] if isinstance(output, list | tuple) else output
@@ -142,7 +142,7 @@ class _Owned(Kept):
 
 
 class _Absent:
-    """A block of another stage, as the parent finds it: attributes are those of the block, calls hand on."""
+    """A block of another stage, as the parent finds it: attributes are those of the block, calls return their input."""
 
     def __init__(self, runner: Runner, index: int, block: nn.Module) -> None:
         self._runner, self._index, self._block = runner, index, block
@@ -170,11 +170,11 @@ def build_stage(
 ) -> nn.Module:
     """Return the stage with the blocks from `start` to before `end`.
 
-    The structure is copied, tensors are not: what the stage needs is the model's own parameters and buffers. `model`
-    stays as it is.
+    The structure is copied, tensors are not: the stage holds the model's own parameters and buffers. `model` is not
+    changed.
 
     Args:
-        model: Whole; on meta, or with weights.
+        model: The whole model; on meta, or with weights.
         observation: Of this model.
         start: Index of the first block.
         end: Index after the last block.

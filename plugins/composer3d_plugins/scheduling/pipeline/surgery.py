@@ -1,4 +1,4 @@
-"""What is done to the copy of a model that becomes a stage: classes that its modules are given, tensors taken out."""
+"""Conversion of a model's copy into a stage: classes that its modules are given, tensors taken out."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ _RUNNER, _LEFT, _CHILDREN = (f"_composer3d_{name}" for name in ("runner", "left"
 
 
 class Done(BaseException):  # noqa: N818 - not an error: no handler of the model's may take it for one
-    """Leaves the parent's forward with what a stage sends."""
+    """Leaves the parent's forward with the stage's output."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
 
 
 class Received(torch.autograd.Function):
-    """Copy what was received, so that a block may change it in place; its gradient can be sent as it is."""
+    """Copy of a received x_BSD, so that a block may change it in place; its gradient is sent as it is."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -48,7 +48,7 @@ class Received(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Hand back the gradient."""
+        """Return the gradient unchanged."""
         return grads[0].contiguous()
 
 
@@ -79,7 +79,7 @@ class Root:
 
 
 def inner_call(model: Any) -> Callable[..., Any]:
-    """Return how to run a stage's module past its runner."""
+    """Return a call of a stage's module that bypasses its runner."""
     function: Callable[..., Any] = model.inner_call
     return function
 
@@ -95,7 +95,7 @@ class Between:
         return output
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Turn leaving into returning."""
+        """Run the forward; when it is left early, return the stage's output."""
         try:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         except Done as done:
@@ -104,7 +104,7 @@ class Between:
 
 
 class Kept:
-    """What a stage runs itself derives from this, and stays in the module tree."""
+    """Base of the modules that a stage runs itself, which stay in the module tree."""
 
 
 class _Container:
@@ -164,19 +164,19 @@ class _Named(_Container):
 
 
 def become(module: nn.Module, mixin: type, slot: str, value: Any) -> None:
-    """Give a module a class of its own that adds `mixin`; its name and its parameters' names stay."""
+    """Set a module's class to a subclass of its own that adds `mixin`; its name and its parameters' names stay."""
     cls = type(module)
     module.__class__ = type(cls.__name__, (mixin, cls), {"__module__": cls.__module__})
     vars(module)[slot] = value
 
 
 def become_root(stage: nn.Module, runner: Any, *, around: Iterable[str]) -> None:
-    """Let the root of a stage, and the modules around those named, end their forward where the stage ends.
+    """End the forward of a stage's root, and of the modules around those named, where the stage ends.
 
     Args:
-        stage: The copy.
-        runner: What its calls go through.
-        around: FQNs of the modules behind whose calls a stage can end.
+        stage: The model's copy.
+        runner: Called instead of the module's own forward.
+        around: FQNs of the modules after whose calls a stage can end.
     """
     for fqn in sorted({name for inner in around for name in ancestors(inner)}):
         module = descend(stage, fqn)
@@ -206,7 +206,7 @@ def _taken_out(parent: nn.Module, name: str) -> Any:
 
 
 def take_out(parent: nn.Module, name: str) -> None:
-    """Move a child out of the module tree, to where the parent still finds it."""
+    """Move a child out of the module tree; attribute lookup on the parent still finds it."""
     child = parent._modules[name]
     if isinstance(parent, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         if not isinstance(parent, _Container):
@@ -246,7 +246,7 @@ def take_out_tensors(
 
 
 def _is_absent(module: nn.Module, prefix: str, needed: frozenset[str], absent: frozenset[str]) -> bool:
-    """Tell whether a module holds parameters that are not needed, and nothing else but buffers that are not either."""
+    """Return whether a module holds parameters that are not needed, and at most buffers that are not either."""
     names = [f"{prefix}{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
     others = any(f"{prefix}{name}" not in absent for name, _ in module.named_buffers()) or any(
         isinstance(value, Tensor) for inner in module.modules() for value in vars(inner).values()
@@ -265,7 +265,7 @@ def tensors_of_stage(
     device: torch.device,
     runner: Stage,
 ) -> dict[int, Any]:
-    """Return what a copy of the model has in the place of its tensors, as `copy.deepcopy` wants it.
+    """Return the tensors of a stage's copy by `id` of the model's own: the memo of `copy.deepcopy`.
 
     Args:
         model: Whole.

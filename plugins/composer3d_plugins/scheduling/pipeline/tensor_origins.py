@@ -1,4 +1,4 @@
-"""Following a forward on meta: from where every tensor comes, operator by operator."""
+"""Origins of every tensor in a forward on meta, propagated operator by operator."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 
 
 class Follower(abc.ABC):
-    """Follows the sources of every tensor through one forward.
+    """Propagates the sources of every tensor through one forward.
 
     Args:
-        model: Neither it nor its weights are touched; a skeleton of it, on meta, runs.
+        model: Unchanged; a skeleton of it, on meta, runs.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,15 +66,15 @@ class Follower(abc.ABC):
     @property
     @abc.abstractmethod
     def _position(self) -> int:
-        """Return where an operator is that no followed module runs: the index of the next one, -1 before the first."""
+        """Return the position of an operator outside of hooked modules: the next one's index, -1 before the first."""
 
     @abc.abstractmethod
     def _needed(self, sources: set[Source], place: int) -> None:
-        """Note what a followed module uses."""
+        """Record the sources that a hooked module uses."""
 
     @abc.abstractmethod
     def attach(self) -> list[Any]:
-        """Hook the modules that are followed; return the handles."""
+        """Hook the modules whose calls are recorded; return the handles."""
 
     def _key(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
@@ -115,7 +115,7 @@ class Follower(abc.ABC):
         return True
 
     def _unknown(self, tensor: Tensor) -> None:
-        """Refuse what is read between the modules that are followed: stages could go different ways."""
+        """Refuse values that are read between the hooked modules: stages could take different branches."""
         computed = {source for source in self._of(tensor) if not isinstance(source, str) or source in self._firsts}
         if self._inside is None and computed:
             raise TransformError(
@@ -126,7 +126,7 @@ class Follower(abc.ABC):
 
     @abc.abstractmethod
     def _described(self, sources: set[Source]) -> str:
-        """Return what sources are, for messages."""
+        """Return the wording of sources in messages."""
 
     def _of(self, value: Any) -> set[Source]:
         found: set[Source] = set()

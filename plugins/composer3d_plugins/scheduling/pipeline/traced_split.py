@@ -1,4 +1,4 @@
-"""Cutting a traced model: which stage makes which calls, what it holds for them, and which values travel."""
+"""Division of a traced model: each stage's calls, parameters and buffers, and the values that are sent."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Traced", "divide_traced"]
 
 
 class Traced(Division[Trace]):
-    """Calls in any order; the values that later stages need travel."""
+    """Division into calls in any order; the values that later stages need are sent."""
 
     @property
     def blocks(self) -> Sequence[str]:
@@ -39,7 +39,7 @@ class Traced(Division[Trace]):
         return tuple(sorted({stage for name in self._names[fqn] for stage in self._needs[name]}))
 
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
-        """Return a stage's module; of parameters under `clones` this rank has one already."""
+        """Return a stage's module; parameters under `clones` are copied, since this rank holds them already."""
         from composer3d_plugins.scheduling.pipeline.traced_stage import TracedRunner, build_traced_stage
 
         needed = frozenset(fqn for fqn, stages in self._needs.items() if stage in stages)
@@ -85,7 +85,7 @@ class Traced(Division[Trace]):
 
     @functools.cached_property
     def _takes(self) -> list[set[Source]]:
-        """What each stage computes with."""
+        """Sources that each stage's calls take."""
         takes: list[set[Source]] = [set() for _ in self.starts]
         for index, call in enumerate(self.seen.calls):
             for stage in self._stages_making(index):
@@ -114,7 +114,7 @@ class Traced(Division[Trace]):
         return needs
 
     def _callers(self, fqn: str) -> set[int]:
-        """Return the stages that call a module that something lies in."""
+        """Return the stages that call a module around a parameter or buffer."""
         return {
             stage
             for index, call in enumerate(self.seen.calls)
@@ -124,7 +124,7 @@ class Traced(Division[Trace]):
 
     @functools.cached_property
     def _buffer_needs(self) -> dict[str, set[int]]:
-        """The stages that need a buffer; what this forward did not use goes with its module, or everywhere."""
+        """The stages that need a buffer; one that this forward did not use goes with its module, or to all stages."""
         return {
             fqn: {stage for stage, takes in enumerate(self._takes) if fqn in takes}
             or self._callers(fqn)
@@ -135,7 +135,7 @@ class Traced(Division[Trace]):
     # ---- what cannot be ----------------------------------------------------------------------------------------------
 
     def refuse(self) -> None:
-        """Refuse cuts behind which something would be computed that one device does not compute.
+        """Refuse splits under which a stage would compute something else than one device.
 
         Raises:
             TransformError: With what it is.
@@ -170,10 +170,10 @@ class Traced(Division[Trace]):
 
 
 def divide_traced(model: nn.Module, blocks: Sequence[str], example: object, choose: Choose) -> Traced:
-    """Follow the values through a model, and cut it before calls of blocks.
+    """Trace the values of a model, and split it before calls of blocks.
 
     Raises:
-        TransformError: It cannot be cut there.
+        TransformError: It cannot be split there.
     """
     seen = trace(model, blocks, example)
     places = seen.block_calls
@@ -188,7 +188,7 @@ def divide_traced(model: nn.Module, blocks: Sequence[str], example: object, choo
 
 
 def _load(seen: Trace) -> Load:
-    """Return what lies from one call of a block to before the next; before the first counts with it."""
+    """Return costs between block calls: each from one call to the next, the first from the beginning."""
     places = seen.block_calls
 
     def segment(call: int) -> int:

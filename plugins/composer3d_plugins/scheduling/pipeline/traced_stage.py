@@ -1,4 +1,4 @@
-"""Stages of a model that was traced: each runs the parent's own forward, and calls of other stages hand on what came.
+"""Stages of a traced model: each runs the parent's own forward; calls of other stages return received values.
 
 As in `stage`, the forward that runs is the model's own, with its own modules under their own names, so that whatever
 works on modules works on stages. A call of another stage's module is not made: it returns the values that were
@@ -39,15 +39,15 @@ _CALLS = "_composer3d_calls"
 
 
 class TracedRunner:
-    """What one stage is doing.
+    """State of one stage's forward.
 
     Args:
         trace: Of the whole model.
-        start: Index of the stage's first call.
+        start: Index of its first call.
         end: Index after its last call.
         enters: Values that it receives, in their order.
         leaves: Values that it sends, in their order.
-        has_halves: Whether the gradients of its input and of its weights can be computed apart.
+        has_halves: Whether gradients of inputs and of weights can be computed separately, as zero-bubble schedules do.
     """
 
     def __init__(
@@ -72,15 +72,15 @@ class TracedRunner:
 
     @property
     def is_last(self) -> bool:
-        """Whether nothing comes after this stage."""
+        """Whether this is the last stage."""
         return self._end == len(self._trace.calls)
 
     def runs(self, index: int) -> bool:
-        """Tell whether the stage makes a call."""
+        """Return whether the stage makes a call."""
         return self._start <= index < self._end or (index < self._end and self._trace.calls[index].is_everywhere)
 
     def attach(self, stage: nn.Module) -> None:
-        """Let the calls of the stage's modules go through this; again for what has replaced a module since."""
+        """Route the calls of the stage's modules through this runner; again after modules were replaced."""
         made = {call.fqn for index, call in enumerate(self._trace.calls) if self.runs(index)}
         for fqn in dict.fromkeys(call.fqn for call in self._trace.calls if call.fqn):
             module = descend(stage, fqn)
@@ -174,7 +174,7 @@ class TracedRunner:
         return next((tensor.device for tensor in tensors_of((args, kwargs))), torch.get_default_device())
 
     def _form(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a call would return, on meta; once for arguments of the same form."""
+        """Return a call's output on meta; computed once for arguments of the same shapes."""
         leaves = torch_compat.tree_leaves((args, kwargs))
         key = (index, *((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves))
         try:
@@ -229,7 +229,7 @@ class _Called:
 
 
 class _Made(Kept, _Called):
-    """One that this stage calls."""
+    """A module that this stage calls."""
 
 
 def build_traced_stage(
@@ -245,7 +245,7 @@ def build_traced_stage(
     """Return the stage of a runner; the structure is copied, tensors are not.
 
     Args:
-        model: Whole; on meta, or with weights. It stays as it is.
+        model: The whole model; on meta, or with weights. It is not changed.
         runner: Of the stage.
         trace: Of this model.
         needed: Names of the parameters that the stage holds.

@@ -1,8 +1,8 @@
-"""How values flow through any model: the calls of its modules and what each of them takes, seen in one forward.
+"""Value trace of any model: the calls of its modules and the inputs of each, from one forward on meta.
 
-Followed are the calls of blocks and of the outermost modules beside them (embeddings, heads, what samples up and down);
-what such a call returns are values. What the forward itself computes between calls is cheap, and every stage that
-needs it computes it again from values. So only values have to travel, and any calls in any order can be cut.
+Traced are the calls of blocks and of the outermost modules beside them (embeddings, heads, down- and upsampling); what
+such a call returns are values. What the forward itself computes between calls is cheap, and every stage that needs it
+recomputes it from values. So only values are sent between stages, and calls in any order can be divided into stages.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class Call:
         name: The module's FQN; further calls of the same module have torch's `@1`, `@2` behind it.
         fqn: The module's FQN.
         is_block: Whether it is one of the repeated blocks.
-        takes: Sources of all it computes with: FQNs of parameters and buffers, values, and special ones.
-        values: The numbers of the tensors it returns, in their order.
-        is_everywhere: It computes with the batch and buffers only, a rotary embedding for example: every stage runs it.
+        takes: Sources of its inputs: FQNs of parameters and buffers, numbers of values, and special ones.
+        values: Numbers of the tensors that it returns, in their order.
+        is_everywhere: It depends on the batch and buffers alone, as a rotary embedding does: every stage runs it.
     """
 
     name: str
@@ -57,14 +57,14 @@ class Trace:
     """One forward.
 
     Attributes:
-        calls: In their order.
-        takes: Of the output.
-        written: Values that something writes over later.
+        calls: In the order of the forward.
+        takes: Sources of the output.
+        written: Values that are overwritten in place later.
         buffer_writers: For every buffer that calls write, the indices of the calls.
         firsts: For every name of a parameter its first one; they differ for tied parameters.
         uses: For every parameter, under its first FQN, how many operators took it.
-        costs: Floating-point operations by call; what stands between two calls counts with the second.
-        computed_bytes: What is computed, by call, which is about what is kept for the backward.
+        costs: Floating-point operations by call; operators between two calls count with the second.
+        computed_bytes: Bytes of all results, by call: about what is kept for the backward.
         skeleton: The model on meta, without weights.
     """
 
@@ -84,7 +84,7 @@ class Trace:
         return [index for index, call in enumerate(self.calls) if call.is_block]
 
     def is_chain(self, fqns: Sequence[str]) -> bool:
-        """Tell whether modules are called once each, in order, each with what the one before it returned."""
+        """Return whether modules are called once each, in order, each with what the one before it returned."""
         made = [call for call in self.calls if call.fqn in fqns]
         links = itertools.pairwise(made)
         return [call.fqn for call in made] == list(fqns) and all(
@@ -96,7 +96,7 @@ def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
     """Run a copy of the model on meta, in the mode it is in.
 
     Args:
-        model: On any device; neither it nor its weights are touched.
+        model: On any device; it and its weights are not changed.
         blocks: FQNs of the repeated blocks.
         example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
 
@@ -110,7 +110,7 @@ def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
 
 
 class _Watch(Follower):
-    """Follows values through one forward."""
+    """Propagates values through one forward."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:
         self._seen: dict[int, set[int]] = defaultdict(set)  # tensors by storage
@@ -146,7 +146,7 @@ class _Watch(Follower):
     # ---- operators ---------------------------------------------------------------------------------------------------
 
     def operator(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator; note also what it draws, and what it writes over."""
+        """Run an operator; also record random draws and in-place writes."""
         import torch
 
         written = torch_compat.written_tensors(func, args, kwargs)
@@ -214,7 +214,7 @@ class _Watch(Follower):
         return f"{fqn}@{earlier}" if earlier else fqn
 
     def attach(self) -> list[Any]:
-        """Watch the calls of all modules that are not around blocks; those inside a call are passed over."""
+        """Hook the calls of all modules that do not contain blocks; calls inside a call are ignored."""
         handles = self._attach_names()
         running: list[str] = []
         for fqn, module in self.skeleton.named_modules():
@@ -259,7 +259,7 @@ class _Watch(Follower):
         return leave
 
     def _number(self, tensors: Sequence[Tensor]) -> tuple[int, ...]:
-        """Give the tensors that a call returns numbers, and let them be their own sources."""
+        """Number the tensors that a call returns; each is its own source from then on."""
         numbers = range(self._num_values, self._num_values + len(tensors))
         self._num_values += len(tensors)
         new: dict[int, set[Source]] = defaultdict(set)
@@ -271,7 +271,7 @@ class _Watch(Follower):
                 self._held_by[key] = set()
             self._held_by[key].add(number)
         for key, values in new.items():
-            # What a call hands on as it was given is still what it was.
+            # What a call passes on as it was given is still what it was.
             is_kept = self._born[key] <= self._entered and key not in self._overwritten
             self._sources[key] = values | (self._sources[key] if is_kept else set())
         return tuple(numbers)
@@ -289,7 +289,7 @@ class _Watch(Follower):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def finish(self, output: Any) -> Trace:
-        """Look at what the output is made of, and put everything together."""
+        """Find the sources of the output, and return the result."""
         takes: set[Source] = set()
         for tensor in leaves_of(output):
             takes |= self._of(tensor)

@@ -1,8 +1,8 @@
 """Values of small tensors on meta: what a forward's control flow reads where tensors have none.
 
-Masks are asked whether they hide anything, positions whether they count up, routers how many tokens an expert has. What
-follows from numbers, from the example's values and from what the forward makes itself is computed beside the operators
-on meta. What depends on weights is not known: there everything is taken to be one, or true, so that all is visited.
+Code reads whether a mask hides anything, whether positions count up, how many tokens a router sends to an expert.
+Values that follow from numbers, the example's values and tensors made in the forward are computed beside the operators
+on meta. Values that depend on weights are unknown and read as one, or true, so that every branch is visited.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MASKED = ("aten::index.Tensor", "aten::index_put", "aten::index_put_")
 
 
 class Values:
-    """Runs operators on meta, and beside them on the CPU where all values are known.
+    """Runs operators on meta, and also on the CPU where all values are known.
 
     Args:
         unknown: Called with a tensor that is read and whose values are not known.
@@ -54,7 +54,7 @@ class Values:
         return self._twins[id(tensor)]
 
     def learn(self, tensor: Tensor, value: Tensor) -> None:
-        """Note the values of a tensor on meta; those that are given stay as they are, whatever is written there."""
+        """Set the values of a tensor on meta; the given tensor is not changed by later writes."""
         if value.numel() <= _MOST:
             self._alive.append(tensor)
             self._known[id(tensor)] = value.detach().to("cpu", copy=True)
@@ -89,7 +89,7 @@ class Values:
     def _run_beside(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], tensors: list[Tensor], result: Any
     ) -> None:
-        """Compute values where those of all arguments are known; what is written over by others has none."""
+        """Compute values where those of all arguments are known; a tensor overwritten by unknown ones loses its own."""
         import torch
 
         made = [leaf for leaf in torch_compat.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -118,7 +118,7 @@ class Values:
 
     @staticmethod
     def _reads(func: Any, kwargs: dict[str, Any], tensors: list[Tensor]) -> bool:
-        """Tell whether an operator's result cannot be had without values."""
+        """Return whether an operator's result depends on values."""
         import torch
 
         if not tensors or str(func.name()) in _MASKED:  # once masks are places, shapes follow from shapes
@@ -150,7 +150,7 @@ class Values:
         return torch_compat.tree_map(self._on_meta, result)
 
     def _without_masks(self, indices: Any) -> list[Any]:
-        """Return indices in which those that a mask selects stand for the mask."""
+        """Return indices with every mask replaced by the positions that it selects."""
         import torch
 
         found: list[Any] = []

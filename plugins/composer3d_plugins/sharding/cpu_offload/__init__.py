@@ -1,4 +1,4 @@
-"""Parameters, gradients and optimizer state in host memory."""
+"""CPU offloading: parameters, gradients or optimizer state in host memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
     Phase,
     PluginError,
     Role,
@@ -31,19 +33,24 @@ if TYPE_CHECKING:
 MIB = 2**20
 
 
-@plugin(family="sharding")
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Offload where optimizer state is to lie in host memory."""
+    return {} if wanted.offloads_state else None
+
+
+@plugin(family="sharding", offer=LayoutOffer(table=_table, choices={"offloads_state": (True,)}))
 class CPUOffload:
     """Keep optimizer state, gradients or parameters in host memory, and bring them to the device for their use.
 
-    mode = "optimizer": the state comes to the device piece by piece while it steps. The state of the next piece travels
-        while a piece is stepped, and what was stepped travels back at the same time, on a stream of its own.
-    mode = "gradients": a gradient goes to the host as soon as it is there, and later micro-batches add to it; all come
-        back when the backward is over, to be reduced, clipped and used.
-    mode = "parameters": what a rank holds of the parameters is in host memory, and so are their gradients; a unit's
-        come to the device before they are gathered. The optimizer's state is on the device, and so is the step, to
-        which parameters and gradients travel piece by piece.
+    mode = "optimizer": the state comes to the device piece by piece while it steps. The state of the next piece is
+        fetched while a piece is stepped, and stepped state is copied back at the same time, on separate streams.
+    mode = "gradients": a gradient is copied to the host as soon as it is accumulated, and later micro-batches add to
+        it; all are copied back when the backward is over, to be reduced, clipped and stepped with.
+    mode = "parameters": a rank's shards of parameters and gradients are in host memory; a unit's shards are copied to
+        the device before they are all-gathered. The optimizer's state is on the device, and so is the step, for which
+        parameters and gradients are copied piece by piece.
     mode = "all": parameters, gradients and state are in host memory, and the host steps.
-    The optimizer is the class that was asked for, and computes what it would compute without. On a machine without
+    The optimizer is of the requested class, and computes the same as without offloading. On a machine without
     accelerator host and device are the same memory: pieces are copied all the same.
     Memory: on the device nothing of what is kept in host memory but the unit or the pieces at work (three of
         piece_mib), and, with "gradients", all gradients from the end of the backward to the end of the step; in host
@@ -55,11 +62,11 @@ class CPUOffload:
     Args:
         mode: What is kept in host memory. "parameters" and "all" need a plugin that gathers parameters for their use
             (fsdp2, at any degree, or ddp's units).
-        parameters: Patterns of modules or parameters that are meant; default: all. For "parameters" and "all", of units
-            of the data-parallel plugin.
+        parameters: Patterns of the modules or parameters that are offloaded; default: all. For "parameters" and "all",
+            of units of the data-parallel plugin.
         piece_mib: Parameters of at most this size, MiB, are stepped at once; a larger one by itself. "gradients": so
-            much may be on its way to the host while the backward goes on. Default 64; not with "all", where nothing
-            but units moves.
+            much may be on its way to the host while the backward goes on. Default 64; not with "all", where nothing but
+            units moves.
     """
 
     mode: Literal["optimizer", "gradients", "parameters", "all"] = "optimizer"
@@ -67,8 +74,13 @@ class CPUOffload:
     piece_mib: float | None = Field(default=None, gt=0)
 
     @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(offloads_state=True)
+
+    @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse patterns that match nothing, and parameters that nobody would bring to the device."""
+        """Refuse patterns that match nothing, and parameters that no plugin would copy to the device."""
         if not self._chosen(context):
             raise PluginError(
                 "parameters = [] names none, so nothing is offloaded", hint="leave it out for all of them"
@@ -102,7 +114,7 @@ class CPUOffload:
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform | None:
-        """Take the shards to the host once they have values."""
+        """Copy the shards to the host once they have values."""
         if not self._moves_parameters:
             return None
         return Transform(
@@ -130,7 +142,7 @@ class CPUOffload:
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
-        """Take gradients away in backwards and after micro-batches, and bring them back before they are used."""
+        """Copy gradients to the host in backwards and after micro-batches, and back before they are used."""
         if self.mode != "gradients":
             return ()
         chosen = self._chosen(context)
@@ -151,7 +163,7 @@ class CPUOffload:
     def composer3d_optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> Optimizer | None:
-        """Make the optimizer, of the class that was asked for."""
+        """Make the optimizer, a subclass of the requested class."""
         if self.mode in ("gradients", "all"):
             return None
         if any(group.get("differentiable") for group in groups):

@@ -1,4 +1,4 @@
-"""Gradients that are in host memory while a backward runs."""
+"""Gradients in host memory while a backward runs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ __all__ = ["HostGradients", "refuse_foreign"]
 
 
 class HostGradients:
-    """Takes every gradient to the host as soon as it is there, and brings all of them back when they are needed.
+    """Copies every gradient to the host once it is accumulated, and all of them back when they are needed.
 
-    What a later micro-batch adds is added on the device, in the order in which autograd would have added it.
+    Gradients of later micro-batches are added on the device, in autograd's order.
 
     Args:
-        parameters: Whose gradients travel.
-        transfers: Between host and device.
+        parameters: Their gradients are offloaded.
+        transfers: Copies between host and device.
 
     Attributes:
-        host_bytes: In host memory now.
-        peak_bytes: The most that was there.
+        host_bytes: Bytes in host memory now.
+        peak_bytes: Most bytes in host memory so far.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], transfers: Transfers) -> None:
@@ -38,13 +38,13 @@ class HostGradients:
             parameter.register_post_accumulate_grad_hook(self._leave)
 
     def sweep(self, state: StepState) -> None:
-        """Take away what no hook of autograd saw: schedules that compute gradients of weights by themselves."""
+        """Copy gradients that no autograd hook saw: of schedules that compute weight gradients separately."""
         for parameter in self._parameters:
             if parameter.grad is not None:
                 self._leave(parameter)
 
     def bring_back(self, state: StepState) -> None:
-        """Put all of them where whoever reduces, measures or uses them looks for them."""
+        """Set all of them as `grad` again, on the device."""
         fetched = [
             (parameter, self._transfers.fetch(index, [self._hosts[parameter]])[0])
             for index, parameter in enumerate(self._held)
@@ -74,7 +74,7 @@ class HostGradients:
 
 
 def refuse_foreign(context: RunContext, parameters: Mapping[str, nn.Parameter]) -> None:
-    """Refuse parameters that are whole on every rank, and whose gradients somebody reduces where they lie."""
+    """Refuse replicated parameters whose gradients a plugin reduces on the device."""
     from torch.distributed.tensor import DTensor
 
     if context.data_parallel_degree == 1:

@@ -1,4 +1,4 @@
-"""Which parameters are stepped at once."""
+"""Pieces of the parameter groups: parameters that are stepped at once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["cut"]
 
 
 def cut(groups: list[dict[str, Any]], kept: Set[nn.Parameter], piece_bytes: int) -> Iterator[list[dict[str, Any]]]:
-    """Cut groups into pieces; parameters whose state is on the device anyway are the first, all of them at once."""
+    """Divide groups into pieces; parameters whose state stays on the device are the first piece, all at once."""
     others = [{**group, "params": [p for p in group["params"] if p not in kept]} for group in groups]
     if any(group["params"] for group in others):
         yield [group for group in others if group["params"]]

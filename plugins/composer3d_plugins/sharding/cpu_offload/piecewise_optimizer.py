@@ -1,4 +1,4 @@
-"""An optimizer of any class whose state comes to the device a piece at a time."""
+"""Optimizer of any class whose state is fetched to the device piece by piece."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def offloaded(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int
     """Return a subclass, of the same name, that steps pieces of its parameters one after the other.
 
     Args:
-        cls: Any optimizer whose parameters do not look at each other.
+        cls: Any optimizer that updates each parameter independently.
         kept: Parameters whose state is in host memory between steps.
-        piece_bytes: Parameters of at most this size are stepped at once.
-        transfers: Between host and device.
+        piece_bytes: Most bytes of parameters that are stepped at once.
+        transfers: Copies between host and device.
     """
     base: Any = cls
     # The bare step: hooks on the optimizer run once a step, not once a piece.
@@ -77,7 +77,7 @@ def offloaded(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int
 def _moments(
     states: Any, piece: list[dict[str, Any]], kept: Set[nn.Parameter]
 ) -> list[tuple[Any, dict[str, Any], str]]:
-    """Return where the state of a piece's kept parameters is that has their shape; counters stay on the device."""
+    """Return the state tensors of a piece's kept parameters that have their shape; counters stay on the device."""
     return [
         (parameter, states[parameter], name)
         for group in piece

@@ -1,4 +1,4 @@
-"""Copies between host and device: on a stream of their own where there is one, else at once."""
+"""Copies between host and device: on separate streams where there are streams, else synchronous."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ class Transfers(ABC):
     """Moves the tensors of numbered pieces; DTensors keep their placements."""
 
     def fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Begin to bring a piece to the device, and return what will be there after `wait`."""
+        """Start copying a piece to the device, and return its tensors, valid after `wait`."""
         return [_with_local(tensor, local) for tensor, local in zip(tensors, self._fetch(index, tensors), strict=True)]
 
     def store(self, index: int, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Begin to bring a piece back, as (host, device); it is there after `finish`."""
+        """Start copying a piece back, as (host, device) pairs; complete after `finish`."""
         self._store(index, [(_local(host), _local(tensor)) for host, tensor in pairs])
 
     def allocate(self, tensor: Tensor) -> Tensor:
-        """Return host memory for a tensor of the device, cut as it is."""
+        """Return host memory for a device tensor, with its placements."""
         return _with_local(tensor, self._allocate(_local(tensor)))
 
     @abstractmethod
     def wait(self, index: int) -> None:
-        """Let what follows on the device wait until the piece is there."""
+        """Make the computing stream wait for the piece."""
 
     @abstractmethod
     def finish(self) -> None:
-        """Return when everything that was stored is in host memory."""
+        """Block until all stored pieces are in host memory."""
 
     @abstractmethod
     def _fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]: ...
@@ -55,11 +55,11 @@ class Transfers(ABC):
 
 
 class HostTransfers(Transfers):
-    """Host memory for both: every copy is made at once, so what is proven is their order.
+    """Transfers without an accelerator: every copy is made at once, so that tests can check their order.
 
     Attributes:
         log: (what, piece) of the last step.
-        largest_bytes: The most that was on the device at once.
+        largest_bytes: Most bytes on the device at once.
     """
 
     def __init__(self) -> None:
@@ -68,11 +68,11 @@ class HostTransfers(Transfers):
         self._here: dict[int, int] = {}
 
     def wait(self, index: int) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is under way."""
         self.log.append(("wait", index))
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Do nothing: no copy is under way."""
         self.log.append(("finish", len(self._here)))
 
     def _fetch(self, index: int, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -97,15 +97,15 @@ class HostTransfers(Transfers):
 
 
 class StreamTransfers(Transfers):
-    """Pinned host memory, and two streams beside the one that computes, so that both directions travel at once.
+    """Pinned host memory, and two streams beside the computing one, so that both directions overlap.
 
-    The host runs ahead of the device. So what left is kept until a stream that will use its memory again has been told
-    to wait for the copy: memory is bounded in the order of the streams, and nothing waits on the host. Tensors that
-    were fetched are used and freed on the computing stream, for which every fetch waits.
+    The host runs ahead of the device. So copied tensors are kept until a stream that will reuse their memory waits for
+    the copy: memory is bounded in the order of the streams, and nothing waits on the host. Tensors that were fetched
+    are used and freed on the computing stream, for which every fetch waits.
 
     Args:
         device: Of all streams.
-        ahead_bytes: So much may be on its way to the host beside the last piece.
+        ahead_bytes: Bytes that may be on their way to the host beside the last piece.
     """
 
     def __init__(self, device: torch.device, ahead_bytes: int) -> None:
@@ -118,7 +118,7 @@ class StreamTransfers(Transfers):
         self._leaving: deque[tuple[torch.cuda.Event, int, list[Tensor]]] = deque()
 
     def wait(self, index: int) -> None:
-        """Let the computing stream wait for the piece."""
+        """Make the computing stream wait for the piece."""
         import torch
 
         torch.cuda.current_stream(self._device).wait_event(self._arrived.pop(index))
@@ -153,7 +153,7 @@ class StreamTransfers(Transfers):
         self._release()
 
     def _release(self) -> None:
-        """Let go of what left before the last piece, as far as more is on its way than may be."""
+        """Release tensors copied before the last piece, as far as more than `ahead_bytes` are on their way."""
         import torch
 
         while len(self._leaving) > 1 and sum(size for _, size, _ in self._leaving) > self._ahead_bytes:
@@ -174,7 +174,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _with_local(tensor: Any, local: Tensor) -> Tensor:
-    """Return a tensor that is cut as another one, of other memory."""
+    """Return a tensor with another one's placements and other local memory."""
     from torch.distributed.tensor import DTensor
 
     if not isinstance(tensor, DTensor):

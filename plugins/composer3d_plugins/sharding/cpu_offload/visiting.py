@@ -1,4 +1,4 @@
-"""An optimizer of any class that steps on the device parameters which live in host memory."""
+"""Optimizer of any class that steps parameters of host memory on the device."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["visiting"]
 
 
 def visiting(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int, transfers: Transfers) -> Any:
-    """Return a subclass, of the same name, that takes parameters and gradients to the device piece by piece.
+    """Return a subclass, of the same name, that copies parameters and gradients to the device piece by piece.
 
     State is made on the device and stays there.
 
     Args:
-        cls: Any optimizer whose parameters do not look at each other.
+        cls: Any optimizer that updates each parameter independently.
         kept: Parameters in host memory.
-        piece_bytes: Parameters of at most this size are stepped at once.
-        transfers: Between host and device.
+        piece_bytes: Most bytes of parameters that are stepped at once.
+        transfers: Copies between host and device.
     """
     base: Any = cls
     inner = inspect.unwrap(base.step)
@@ -75,7 +75,7 @@ def visiting(cls: type[Optimizer], *, kept: Set[nn.Parameter], piece_bytes: int,
 def _begin(
     pieces: list[list[dict[str, Any]]], index: int, kept: Set[nn.Parameter], transfers: Transfers
 ) -> dict[int, list[tuple[Any, Any]]]:
-    """Begin to bring a piece's parameters and gradients to the device; return them with those that visit for them."""
+    """Start copying a piece's parameters and gradients to the device; return pairs of host and device ones."""
     import torch
 
     if index == len(pieces):

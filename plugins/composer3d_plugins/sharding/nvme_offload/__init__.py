@@ -1,4 +1,4 @@
-"""Optimizer state on disk."""
+"""NVMe offloading: optimizer state on disk."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class NVMeOffload:
     """Keep the optimizer's moments in a file, and in memory those of the few pieces that are being stepped.
 
     While a piece is stepped the next ones are read and the last ones written, by threads, in requests that go past the
-    page cache (O_DIRECT); on a file system that has no such requests, which is said, they go through it. The optimizer
-    is the class that was asked for, and computes what it would compute in memory, to the last bit. The file has no
-    name: nothing is left when the run ends, whatever ends it. A checkpoint reads and fills it as memory, and is the
-    checkpoint of any other run.
+    page cache (O_DIRECT); on a file system without such requests, which is logged, they go through it. The optimizer is
+    of the requested class, and computes the same as in memory, bit for bit. The file has no
+    name: nothing is left when the run ends, whatever ends it. A checkpoint maps it as memory, and has the format of any
+    other run's.
     Memory: of the moments 2 * depth + 1 pieces of chunk_mib each, pinned where there is an accelerator, on which one
         piece is; nothing else.
     Collectives: none.
@@ -33,11 +33,11 @@ class NVMeOffload:
     arXiv:2104.07857.
 
     Args:
-        folder: On the disk that is to be used; default: the run's folder.
-        chunk_mib: The most that one request reads or writes, and that is stepped at once of a moment, MiB; rounded
-            down to whole blocks of 4 KiB, of which it is one at least. Only of optimizers that torch does not have, or
-            that look at whole matrices, a larger parameter is one piece.
-        depth: So many pieces are read ahead, and as many may be on their way back.
+        folder: On the disk to use; default: the run's folder.
+        chunk_mib: The most that one request reads or writes, and that is stepped at once of a moment, MiB; rounded down
+            to whole blocks of 4 KiB, of which it is one at least. Only of optimizers that torch does not have, or that
+            need whole matrices, a larger parameter is one piece.
+        depth: Number of pieces that are read ahead, and of those that may be on their way back.
         threads: The number of requests under way at once.
     """
 
@@ -48,7 +48,7 @@ class NVMeOffload:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Say that the optimizer is made here, where two plugins cannot make it, and refuse a folder that is none."""
+        """Claim the optimizer, which only one plugin can make, and refuse a path that is no folder."""
         context.claim("optimizer", by=self)
         if self.folder is not None:
             folder = context.manifest.document.folder / self.folder
@@ -59,13 +59,13 @@ class NVMeOffload:
     def composer3d_optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> Optimizer:
-        """Make the optimizer, of the class that was asked for, and open its file."""
+        """Make the optimizer, a subclass of the requested class, and open its file."""
         if any(group.get("differentiable") for group in groups):
             raise PluginError(
                 "nvme_offload does not do what differentiable = true asks: its pieces are stepped in place"
             )
         piece_bytes = int(self.chunk_mib * MIB) // BLOCK * BLOCK
-        # A check makes no step, and a plan steps on tensors without values.
+        # A check makes no step, and a plan steps on fake tensors.
         is_foreseen = context.purpose in ("check", "plan") or torch_compat.active_fake_mode() is not None
         file = (
             Foreseen()
@@ -87,7 +87,7 @@ class NVMeOffload:
 
     @hookimpl
     def composer3d_measure(self, context: RunContext, step: int) -> list[Metric]:
-        """Measure what went to and fro, of all ranks together."""
+        """Measure bytes read and written, summed over ranks."""
         file: StateFile | None = context.state.get(self)
         read, written = (file.read_bytes, file.written_bytes) if file is not None else (0, 0)
         return [

@@ -1,4 +1,4 @@
-"""A file without a name: requests to it in chunks, several at once, past the page cache where the file system can."""
+"""Unnamed state file: requests in chunks, several at once, past the page cache where the file system can."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ def padded(num_bytes: int) -> int:
 
 
 class StateFile:
-    """What one rank keeps on disk.
+    """State of one rank on disk.
 
     The file has no name (O_TMPFILE), or loses it before anything is written: the system frees it when the process ends,
     whatever ends it.
 
     Args:
-        folder: On the file system that is to be used; None keeps everything in memory, for a run that opens no file.
-        chunk_bytes: The most that one request reads or writes.
-        num_threads: How many requests are under way at once.
+        folder: On the file system to use; None keeps everything in memory, for a run that opens no file.
+        chunk_bytes: Most bytes of one request.
+        num_threads: Number of concurrent requests.
 
     Attributes:
         is_direct: Whether requests go past the page cache.
-        num_bytes: Of the file.
-        read_bytes: Since it was opened.
-        written_bytes: Since it was opened.
-        waited_s: Time in which the step waited for requests, seconds.
+        num_bytes: Size of the file.
+        read_bytes: Bytes read since it was opened.
+        written_bytes: Bytes written since it was opened.
+        waited_s: Seconds in which steps waited for requests.
 
     Raises:
         PluginError: The folder takes no files, or has no room.
@@ -69,7 +69,7 @@ class StateFile:
         self._workers = ThreadPoolExecutor(num_threads, thread_name_prefix="nvme_offload")
 
     def reserve(self, num_bytes: int) -> int:
-        """Lengthen the file by at least so many bytes, which the file system then has, and return where they begin."""
+        """Extend the file by at least so many allocated bytes, and return their offset."""
         offset, more = self.num_bytes, padded(num_bytes)
         try:
             if more:
@@ -80,12 +80,12 @@ class StateFile:
         return offset
 
     def read(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
-        """Begin to read into memory."""
+        """Start reading into memory."""
         self.read_bytes += sum(each.num_bytes for each in ranges)
         return [self._workers.submit(self._read, piece, memory) for piece in self._requests(ranges)]
 
     def write(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
-        """Begin to write from memory."""
+        """Start writing from memory."""
         self.written_bytes += sum(each.num_bytes for each in ranges)
         return [self._workers.submit(self._write, piece, memory) for piece in self._requests(ranges)]
 
@@ -154,7 +154,7 @@ class StateFile:
 
 
 class Foreseen(StateFile):
-    """What a rank would keep on disk, counted and kept nowhere: a plan may be of a model that no machine holds."""
+    """State file of a plan: bytes are counted and kept nowhere, since no machine may hold the planned model."""
 
     def __init__(self) -> None:
         self.folder, self.is_direct = None, False
@@ -162,18 +162,18 @@ class Foreseen(StateFile):
         self.waited_s = 0.0
 
     def reserve(self, num_bytes: int) -> int:
-        """Count."""
+        """Count bytes only."""
         offset = self.num_bytes
         self.num_bytes += padded(num_bytes)
         return offset
 
     def read(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
-        """Count."""
+        """Count bytes only."""
         self.read_bytes += sum(each.num_bytes for each in ranges)
         return []
 
     def write(self, ranges: Sequence[Range], memory: memoryview) -> list[Future[None]]:
-        """Count."""
+        """Count bytes only."""
         self.written_bytes += sum(each.num_bytes for each in ranges)
         return []
 
@@ -182,7 +182,7 @@ class Foreseen(StateFile):
 
 
 def _open(folder: Path) -> tuple[int, bool]:
-    """Open a file without a name; tell whether it can be read and written past the page cache."""
+    """Open an unnamed file; return whether it can be read and written past the page cache."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -208,7 +208,7 @@ def _nameless(folder: Path, flag: int) -> int:
     # A file system without O_TMPFILE: the name is gone before there is anything in the file.
     fd, name = tempfile.mkstemp(prefix=".optimizer-state-", dir=folder)
     try:
-        # Opened anew, because whether a file is direct is asked when it is opened.
+        # Opened again, because direct access is decided when a file is opened.
         return os.open(name, os.O_RDWR | flag)
     finally:
         os.unlink(name)

@@ -1,4 +1,4 @@
-"""Memory that a disk reads into and writes from: page-aligned, pinned where there is an accelerator, and few of it."""
+"""Buffers for disk requests: page-aligned, pinned where there is an accelerator, and limited in number."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Buffer:
         return self._bytes[position : position + num_elements * dtype.itemsize].view(dtype)
 
     def synchronise(self) -> None:
-        """Return when the device has written what it was told to copy here."""
+        """Block until the device's copies into this buffer are done."""
         if self._device.type == "cuda":
             import torch
 
@@ -57,10 +57,10 @@ class Buffer:
 
 
 class Buffers:
-    """As many buffers as pieces are under way; whoever needs one more waits for the oldest that is being written.
+    """Pool of buffers, one per piece under way; taking one more waits for the oldest that is being written.
 
     Args:
-        limit: The most there are.
+        limit: Most buffers.
         device: See `Buffer`.
 
     Attributes:
@@ -103,14 +103,14 @@ class Buffers:
         self._writing.append((buffer, writes))
 
     def drain(self, file: StateFile) -> None:
-        """Return when everything is written."""
+        """Block until everything is written."""
         while self._writing:
             buffer, requests = self._writing.popleft()
             file.wait(requests)
             self._free.append(buffer)
 
     def abandon(self) -> None:
-        """After an error: let no request use memory that is handed out again."""
+        """After an error: wait for all requests, so that none uses a buffer that is taken again."""
         for _, requests in self._writing:
             for request in requests:
                 request.cancel()

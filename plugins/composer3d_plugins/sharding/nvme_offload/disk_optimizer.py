@@ -1,4 +1,4 @@
-"""An optimizer of any class whose moments are on disk, and in memory a few pieces at a time."""
+"""Optimizer of any class whose moments are on disk, with a few pieces at a time in memory."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def on_disk(cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: i
     """Return a subclass, of the same name, that steps pieces of its parameters one after the other.
 
     Args:
-        cls: Any optimizer whose parameters do not look at each other.
-        file: Where the moments are.
-        piece_bytes: Parameters of at most this size are stepped at once.
-        depth: So many pieces are read ahead, and as many may still be on their way back.
-        device: On which it steps.
+        cls: Any optimizer that updates each parameter independently.
+        file: Holds the moments.
+        piece_bytes: Most bytes of parameters that are stepped at once.
+        depth: Number of pieces read ahead, and of those that may still be on their way back.
+        device: On which the optimizer steps.
     """
     base: Any = cls
     stepper = Stepper(cls, file=file, piece_bytes=piece_bytes, depth=depth, device=device)
@@ -43,7 +43,7 @@ def on_disk(cls: type[Optimizer], *, file: StateFile, piece_bytes: int, depth: i
             stepper.step(self)
 
         def plain_state(self, *, write: bool) -> contextlib.AbstractContextManager[None]:
-            """Show the moments as tensors for a checkpoint; see `composer3d.checkpoint`."""
+            """Present the moments as tensors for a checkpoint; see `composer3d.checkpoint`."""
             return stepper.plain_state(self, write=write)
 
     OnDisk.__name__ = OnDisk.__qualname__ = cls.__name__
@@ -54,11 +54,11 @@ class Stepper:
     """Steps an optimizer piece by piece.
 
     Args:
-        cls: The optimizer's class, without what is done here.
-        file: Where the moments are.
-        piece_bytes: Parameters of at most this size are stepped at once.
-        depth: Pieces ahead.
-        device: On which it steps.
+        cls: The optimizer's own class.
+        file: Holds the moments.
+        piece_bytes: Most bytes of parameters that are stepped at once.
+        depth: Number of pieces read ahead.
+        device: On which the optimizer steps.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Stepper:
 
     @contextlib.contextmanager
     def plain_state(self, optimizer: Any, *, write: bool) -> Iterator[None]:
-        """Show the moments as tensors for a checkpoint: the file as memory, read as it is used."""
+        """Present the moments as tensors for a checkpoint: the file mapped as memory."""
         import torch
 
         self._fields.keep_only(optimizer.state)
@@ -154,6 +154,6 @@ class Stepper:
 
 
 def _is_same(view: Tensor, value: Tensor) -> bool:
-    """Tell whether two tensors of one dtype are the same memory, which has no address in a plan."""
+    """Return whether two tensors of one dtype are the same memory, which has no address in a plan."""
     same_storage = torch_compat.storage_key(view) == torch_compat.storage_key(value)
     return same_storage and view.storage_offset() == value.storage_offset()

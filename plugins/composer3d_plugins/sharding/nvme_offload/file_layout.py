@@ -1,4 +1,4 @@
-"""Which moments are where in the file, and which parameters are stepped at once."""
+"""File layout of optimizer moments, and the pieces of parameters that are stepped at once."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["Fields", "Layout", "Member", "cut", "cut_as", "local", "moments"]
 
-# Every element is stepped by itself: a parameter may be cut anywhere.
+# Elementwise optimizers: a parameter may be divided anywhere.
 ELEMENTWISE = frozenset(
     ["ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 )
 
 
 class Field(NamedTuple):
-    """One moment of one parameter: where this rank's part of it begins in the file."""
+    """Place of one moment of one parameter: the offset of this rank's shard in the file."""
 
     offset: int
     dtype: torch.dtype
@@ -33,8 +33,8 @@ class Member:
 
     Args:
         parameter: The optimizer's.
-        group: Of the optimizer.
-        run: Begin and end of the run in what this rank holds of it, flattened; None takes all as it is.
+        group: Its parameter group.
+        run: Begin and end of the run in this rank's shard, flattened; None takes the whole shard.
     """
 
     def __init__(self, parameter: Any, group: dict[str, Any], run: tuple[int, int] | None = None) -> None:
@@ -54,17 +54,17 @@ class Member:
         return self._run is None or self._run[1] == local(self.parameter).numel()
 
     def like(self, value: Tensor) -> Any:
-        """Return a moment in the form of the parameter: cut over ranks if it is."""
+        """Return a moment with the placements of the parameter."""
         return value if self._run is not None else cut_as(self.parameter, value)
 
     def begin(self, states: Any) -> None:
-        """Give a run its own copy of what is not on disk, such as the number of steps."""
+        """Copy a parameter's state that is not on disk, such as the step count, for a run."""
         if self._run is not None:
             kept = states.get(self.parameter, {})
             states[self.key] |= {name: _copied(value) for name, value in kept.items()}
 
     def end(self, states: Any) -> None:
-        """Leave between steps what is not on disk; of a parameter's runs the last one's."""
+        """Store state that is not on disk between steps; of a parameter's runs the last one's."""
         kept = {name: value for name, value in states[self.key].items() if not _is_moment(self, value)}
         if self._run is None:
             states[self.parameter] = kept
@@ -80,7 +80,7 @@ def moments(member: Member, states: Any) -> dict[str, Any]:
 
 
 def cut(groups: list[dict[str, Any]], piece_bytes: int, cls: type[Optimizer]) -> Iterator[list[Member]]:
-    """Cut parameters with gradients into pieces; large ones into runs, where elements are stepped by themselves."""
+    """Divide parameters with gradients into pieces; large ones into runs, if the optimizer is elementwise."""
     divides = cls.__name__ in ELEMENTWISE and cls.__module__.startswith("torch.optim")
     piece: list[Member] = []
     size_bytes = 0
@@ -105,7 +105,7 @@ def cut(groups: list[dict[str, Any]], piece_bytes: int, cls: type[Optimizer]) ->
 
 
 class Fields:
-    """The moments of all parameters in one file; those that are stepped together lie side by side."""
+    """The moments of all parameters in one file; those that are stepped together are adjacent."""
 
     def __init__(self, file: StateFile) -> None:
         self._file = file
@@ -119,11 +119,11 @@ class Fields:
                 yield parameter, name, self._fields[parameter][name]
 
     def keep_only(self, states: Mapping[Any, Any]) -> None:
-        """Forget parameters whose state was taken away, as a checkpoint does that has none for them."""
+        """Drop parameters without state, such as those for which a loaded checkpoint has none."""
         self._written = {parameter: names for parameter, names in self._written.items() if parameter in states}
 
     def add(self, member: Member, values: Mapping[str, Any]) -> None:
-        """Make room for what is not in the file yet: for all of the parameter, even if this is a run of it."""
+        """Reserve space for moments that are not in the file yet: for the whole shard, even for a run of it."""
         names = self._fields.setdefault(member.parameter, {})
         for name, value in values.items():
             if name not in names:
@@ -131,11 +131,11 @@ class Fields:
                 names[name] = Field(self._file.reserve(num_bytes), value.dtype)
 
     def reading(self, piece: list[Member]) -> Layout:
-        """Return what of a piece's moments the file has."""
+        """Return the layout of a piece's moments that the file has."""
         return _laid_out([(member, self._those(member, self._written.get(member.parameter, ()))) for member in piece])
 
     def writing(self, piece: list[Member], names: Mapping[Member, Iterable[str]]) -> Layout:
-        """Return where a piece's moments go, and note that the file has those whose last run this is."""
+        """Return the layout to write a piece's moments, and mark those complete whose last run this is."""
         self._written |= {member.parameter: frozenset(names[member]) for member in piece if member.is_last}
         return _laid_out([(member, self._those(member, names[member])) for member in piece])
 
@@ -144,7 +144,7 @@ class Fields:
 
 
 class Place(NamedTuple):
-    """Where in a piece's memory a moment is."""
+    """Place of a moment in a piece's memory."""
 
     member: Member
     name: str
@@ -153,12 +153,12 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """A piece in memory and in the file.
+    """Layout of a piece in memory and in the file.
 
     Args:
-        places: Of its moments.
-        ranges: What is read or written; neighbours are one.
-        num_bytes: Of its memory.
+        places: Of its moments in memory.
+        ranges: Byte ranges to read or write; adjacent ones are merged.
+        num_bytes: Size of its memory.
     """
 
     places: list[Place]
@@ -184,14 +184,14 @@ def _laid_out(members: list[tuple[Member, dict[str, Field]]]) -> Layout:
 
 
 def local(tensor: Any) -> Tensor:
-    """Return this rank's plain tensor."""
+    """Return the local tensor of a DTensor; any other tensor as it is."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def cut_as(parameter: Any, value: Tensor) -> Any:
-    """Return this rank's part of something that is cut over ranks as a parameter is."""
+    """Return a local tensor as a DTensor with the placements of a parameter, if that is one."""
     from torch.distributed.tensor import DTensor
 
     return torch_compat.with_local(parameter, value) if isinstance(parameter, DTensor) else value

@@ -1,14 +1,14 @@
-"""Tensor parallelism: linear layers cut over ranks, as Megatron-LM does it."""
+"""Tensor parallelism: linear layers sharded over ranks, as Megatron-LM does it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from composer3d import Phase, PluginError, RunContext, Transform, hookimpl, plugin
+from composer3d import LayoutOffer, LayoutTraits, Phase, PluginError, RunContext, Transform, hookimpl, plugin
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Style
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ class Planned:
 
     Args:
         style: As in the plan.
-        parts: Of a packed projection: sizes of what is fused in it, in order; default: what the modules around tell.
-        cut: With sequence_parallel: whether activations there are cut along the sequence.
+        parts: Of a packed projection: sizes of what is fused in it, in order; default: what the modules around show.
+        cut: With sequence_parallel: whether activations there are sharded along the sequence.
     """
 
     style: Style
@@ -32,36 +32,45 @@ class Planned:
     cut: bool = True
 
 
-@plugin(family="sharding", owns=("tp",))
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Shard linear layers where `tp` has several ranks."""
+    return {"sequence_parallel": bool(wanted.sequence_parallel)} if degrees.get("tp", 1) > 1 else None
+
+
+@plugin(
+    family="sharding",
+    owns=("tp",),
+    offer=LayoutOffer(table=_table, choices={"sequence_parallel": (False, True)}),
+)
 class TensorParallel:
-    """Cut linear layers, embeddings and heads over the ranks of tp, which all read the same samples.
+    """Shard linear layers, embeddings and heads over the ranks of tp, which all read the same samples.
 
     A plan says what is done to which module, `{ pattern = style }`:
 
-    colwise: cut along the outputs; takes whole activations, leaves cut ones for a rowwise layer.
-    rowwise: cut along the inputs; its results are summed over ranks.
+    colwise: sharded along the outputs; takes replicated activations, leaves sharded ones for a rowwise layer.
+    rowwise: sharded along the inputs; its results are summed over ranks.
     packed_colwise, packed_rowwise: the same for several projections in one matrix (query, key and value; gate and up),
-        cut per part: `{ style = "packed_colwise", parts = [64, 32, 32] }`.
-    vocab: an embedding cut along its rows.
-    attention: an `nn.MultiheadAttention`, cut along its heads.
-    head: cut along the outputs, which are gathered, or with loss_parallel stay cut.
-    sequence: a norm or dropout that works on activations cut along the sequence, or an embedding of positions.
-    local: a norm that works on cut features, such as one a head.
+        sharded per part: `{ style = "packed_colwise", parts = [64, 32, 32] }`.
+    vocab: an embedding sharded along its rows.
+    attention: an `nn.MultiheadAttention`, sharded along its heads.
+    head: sharded along the outputs, which are gathered, or with loss_parallel stay sharded.
+    sequence: a norm or dropout that works on activations sharded along the sequence, or an embedding of positions.
+    local: a norm that works on sharded features, such as one a head.
     replicate: left alone.
-    split, gather, split_gather: with sequence_parallel, a module whose input is cut along the sequence, whose output
-        is put together, or both: where neither embedding nor head do it.
+    split, gather, split_gather: with sequence_parallel, a module whose input is sharded along the sequence, whose
+        output is gathered, or both: where neither embedding nor head do it.
 
-    The model's code runs on plain tensors of this rank's size. Random functions draw on cut tensors from the sharded
-    stream, other numbers on each rank, and on whole ones from the replicated stream.
-    Memory: what is cut / tp; with sequence_parallel the activations between blocks / tp too.
+    The model's code runs on plain tensors of this rank's size. Random functions draw on sharded tensors from the
+    sharded stream, other numbers on each rank, and on replicated ones from the replicated stream.
+    Memory: what is sharded / tp; with sequence_parallel the activations between blocks / tp too.
     Collectives: a layer of attention and feed-forward has 2 all-reduces forward and 2 backward. With sequence_parallel
     it has 2 all-gathers and 2 reduce-scatters forward, as many backward, and one all-reduce a step for each parameter
-    that meets cut activations. The embedding: 1 all-reduce (reduce-scatter) forward. The head: 1 all-gather of logits,
-    or with loss_parallel 2 all-reduces, of one number a token and of three; backward 1 all-reduce. Whole activations
-    or parameters that meet cut features, such as a key that all heads share: 1 all-reduce of the gradient of each. With
-    sequence_parallel what meets them cut along the sequence, or works along it: 1 all-gather forward of each, and
-    1 reduce-scatter backward where it met cut features. Parts of a fused projection that all heads share, such as
-    PaLM's key: 1 all-gather of each, and 1 all-reduce of its gradient.
+    that meets sharded activations. The embedding: 1 all-reduce (reduce-scatter) forward. The head: 1 all-gather of
+    logits, or with loss_parallel 2 all-reduces, of one number a token and of three; backward 1 all-reduce. Replicated
+    activations or parameters that meet sharded features, such as a key that all heads share: 1 all-reduce of the
+    gradient of each. With sequence_parallel what meets them sharded along the sequence, or works along it: 1 all-gather
+    forward of each, and 1 reduce-scatter backward where it met sharded features. Parts of a fused projection that all
+    heads share, such as PaLM's key: 1 all-gather of each, and 1 all-reduce of its gradient.
 
     Source: Shoeybi et al., Megatron-LM, arXiv:1909.08053; Korthikanti et al., Reducing Activation Recomputation in
     Large Transformer Models, arXiv:2205.05198.
@@ -70,8 +79,9 @@ class TensorParallel:
         plan: Styles by pattern; or "auto": what the model declares itself (`tp_plan`, or as Hugging Face's models do;
             not with sequence_parallel, of which declarations say nothing), else what its code does with its
             projections, found by running it on meta. `check` shows the result.
-        sequence_parallel: Keep activations outside of cut layers cut along the sequence.
-        loss_parallel: Leave logits cut along the vocabulary; of the losses only torch's cross_entropy works on them.
+        sequence_parallel: Keep activations outside of sharded layers sharded along the sequence.
+        loss_parallel: Leave logits sharded along the vocabulary; of the losses only torch's cross_entropy works on
+            them.
         sequence_dim: The dim of activations that is the sequence.
     """
 
@@ -81,8 +91,13 @@ class TensorParallel:
     sequence_dim: int = Field(default=1, ge=0, examples=[])
 
     @hookimpl
+    def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Describe the part in a layout."""
+        return LayoutTraits(sequence_parallel=self.sequence_parallel)
+
+    @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform:
-        """Cut what the plan names."""
+        """Shard what the plan names."""
         return Transform(
             name="tensor_parallel",
             phase=Phase.TENSOR,

@@ -1,4 +1,8 @@
-"""Activations as DTensors over tp, and as the plain tensors that the model's code around them sees."""
+"""Conversion of activations between DTensors over tp and the plain tensors that the model's code sees.
+
+Shapes: B batch, S sequence, D model dim, T degree of tp. Replicated activations are x_BSD on every rank; those that
+sequence_parallel shards are x_B(S/T)D.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +21,16 @@ __all__ = ["Activations"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Brings activations in and out of DTensors; a cut of None stands for whole ones.
+    """Converts activations to and from DTensors; a cut of None means Replicate().
 
     Args:
-        mesh: That of tp alone.
+        mesh: Of one dim, tp.
     """
 
     mesh: DeviceMesh
 
     def wrap(self, x: Tensor, cut: Shard | None) -> Tensor:
-        """Return the DTensor of which a plain tensor is this rank's part."""
+        """Return the DTensor of a local tensor."""
         import torch
         from torch.distributed.tensor import DTensor, Replicate
 
@@ -37,15 +41,15 @@ class Activations:
         return DTensor.from_local(x, self.mesh, [cut or Replicate()], run_check=False)
 
     def unwrap(self, x: Any, cut: Shard | None) -> Any:
-        """Return this rank's plain tensor, whole or its share; collectives as the placement needs."""
+        """Return the local tensor in this placement, with the collectives of the redistribution."""
         from torch.distributed.tensor import Replicate
 
         return torch_compat.unviewed(x.redistribute(placements=[cut or Replicate()]).to_local())
 
     def share(self, x: Tensor, cut: Shard | None) -> Tensor:
-        """Return the whole DTensor of which a plain tensor is this rank's part; an all-gather over tp where it is cut.
+        """Return the replicated DTensor of a local tensor; 1 all-gather over tp if it is sharded.
 
-        The gradient of what is cut is reduce-scattered.
+        The gradient of a sharded tensor is reduce-scattered.
         """
         from torch.distributed.tensor import Replicate
 
@@ -53,7 +57,7 @@ class Activations:
         return wrapped if cut is None else wrapped.redistribute(placements=[Replicate()])
 
     def refuse_uneven(self, x: Tensor, cut: Shard | None) -> None:
-        """Refuse a sequence that is to be cut and does not divide; `x` is whole.
+        """Refuse a sequence that is to be sharded and does not divide by tp; `x` is x_BSD.
 
         Raises:
             BatchError: The length is no multiple of tp.

@@ -1,7 +1,10 @@
-"""torch's own attention module, whose projections are parameters that its forward hands to one function.
+"""Tensor parallelism of `nn.MultiheadAttention`, whose projections are parameters passed to one function.
 
 That function knows the whole model's sizes only. The module therefore gets a forward that does the same on this rank's
 heads, with the same arguments and results.
+
+Shapes: B batch, S queries, L keys, D model dim, E head dim, H heads of the model, T degree of tp; this rank has H / T
+heads, q_B(H/T)SE, k_B(H/T)LE and v_B(H/T)LE.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ __all__ = ["HeadsOf", "why_whole"]
 
 
 def why_whole(module: nn.MultiheadAttention, degree: int) -> str | None:
-    """Return why a module's heads are not cut; None if they are."""
+    """Return why a module's heads are not sharded; None if they are."""
     if "weight" not in module.out_proj._parameters or hasattr(module, "parametrizations"):
         return "its weights are computed from other parameters"
     if module.num_heads % degree:
@@ -41,17 +44,15 @@ def why_whole(module: nn.MultiheadAttention, degree: int) -> str | None:
 class HeadsOf:
     """The forward of `nn.MultiheadAttention` on this rank's heads.
 
-    Collectives: 1 all-reduce forward, 1 backward for each tensor that is given; the weights, where they are asked for,
-    are gathered over heads: 1 all-gather. Where the sequence is cut, 1 all-gather of each tensor that is given and
-    1 reduce-scatter forward, and backward as many the other way round.
+    Collectives: 1 all-reduce forward, 1 backward for each distinct input; with `need_weights`, 1 all-gather of
+    weights_B(H/T)SL over heads. Where the sequence is sharded, 1 all-gather of each distinct input and 1 reduce-scatter
+    forward, and backward as many the other way round.
 
     Args:
-        module: With parameters that are cut.
-        fqn: Its name.
-        mesh: Of tp alone.
-        context: The run.
-        given: Which of query, key and value are cut along the sequence.
-        marks: Where code is followed: tensors say themselves whether they are cut, and so does the result.
+        module: With parameters that are sharded.
+        mesh: Of one dim, tp.
+        given: Which of query, key and value are sharded along the sequence.
+        marks: Where code is propagated: tensors carry the metadata of their sharding, and so does the result.
     """
 
     module: nn.MultiheadAttention
@@ -72,7 +73,7 @@ class HeadsOf:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend; the arguments are torch's own."""
+        """Attend; arguments and results as of torch, [B, S, D] or [S, B, D] by `batch_first`."""
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         is_batched = query.dim() == 3
@@ -101,7 +102,7 @@ class HeadsOf:
 
     @property
     def _dim(self) -> int:
-        """The dim that is the sequence, of what is given."""
+        """The sequence dim of the arguments: 1 with `batch_first`, else 0."""
         return 1 if self.module.batch_first else 0
 
     def _batched(self, x: Tensor, is_batched: bool) -> Tensor:
@@ -120,7 +121,7 @@ class HeadsOf:
         return (None, None, None) if bias is None else _local(bias).chunk(3)
 
     def _mask(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Return what is added to the scores of this rank's heads."""
+        """Return the mask that is added to scores_B(H/T)SL, of shape [B or 1, H / T or 1, S or 1, L]."""
         masks = []
         if attn_mask is not None:
             if attn_mask.dim() == 3:
@@ -147,7 +148,7 @@ class HeadsOf:
     # ---- between ranks -----------------------------------------------------------------------------------------------
 
     def _shared(self, x: Tensor, cut: bool) -> Tensor:
-        """Return a whole tensor that each rank does other work with, so that its gradients are added up."""
+        """Return x_BSD with a Partial gradient over tp, all-gathered from x_B(S/T)D if it is sharded."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         placement = Shard(self._dim) if cut else Replicate()
@@ -158,7 +159,7 @@ class HeadsOf:
         return result
 
     def _summed(self, share: Tensor, cut: bool) -> Tensor:
-        """Add up a result of samples first, whole or cut along the sequence, and the bias, whose gradient is of all."""
+        """All-reduce partial sums y_BSD over tp, or reduce-scatter them to y_B(S/T)D, and add the replicated bias_D."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         wrapped: Any = DTensor.from_local(share, self.mesh, [Partial()], run_check=False)
@@ -183,7 +184,7 @@ def _local(parameter: Any) -> Tensor:
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return a mask that is added: torch's of booleans tell what is left out."""
+    """Return an additive mask: True in torch's boolean masks means masked out."""
     if mask.dtype != torch.bool:
         return mask.to(dtype)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask, float("-inf"))

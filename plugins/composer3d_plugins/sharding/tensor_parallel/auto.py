@@ -1,9 +1,9 @@
-"""A plan derived from what a model's code does with its projections, not from their names.
+"""Derivation of a plan from what a model's code does with its projections, not from their names.
 
-Every linear layer of a block is at first taken for an expanding one, whose results are cut. Followed on meta, cut
-features either reach another linear layer as the features it sums over, which makes a pair of the two, or something is
-done with them that needs all of them: then the layer is taken for a fused one, if the code takes its result apart, or
-left whole.
+Every linear layer of a block is at first taken for an expanding (colwise) one, whose results are sharded. Propagated on
+meta, sharded features either reach another linear layer as the features it sums over, which makes a pair of the two
+(colwise, rowwise), or something needs all of them: then the layer is taken for a fused one, if the code takes its
+result apart, or stays replicated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Derivation:
     """The roles of one block's linear layers, found by trial.
 
     Attributes:
-        reasons: Why layers were left whole.
+        reasons: Why layers stay replicated, by FQN.
         edges: Where the code takes results apart.
         fused: Into how many equal parts layers may yet be taken apart.
         gathered: Parts that are gathered where code takes them, by the features they begin and end with.
@@ -61,7 +61,7 @@ class Derivation:
     first: dict[str, Unfollowed] = field(default_factory=dict)
 
     def run(self) -> Rehearsal:
-        """Return the first run in which every cut result reaches a layer that contracts it, also in evaluation.
+        """Return the first run in which every sharded result reaches a layer that contracts it, also in evaluation.
 
         Raises:
             Unfollowed: The block cannot be run by itself; it names no layers.
@@ -175,7 +175,7 @@ class Derived:
 
     Args:
         rules: What is done to which module.
-        uncut: Blocks whose activations are not cut along the sequence, though those of others are.
+        uncut: Blocks whose activations are not sharded along the sequence, though those of others are.
     """
 
     rules: Rules
@@ -183,16 +183,15 @@ class Derived:
 
 
 def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, unread: Collection[str] = ()) -> Derived:
-    """Return a rule for every module that is cut, and for those that work on cut activations.
+    """Return a rule for every module that is sharded, and for those that work on sharded activations.
 
     Args:
-        model: Whole.
-        context: The run.
-        sequence_dim: The dim of activations that sequence_parallel cuts; None without it.
+        model: The whole model.
+        sequence_dim: The dim of activations that sequence_parallel shards; None without it.
         unread: Names of tied parameters by which no code reads them.
 
     Raises:
-        PluginError: Nothing can be cut, or the heads do not divide; with the reasons.
+        PluginError: Nothing can be sharded, or the heads do not divide; with the reasons.
     """
     blocks = blocks_of(model, context, several=sequence_dim is not None)
     traced = trace(model, context, blocks=blocks)
@@ -239,7 +238,7 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
 def _with_sequence(
     rules: Rules, derivations: Sequence[tuple[Derivation, Rules, list[str]]], traced: Traced, sequence_dim: int
 ) -> tuple[Rules, frozenset[str]]:
-    """Let every block that can work on a cut sequence; return the rules, and the blocks that cannot.
+    """Let every block that can work on a sharded sequence; return the rules, and the blocks that cannot.
 
     Raises:
         PluginError: None can.
@@ -289,7 +288,7 @@ def _rules_of(derivation: Derivation) -> Rules:
     for name, (_, parts) in rehearsal.contracting.items():
         packed = len(parts) > 1
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
-    # What needs its share of a weight, as a depthwise convolution does, gets it where it is followed.
+    # What needs its shard of a weight, as a depthwise convolution does, gets it where it is propagated.
     for name in rehearsal.local - rehearsal.moving:
         is_read = derivation._full(name) in derivation.read
         if next(derivation.block.get_submodule(name).parameters(), None) is not None and not is_read:

@@ -1,4 +1,4 @@
-"""How the code of a whole model is run under a plan, found block by block."""
+"""Execution of a model's own code under a plan, determined block by block."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ __all__ = ["Codes"]
 
 @dataclass(frozen=True, kw_only=True)
 class Codes:
-    """Finds out about a model.
+    """Determines how the code of each block runs.
 
     Args:
-        model: Whole.
+        model: The whole model.
         rules: The plan.
-        context: The run.
-        sequence_dim: The dim of activations that sequence_parallel cuts; None without it.
-        uncut: Blocks whose activations it does not cut.
+        sequence_dim: The dim of activations that sequence_parallel shards; None without it.
+        uncut: Blocks whose activations it does not shard.
     """
 
     model: nn.Module
@@ -58,7 +57,7 @@ class Codes:
             return self._all_followed()
         self._refuse_read(traced)
         found: list[tuple[str, Code | None]] = []
-        # Every form is looked at: what cannot be followed is refused now, not in the first step.
+        # Every form is looked at: what cannot be propagated is refused now, not in the first step.
         for first, group in traced.forms.items():
             known: dict[frozenset[tuple[str, Rule]], Code | None] = {}
             for fqn in group:
@@ -72,7 +71,7 @@ class Codes:
         return _joined(codes)
 
     def _refuse_read(self, traced: Traced) -> None:
-        """Refuse to shard what code outside of its module reads, with whole tensors."""
+        """Refuse to shard what code outside of its module reads, with replicated tensors."""
         read = set(traced.read)
         for first, group in traced.forms.items():
             inside = [name.removeprefix(first) for name in traced.read if first and f"{name}.".startswith(f"{first}.")]
@@ -85,7 +84,7 @@ class Codes:
                 )
 
     def _holds(self, codes: Mapping[str, Code], traced: Traced) -> bool:
-        """Tell whether code that was found right on one example is on a larger one, and leaves the rest as it is."""
+        """Return whether code that is correct on one example is so on a larger one, and leaves the rest unchanged."""
         sizes = _joined(codes).sizes
         if sizes and list(traced.forms) != [""] and not self._leave_rest(sizes, traced):
             return False
@@ -101,7 +100,7 @@ class Codes:
         return all(self._fits(fqn, codes[fqn], larger.calls[fqn]) for fqn in traced.forms if fqn in larger.calls)
 
     def _leave_rest(self, sizes: Mapping[tuple[str, str], int], traced: Traced) -> bool:
-        """Tell whether the code around blocks does the same with a rank's sizes; it may use modules of theirs too."""
+        """Return whether the code around blocks does the same with a rank's sizes; it may use modules of theirs too."""
         before = outside(self.model, traced)
         try:
             with sized(self.model, sizes):
@@ -146,12 +145,12 @@ class Codes:
             if error.sources - {SEQUENCE}:
                 raise PluginError(f"the plan does not fit the model's code: {error}") from error
             return None
-        # A norm that is stated to work on a whole sequence, though activations are cut, is not rehearsed.
+        # A norm that is stated to work on a full sequence, though activations are sharded, has no dry run.
         is_cut = all(rule.is_cut for rule in rules.values() if rule.style == "sequence")
         return code if is_cut or roles.sequence_dim is None else None
 
     def _all_followed(self) -> Code:
-        """Follow blocks where they are cut along the sequence, also those with nothing else cut; else regions."""
+        """Propagate blocks that are sharded along the sequence, also those without sharded layers; else regions."""
         cut = self._cut_blocks()
         regions = {
             region

@@ -1,8 +1,8 @@
-"""Where activations go from block to block: along which ways they may stay cut along the sequence.
+"""Activation flow between blocks: the edges along which activations may stay sharded along the sequence.
 
-A model may have several lists of blocks, as an encoder with a decoder does, call a block twice, or do something of its
-own between two blocks. Wherever the activation that a block returns goes anywhere else than to the next block, it is
-put together there, and cut again before the block that takes what came of it.
+A model may have several lists of blocks, as an encoder with a decoder does, call a block twice, or compute something of
+its own between two blocks. Wherever a block's output goes anywhere else than to the next block, it is all-gathered
+there, and sharded again before the block that takes what was computed from it.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[s
     """Return the repeated blocks; none where they are not known.
 
     Args:
-        model: Whole.
-        context: The run.
-        several: Whether those of all outermost lists are taken where there is no single list of equal blocks; the model
-            is looked at as one otherwise.
+        model: The whole model.
+        several: Whether to take the blocks of all outermost lists where there is no single list of equal blocks;
+            otherwise there are none then.
     """
     try:
         found = list(select_fqns(context.blocks, context.fqns))
@@ -61,7 +60,7 @@ def _listed(model: nn.Module) -> list[str]:
 
 
 def _is_block(module: nn.Module) -> bool:
-    """Tell whether a module of a list has linear layers inside, and is none; a list of modules is not called itself."""
+    """Return whether a module of a list contains linear layers and is none; a list of modules is never called."""
     if type(module).forward is nn.Module.forward:
         return False
     inside = [inner for inner in module.modules() if inner is not module]
@@ -69,10 +68,10 @@ def _is_block(module: nn.Module) -> bool:
 
 
 class Flow(TorchFunctionMode):
-    """Sees what becomes of the activation that each block returns.
+    """Records the uses of the activation that each block returns.
 
     Attributes:
-        calls: The blocks as they were called.
+        calls: FQNs of the blocks in the order of their calls.
         edges: Pairs of calls: the second takes what the first returned.
         used: Calls whose activation goes elsewhere too.
     """
@@ -133,16 +132,16 @@ class Flow(TorchFunctionMode):
         return result
 
     def end(self, output: Any) -> None:
-        """Say what the model returned."""
+        """Record what the model returned."""
         leaves = torch_compat.tree_leaves(output)
         self.used |= {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given}
         self._given.clear()
 
     def boundaries(self, cut: Collection[str]) -> tuple[set[str], set[str]]:
-        """Return the blocks before which activations are cut, and those after which they are put together.
+        """Return the blocks before which activations are sharded, and those after which they are gathered.
 
         Args:
-            cut: The blocks that can work on a cut sequence.
+            cut: The blocks that can work on a sharded sequence.
         """
         split: set[str] = set()
         gather: set[str] = set()

@@ -1,7 +1,7 @@
-"""What was decided about functions on cut tensors, so that a step need not decide it again.
+"""Cache of decisions about functions on sharded tensors, so that a step need not decide again.
 
-A decision follows from the function, its numbers, the marks of cut tensors among its arguments and the shapes of whole
-ones. Those are its key; with other sizes the key is another, and it is decided anew.
+A decision follows from the function, its numbers, the sharding metadata of the sharded tensors among its arguments and
+the shapes of replicated ones. Those are its key; other sizes give another key, and a new decision.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ MOST = 4096
 NUMBERS = (bool, int, float, complex)
 HASHABLE = (str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(Ellipsis))
 
-# Does on shares what a function does on whole tensors.
+# Does on local shards what a function does on replicated tensors.
 Decision = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 class Memory:
-    """The decisions of one followed module."""
+    """The decisions of one propagated module."""
 
     def __init__(self) -> None:
         self._decisions: dict[Any, Decision] = {}
 
     def key(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Return what a call is known by; None if its arguments cannot be told from others."""
+        """Return the key of a call; None if its arguments have no reliable key."""
         key: list[Any] = [func, torch.is_grad_enabled()]
         if not (_describe(args, key) and _describe(tuple(options), key) and _describe(tuple(options.values()), key)):
             return None
         return tuple(key)
 
     def get(self, key: Any) -> Decision | None:
-        """Return what was decided, if it was."""
+        """Return the decision for a key, if there is one."""
         return self._decisions.get(key)
 
     def keep(self, key: Any, work: Decision, result: Any) -> None:
@@ -48,8 +48,8 @@ class Memory:
 
         Args:
             key: Of the call.
-            work: What is done on shares.
-            result: What it gave; another result gets the same marks.
+            work: Runs the function on local shards.
+            result: Its marked result; later results get the same marks.
         """
         if len(self._decisions) >= MOST:
             self._decisions.clear()
@@ -61,7 +61,7 @@ class Memory:
         self._decisions[key] = _Several(work, cuts)
 
     def keep_answer(self, key: Any, answer: Any) -> None:
-        """Remember what is no tensor, such as a size."""
+        """Remember an answer that is no tensor, such as a size."""
         self._decisions[key] = lambda func, args, options: answer
 
 
@@ -70,7 +70,7 @@ class _Single:
         self._work, self._cut = work, cut
 
     def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Do it, and mark the result."""
+        """Run on local shards, and mark the result."""
         with torch_compat.without_torch_functions():
             result = self._work(func, args, options)
             if self._cut is not None:
@@ -83,7 +83,7 @@ class _Several:
         self._work, self._cuts = work, cuts
 
     def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Do it, and mark the results."""
+        """Run on local shards, and mark the results."""
         with torch_compat.without_torch_functions():
             result = self._work(func, args, options)
             for leaf, cut in zip(torch_compat.tree_leaves(result), self._cuts, strict=True):
@@ -93,7 +93,7 @@ class _Several:
 
 
 def _describe(values: Sequence[Any], key: list[Any]) -> bool:
-    """Add to a key what tells arguments apart; False if nothing does."""
+    """Append to a key what distinguishes arguments; return False if nothing does."""
     for value in values:
         if isinstance(value, Tensor):
             cut = getattr(value, ATTRIBUTE, None)

@@ -1,4 +1,4 @@
-"""Plans that models bring along: a `tp_plan` attribute, or the declarations of Hugging Face's models."""
+"""Plans declared by models: a `tp_plan` attribute, or the declarations of Hugging Face's models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES: Mapping[str, Style] = {
     "replicated": "replicate",
     "sequence": "sequence",
     "sequence_parallel": "sequence",
-    # What heads share is followed, and its gradient added up, by whatever projection it is made.
+    # What heads share is propagated, and its gradient summed, by whatever projection it is made.
     "mla_kv_a_proj": "replicate",
 }
 
@@ -89,7 +89,7 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
     inside = tuple(f"{fqn}." for fqn in whole)
     rules = {fqn: rule for fqn, rule in rules.items() if not fqn.startswith(inside)} | whole
     if base and not any(rule.style in EXPANDING for rule in rules.values()):
-        # It is about experts alone; the code tells what else can be cut.
+        # It is about experts alone; the code tells what else can be sharded.
         return None
     return _with_ties(model, rules, context) or None
 
@@ -104,7 +104,7 @@ def _experts_of(pattern: str, style: str, context: RunContext) -> list[str]:
 
 
 def is_by_others(model: nn.Module) -> bool:
-    """Tell whether a plan is declared by transformers, not by the model's author: the code may tell more than it."""
+    """Return whether a plan is declared by transformers, not by the model's author: the code may tell more than it."""
     return bool(_of_base(model))
 
 

@@ -1,4 +1,4 @@
-"""Convolutions that keep channels apart: each rank convolves its own channels, with its share of the weight."""
+"""Depthwise convolutions: each rank convolves its own channels, with its shard of the weight."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def arguments_of(args: Sequence[Any], options: Mapping[str, Any]) -> dict[str, A
 
 
 def keeps_apart(arguments: Mapping[str, Any], *, channels: int, dim: int) -> bool:
-    """Tell whether a convolution makes one channel of each.
+    """Return whether a convolution makes one channel of each.
 
     Args:
         arguments: By their names.
-        channels: How many there are over all ranks.
-        dim: The one that is cut.
+        channels: Of all ranks.
+        dim: The sharded one.
     """
     is_batched = arguments["input"].ndim == arguments["weight"].ndim
     groups = arguments.get("groups", 1)

@@ -1,11 +1,11 @@
-"""How little has to be done so that a block's own code gets a rank's share right.
+"""Search for the least change under which a block's own code is correct on local shards.
 
-A run of the block in which every cut tensor is followed tells what the right results are. Code that writes `-1` where
-heads are cut gives the same by itself. Code that reads the number of heads from an attribute does, once the attribute
-holds this rank's number. Code that reads the length of a cut sequence does, if it is given the whole sequence and all
-that it does with it is to project it. Where none helps, as with sizes computed from whole activations, the smallest
-module around is followed in every forward. Each way is tried on meta, and taken only if functions, numbers, tensors and
-results are all the same as in the run that is followed.
+A run of the block in which every sharded tensor is propagated gives the right results. Code that writes `-1` where
+heads are sharded gives the same by itself. Code that reads the number of heads from an attribute does, once the
+attribute holds this rank's number. Code that reads the length of a sharded sequence does, if it is given the gathered
+sequence and only projects it. Where none helps, as with sizes computed from replicated activations, the smallest
+enclosing module is propagated in every forward. Each way is tried on meta, and taken only if functions, numbers,
+tensors and results all equal those of the propagated run.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ MOST_TOGETHER, MOST_RUNS = 3, 80
 def fit(
     block: nn.Module, *, roles: Roles, degree: int, call: Call, regions: Mapping[str, str], apart: frozenset[str]
 ) -> Code | None:
-    """Return how the block's code is run; None where all of it has to be followed.
+    """Return how the block's code is run; None where all of it has to be propagated.
 
     Args:
-        block: One of its form.
-        roles: What its linear layers are.
-        degree: Of tp.
-        call: What it is called with.
-        regions: Of every expanding projection the module around it in which what it gives is cut.
-        apart: Modules that draw from the sharded stream as they are planned to.
+        block: The first of its form.
+        roles: Of its linear layers.
+        degree: Ranks along tp.
+        call: Arguments of one call.
+        regions: Of every expanding projection the module around it in which what it gives is sharded.
+        apart: FQNs of modules that draw from the sharded stream by their rule.
 
     Raises:
-        Unfollowed: The code does with cut features what cannot be done with them.
+        Unfollowed: The code does with sharded features what cannot be done with them.
     """
     search = Search(block=block, roles=roles, degree=degree, call=call, regions=regions)
     return search.run(Code(apart=apart))
 
 
 def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call, training: bool = True) -> bool:
-    """Tell whether code gives the same as if it were followed, on another call or in evaluation."""
+    """Return whether code gives the same as if it were propagated, on another call or in evaluation."""
     try:
         search = Search(block=block, roles=roles, degree=degree, call=call, regions={}, training=training)
     except Unfollowed:
@@ -61,13 +61,13 @@ def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call,
 
 @dataclass(kw_only=True)
 class Search:
-    """Runs a block in one way after the other.
+    """Search over the ways to run a block, least change first.
 
     Attributes:
-        training: Whether it trains, or is evaluated.
-        right: What it does when all is followed.
+        training: Whether the block is in training mode.
+        right: Record of the run in which all code is propagated.
         given: As in `Code`, in that run.
-        num_runs: How many ways were tried.
+        num_runs: Ways tried so far.
     """
 
     block: nn.Module
@@ -169,7 +169,7 @@ class Search:
         for fqn in self._around(reached):
             if fqn not in self.regions.values() or any(_is_in(fqn, other) for other in code.followed):
                 continue
-            # Code that is followed sees whole sizes.
+            # Code that is propagated sees whole sizes.
             yield replace(
                 code,
                 sizes={key: value for key, value in code.sizes.items() if not _is_in(key[0], fqn)},

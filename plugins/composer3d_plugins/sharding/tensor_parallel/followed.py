@@ -1,4 +1,4 @@
-"""Modules whose code is followed in every forward, and again where a part of them is recomputed."""
+"""Modules whose code is propagated in every forward, and again where a part of them is recomputed."""
 
 from __future__ import annotations
 
@@ -22,18 +22,16 @@ __all__ = ["Followed"]
 
 
 class Followed:
-    """A module whose code is followed.
+    """A module whose code is propagated.
 
     The code may have a part of it recomputed in the backward, by torch.utils.checkpoint, when nothing around it is at
-    work any more. Each module inside is therefore followed by itself where it is called with tensors that are cut, and
-    numbers what it draws by itself, so that it draws the same then.
+    work any more. Each module inside is therefore propagated by itself where it is called with tensors that are
+    sharded, and numbers what it draws by itself, so that it draws the same then.
 
     Args:
-        module: Whose forwards are replaced, keeping their names.
-        fqn: Named in errors.
-        mesh: Of tp alone.
-        cut: The dim along which the activation that it takes is cut, None if it is whole.
-        context: The run.
+        module: Its forwards are replaced, keeping their names.
+        mesh: Of one dim, tp.
+        cut: The dim along which the activation that it takes is sharded, None if it is replicated.
     """
 
     def __init__(self, module: nn.Module, fqn: str, *, mesh: DeviceMesh, cut: int | None, context: RunContext) -> None:
@@ -62,7 +60,7 @@ class Followed:
         def entered(*args: Any, **kwargs: Any) -> Any:
             following = self._at_work
             if following is None:
-                # Only cut tensors tell that the module around it was at work in the forward.
+                # Only sharded tensors tell that the module around it was at work in the forward.
                 return self._follow(forward, fqn, args, kwargs) if cuts_in(args, kwargs) else forward(*args, **kwargs)
             before, following.drawing = following.drawing, Drawing(self._context, fqn)
             try:

@@ -1,10 +1,11 @@
-"""Lets a model's code compute with the sizes it knows, those of the whole model, on tensors that are a rank's share.
+"""Propagation of shards through a model's code, which computes with the sizes of the whole model on local shards.
 
-Attention code writes `q.view(B, S, num_heads, head_dim)` or reads `q.shape[-1]`. Inside a region every tensor that is
-cut over tp has a shadow: a tensor on meta, without memory, of the whole size. Each torch function runs on shadows with
-the code's own arguments, and on the shares with arguments that fit them; comparing both results tells which dim is cut.
-What mixes features of different ranks, such as a softmax over a cut dim, cannot be followed and is an error, never
-another number.
+Attention code writes `q_BSF.view(B, S, num_heads, head_dim)` or reads `q.shape[-1]`. Inside a region every tensor that
+is sharded over tp has a shadow: a tensor on meta, without memory, of the global size. Each torch function runs on
+shadows with the code's own arguments, and on the local shards with arguments that fit them; comparing both results
+tells which dim is sharded: where the shadow of a result is x_BSF and the local one x_BS(F/T), it is the last. A
+function that mixes features of different ranks, such as a softmax over a sharded dim, cannot be propagated and is an
+error, never another number.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ __all__ = ["Following"]
 
 
 class Following(TorchFunctionMode):
-    """Follows cut tensors through torch functions while it is entered.
+    """Propagates sharded tensors through torch functions while it is entered.
 
     Args:
-        degree: Of tp.
-        where: Named in errors.
-        mesh: Of tp alone; None where a run is rehearsed.
-        drawing: Gives random functions on cut tensors their stream; None where a run is rehearsed.
-        record: Notes each function, to be compared with another run.
-        memory: What was decided in earlier forwards.
+        degree: Ranks along tp.
+        where: FQN or option, for messages.
+        mesh: Of one dim, tp; None in a dry run on meta.
+        drawing: Gives random functions on sharded tensors their stream; None in a dry run on meta.
+        record: Records each function, for comparison with another run.
+        memory: Decisions of earlier forwards.
     """
 
     def __init__(
@@ -78,14 +79,14 @@ class Following(TorchFunctionMode):
         self._degree, self._where, self.drawing, self._record = degree, where, drawing, record
         self._num_draws = 0
         self._memory = memory
-        # What the function at hand comes to on shares, if that can be done again.
+        # What the function at hand comes to on local shards, if that can be done again.
         self._work: Decision | None = None
         self._meeting = Meeting(degree, mesh)
         self.mesh = mesh
 
     @property
     def num_acts(self) -> int:
-        """How often something was done that code alone, run on shares, would not do: whole tensors met cut ones."""
+        """Number of interventions, without which code run on local shards alone would be wrong."""
         return self._meeting.num_acts
 
     @property
@@ -96,7 +97,7 @@ class Following(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function on shares."""
+        """Run one function on local shards."""
         if self._memory is not None:
             return self._remembered(self._memory, func, args, dict(kwargs or {}))
         if self._record is None:
@@ -129,10 +130,10 @@ class Following(TorchFunctionMode):
         self._work = None
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run one function; where nothing is cut, as it is.
+        """Run one function; where nothing is sharded, as it is.
 
         Raises:
-            Unfollowed: It cannot be run on shares.
+            Unfollowed: It cannot be run on local shards.
         """
         cuts = cuts_in(args, options)
         if not cuts:
@@ -152,14 +153,14 @@ class Following(TorchFunctionMode):
         except Unfollowed:
             if not along or (is_in_place(name) and cut_of(args[0]) is not None):
                 raise
-        # It needs the whole sequence, and does the same with it on all ranks.
+        # It needs the full sequence, and does the same with it on all ranks.
         args, options = self._gathered(name, args, options, is_summed=False)
         return func(*args, **options)
 
     def _gathered(
         self, name: str, args: Sequence[Any], options: dict[str, Any], *, is_summed: bool
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Put together, along the sequence, what is cut along it."""
+        """All-gather arguments that are sharded along the sequence."""
         first = cut_of(args[0]) if args else None
         if is_in_place(name) and first is not None and first.is_sequence:
             raise Unfollowed(f'"{self._where}": {name} writes cut features along a cut sequence', sources=first.sources)
@@ -208,7 +209,7 @@ class Following(TorchFunctionMode):
     def _stream(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], placed: Placed
     ) -> contextlib.AbstractContextManager[None]:
-        """Let what draws numbers for cut tensors draw others on each rank."""
+        """Return the random stream of a function: per rank for sharded tensors."""
         if not draws(name, args, options):
             return contextlib.nullcontext()
         if options.get("generator") is not None:
@@ -219,7 +220,7 @@ class Following(TorchFunctionMode):
     def _on_shadows(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if name in CASTS:
             return _shadow(args[0])
-        # Tensors that are cut alike share a shadow, which is not to be changed.
+        # Tensors that are sharded alike share a shadow, which is not to be changed.
         shadow = _shadow if not is_in_place(name) else _own_shadow
         with torch.no_grad():
             return func(*torch_compat.tree_map(shadow, list(args)), **torch_compat.tree_map(shadow, options))
@@ -301,7 +302,7 @@ class Following(TorchFunctionMode):
         first, last, parts = share
         piece, placed = x.narrow(cut.placed.dim, first, last - first), Placed(dim=cut.placed.dim, parts=parts)
         if len(set(parts)) == 1 and cut.is_gathered(start, stop):
-            # What comes of it is the same on all ranks, until it meets cut features: its gradient is whole, too.
+            # What comes of it is the same on all ranks, until it meets sharded features: its gradient is whole, too.
             return self._meeting.gathered(piece, placed, is_summed=False)
         begin, _ = cut.features(start, stop)
         return marked(piece, whole, placed, cut.sources, start=begin, scale=cut.scale, gathered=cut.whole)
@@ -309,7 +310,7 @@ class Following(TorchFunctionMode):
     def _repeat(
         self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
     ) -> Tensor:
-        """Repeat: along the cut dim the parts come one after another again."""
+        """Repeat: along the sharded dim the parts come one after another again."""
         dim = cut.placed.dim + whole.ndim - x.ndim
         times = whole.shape[dim] // cut.shadow.shape[cut.placed.dim]
         return marked(func(*args, **options), whole, Placed(dim=dim, parts=cut.placed.parts * times), cut.sources)
@@ -317,7 +318,7 @@ class Following(TorchFunctionMode):
     def _glu(
         self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
     ) -> Tensor:
-        """Gate the first half of the cut dim by the second, which have to be two parts."""
+        """Gate the first half of the sharded dim by the second, which have to be two parts."""
         half = whole.shape[cut.placed.dim]
         if cut.placed.parts != (half, half):
             raise Unfollowed(

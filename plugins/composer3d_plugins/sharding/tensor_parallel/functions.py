@@ -1,4 +1,4 @@
-"""What torch functions do with the dims of their arguments, by name, and how indices name dims."""
+"""Dims of torch functions by name: what each function does with the dims of its arguments, and the dims of an index."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def name_of(func: Any) -> str:
 
 
 def mixes(name: str, args: Sequence[Any], options: Mapping[str, Any], *, ndim: int, dim: int) -> bool:
-    """Tell whether a function gives other numbers on a share, cut along a dim of so many, though the shapes fit."""
+    """Return whether a function on a shard along `dim` of `ndim` gives wrong numbers though the shapes fit."""
     if name == "pad" and _pads(args, options, ndim, dim):
         return True
     along = (name in ALONG or name.rstrip("_") in ALONG) and _along(name, args, options, ndim, dim)
@@ -73,7 +73,7 @@ def mixes(name: str, args: Sequence[Any], options: Mapping[str, Any], *, ndim: i
 
 
 def _pads(args: Sequence[Any], options: Mapping[str, Any], ndim: int, dim: int) -> bool:
-    """Tell whether a dim is padded; a pair of sizes, which add up to 0 where a sequence is shifted, stands for each."""
+    """Return whether a dim is padded: by a pair of sizes each, which add up to 0 where a sequence is shifted."""
     pad = options.get("pad", args[1] if len(args) > 1 else ())
     from_last = 2 * (ndim - 1 - dim)
     return any(pad[from_last : from_last + 2])

@@ -1,4 +1,4 @@
-"""Fused projections, several in one matrix: cut per part, not across.
+"""Fused projections, several in one matrix: sharded per part, not across.
 
 DTensor has no placement for it. The weight is therefore kept with its rows (or columns) in another order, in which the
 share of each rank is one run: part 0 of rank 0, part 1 of rank 0, ..., part 0 of rank 1, and so on. The context knows

@@ -1,4 +1,7 @@
-"""Logits that stay cut along the vocabulary, and their cross-entropy: no rank ever holds all logits of a token."""
+"""Logits sharded along the vocabulary, and their cross-entropy: no rank ever holds all logits of a token.
+
+Shapes: B batch, S sequence, V vocabulary, T degree of tp; a rank holds logits_BS(V/T) and targets_BS.
+"""
 
 from __future__ import annotations
 
@@ -30,11 +33,11 @@ OWN = frozenset("register_hook requires_grad requires_grad_ grad_fn is_leaf reta
 
 
 class _Classes(Following):
-    """Follows logits.
+    """Propagates sharded logits.
 
     Args:
-        mesh: Of tp alone.
-        span: Opens a span.
+        mesh: Of one dim, tp.
+        span: Opens a span around each collective.
     """
 
     def __init__(self, mesh: DeviceMesh, span: Span) -> None:
@@ -43,7 +46,7 @@ class _Classes(Following):
 
 
 class CutLogits(Tensor):
-    """A rank's share of logits. Code sees the sizes of all of them, as in a region; cross-entropy is of all of them.
+    """Local logits_BS(V/T). Code sees the global sizes, as in a region; cross-entropy is over the whole vocabulary.
 
     Whatever else needs the logits of other ranks, such as a softmax, is an error.
     """
@@ -52,7 +55,7 @@ class CutLogits(Tensor):
 
     @classmethod
     def of(cls, local: Tensor, mesh: DeviceMesh, span: Span) -> CutLogits:
-        """Return a marked share as cut logits; their loss opens spans around its collectives."""
+        """Return a marked local shard as sharded logits; their loss opens spans around its collectives."""
         return cls._wrapped(local, _Classes(mesh, span))
 
     @classmethod
@@ -66,7 +69,7 @@ class CutLogits(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run one function on the share."""
+        """Run one function on the local shard."""
         options = dict(kwargs or {})
         leaves = torch_compat.tree_leaves([list(args), options])
         following = next(leaf for leaf in leaves if isinstance(leaf, cls)).composer3d_following
@@ -109,7 +112,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Do what torch's function of this name does; the arguments are its own."""
+    """Return the loss as `F.cross_entropy` does, whose arguments these are; of ..., with classes along dim 1."""
     cut = cut_of(input)
     assert cut is not None, "it is called with cut logits"
     dim = min(1, input.ndim - 1)
@@ -132,13 +135,13 @@ def _cross_entropy(
 
 
 class _Losses(torch.autograd.Function):
-    """Cross-entropy a token: two small all-reduces, of a maximum and of sums; none in the backward."""
+    """Cross-entropy of each token."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, following: _Classes
     ) -> Tensor:
-        """Return the losses of this shape of targets, 0 where they are ignored."""
+        """Return losses_BS of logits_BS(V/T) and targets_BS, 0 where they are ignored."""
         mesh, share = following.cut_along, logits.shape[-1]
         x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         largest = x.amax(-1)
@@ -163,7 +166,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the share."""
+        """Return the gradient of the local logits_BS(V/T)."""
         probabilities, index, here, valid = ctx.saved_tensors
         result = probabilities - ctx.smoothing / ctx.num_classes if ctx.smoothing else probabilities.clone()
         result.scatter_add_(-1, index.unsqueeze(-1), here.to(result.dtype).mul(ctx.smoothing - 1).unsqueeze(-1))

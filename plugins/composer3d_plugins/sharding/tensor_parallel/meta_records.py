@@ -1,4 +1,4 @@
-"""What a run on meta did, so that two runs can be compared: functions, their arguments, and which tensors they took."""
+"""Records of runs on meta, to compare two of them: functions, their arguments, and the tensors that they took."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout
 
 
 class Record:
-    """Notes one run.
+    """Record of one run.
 
     Two runs with equal entries compute the same: each entry is a function with its numbers, the tensors it took, told
     by the order in which they came up, and shape, dtype and place in memory of what it gave.
@@ -41,16 +41,16 @@ class Record:
         self._is_apart = False
 
     def enter(self, fqn: str) -> None:
-        """Say which module is at work."""
+        """Enter a module: entries are noted as its own."""
         self._stack.append(fqn)
 
     def leave(self) -> None:
-        """Say that it is done."""
+        """Leave the innermost module."""
         self._stack.pop()
 
     @contextlib.contextmanager
     def drawing_apart(self) -> Iterator[None]:
-        """Note what is drawn inside as drawn from the sharded stream."""
+        """Note random draws inside as draws from the sharded stream."""
         before, self._is_apart = self._is_apart, True
         try:
             yield
@@ -67,14 +67,14 @@ class Record:
         has_acted: bool = False,
         is_apart: bool = False,
     ) -> None:
-        """Write down a function that returned tensors.
+        """Append an entry for a function that returned tensors.
 
         Args:
             func: The function, or the name of a module that stands for several.
-            args: As the code gave them.
-            options: As the code gave them.
-            result: This rank's.
-            has_acted: Whether something was done beside it that code alone would not do.
+            args: Global sizes, as in the code.
+            options: Keyword arguments, likewise.
+            result: On local shards.
+            has_acted: Whether an operand was gathered, narrowed or given a summed gradient for it.
             is_apart: Whether it drew from the sharded stream.
         """
         with torch_compat.without_torch_functions():
@@ -88,7 +88,7 @@ class Record:
             self.places.append(self._stack[-1] if self._stack else "")
 
     def agreeing(self, other: Record) -> int:
-        """Return how many entries, from the first on, are the same."""
+        """Return the length of the common prefix of two records."""
         pairs = zip(self.entries, other.entries, strict=False)
         return next(
             (at for at, (one, two) in enumerate(pairs) if one != two), min(len(self.entries), len(other.entries))
@@ -99,7 +99,7 @@ class Record:
         return self.places[min(at, len(self.places) - 1)] if self.places else ""
 
     def draws_apart(self, at: int) -> bool:
-        """Tell whether an entry drew from the sharded stream."""
+        """Return whether an entry drew from the sharded stream."""
         return at < len(self.entries) and self.entries[at][4] == "sharded"
 
     def _number(self, tensor: Tensor) -> int:
@@ -135,6 +135,6 @@ class Record:
 
 
 def _is_basic(index: Any) -> bool:
-    """Tell whether an index makes a view, whose place in memory tells what was taken."""
+    """Return whether an index makes a view, whose place in memory tells what was taken."""
     entries = index if isinstance(index, tuple) else (index,)
     return all(isinstance(entry, int | slice | type(None) | type(Ellipsis)) for entry in entries)

@@ -1,7 +1,7 @@
-"""Running a model on meta: no memory and no arithmetic, only shapes, to see what its code does with its projections.
+"""Runs of a model on meta: no memory and no arithmetic, only shapes, to see what its code does with its projections.
 
 The model's own forward runs once on an example; blocks of equal form run once between them. Each distinct block is then
-run again by itself, with its linear layers answering as they would under a plan.
+run again by itself, with its linear layers returning what they would under a plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ IMAGE_SIZES = (224, 32, 28, 64, 16, 96, 48, 384)
 
 @dataclass(kw_only=True)
 class Traced:
-    """What one forward of the whole model showed.
+    """Observations of one forward of the whole model.
 
     Attributes:
         forms: The first block of each form, and all that have it; the root alone where there are no blocks.
@@ -55,11 +55,7 @@ class Traced:
 
 
 class Recorder(TorchFunctionMode):
-    """Notes each torch function, but while something else does.
-
-    Args:
-        record: Takes them.
-    """
+    """Records each torch function, unless another mode does."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -98,9 +94,8 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
     """Run the model on an example: the one that `compose` was given, else the first that works.
 
     Args:
-        model: Whole.
-        context: The run.
-        blocks: The repeated ones; none for the model as one.
+        model: The whole model.
+        blocks: FQNs of the repeated blocks; none takes the model as one.
         scale: How many times as long an example is as it need be, where none was given.
 
     Raises:

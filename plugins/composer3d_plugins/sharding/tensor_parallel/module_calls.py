@@ -78,7 +78,7 @@ def activation_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | str |
 
 
 def first_of(output: Any) -> Any:
-    """Return the activation that a block hands on: what it returns, or the first of several."""
+    """Return the activation that a block passes on: what it returns, or the first of several."""
     return output[0] if isinstance(output, tuple) and output else output
 
 

@@ -1,4 +1,4 @@
-"""What the modules of a block are taken for, and how its code is run beside that."""
+"""Roles of the linear layers of a block, and the changes under which its code runs."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Roles:
     """What the linear layers of a block are taken for, by their FQNs in it.
 
     Attributes:
-        expanding: Those whose results are cut, with the sizes of their parts.
-        sequence_dim: The dim of activations that is cut outside of them, None if none is.
-        local: Modules whose parameters have their gradients added up by their style.
-        uncut: Linear layers that work on a whole sequence though activations are cut: on what an encoder gave, say.
-        attention: torch's attention modules that are cut along their heads.
+        expanding: Those whose results are sharded, with the sizes of their parts.
+        sequence_dim: The dim of activations that is sharded outside of them, None if none is.
+        local: Modules whose parameters have their gradients summed by their style.
+        uncut: Linear layers that work on a full sequence though activations are sharded: on what an encoder gave, say.
+        attention: torch's attention modules that are sharded along their heads.
         gathered: Of expanding layers the features that are gathered where code takes them.
     """
 
@@ -40,7 +40,7 @@ def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observ
     """Return what rules say about a block.
 
     Args:
-        block: Whole.
+        block: With all of its heads and features.
         rules: By the FQNs in it.
         sequence_dim: As in `Roles`.
         observed: Whether what is whole along the sequence is yet to be seen.
@@ -67,14 +67,15 @@ def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observ
 
 @dataclass(frozen=True, kw_only=True)
 class Code:
-    """How the code of a block is run on shares.
+    """How the code of a block is run on local shards.
 
     Args:
         sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
-        followed: Modules whose code is followed.
-        gathered: Modules that are given the whole sequence, of which all they do with it is to project it.
-        given: Of torch's attention modules that are cut: which of query, key and value are cut along the sequence.
-        apart: Modules that draw on nothing but cut tensors.
+        followed: Modules whose code is propagated.
+        gathered: Modules that are given the full sequence, of which all they do with it is to project it.
+        given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
+            sequence.
+        apart: Modules that draw on nothing but sharded tensors.
     """
 
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)

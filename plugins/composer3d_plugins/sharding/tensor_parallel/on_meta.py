@@ -1,4 +1,4 @@
-"""Running modules on meta, where code sees shapes and no values, or with values where it looks at some."""
+"""Forwards of modules on meta, where code sees shapes and no values, or with values where it looks at some."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VALUES = "it does what depends on values, of which a rank has a share"
 
 @contextlib.contextmanager
 def patched(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
-    """Give modules other forwards inside."""
+    """Replace the forwards of modules inside."""
     before = {module: vars(module).get("forward") for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -41,7 +41,7 @@ def patched(forwards: Mapping[Module, Callable[..., Any]]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
-    """Have a module behave as in training inside, or as in evaluation, in which it draws nothing at random."""
+    """Set a module's training mode inside; in evaluation it draws no random numbers."""
     modes = {inner: inner.training for inner in module.modules()}
     try:
         for inner in modes:
@@ -58,9 +58,9 @@ def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]]
     A call that has values runs with values, of which those on meta take no memory: each is one number.
 
     Args:
-        module: Any.
-        call: What it is called with.
-        seen: Told of the tensors that stand for its own, by their names.
+        module: Any module; its tensors are replaced inside alone.
+        call: Its arguments.
+        seen: Called with the tensors that stand for its own, by their names.
     """
     device = device_of(module) if call.has_values else torch.device("meta")
     tensors = {
@@ -78,7 +78,7 @@ def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]]
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where a module runs that is to run with values."""
+    """Return the device of a module's runs with values."""
     tensors = itertools.chain(module.parameters(), module.buffers())
     return next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
 
@@ -92,7 +92,7 @@ def _valued(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def _replaced_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give a module other tensors inside, under every name that it has for them.
+    """Replace a module's tensors inside, under every name that it has for them.
 
     `torch.func.functional_call` leaves them there where one module has several names, as an embedding of encoder and
     decoder does: it saves what stands under each name, and under the second that is the replacement already.
@@ -110,7 +110,7 @@ def _replaced_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Itera
 
 
 def gives_features(module: Any) -> bool:
-    """Tell whether a linear layer gives one tensor of its features; a router that is one may give something else."""
+    """Return whether a linear layer gives one tensor of its features; a router that is one may give something else."""
     rows, columns = module.weight.shape
     inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
     x = torch.empty(2, inputs, dtype=module.weight.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What is done to which module: a plan's patterns resolved on a model, and every mistake found before anything runs."""
+"""Resolution of a plan's patterns into a rule per module, with every mistake found before anything runs."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ WANTED: Mapping[str, tuple[Kind, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What is done to one module.
+    """A plan's decision for one module.
 
     Args:
-        style: How it is cut.
-        parts: Sizes of the parts of a packed projection, along the dim that is cut.
-        is_cut: Whether activations are cut along the sequence there, if they are at all.
-        gathered: Which of the parts are gathered where code takes them, as a key that all heads share is.
+        style: One of the plan's styles.
+        parts: Sizes of the parts of a packed projection, along the dim that is sharded.
+        is_cut: Whether activations are sharded along the sequence there, if they are at all.
+        gathered: Indices of the parts that are all-gathered where code takes them, as a key that all heads share is.
     """
 
     style: Style
@@ -118,12 +118,11 @@ def check_rules(
     *,
     is_derived: bool = False,
 ) -> Rules:
-    """Refuse what cannot be cut, and fill in the parts of packed projections.
+    """Refuse what cannot be sharded, and fill in the parts of packed projections.
 
     Args:
-        model: Whole.
+        model: The whole model.
         rules: By FQN.
-        context: The run.
         unread: Names of tied parameters by which no code reads them.
         is_derived: Whether the model's code was run with them, so that its heads divide.
 
@@ -195,7 +194,7 @@ def features(module: Any) -> tuple[int, int]:
 
 
 def _check_pairs(rules: Rules) -> None:
-    """An expanding projection leaves a cut result behind, which only a contracting one puts together again."""
+    """Refuse unpaired projections: an expanding one leaves y_BS(F/T), which only a contracting one reduces to y_BSD."""
     starts = [fqn for fqn, rule in rules.items() if rule.style in EXPANDING]
     regions = {fqn: region_of(fqn, rules) for fqn in starts}
     for fqn, region in regions.items():
@@ -236,7 +235,7 @@ def _check_heads(model: nn.Module, rules: Rules, degree: int) -> None:
 
 
 def _check_ties(model: nn.Module, rules: Rules, context: RunContext, unread: Collection[str]) -> None:
-    """One tensor has one layout, whatever modules it stands in."""
+    """Refuse ties with two layouts: one tensor has one, whatever modules hold it."""
     first_name = first_names(model, context) if context.ties else {}
 
     def layout(name: str) -> tuple[str, Any]:

@@ -1,4 +1,4 @@
-"""From what a manifest says to what is done: a stated plan, a declared one, or a derived one."""
+"""Plans from their three sources: stated in the manifest, declared by the model, or derived."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """A plan.
+    """A resolved plan.
 
     Args:
-        rules: What is done to which module.
-        followed: Modules whose code is followed in every forward: blocks whose activations are cut along the sequence,
-            else what lies around projections.
+        rules: By FQN.
+        followed: Modules whose code is propagated in every forward: blocks whose activations are sharded along the
+            sequence, else what lies around projections.
         sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
-        gathered: Modules that are given the whole sequence where activations around them are cut.
-        given: Of torch's attention modules that are cut: which of query, key and value are cut along the sequence.
-        apart: Modules that draw random numbers on nothing but cut tensors.
-        uncut: Blocks whose activations are not cut along the sequence, though those of others are.
+        gathered: Modules that are given the full sequence where activations around them are sharded.
+        given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
+            sequence.
+        apart: Modules whose every random draw is on sharded tensors.
+        uncut: Blocks whose activations are not sharded along the sequence, though those of others are.
         unread: Names of tied parameters by which no code reads them.
-        is_stated: Whether the rules are the user's, whose `is_cut` says whether activations around them are cut.
+        is_stated: Whether the rules are the user's, whose `is_cut` says whether activations around them are sharded.
     """
 
     rules: Rules
@@ -63,14 +64,13 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
     """Return the plan.
 
     Args:
-        model: Whole.
+        model: The whole model.
         stated: Rules by pattern; None derives them.
-        context: The run.
-        sequence_dim: The dim of activations that sequence_parallel cuts; None without it.
+        sequence_dim: The dim of activations that sequence_parallel shards; None without it.
 
     Raises:
         PatternError: A pattern matches nothing.
-        PluginError: What cannot be cut, or cannot be derived, and why.
+        PluginError: What cannot be sharded, or cannot be derived, and why.
     """
     if stated is None and context.degrees["tp"] == 1:
         return Made(rules={"": Rule(style="replicate")})
@@ -99,7 +99,7 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
 
 
 def cuts_of(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return the dim and a rank's runs of every linear layer's weight that rules cut; see `RunContext.cuts`."""
+    """Return the dim and a rank's runs of every linear layer's weight that rules shard; see `RunContext.cuts`."""
     outputs, inputs = (*EXPANDING, "head"), CONTRACTING
     return {
         f"{fqn}.weight": cut_of_weight(
@@ -111,7 +111,7 @@ def cuts_of(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int,
 
 
 def _with_code(codes: Codes, unread: frozenset[str]) -> Made:
-    """Say how the model's code is run; where nothing can be seen, it is followed.
+    """Return a plan with how the model's code runs; code that cannot run on meta is propagated.
 
     Raises:
         PluginError: Heads do not divide by tp, or code needs what other ranks hold.

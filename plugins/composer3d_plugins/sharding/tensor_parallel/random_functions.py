@@ -1,7 +1,7 @@
-"""Which stream a torch function draws from: on cut tensors the one that differs along tp, on whole ones the other.
+"""Random streams of torch functions: on sharded tensors one that differs along tp, on replicated ones a common one.
 
-Whole activations are equal on all ranks along tp and have to stay so. Of cut ones each rank holds other features (or
-another part of the sequence), whose masks have to be independent.
+Replicated activations are equal on all ranks along tp and have to stay so. Of sharded ones each rank holds other
+features (or another part of the sequence), whose masks have to be independent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAWING = frozenset(
 
 
 def eagerly(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Say of a forward that no compiler can follow it: it changes the generators' state, or decides at run time."""
+    """Exclude a forward from compilation: it changes the generators' state, or decides at run time."""
     forward.composer3d_eager = True  # type: ignore[attr-defined]
     return forward
 
@@ -38,7 +38,7 @@ def site_of(fqn: str) -> int:
 
 
 def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-    """Tell whether a call of a function of that name draws random numbers."""
+    """Return whether a call of a function of that name draws random numbers."""
 
     def argument(at: int, key: str, default: Any) -> Any:
         return options.get(key, args[at] if len(args) > at else default)
@@ -53,11 +53,10 @@ def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
 
 
 class Drawing:
-    """Numbers the draws on cut tensors of one forward; a recomputation that starts anew draws the same.
+    """Numbers the draws on sharded tensors of one forward; a recomputation repeats the numbers, and the draws.
 
     Args:
-        context: The run.
-        fqn: Whose forward.
+        fqn: Of the module, from which its draws are seeded.
     """
 
     def __init__(self, context: RunContext, fqn: str) -> None:

@@ -14,10 +14,10 @@ __all__ = ["Reads"]
 
 
 class Reads(TorchFunctionMode):
-    """Notes which parameters functions take while none of the modules that own them is at work.
+    """Records parameters that functions take while none of the modules that own them is running.
 
     Args:
-        model: Whole.
+        model: The whole model.
 
     Attributes:
         owners: FQNs of the modules whose parameters are read so.

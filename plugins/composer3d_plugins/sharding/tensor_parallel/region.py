@@ -1,7 +1,7 @@
-"""What lies between expanding and contracting projections: tensors of which each rank along tp holds other features.
+"""Regions between expanding (colwise) and contracting (rowwise) projections: activations sharded over tp by feature.
 
-Projections that read one tensor share its way in: one gather (or nothing) in the forward, and one reduction of their
-gradients in the backward, where torch's styles would do both once a projection.
+Projections that read one tensor share its entry: one all-gather (or nothing) in the forward, and one reduction of their
+gradients in the backward, where torch's styles would issue both once per projection.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ __all__ = ["Region"]
 
 
 class Region:
-    """The cut activations inside one module; reentered in every forward, and when it is recomputed.
+    """The sharded activations inside one module; reentered in every forward, and when it is recomputed.
 
     Args:
-        share: Makes a tensor what expanding projections take, given how it is cut, None if it is whole.
-        is_known: Whether each tensor says itself that it is cut, or is whole.
+        share: Returns the input x_BSD of expanding projections, from a tensor and its placement, None if it is
+            replicated.
+        is_known: Whether every sharded tensor carries a mark, so that an unmarked one is replicated.
     """
 
     def __init__(self, share: Callable[[Tensor, Shard | None], Tensor], *, is_known: bool = False) -> None:
@@ -48,11 +49,11 @@ class Region:
         module.forward = bounded
 
     def gather(self, module: nn.Module, cut: Shard) -> None:
-        """Give a module in it the whole sequence, which the projections that read it share.
+        """Give a module in it the full sequence, which the projections that read it share.
 
         Args:
             module: Its forward is replaced, keeping its name.
-            cut: How the activation is cut that the module takes.
+            cut: Placement of the activation that the module takes.
         """
         forward = module.forward
 
@@ -75,8 +76,8 @@ class Region:
         """Return what the projections that read `x` share.
 
         Args:
-            x: This rank's.
-            cut: How it is cut, if it does not say so itself; None if it is whole.
+            x: Local, x_BSD or x_B(S/T)D.
+            cut: Its placement, if it carries no mark; None if it is replicated.
         """
         for seen, shared in self._shared:
             if seen is x:
@@ -86,5 +87,5 @@ class Region:
         return shared
 
     def leave(self) -> None:
-        """End it: the next tensor enters anew."""
+        """End the region: the next tensor enters again."""
         self._shared.clear()

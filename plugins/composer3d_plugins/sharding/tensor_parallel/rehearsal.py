@@ -1,4 +1,4 @@
-"""One block run on meta as it would run under a plan: what works on which tensors, and what its code does with them."""
+"""Dry run of one block on meta under a plan: the modules that work on each tensor, and the operations of its code."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ __all__ = ["Rehearsal", "sized"]
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """What one run showed.
+    """Observations of one dry run.
 
     Attributes:
-        contracting: Layers that took cut features, with the layers these came from, and the parts they were cut in.
-        local: Modules with parameters that worked on cut features without contracting them.
-        whole: Modules that worked on whole features of a cut sequence, or where no sequence is cut.
+        contracting: Layers that took sharded features, with the layers these came from, and the parts they were sharded
+            in.
+        local: Modules with parameters that worked on sharded features without contracting them.
+        whole: Modules that worked on all features of a sharded sequence, x_B(S/T)D, or where no sequence is sharded.
         moving: Modules for whose functions something was gathered or narrowed.
-        along: Linear layers that took a cut sequence, or put one together from features of it.
-        uncut: Linear layers that took a whole one although activations are cut.
+        along: Linear layers that took a sharded sequence, or reduce-scatter to one.
+        uncut: Linear layers that took the full sequence although activations are sharded.
         given: As in `Code`.
         record: What it did.
     """
@@ -51,17 +52,17 @@ class Rehearsal:
     uncut: set[str] = field(default_factory=set)
     given: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     record: Record = field(default_factory=Record)
-    # What gathered modules are given, and what it was put together from.
+    # What gathered modules are given, and what it was gathered from.
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _has_values: bool = False
     _following: Following | None = None
     _recorder: Recorder | None = None
 
     def follow(self, call: Call, where: str) -> None:
-        """Run with cut tensors followed.
+        """Run with sharded tensors propagated.
 
         Raises:
-            Unfollowed: The code does with cut features what cannot be done with them.
+            Unfollowed: The code does with sharded features what cannot be done with them.
         """
         self._has_values = call.has_values
         call = self._marked(call.fresh())
@@ -82,7 +83,7 @@ class Rehearsal:
             self._refuse_outputs(output)
 
     def _refuse_outputs(self, output: Any) -> None:
-        """The activation that is handed on is what a block returns, or the first of several."""
+        """Refuse sharded outputs: the activation is what a block returns, or the first of several."""
         first = first_of(output)
         for leaf in torch_compat.tree_leaves(output):
             if (cut_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):
@@ -103,7 +104,7 @@ class Rehearsal:
             on_meta(self.block, call)
 
     def _followed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a module's forward in which cut tensors are followed, while they are not around it."""
+        """Return a module's forward in which sharded tensors are propagated, while they are not around it."""
         recorder = self._recorder
         assert recorder is not None, "the code around it is recorded"
 
@@ -196,7 +197,7 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _working(self, fqn: str) -> Iterator[None]:
-        """Have a module's functions run that is sharded in no way, and note whether something is moved for them."""
+        """Run the functions of a module without a rule, and note whether they gather or narrow something."""
         before = 0 if self._following is None else self._following.num_moves
         with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
             yield
@@ -244,7 +245,7 @@ class Rehearsal:
         return x.shape[-1] * self.degree == inputs
 
     def _whole_shape(self, fqn: str, x: Tensor) -> list[int]:
-        """Return the shape of an activation whose features are not cut, its sequence put together."""
+        """Return the shape of an activation whose features are not sharded, its sequence gathered."""
         dim, cut, shape = self.roles.sequence_dim, cut_of(x), list(x.shape)
         followed = self._following is not None
         if dim is None:
@@ -290,7 +291,7 @@ class Rehearsal:
         return mark(result, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
 
     def _gathered(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a module's forward that is given the whole sequence."""
+        """Return a module's forward that is given the full sequence."""
         dim = self.roles.sequence_dim
         assert dim is not None, "tried only then"
 
@@ -310,7 +311,7 @@ class Rehearsal:
         return answer
 
     def _attention(self, fqn: str, module: Any, code: Code) -> Callable[..., Any]:
-        """Return the forward of torch's attention module when its heads are cut."""
+        """Return the forward of torch's attention module when its heads are sharded."""
         forward, dim = module.forward, 1 if module.batch_first else 0
 
         def answer(*args: Any, **kwargs: Any) -> Any:
@@ -355,7 +356,7 @@ def _differentiable(shape: list[int], like: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def sized(block: nn.Module, sizes: Mapping[tuple[str, str], int]) -> Iterator[None]:
-    """Give attributes of a block's modules other values inside."""
+    """Replace size attributes of a block's modules inside."""
     modules = {fqn: block.get_submodule(fqn) for fqn, _ in sizes}
     before = {key: vars(modules[key[0]])[key[1]] for key in sizes}
     try:

@@ -1,4 +1,4 @@
-"""What of a result is cut: the share that a function returned beside the shadow, whose sizes are those of the whole."""
+"""Sharding of a function's result, from its local shard and its shadow on meta, which has the global sizes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ __all__ = ["marked", "pair"]
 
 
 def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int) -> Any:
-    """Find out, result by result, which dim is cut, and mark it; return the share.
+    """Mark each result with the dim along which it is sharded; return the local results.
 
     Args:
-        share: What a function returned for the shares: a tensor, or a tree of them.
+        share: What a function returned for the local shards: a tensor, or a tree of them.
         whole: What it returned for the shadows.
-        cuts: Of its arguments.
-        name: Of the function.
-        degree: Of tp.
+        cuts: Metadata of its sharded arguments.
+        name: Of the function, for messages.
+        degree: Ranks along tp.
 
     Raises:
         Unfollowed: The results do not differ by one dim that is `degree` times as long in the whole.
@@ -73,7 +73,7 @@ def marked(
     scale: int = 1,
     gathered: Ranges = frozenset(),
 ) -> Tensor:
-    """Say that a tensor is the share of one with the sizes of `whole`; return it."""
+    """Mark a tensor as a local shard of one with the shape of `whole`, and return it."""
     shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
     cut = Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale, whole=gathered)
     setattr(share, ATTRIBUTE, cut)

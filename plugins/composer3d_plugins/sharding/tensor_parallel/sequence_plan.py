@@ -1,4 +1,4 @@
-"""What a derived plan says of the sequence: which blocks work on shares of it, and where it is cut and put together."""
+"""Sequence parallelism of a derived plan: the blocks on a sharded sequence, and where it is sharded or gathered."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def along_sequence(
     where: str,
     read: Collection[str],
 ) -> Rules:
-    """Return a block's rules where it works on activations that are cut along the sequence.
+    """Return a block's rules for activations x_B(S/T)D, sharded along the sequence.
 
-    torch's attention modules are cut along their heads if they are given the sequence as they expect it, else they stay
-    whole and are given all of it.
+    torch's attention modules are sharded along their heads if they are given the sequence as they expect it, else they
+    stay whole and are given all of it.
 
     Args:
         block: One of its form.
         rules: Its own, by the FQNs in it.
         call: What it is called with.
-        degree: Of tp.
+        degree: Ranks along tp.
         roles: Tells from rules what its linear layers are.
-        where: Named in errors.
+        where: FQN, for messages.
         read: Modules whose parameters code outside of them reads.
 
     Raises:
-        Unfollowed: Something in the block needs what cannot be put together.
+        Unfollowed: Something in the block needs what cannot be gathered.
     """
 
     def followed(rules: Rules, call: Call) -> Rules:
@@ -65,7 +65,7 @@ def along_sequence(
         return _rules_of(rehearsal, rules, read)
 
     whole = {name: _whole(rule) for name, rule in rules.items()}
-    # Experts that pick their tokens can be given the whole sequence; which code does so shows with values alone.
+    # Experts that pick their tokens can be given the full sequence; which code does so shows with values alone.
     first: Unfollowed | None = None
     for chosen in (rules, whole):
         try:
@@ -86,9 +86,9 @@ def _whole(rule: Rule) -> Rule:
 
 
 def _rules_of(rehearsal: Rehearsal, rules: Rules, read: Collection[str]) -> Rules:
-    """Return the rules with those of modules that work on a share of the sequence element by element.
+    """Return the rules with those of modules that work on x_B(S/T)D element by element.
 
-    What mixes the sequence, or has its weights computed or read elsewhere, is followed function by function.
+    What mixes the sequence, or has its weights computed or read elsewhere, is propagated function by function.
     """
     uncut = rehearsal.uncut - rehearsal.along
     result = {
@@ -103,7 +103,7 @@ def _rules_of(rehearsal: Rehearsal, rules: Rules, read: Collection[str]) -> Rule
 
 
 def _matters(module: Any) -> bool:
-    """Tell whether it makes a difference to a module that its input is cut: it has parameters, or draws numbers."""
+    """Return whether a module has to know that its input is sharded: it has parameters, or draws numbers."""
     if next(module.children(), None) is not None or module._forward_pre_hooks:
         return False
     return next(module.parameters(), None) is not None or isinstance(getattr(module, "p", None), float)
@@ -115,12 +115,12 @@ def without_sequence(rules: Rules) -> Rules:
 
 
 def with_boundaries(rules: Rules, *, flow: Flow, cut: Collection[str], reasons: Sequence[str]) -> Rules:
-    """Return rules with those of where the sequence is cut and put together.
+    """Return rules with those of where the sequence is sharded and gathered.
 
     Args:
         rules: Of all modules.
         flow: What was seen of activations between blocks.
-        cut: The blocks that work on a cut sequence.
+        cut: The blocks that work on a sharded sequence.
         reasons: Why the others do not.
 
     Raises:

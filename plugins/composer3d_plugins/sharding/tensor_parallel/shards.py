@@ -1,4 +1,4 @@
-"""What is known of a tensor that is a rank's share, kept on the tensor itself."""
+"""Sharding metadata attached to local tensors."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ __all__ = [
 
 ATTRIBUTE = "composer3d_cut"
 Ranges = frozenset[tuple[int, int]]
-# Where a cut comes from that goes along the sequence.
+# Source of a mark along the sequence.
 SEQUENCE = "the sequence"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cut:
-    """What is known of a tensor that is a rank's share; one that several tensors have tells that they are cut alike.
+    """Sharding of a local tensor; tensors that share one object are sharded alike.
 
     Args:
-        shadow: A tensor on meta of the whole size.
-        placed: The dim that is cut.
-        sources: The projections it comes from.
-        start: Where the cut dim begins in the result of the one projection it comes from, and `scale` how many features
-            of that result one index of it is.
+        shadow: A tensor on meta of the global shape.
+        placed: The sharded dim and its parts.
+        sources: FQNs of the projections that it was computed from.
+        start: First feature, in the result of the one projection it comes from, of the sharded dim; `scale` is the
+            number of features that one index spans.
         scale: See `start`.
-        whole: Ranges of features of that result that are gathered where code takes them.
+        whole: Ranges of features of that result that are all-gathered where code takes them.
     """
 
     shadow: Tensor
@@ -60,28 +60,27 @@ class Cut:
 
     @property
     def is_sequence(self) -> bool:
-        """Whether it goes along the sequence."""
+        """Whether the sharded dim is the sequence."""
         return self.sources == {SEQUENCE}
 
     def features(self, start: int, stop: int) -> tuple[int, int]:
-        """Return which features of the one projection's result a range of the cut dim is."""
+        """Return the range of features, in the one projection's result, of a range of the sharded dim."""
         return self.start + start * self.scale, self.start + stop * self.scale
 
     def is_gathered(self, start: int, stop: int) -> bool:
-        """Tell whether a range of the cut dim is gathered where code takes it."""
+        """Return whether a range of the sharded dim is gathered where code takes it."""
         first, last = self.features(start, stop)
         return any(one <= first and last <= other for one, other in self.whole)
 
 
 class Unfollowed(TransformError):
-    """A function mixes what different ranks hold.
+    """A function mixes features that different ranks hold.
 
     Args:
-        message: Which, and why.
-        sources: The projections whose results it mixes.
-        ranges: The projections' features that it mixes, each by the first and the one after the last.
-        edge: Where the code takes the result of one projection apart: (start, stop) in its features.
-        number: Of heads, say, where it does not divide by the degree; else None.
+        sources: FQNs of the projections whose results it mixes.
+        ranges: (FQN, start, stop) of the features that it mixes.
+        edge: (start, stop) in a projection's features where the code takes its result apart.
+        number: A size, such as of heads, that does not divide by the degree; else None.
     """
 
     def __init__(
@@ -98,14 +97,14 @@ class Unfollowed(TransformError):
 
     @property
     def divides(self) -> bool:
-        """Whether it is about anything else than numbers that do not divide."""
+        """Whether the reason is another one than a size that does not divide."""
         return self.number is None
 
 
 def cuts_in(*values: Any) -> list[Cut]:
-    """Return what is known of the tensors among arguments: in order, also inside of lists, tuples and dicts.
+    """Return the metadata of sharded tensors among arguments, in order, also inside lists, tuples and dicts.
 
-    Without torch's trees of anything, since it runs before every function that is followed.
+    Without torch's trees of anything, since it runs before every function that is propagated.
     """
     found: list[Cut] = []
     for value in values:
@@ -121,7 +120,7 @@ def cuts_in(*values: Any) -> list[Cut]:
 
 
 def cut_of(tensor: Any) -> Cut | None:
-    """Return what is known of a tensor; None if it is whole."""
+    """Return a tensor's sharding metadata; None if it is replicated."""
     return getattr(tensor, ATTRIBUTE, None) if isinstance(tensor, Tensor) else None
 
 
@@ -133,7 +132,7 @@ def mark(
     sources: frozenset[str] = frozenset(),
     whole: Ranges = frozenset(),
 ) -> Tensor:
-    """Say that a tensor is a rank's share, cut along one dim; return it."""
+    """Mark a tensor as a local shard along one dim, and return it."""
     shape = list(tensor.shape)
     shape[placed.dim] *= degree
     shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
@@ -142,12 +141,12 @@ def mark(
 
 
 class Marks:
-    """Marks tensors, those that are cut alike with the same mark.
+    """Marks tensors; those that are sharded alike share one mark.
 
     Args:
-        degree: Of tp.
-        sources: Of the marks.
-        whole: Of the marks.
+        degree: Ranks along tp.
+        sources: As in `Cut`.
+        whole: As in `Cut`.
     """
 
     def __init__(self, degree: int, sources: frozenset[str] = frozenset(), whole: Ranges = frozenset()) -> None:
@@ -155,7 +154,7 @@ class Marks:
         self._known: dict[Any, Cut] = {}
 
     def mark(self, tensor: Tensor, placed: Placed) -> Tensor:
-        """Say that a tensor is a rank's share; return it."""
+        """Mark a tensor as a local shard, and return it."""
         key = (tuple(tensor.shape), tensor.dtype, placed)
         cut = self._known.get(key)
         if cut is not None:
@@ -167,13 +166,13 @@ class Marks:
 
 
 def copy_mark(marked: Tensor, other: Any) -> Any:
-    """Say of a tensor what is known of another one; return it."""
+    """Copy the mark of one tensor to another, and return that."""
     setattr(other, ATTRIBUTE, getattr(marked, ATTRIBUTE))
     return other
 
 
 def strip(tensor: Tensor) -> Tensor:
-    """Return a tensor of which nothing is known: the same one, or one that shares its memory and graph."""
+    """Return an unmarked tensor: the same one, or one that shares its memory and graph."""
     if cut_of(tensor) is None:
         return tensor
     with torch_compat.without_torch_functions():
@@ -181,18 +180,18 @@ def strip(tensor: Tensor) -> Tensor:
 
 
 def unmark(tensor: Any) -> None:
-    """Forget what is known of a tensor, if anything is."""
+    """Remove a tensor's mark, if it has one."""
     if cut_of(tensor) is not None:
         delattr(tensor, ATTRIBUTE)
 
 
 def sources_of(cuts: Sequence[Cut]) -> frozenset[str]:
-    """Return the projections that what cuts tell of comes from."""
+    """Return the projections that marked tensors were computed from."""
     return frozenset().union(*(cut.sources for cut in cuts))
 
 
 def ranges_of(cuts: Sequence[Cut]) -> list[tuple[str, int, int]]:
-    """Return the features that cut tensors are, of those that come of one projection's result."""
+    """Return (FQN, start, stop) of sharded tensors that come from a single projection's result."""
     return [
         (next(iter(cut.sources)), *cut.features(0, cut.shadow.shape[cut.placed.dim]))
         for cut in cuts
@@ -201,7 +200,7 @@ def ranges_of(cuts: Sequence[Cut]) -> list[tuple[str, int, int]]:
 
 
 def common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
-    """Return the parts of a result's cut dim, which those of what it is made of have to share."""
+    """Return the parts of a result's sharded dim, in which its operands have to agree."""
     found = {cut.placed.parts for cut in cuts if sum(cut.placed.parts) == size}
     if len(found) > 1:
         raise Unfollowed(f"what it joins is cut in different parts: {sorted(found)}")

@@ -1,12 +1,18 @@
-"""Styles applied: parameters become DTensors over tp, and hooks bring activations in and out of them.
+"""Styles of a plan: parameters become DTensors over tp, and hooks convert activations to DTensors and back.
 
 A module's own forward runs on DTensors, so that every kind of linear layer works; the model's code around it sees plain
-tensors of this rank's size. Legend: W whole on every rank, S cut along the sequence, F cut along the features.
+tensors of this rank's size. Shapes, with B batch, S sequence, D model dim, F features of a projection, T degree of tp:
 
-| style   | input  | output |
-|---------|--------|--------|
-| colwise | W or S | F      |
-| rowwise | F      | W or S |
+| style          | input                  | output                 | weight                 |
+|----------------|------------------------|------------------------|------------------------|
+| colwise        | x_BSD or x_B(S/T)D     | y_BS(F/T)              | w_(F/T)D               |
+| rowwise        | x_BS(F/T)              | y_BSD or y_B(S/T)D     | w_D(F/T)               |
+| vocab          | tokens_BS              | y_BSD or y_B(S/T)D     | w_(V/T)D               |
+| head           | x_BSD or x_B(S/T)D     | logits_BSV or _BS(V/T) | w_(V/T)D               |
+| sequence       | x_B(S/T)D              | y_B(S/T)D              | replicated             |
+| split, gather  | x_BSD, x_B(S/T)D       | y_B(S/T)D, y_BSD       | none                   |
+
+(S/T) stands where sequence_parallel shards the sequence.
 """
 
 from __future__ import annotations
@@ -43,14 +49,13 @@ __all__ = ["Applier"]
 
 @dataclass(frozen=True, kw_only=True)
 class Applier:
-    """Applies rules to a part of the model.
+    """Apply a plan's rules to a part of the model.
 
     Args:
         model: The part.
         made: The plan of the whole model.
-        context: The run.
-        sequence_dim: The dim of activations that is cut by sequence_parallel; None where nothing is.
-        loss_parallel: Whether a head leaves its logits cut.
+        sequence_dim: The dim of activations that is sharded by sequence_parallel; None where nothing is.
+        loss_parallel: Whether a head leaves its logits sharded along the vocabulary, logits_BS(V/T).
     """
 
     model: nn.Module
@@ -66,12 +71,12 @@ class Applier:
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The mesh of tp alone; torch makes a new one whenever it is asked, which hooks would do in every forward."""
+        """The mesh of one dim, tp; cached, since torch makes a new one for every lookup of a hook."""
         return self.context.mesh["tp"]
 
     @cached_property
     def _sequence(self) -> Shard | None:
-        """How activations are cut along the sequence; None where they are whole.
+        """How activations are sharded along the sequence; None where they are replicated.
 
         Hooks hold this and not the dim: with `dynamic`, the compiler takes a number that a function holds for a symbol,
         of which no Shard can be made.
@@ -136,7 +141,7 @@ class Applier:
         return regions
 
     def _prepare_code(self) -> None:
-        """Let the model's own code get shares right; see `fitting`."""
+        """Make the model's own code correct on local shards; see `fitting`."""
         held = self._held
         for (fqn, name), value in self.made.sizes.items():
             if fqn in held:
@@ -149,7 +154,7 @@ class Applier:
                 Followed(held[fqn], fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context)
 
     def _cut_around(self, fqn: str) -> int | None:
-        """Return the dim along which the activation is cut that a followed module takes."""
+        """Return the dim along which the activation is sharded that a propagated module takes."""
         if any(not block or fqn == block or fqn.startswith(f"{block}.") for block in self.made.uncut):
             return None
         if not self.made.is_stated:
@@ -167,7 +172,7 @@ class Applier:
     # ---- layouts -----------------------------------------------------------------------------------------------------
 
     def _cut(self, rule: Rule) -> Shard | None:
-        """Return how activations outside the region are cut there, None where they are whole."""
+        """Return how activations outside the region are sharded there, None where they are replicated."""
         return self._sequence if rule.is_cut else None
 
     def _place(self, fqn: str, module: nn.Module, name: str, dim: int | None) -> None:
@@ -188,7 +193,7 @@ class Applier:
                     setattr(self._held[owner_of(other)], other.rpartition(".")[2], getattr(module, name))
 
     def _place_linear(self, fqn: str, module: Any, rule: Rule, *, along: str) -> None:
-        """Cut a linear layer along its outputs or inputs; a bias belongs to the outputs."""
+        """Shard a linear layer's weight_OI along outputs or inputs; a bias_O belongs to the outputs."""
         outputs = 0 if kind_of(module) == "linear" else 1
         dim = outputs if along == "outputs" else 1 - outputs
         if rule.parts is not None:
@@ -277,7 +282,7 @@ class Applier:
         return CutLogits.of(mark(local, placed=placed, degree=self.mesh.size()), self.mesh, self.context.span)
 
     def _attention(self, fqn: str, module: Any) -> None:
-        """Give each rank some of the heads."""
+        """Shard torch's attention module along its heads: w_(3D)D per part, output projection w_D(D/T)."""
         size, degree = module.embed_dim, self.mesh.size()
         for name in ("in_proj_weight", "in_proj_bias"):
             if getattr(module, name) is not None:
@@ -292,7 +297,7 @@ class Applier:
         module.forward = heads.forward if not module.dropout else eagerly(functools.partial(heads.forward))
 
     def _pointwise(self, fqn: str, module: nn.Module, rule: Rule) -> None:
-        """Let a norm or dropout work on cut activations: gradients of its parameters are partial sums."""
+        """Let a norm or dropout work on x_B(S/T)D: gradients of its parameters are Partial over tp."""
         from torch.distributed.tensor import Shard
 
         if kind_of(module) == "embedding":
@@ -302,12 +307,12 @@ class Applier:
             self._place(fqn, module, name, None)
         has_parameters = next(module.parameters(recurse=False), None) is not None
         if has_parameters:
-            # Any dim but the normed one does: which of the others is cut makes no difference to the module. Projections
-            # join all but the last, which torch 2.11 does where the first of them is cut.
+            # Any dim but the normed one does: which of the others is sharded makes no difference to the module.
+            # Projections join all but the last, which torch 2.11 does where the first of them is sharded.
             joins = rule.style == "local" or kind_of(module) in ("linear", "transposed")
             share = Shard(0) if joins else self._sequence
             forward = module.forward
-            # In followed code a tensor says itself whether it is cut; elsewhere it is.
+            # In propagated code a tensor says itself whether it is sharded; elsewhere it is.
             is_known = rule.style == "sequence" and self._is_followed(fqn)
 
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -316,7 +321,7 @@ class Applier:
                     self._activations.wrap(strip(x), None if is_known and cut is None else share), *args, **kwargs
                 )
                 local: Tensor = torch_compat.unviewed(output.to_local())
-                # A projection gives other features; a sequence that is cut stays so.
+                # A projection gives other features; a sequence that is sharded stays so.
                 up_to = 0 if cut is None else cut.placed.dim + 1
                 if cut is None or local.shape[:up_to] != strip(x).shape[:up_to]:
                     return local
@@ -327,7 +332,7 @@ class Applier:
             self._draw_apart(fqn, module)
 
     def _draw_apart(self, fqn: str, module: nn.Module) -> None:
-        """Let dropout on cut activations draw other numbers on every rank."""
+        """Let dropout on x_B(S/T)D draw other numbers on every rank."""
         forward, context = module.forward, self.context
         degree, is_known = self.mesh.size(), self._is_followed(fqn)
 
@@ -347,7 +352,7 @@ class Applier:
             module.forward = eagerly(drawn)
 
     def _looked_up(self, fqn: str, module: nn.Module) -> None:
-        """Let an embedding (of positions, say) look up this rank's part of the sequence, the last dim of indices."""
+        """Let an embedding (of positions, say) look up indices_B(S/T), this rank's shard of the sequence."""
         self._place(fqn, module, "weight", None)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -362,7 +367,7 @@ class Applier:
         module.register_forward_hook(lambda module, args, output: torch_compat.unviewed(output.to_local()))
 
     def _boundary(self, fqn: str, module: nn.Module, rule: Rule) -> None:
-        """Cut the activation that the module takes along the sequence, or put its (first) output together."""
+        """Shard the activation that the module takes along the sequence, or all-gather its first output."""
         share = self._sequence
 
         def cut(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tied parameters that only one module works with: the other names of them follow whatever is done to it.
+"""Tied parameters that only one module uses: the other names of them take whatever placement it has.
 
 BERT's head is one: its bias is a parameter of the module around it too, whose code never reads it.
 """
@@ -52,7 +52,7 @@ def unread_names(model: nn.Module, context: RunContext) -> frozenset[str]:
 
 
 class _Reading(TorchFunctionMode):
-    """Sees whether anything takes a tensor, but inside of certain modules.
+    """Records whether a function takes a tensor outside of certain modules.
 
     Attributes:
         is_read: Whether anything does.
@@ -65,7 +65,7 @@ class _Reading(TorchFunctionMode):
         self._watched: set[int] = set()
 
     def watch(self, tensors: Mapping[str, torch.Tensor], names: set[str]) -> None:
-        """Say which tensors."""
+        """Set the tensors to watch."""
         self._watched = {id(tensor) for name, tensor in tensors.items() if name in names}
 
     def inside(self, forward: Callable[..., Any]) -> Callable[..., Any]:

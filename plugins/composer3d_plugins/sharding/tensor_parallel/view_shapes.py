@@ -1,4 +1,4 @@
-"""Where a cut dim goes when a tensor is viewed in another shape."""
+"""Dim of a sharded tensor after a view into another shape."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ __all__ = ["Indivisible", "Placed", "Unplaceable", "inside", "regroup"]
 
 
 class Unplaceable(Exception):
-    """The cut dim goes nowhere that is one dim again; the text says why."""
+    """The sharded dim does not stay one dim in the view; the message says why."""
 
 
 class Indivisible(Unplaceable):
-    """The cut dim becomes one that does not divide.
+    """The sharded dim becomes a dim that does not divide by the degree.
 
     Args:
-        message: Says so.
         number: Its size.
     """
 
@@ -28,12 +27,12 @@ class Indivisible(Unplaceable):
 
 @dataclass(frozen=True, kw_only=True)
 class Placed:
-    """A dim that is cut over ranks.
+    """A sharded dim.
 
     Args:
-        dim: Which one.
-        parts: Sizes, in the whole tensor, of what stands one after another in it; each is cut over all ranks, so that
-            a rank's share is a share of the first, then one of the second.
+        dim: Index of the tensor dim.
+        parts: Sizes, in the whole tensor, of what stands one after another in it; each is sharded over all ranks, so
+            that a local tensor is a shard of the first, then one of the second.
     """
 
     dim: int
@@ -41,11 +40,11 @@ class Placed:
 
 
 def regroup(old: Sequence[int], placed: Placed, new: Sequence[int], *, degree: int) -> Placed:
-    """Return where a cut dim of shape `old` is in the shape `new` of as many elements.
+    """Return the sharded dim of shape `new` after a view from shape `old`.
 
     Raises:
         Indivisible: It does not divide.
-        Unplaceable: What is cut is spread over several dims.
+        Unplaceable: What is sharded is spread over several dims.
 
     >>> regroup([2, 5, 24], Placed(dim=2, parts=(24,)), [2, 5, 4, 6], degree=2)
     Placed(dim=2, parts=(4,))
@@ -92,7 +91,7 @@ def _split(parts: tuple[int, ...], dims: Sequence[int], new: Sequence[int], degr
         return Placed(dim=dims[0], parts=parts)
     if len(set(parts)) != 1:
         raise Unplaceable(f"parts of {list(parts)} are not one dim of {list(new)}")
-    # Equal parts stand in the leading dims; the one after those is cut.
+    # Equal parts stand in the leading dims; the one after those is sharded.
     left = len(parts)
     for index, dim in enumerate(dims):
         last = index == len(dims) - 1
@@ -109,7 +108,7 @@ def _split(parts: tuple[int, ...], dims: Sequence[int], new: Sequence[int], degr
 
 
 def inside(placed: Placed, start: int, stop: int, degree: int) -> tuple[int, int, tuple[int, ...]] | None:
-    """Return a rank's share of `start:stop` of the cut dim, and the parts in it; None where a part is cut through.
+    """Return the local range of `start:stop` of the sharded dim, and its parts; None where it splits a part.
 
     >>> inside(Placed(dim=0, parts=(8, 4, 4)), 8, 12, 2)
     (4, 6, (4,))

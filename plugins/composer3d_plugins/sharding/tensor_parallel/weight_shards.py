@@ -1,4 +1,4 @@
-"""Modules with weights: which there are, how many heads they make, and how a parameter becomes a rank's share of it."""
+"""Weights of modules: their kinds, the attention heads that they make, and their replacement by DTensors over tp."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head
 
 
 def kind_of(module: Any) -> Kind:
-    """Tell what a weight means: (out, in) of a linear layer, (in, out) of GPT-2's Conv1D, or rows to look up.
+    """Return the kind of a module's weight: w_OI of a linear layer, w_IO of GPT-2's Conv1D, or rows to look up.
 
     A weight that is computed from other parameters, as parametrisations do, is none that can be sharded.
     """
@@ -51,7 +51,7 @@ def kind_of(module: Any) -> Kind:
 def cut_of_weight(
     module: Any, along: Literal["inputs", "outputs"], parts: Sequence[int] | None, degree: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return the dim along which a linear layer's weight is cut, and the lengths of the runs that every rank has."""
+    """Return the dim along which a linear layer's weight is sharded, and the lengths of every rank's runs."""
     dim = int((along == "inputs") == (kind_of(module) == "linear"))
     return dim, tuple(size // degree for size in parts or (module.weight.shape[dim],))
 
@@ -74,7 +74,7 @@ def parent_of(model: nn.Module, fqn: str) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSizes:
-    """Of one attention module."""
+    """Sizes of one attention module: heads, key-value heads, and the dim of a head."""
 
     num_heads: int
     num_kv_heads: int
@@ -104,7 +104,7 @@ def attention_sizes(module: Any, contracting: Sequence[int]) -> AttentionSizes |
 
 
 def head_counts(module: Any) -> set[int]:
-    """Return every number of heads or key-value heads that an attention module, or its config, tells."""
+    """Return every number of heads or key-value heads among the attributes of an attention module or its config."""
     values = [getattr(holder, name, None) for holder in _holders(module) for name in (*HEADS, *KV_HEADS)]
     return {value for value in values if isinstance(value, int) and value > 0}
 
@@ -125,15 +125,14 @@ def distribute(
     fqn: str,
     context: RunContext,
 ) -> None:
-    """Replace a parameter by a DTensor that holds this rank's share; every rank cuts its own, on meta or not.
+    """Replace a parameter by a DTensor with this rank's shard; every rank narrows its own, on meta or not.
 
     Args:
         module: Its owner.
         name: Its name there.
-        placement: A shard or a replica.
-        mesh: Of tp alone.
-        fqn: In the whole model: packed weights are put into the order that the plan has told the context.
-        context: The run.
+        placement: `Shard(d)` or `Replicate()`.
+        mesh: Of one dim, tp.
+        fqn: In the whole model: packed weights are reordered as the plan has set in the context.
     """
     import torch
     from torch import nn

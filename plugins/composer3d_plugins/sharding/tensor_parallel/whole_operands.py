@@ -1,4 +1,4 @@
-"""Whole tensors that meet cut ones: each rank takes its share of them, and their gradients are added up over ranks."""
+"""Replicated operands of functions on sharded tensors: each rank takes its shard; gradients are all-reduced over tp."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def is_in_place(name: str) -> bool:
 
 
 class Meeting:
-    """What is done to whole tensors among the arguments of a function that works on cut ones.
+    """Preparation of replicated tensors among the arguments of a function that works on sharded ones.
 
-    Where the cut dim is one of theirs too, this rank's share is taken. Each rank then has the gradient of its share of
-    the work: those are added up, once for each tensor however often it is used.
+    Where the sharded dim is one of theirs too, this rank's shard is taken. Each rank then has the gradient of its shard
+    of the work: those are summed, once for each tensor however often it is used.
 
     Args:
-        degree: Of tp.
-        mesh: Of tp alone; None in a rehearsal.
+        degree: Ranks along tp.
+        mesh: Of one dim, tp; None in a dry run on meta.
 
     Attributes:
-        num_acts: How often something was done that code alone, run on shares, would not do.
+        num_acts: How often something was done that code alone, run on local shards, would not do.
         num_moves: How often tensors were gathered or narrowed for it.
     """
 
@@ -57,13 +57,12 @@ class Meeting:
     def prepare(
         self, name: str, args: Sequence[Any], options: Mapping[str, Any], cuts: Mapping[int, tuple[int, Placed]]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return arguments of which every tensor is a share, or whole in a way that fits.
+        """Return arguments of which every tensor is a local shard, or replicated and broadcast correctly.
 
         Args:
-            name: The function's.
             args: Its arguments.
             options: Its keyword arguments.
-            cuts: Number of dims and cut dim of those that are cut, by identity.
+            cuts: Number of dims and sharded dim of each sharded tensor, by `id`.
 
         Raises:
             Unplaceable: They cannot fit.
@@ -84,12 +83,12 @@ class Meeting:
         return torch_compat.tree_map(fit, list(args)), torch_compat.tree_map(fit, dict(options))
 
     def gathered(self, share: Tensor, placed: Placed, *, is_summed: bool) -> Tensor:
-        """Put the shares of all ranks together.
+        """All-gather the local shards of all ranks.
 
         Args:
-            share: This rank's.
-            placed: What is cut; if it has parts, as samples one after the other are, they are of equal size.
-            is_summed: Whether each rank does other work with the result, so that their gradients are added up.
+            share: This rank's, x_...(F/T)... along `placed.dim`.
+            placed: What is sharded; if it has parts, as samples one after the other are, they are of equal size.
+            is_summed: Whether each rank does other work with the result, so that its gradient is reduce-scattered.
         """
         self.num_acts += 1
         self.num_moves += 1
@@ -155,12 +154,12 @@ class Meeting:
         return bool(along % ndim == dim)
 
     def narrowed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
-        """Return this rank's share of a whole tensor, whose gradient is added up already.
+        """Return this rank's shard of a whole tensor, whose gradient is summed already.
 
         Args:
-            whole: The same on all ranks.
-            dim: The one to cut.
-            parts: In which it is cut.
+            whole: Replicated over tp.
+            dim: The one to narrow.
+            parts: Sizes of the parts along it, each of which is sharded over all ranks.
         """
         self.num_acts += 1
         self.num_moves += 1
@@ -173,7 +172,7 @@ class Meeting:
 def _labelled(
     name: str, args: Sequence[Any], cuts: Mapping[int, tuple[int, Placed]]
 ) -> dict[int, dict[int, tuple[int, ...]]]:
-    """Return the dims of whole operands of an einsum that have the letter of a cut one, with the parts it is cut in."""
+    """Return, of an einsum's replicated operands, the dims with the letter of a sharded dim, and its parts."""
     if name != "einsum" or not args or not isinstance(args[0], str) or "..." in args[0]:
         return {}
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]

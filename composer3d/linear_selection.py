@@ -1,4 +1,4 @@
-"""What precision plugins share: which linear layers they take, and how one is computed where tp cut it."""
+"""Linear layers for precision plugins: their selection, and their product where tp has sharded the weight."""
 
 from __future__ import annotations
 
@@ -30,11 +30,10 @@ def linear_layers(
     Subclasses of `nn.Linear` are left alone: their forward may be another, or, as in torch's attention, is not called.
 
     Args:
-        model: The whole one.
-        context: Of the run.
-        modules: Patterns of layers, or of modules whose layers are meant; None takes all that can be converted.
-        exclude: Patterns of what is left out.
-        multiple: Of which inputs and outputs must be multiples.
+        model: The whole model.
+        modules: Patterns of layers, or of modules whose layers are taken; None takes all that can be converted.
+        exclude: Patterns of layers to leave out.
+        multiple: Inputs and outputs must be multiples of this.
 
     Raises:
         PatternError: A pattern matches nothing.
@@ -91,22 +90,22 @@ def _refuse_none_in_blocks(fqns: Sequence[str], context: RunContext, multiple: i
 
 
 class Share(NamedTuple):
-    """What a rank of tp has a share of, of the three things that a linear layer's products sum over.
+    """The summed dim of a linear layer's products that is sharded over tp.
 
     Args:
-        of: "inputs" are summed over for the outputs, "outputs" for the gradient of the inputs, "tokens" for that of the
-            weight.
-        mesh: The ranks that have the other shares, one dim.
+        of: Which of three: "inputs" I are summed over in y_...O, "outputs" O in the gradient of x_...I, "tokens" in
+            that of w_OI.
+        mesh: The ranks of the shards, one dim.
     """
 
     of: Literal["inputs", "outputs", "tokens"]
     mesh: DeviceMesh
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the largest of all ranks, element by element.
+        """Return the elementwise maximum over all ranks.
 
         Args:
-            values: Of any shape, the same on all ranks of the mesh; the result has it too.
+            values: Of any shape, equal on all ranks of the mesh; also the result's shape.
 
         Collectives: one all-reduce of them.
         """
@@ -117,18 +116,18 @@ class Share(NamedTuple):
 
 
 def share_of(x: Any, weight: Any) -> Share | None:
-    """Tell what `on_shares` computes a layer from; None where it is the whole layer.
+    """Return the sharding that `on_shares` computes a layer with; None where the layer is whole.
 
-    Scales that are one number for many neighbours are those of one device only if ranks agree on them where what they
-    are neighbours along is cut.
+    A scale shared by many elements equals one device's only if ranks agree on it where the dim of these elements is
+    sharded.
 
     Args:
-        x: The layer's input as its forward is given it, features last; a plain tensor or a DTensor.
-        weight: Its weight, outputs by inputs, a plain tensor or a DTensor of one dim: within a forward data parallelism
-            has gathered it.
+        x: The layer's input x_...I; a plain tensor or a DTensor.
+        weight: Its weight w_OI, a plain tensor or a DTensor of one mesh dim: within a forward data parallelism has
+            gathered it.
 
     Raises:
-        ValueError: The weight is cut along more than one dim.
+        ValueError: The weight is sharded along more than one dim.
     """
     from torch.distributed.tensor import DTensor
 
@@ -141,15 +140,15 @@ def share_of(x: Any, weight: Any) -> Share | None:
 
 
 def on_shares(product: Callable[..., Tensor], x: Any, weight: Any, bias: Any, *others: Any) -> Any:
-    """Compute a linear layer with `product(x, weight, bias, *others)` on plain tensors, also where its weight is cut.
+    """Compute a linear layer by `product(x, weight, bias, *others)` on local tensors, whether sharded or whole.
 
-    Where the weight is a DTensor of tp, every rank computes on its shares: of the outputs where the weight is cut along
-    them, a summand of the output where it is cut along the inputs. Gradients of what is whole on every rank and meets
-    what is cut are sums over ranks.
-    Collectives: none, but those that bring `x` into the placement that the weight asks for.
+    Where the weight is a DTensor of tp, every rank computes on its shards: y_...(O/T) where w_(O/T)I is sharded along
+    outputs, a partial sum of y_...O where w_O(I/T) is sharded along inputs. Gradients of replicated tensors in products
+    with sharded ones are sums over ranks.
+    Collectives: none, except to redistribute `x` to the placement that the weight requires.
 
     Args:
-        product: Linear in its shares, with gradients.
+        product: Linear in its local shards, differentiable.
         x: `[..., in]`.
         weight: `[out, in]`, or stored in another form with these dims.
         bias: `[out]` or None.

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from composer3d.errors import CheckpointError
-from composer3d.runner.machine_errors import machine_error
+from composer3d.processes.machine_errors import machine_error
 
 OUTPUT = Path("runs/a")
 

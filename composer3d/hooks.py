@@ -1,0 +1,273 @@
+"""The plugins of one run as typed calls, one method a hook, over pluggy, which nothing else sees."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+from composer3d.errors import PluginError, QueryError
+from composer3d.hookspecs import HookSpecs
+from composer3d.interfaces import LayoutTraits
+from composer3d.registry import GROUP, Registered
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from composer3d.context import RunContext
+    from composer3d.interfaces import (
+        Action,
+        Dtypes,
+        GradScaler,
+        LossFunction,
+        ParameterMesh,
+        Part,
+        Recorder,
+        Schedule,
+        Split,
+        Stateful,
+    )
+    from composer3d.mesh import GroupOptions
+    from composer3d.transform import StepAction
+
+__all__ = ["Bound", "Hooks"]
+
+# Hooks that give transforms, in the order in which they are asked; the transforms' own order is declared by them.
+_TRANSFORMS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
+Bound = tuple[Registered, Callable[..., Any]]  # an implementation as a function of the spec's keyword arguments
+
+
+class Hooks:
+    """The plugins of one run.
+
+    Queries ask every implementation and take one answer; they raise `QueryError` where two plugins gave different ones.
+
+    Args:
+        plugins: Of the manifest.
+
+    Raises:
+        PluginError: Two plugins of one name, a hook that is not marked, or one that no spec knows.
+    """
+
+    def __init__(self, plugins: Sequence[Registered]) -> None:
+        self.plugins = tuple(sorted(plugins, key=lambda plugin: plugin.name))
+        self._manager = pluggy.PluginManager(GROUP)
+        self._manager.add_hookspecs(HookSpecs)
+        for registered in self.plugins:
+            self._register(registered)
+
+    # ---- sharding ----------------------------------------------------------------------------------------------------
+
+    def parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None:
+        """Query: where a parameter lives that is not on the data-parallel mesh."""
+        return self._query("composer3d_parameter_mesh", context=context, fqn=fqn)
+
+    def offload_policy(self, context: RunContext, fqn: str) -> Any | None:
+        """Query: torch's `OffloadPolicy` of a unit."""
+        return self._query("composer3d_offload_policy", context=context, fqn=fqn)
+
+    def place_batch(self) -> tuple[Bound, ...]:
+        """Return who moves or shards a batch before it is divided into micro-batches."""
+        return self._bound("composer3d_place_batch")
+
+    # ---- scheduling --------------------------------------------------------------------------------------------------
+
+    def split(self, context: RunContext, model: nn.Module) -> Split | None:
+        """Query: this rank's stages of a model."""
+        return self._query("composer3d_split", context=context, model=model)
+
+    def schedule(self, context: RunContext, parts: Sequence[Part], loss_fn: LossFunction) -> Schedule | None:
+        """Query: who runs which micro-batch when."""
+        return self._query("composer3d_schedule", context=context, parts=parts, loss_fn=loss_fn)
+
+    def actions(self, context: RunContext, num_microbatches: int) -> Sequence[Sequence[Action]] | None:
+        """Query: the actions of every rank of the pipeline, in order."""
+        return self._query("composer3d_actions", context=context, num_microbatches=num_microbatches)
+
+    def step_actions(self, context: RunContext) -> list[tuple[Registered, StepAction]]:
+        """Return what happens at points of every step, with whose it is."""
+        found: list[tuple[Registered, StepAction]] = []
+        for registered, answer in self._call("composer3d_step_actions", context=context):
+            found += [(registered, action) for action in (answer if isinstance(answer, Sequence) else (answer,))]
+        return found
+
+    def layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
+        """Query, trait by trait: what all plugins together are to a layout; the least `gather_bytes` counts."""
+        found: dict[str, tuple[Registered, Any]] = {}
+        for registered, answer in self._call("composer3d_layout", degrees=degrees):
+            for name in [each.name for each in fields(answer) if getattr(answer, each.name) is not None]:
+                value = getattr(answer, name)
+                first, known = found.get(name, (registered, value))
+                if name == "gather_bytes":
+                    value = min(known, value)
+                elif known != value:
+                    raise QueryError(f"{first} and {registered} both answer composer3d_layout for {name}")
+                found[name] = (first, value)
+        return LayoutTraits(**{name: value for name, (_, value) in found.items()})
+
+    # ---- precision ---------------------------------------------------------------------------------------------------
+
+    def dtypes(self, context: RunContext, fqn: str) -> Dtypes | None:
+        """Query: the dtypes of a unit."""
+        return self._query("composer3d_dtypes", context=context, fqn=fqn)
+
+    def load_parameter(self, context: RunContext, fqn: str, tensor: Tensor) -> Tensor | None:
+        """Query: a full tensor as it is taken from initialisation or a checkpoint."""
+        return self._query("composer3d_load_parameter", context=context, fqn=fqn, tensor=tensor)
+
+    def grad_scaler(self, context: RunContext) -> GradScaler | None:
+        """Query: the loss scaler."""
+        return self._query("composer3d_grad_scaler", context=context)
+
+    def optimizer(
+        self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
+    ) -> Optimizer | None:
+        """Query: the optimizer in place of `cls(groups)`."""
+        return self._query("composer3d_optimizer", context=context, cls=cls, groups=groups)
+
+    # ---- communication -----------------------------------------------------------------------------------------------
+
+    def group_options(self, context: RunContext, axis: str) -> GroupOptions | None:
+        """Query: how the process group of an axis is made."""
+        return self._query("composer3d_group_options", context=context, axis=axis)
+
+    # ---- profiling ---------------------------------------------------------------------------------------------------
+
+    def recorders(self, context: RunContext) -> tuple[Recorder, ...]:
+        """Return all recorders of spans."""
+        return tuple(recorder for _, recorder in self._call("composer3d_recorder", context=context))
+
+    def measure(self) -> tuple[Bound, ...]:
+        """Return who measures a rank at the end of a step."""
+        return self._bound("composer3d_measure")
+
+    def metrics(self) -> tuple[Bound, ...]:
+        """Return who takes the reduced metrics of a step."""
+        return self._bound("composer3d_metrics")
+
+    # ---- life cycle --------------------------------------------------------------------------------------------------
+
+    def configure(self) -> tuple[Bound, ...]:
+        """Return who looks at the run before anything is built."""
+        return self._bound("composer3d_configure")
+
+    def close(self) -> tuple[Bound, ...]:
+        """Return who lets go of something at the end."""
+        return self._bound("composer3d_close")
+
+    def states(self, context: RunContext) -> dict[str, Mapping[str, Stateful]]:
+        """Return what is saved with a checkpoint, by plugin."""
+        return {registered.name: states for registered, states in self._call("composer3d_state", context=context)}
+
+    # ---- of several hooks --------------------------------------------------------------------------------------------
+
+    def transforms(self) -> tuple[tuple[str, Bound], ...]:
+        """Return who declares transforms, by the hook that does."""
+        return tuple((hook, bound) for hook in _TRANSFORMS for bound in self._bound(hook))
+
+    def asked(self, hook: str) -> tuple[Bound, ...]:
+        """Return the implementations of a hook one by one, for `check`, which goes on after one that fails."""
+        return self._bound(hook)
+
+    def implementing(self, hook: str) -> tuple[Registered, ...]:
+        """Return the plugins that implement a hook, in the order of their names."""
+        return tuple(registered for registered, _ in self._bound(hook))
+
+    def owners(self) -> Mapping[str, Registered]:
+        """Return the owner of every owned axis.
+
+        Raises:
+            PluginError: Two plugins own one axis.
+        """
+        result: dict[str, Registered] = {}
+        for registered in self.plugins:
+            for axis in registered.info.owns:
+                if axis in result:
+                    raise PluginError(f'{result[axis]} and {registered} both own the axis "{axis}"; remove one of them')
+                result[axis] = registered
+        return result
+
+    # ---- pluggy ------------------------------------------------------------------------------------------------------
+
+    def _register(self, registered: Registered) -> None:
+        other = self._manager.get_plugin(registered.name)
+        if other is not None:
+            first = next(plugin for plugin in self.plugins if plugin.instance is other)
+            raise PluginError(f"{first} and {registered} have the same name; rename one and write its use")
+        for name in dir(registered.instance):
+            if name.startswith("composer3d_") and not self._manager.parse_hookimpl_opts(registered.instance, name):
+                raise PluginError(
+                    f"{registered}: {name} is not marked, so nobody would call it",
+                    hint="decorate it with @composer3d.hookimpl",
+                )
+        try:
+            self._manager.register(registered.instance, name=registered.name)
+            self._manager.check_pending()
+        except pluggy.PluginValidationError as error:
+            raise PluginError(
+                f"{registered}: {error}", hint="see composer3d.hookspecs for names and arguments"
+            ) from None
+        for implementation in self._implementations(registered):
+            if (
+                implementation.tryfirst
+                or implementation.trylast
+                or implementation.wrapper
+                or implementation.hookwrapper
+            ):
+                raise PluginError(
+                    f"{registered}: {implementation.function.__name__} is marked tryfirst, trylast or wrapper",
+                    hint="order is declared by phases and after/before; call order carries no meaning",
+                )
+
+    def _implementations(self, registered: Registered) -> Iterator[Any]:
+        for name in vars(HookSpecs):
+            if name.startswith("composer3d_"):
+                for implementation in getattr(self._manager.hook, name).get_hookimpls():
+                    if implementation.plugin is registered.instance:
+                        yield implementation
+
+    def _bound(self, hook: str) -> tuple[Bound, ...]:
+        """Return every implementation as a function of the spec's keyword arguments, in the order of plugin names."""
+        by_plugin = {impl.plugin_name: impl for impl in getattr(self._manager.hook, hook).get_hookimpls()}
+        specified = tuple(inspect.signature(getattr(HookSpecs, hook)).parameters)[1:]
+        return tuple(
+            (registered, _bind(by_plugin[registered.name], specified))
+            for registered in self.plugins
+            if registered.name in by_plugin
+        )
+
+    def _call(self, hook: str, **arguments: Any) -> list[tuple[Registered, Any]]:
+        """Call every implementation; answers that are None are left out."""
+        answers = [(registered, function(**arguments)) for registered, function in self._bound(hook)]
+        return [(registered, answer) for registered, answer in answers if answer is not None]
+
+    def _query(self, hook: str, **arguments: Any) -> Any | None:
+        """Ask for one answer.
+
+        Raises:
+            QueryError: Two plugins gave different ones.
+        """
+        answers = self._call(hook, **arguments)
+        for other, answer in answers[1:]:
+            if not _agree(answer, answers[0][1]):
+                about = f' for "{arguments["fqn"]}"' if "fqn" in arguments else ""
+                raise QueryError(f"{answers[0][0]} and {other} both answer {hook}{about}; remove one of them")
+        return answers[0][1] if answers else None
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Tell whether two answers are one; of tensors only the very same are, because comparing them gives a tensor."""
+    return one is other or (type(one) is type(other) and not hasattr(one, "shape") and bool(one == other))
+
+
+def _bind(implementation: Any, specified: tuple[str, ...]) -> Callable[..., Any]:
+    """Pass exactly the arguments that the implementation declared."""
+    function, wanted = implementation.function, implementation.argnames
+    if tuple(wanted) == specified:
+        return typing.cast(Callable[..., Any], function)
+    return lambda **arguments: function(**{name: arguments[name] for name in wanted})

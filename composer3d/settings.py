@@ -1,9 +1,0 @@
-"""How every typed table, of the manifest or of a plugin, is validated."""
-
-from __future__ import annotations
-
-from pydantic import ConfigDict
-
-__all__ = ["TABLE_CONFIG"]
-
-TABLE_CONFIG = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
