@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d import torch_compat as torch_compat
+    from composer3d.checking.checked import CheckResult, check
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
     from composer3d.composition.preparing import PlanRow
@@ -57,8 +58,12 @@ if TYPE_CHECKING:
     from composer3d.manifest.secret import Secret
     from composer3d.mesh import Axis, GroupOptions, Layout, Role
     from composer3d.patterns import select as select_fqns
+    from composer3d.planning.manifest_plan import PlanResult, plan
+    from composer3d.planning.suggesting.manifest_suggestions import SuggestResult
+    from composer3d.planning.suggesting.manifest_suggestions import suggest_for as suggest
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json
     from composer3d.registry import plugin
+    from composer3d.runner.start import RunResult, run
     from composer3d.step.evaluation import Evaluation
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
@@ -66,6 +71,10 @@ if TYPE_CHECKING:
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
 
 _MODULES = {
+    "checking.checked": ("CheckResult", "check"),
+    "planning.manifest_plan": ("PlanResult", "plan"),
+    "planning.suggesting.manifest_suggestions": ("SuggestResult",),
+    "runner.start": ("RunResult", "run"),
     "step.microbatches": ("map_tensors", "units_of"),
     "composition.compose": ("compose",),
     "composition.composition": ("Composition",),
@@ -127,6 +136,7 @@ __all__ = [
     "Axis",
     "Batch",
     "BatchError",
+    "CheckResult",
     "CheckpointError",
     "ComposerError",
     "Composition",
@@ -152,6 +162,7 @@ __all__ = [
     "Part",
     "PatternError",
     "Phase",
+    "PlanResult",
     "PlanRow",
     "PluginError",
     "Problem",
@@ -160,6 +171,7 @@ __all__ = [
     "Recorder",
     "Role",
     "RunContext",
+    "RunResult",
     "Sampler",
     "Schedule",
     "Secret",
@@ -170,21 +182,26 @@ __all__ = [
     "StepError",
     "StepPoint",
     "StepState",
+    "SuggestResult",
     "Transform",
     "TransformError",
     "all_gather_json",
     "average_whole",
     "broadcast_json",
+    "check",
     "compose",
     "hookimpl",
     "linear_layers",
     "load_manifest",
     "map_tensors",
     "on_shares",
+    "plan",
     "plugin",
     "resolve_reference",
+    "run",
     "select_fqns",
     "share_of",
+    "suggest",
     "torch_compat",
     "units_of",
 ]
@@ -199,6 +216,8 @@ def __getattr__(name: str) -> Any:
             return "0+unknown"
     if name == "select_fqns":
         return import_module("composer3d.patterns").select
+    if name == "suggest":
+        return import_module("composer3d.planning.suggesting.manifest_suggestions").suggest_for
     if name == "torch_compat":
         return import_module("composer3d.torch_compat")
     if name not in _HOME:

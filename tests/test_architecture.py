@@ -35,8 +35,8 @@ LAYERS = (
     ("step",),
     ("composition",),
     ("composer3d",),
-    ("models", "huggingface", "runner"),
-    ("checking", "verification", "planning", "testing"),
+    ("models", "huggingface"),
+    ("runner", "checking", "verification", "planning", "testing"),
     ("diagnostics",),
     ("cli",),
 )
@@ -46,9 +46,11 @@ PLANNING = (
     ("tracing",),
     ("costs",),
     ("formulas",),
-    ("suggesting", "costing"),
+    ("costing",),
     ("plan",),
     ("reports",),
+    ("manifest_plan",),
+    ("suggesting",),
 )
 PLANNING_LAYER = {name: index for index, names in enumerate(PLANNING) for name in names}
 

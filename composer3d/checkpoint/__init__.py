@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from composer3d.checkpoint.checkpoint_folder import complete, latest, prune
+from composer3d.checkpoint.find import find_checkpoint
 from composer3d.checkpoint.loading import load
 from composer3d.checkpoint.optimizer_state import (
     initialise_optimizer_state,
@@ -22,6 +23,7 @@ __all__ = [
     "TensorInfo",
     "complete",
     "contents",
+    "find_checkpoint",
     "initialise_optimizer_state",
     "latest",
     "load",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from composer3d.huggingface.export import Exporter
     from composer3d.runner.merged_weights import MergedWeights
 
-__all__ = ["add", "execute", "export", "find_checkpoint", "find_description"]
+__all__ = ["add", "execute", "export", "find_description"]
 
 PREFIX = "model/"
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -73,6 +73,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Export, and say what was written."""
     import torch
 
+    from composer3d.checkpoint import find_checkpoint
     from composer3d.runner.merged_weights import MergedWeights
     from composer3d.runner.quantised_weights import find_form
 
@@ -93,25 +94,6 @@ def execute(arguments: argparse.Namespace) -> int:
     tensors, size_bytes = len([key for file in files.values() for key in file]), sum(f.stat().st_size for f in files)
     say(f"{path} -> {', '.join(str(file) for file in files)}: {tensors} tensors, {size_bytes / 1024**2:.1f} MiB")
     return 0
-
-
-def find_checkpoint(source: Path) -> Path:
-    """Return the checkpoint that a path means: itself, or the newest of a run's folder or of a folder of checkpoints.
-
-    Raises:
-        CheckpointError: There is none that is complete.
-    """
-    from composer3d.checkpoint import complete, latest, read_state
-
-    if complete(source):
-        return source
-    found = latest(source / "checkpoints") or latest(source)
-    if found is not None:
-        return found
-    if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").is_file():
-        raise CheckpointError(f"{source}: this run has no complete checkpoint")
-    read_state(source)  # says what a folder lacks to be a checkpoint
-    raise CheckpointError(f"{source}: there is no checkpoint here")
 
 
 def find_description(path: Path) -> Path | None:

@@ -4,8 +4,9 @@ import argparse
 
 import pytest
 
+from composer3d.checking.fqn_ranges import compress
 from composer3d.cli.options import size
-from composer3d.cli.output import compress, print_problems, print_table
+from composer3d.cli.output import print_problems, print_table
 from composer3d.errors import Problem
 
 

@@ -11,7 +11,8 @@ from support.huggingface import make
 from support.training import losses, start
 
 from composer3d import CheckpointError, LossError, checkpoint
-from composer3d.cli.export import export, find_checkpoint, find_description
+from composer3d.checkpoint import find_checkpoint
+from composer3d.cli.export import export, find_description
 from composer3d.huggingface import model_inputs, model_loss
 from composer3d.huggingface.folder import import_transformers
 from composer3d.manifest import load_manifest

@@ -10,9 +10,9 @@ from support.models import composed
 from support.training import start, write
 
 from composer3d import CheckpointError, torch_compat
-from composer3d.checkpoint import contents, read_tensor
+from composer3d.checkpoint import contents, find_checkpoint, read_tensor
 from composer3d.cli import main
-from composer3d.cli.export import export, find_checkpoint, find_description
+from composer3d.cli.export import export, find_description
 from composer3d.huggingface.folder import import_transformers
 from composer3d.models import llama
 from composer3d.runner.quantised_weights import find_form

@@ -10,8 +10,8 @@ from support.huggingface import make
 from support.training import losses, start
 
 from composer3d import CheckpointError, torch_compat
-from composer3d.checkpoint import contents
-from composer3d.cli.export import export, find_checkpoint, find_description
+from composer3d.checkpoint import contents, find_checkpoint
+from composer3d.cli.export import export, find_description
 from composer3d.huggingface.folder import import_transformers
 from composer3d.runner.merged_weights import MergedWeights
 

@@ -1,0 +1,161 @@
+"""`check` as a call: all problems of a manifest, or its ordered plan, as one value."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
+from composer3d.checking.fqn_ranges import compress
+from composer3d.checking.step_plan import StepRow, step_rows
+from composer3d.errors import ManifestError, OrderError, Problem
+
+if TYPE_CHECKING:
+    from composer3d.composition.preparing import Preparation
+
+__all__ = ["CheckResult", "check"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckResult:
+    """Answer of `check`.
+
+    Args:
+        ok: Whether the manifest can be run; with `strict` a warning counts like an error.
+        problems: Errors and warnings, in the order of the file.
+        report: Plan, actions of a step, degrees and groups, as JSON values.
+        lines: The plan as text; empty where something is wrong.
+    """
+
+    ok: bool
+    problems: tuple[Problem, ...]
+    report: Mapping[str, Any]
+    lines: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `composer3d check --json` prints."""
+        return {"ok": self.ok, **self.report}
+
+    def __str__(self) -> str:
+        return "\n".join([*map(str, self.problems), *self.lines])
+
+
+@collected_rarely()
+def check(
+    manifest: str | Path,
+    *,
+    world_size: int | None = None,
+    rank: int | None = None,
+    overrides: Sequence[str] = (),
+    strict: bool = False,
+) -> CheckResult:
+    """Find every problem of a manifest, or say what would be done to the model, in order.
+
+    No process group, no weights. Code of others that the manifest names runs in a child process, which is ended where
+    that code hangs.
+
+    Args:
+        manifest: Path, or the name of a shipped manifest.
+        world_size: Ranks of the run; default: what the degrees multiply to.
+        rank: Whose view is taken, and whose groups are in the text; default: rank 0, without its groups.
+        overrides: `table.key=value`, as given to `--set`.
+        strict: Treat warnings as errors.
+    """
+    from composer3d.checking.foreign_problems import names_foreign_code, watched
+
+    source = str(manifest)
+
+    def look() -> Mapping[str, Any]:
+        with contextlib.redirect_stdout(sys.stderr):  # what a user's module prints is no part of the answer
+            found = _inspect(source, overrides, world_size, rank or 0)
+            return _answer(found, _steps(found), strict=strict, with_groups=rank is not None)
+
+    try:
+        answer = watched(look, source, overrides) if names_foreign_code(source, overrides) else look()
+    except ManifestError as error:
+        answer = _answer(Inspection(problems=list(error.problems)), (), strict=strict, with_groups=False)
+    problems = tuple(Problem(**problem) for problem in answer["report"]["problems"])
+    return CheckResult(ok=answer["ok"], problems=problems, report=answer["report"], lines=tuple(answer["lines"]))
+
+
+def _answer(found: Inspection, steps: Sequence[StepRow], *, strict: bool, with_groups: bool) -> dict[str, Any]:
+    """Return the answer as JSON values, which leave a child."""
+    ok = found.ok(strict=strict)
+    lines = _shown(found, steps, with_groups=with_groups) if ok else []
+    if ok and found.unknown is not None:
+        lines.append(f"the first forward was not tried in full: {found.unknown}")
+    return {"ok": ok, "report": _report(found, steps), "lines": lines}
+
+
+def _inspect(source: str, overrides: Sequence[str], world_size: int | None, rank: int) -> Inspection:
+    try:
+        inspected = open_manifest(source, overrides)
+    except ManifestError as error:
+        return Inspection(problems=list(error.problems))
+    device = device_of(inspected.manifest)
+    return inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
+
+
+def _steps(found: Inspection) -> list[StepRow]:
+    """Return what happens in every step; actions that cannot be ordered are a problem."""
+    if found.preparation is None or not found.ok(strict=False):
+        return []
+    try:
+        return step_rows(found.preparation)
+    except OrderError as error:
+        found.problems.append(Problem(message=str(error)))
+        return []
+
+
+def _report(found: Inspection, steps: Sequence[StepRow]) -> dict[str, Any]:
+    """Return what `--json` prints, but for `ok`."""
+    preparation, layout = found.preparation, found.layout
+    rows = preparation.plan if preparation is not None else ()
+    return {
+        "problems": [problem.to_json() for problem in found.ordered()],
+        "first_forward": found.unknown or ("tried" if found.preparation is not None else "not tried"),
+        "plan": [{"phase": row.phase, "name": row.name, "fqns": list(row.fqns)} for row in rows],
+        "step": [{key: value for key, value in asdict(row).items() if key != "note" or value} for row in steps],
+        "world_size": None if layout is None else layout.world_size,
+        "degrees": {} if layout is None else dict(layout.degrees),
+        "coordinates": {} if preparation is None else dict(preparation.context.coordinates),
+        "groups": {} if preparation is None else {axis: list(ranks) for axis, ranks in _groups(preparation).items()},
+    }
+
+
+def _groups(preparation: Preparation) -> dict[str, tuple[int, ...]]:
+    """Return by axis the ranks that the rank in view meets along it."""
+    context = preparation.context
+    return {axis.name: context.layout.group(context.rank, axis.name) for axis in context.layout.axes}
+
+
+def _span(ranks: Sequence[int]) -> str:
+    """Write ascending ranks shortly: the ranks of a group are equally far from each other, or few."""
+    steps = {after - before for before, after in pairwise(ranks)}
+    if len(steps) != 1 or len(ranks) < 3:
+        return ", ".join(map(str, ranks))
+    (step,) = steps
+    return f"{ranks[0]}-{ranks[-1]}" + (f" by {step}" if step > 1 else "")
+
+
+def _shown(found: Inspection, steps: Sequence[StepRow], *, with_groups: bool) -> list[str]:
+    """Return the layout, the plan, and what happens in every step, as lines."""
+    preparation = found.preparation
+    assert preparation is not None, "without a problem there is a plan"
+    context = preparation.context
+    lines = [f"{context.layout} = {context.world_size} rank{'s' * (context.world_size > 1)} on {context.device.type}"]
+    if with_groups:
+        at = ", ".join(f"{axis}={index}" for axis, index in context.coordinates.items())
+        lines.append(f"rank {context.rank}: {at}")
+        for axis, ranks in _groups(preparation).items():
+            if len(ranks) > 1:
+                lines.append(f"{axis:<12} is of {len(ranks)} ranks: {_span(ranks)}")
+    lines += [f"{row.phase:<12} {row.name:<24} {compress(row.fqns)}" for row in preparation.plan]
+    if steps:
+        lines.append("in every step:")
+    return [*lines, *(f"  {step}" for step in steps)]

@@ -1,0 +1,28 @@
+"""Finding the checkpoint that a path means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from composer3d.checkpoint.checkpoint_folder import complete, latest
+from composer3d.checkpoint.state_file import read_state
+from composer3d.errors import CheckpointError
+
+__all__ = ["find_checkpoint"]
+
+
+def find_checkpoint(source: Path) -> Path:
+    """Return the checkpoint that a path means: itself, or the newest of a run's folder or of a folder of checkpoints.
+
+    Raises:
+        CheckpointError: There is none that is complete.
+    """
+    if complete(source):
+        return source
+    found = latest(source / "checkpoints") or latest(source)
+    if found is not None:
+        return found
+    if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").is_file():
+        raise CheckpointError(f"{source}: this run has no complete checkpoint")
+    read_state(source)  # says what a folder lacks to be a checkpoint
+    raise CheckpointError(f"{source}: there is no checkpoint here")

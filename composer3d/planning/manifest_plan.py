@@ -1,0 +1,203 @@
+"""`plan` as a call: the cost of a manifest on every kind of rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.checking.check import Inspection, collected_rarely, inspect, open_manifest
+from composer3d.errors import ComposerError, ManifestError
+
+if TYPE_CHECKING:
+    from composer3d.manifest import InspectedManifest
+    from composer3d.planning.costing import Budget
+    from composer3d.planning.hardware.cluster import Hardware
+    from composer3d.planning.plan import Plan
+    from composer3d.planning.tracing.fake_composition import Job
+    from composer3d.planning.tracing.rank_roles import RankChoice
+
+__all__ = ["PlanResult", "plan", "plan_of"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanResult:
+    """Answer of `plan`.
+
+    Args:
+        plan: Memory, collectives, pipeline and time of every kind of rank.
+    """
+
+    plan: Plan
+
+    @property
+    def ok(self) -> bool:
+        """Whether it fits, or no memory was named."""
+        return self.plan.verdict != "does not fit"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `composer3d plan --json` prints."""
+        from composer3d.planning.reports.plan_json import plan_to_json
+
+        return plan_to_json(self.plan)
+
+    def __str__(self) -> str:
+        from composer3d.planning.reports.plan_text import show_plan
+
+        return show_plan(self.plan)
+
+
+@collected_rarely()
+def plan(
+    manifest: str | Path,
+    *,
+    world_size: int | None = None,
+    rank: RankChoice = "worst",
+    memory_bytes: int | None = None,
+    hardware: str | None = None,
+    tokens: float | None = None,
+    samples: float | None = None,
+    price: float | None = None,
+    overrides: Sequence[str] = (),
+    full: bool = False,
+) -> PlanResult:
+    """Say what a manifest costs: memory, collectives, bubble and time, per rank, without the ranks.
+
+    Args:
+        manifest: Path, or the name of a shipped manifest.
+        world_size: Ranks of the run; default: what the degrees multiply to.
+        rank: `worst`, one of each distinct role; `all`, one of every pipeline position; or a number.
+        memory_bytes: Of a device; None takes what the hardware's has, if there is one.
+        hardware: A shipped cluster's name, or its file; None leaves time out.
+        tokens: Of a whole run; needs `hardware`.
+        samples: The same, of a model that is given no tokens.
+        price: Dollars an hour of one device; needs `tokens` or `samples`.
+        overrides: `table.key=value`, as given to `--set`.
+        full: Trace every block, where two depths of equal blocks would do.
+
+    Raises:
+        ManifestError: The manifest has problems, all of which it has.
+        ComposerError: It cannot be composed, or an argument says nothing without another.
+    """
+    import torch
+
+    from composer3d.planning.costing import Budget
+    from composer3d.planning.hardware.cluster import load_hardware
+
+    _refuse_idle(tokens or samples, price, hardware)
+    cluster = None if hardware is None else load_hardware(hardware)
+    inspected = open_manifest(str(manifest), overrides)
+    # Fake ranks compute nowhere; the CPU stands for any device.
+    found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"))
+    if not found.ok(strict=False) or found.layout is None or found.preparation is None:
+        raise ManifestError(found.ordered())
+    made = plan_of(
+        inspected,
+        found,
+        hardware=cluster,
+        memory_bytes=memory_bytes,
+        choice=rank,
+        extrapolate=not full,
+        budget_of=lambda unit: Budget(num_units=_amount_of(unit, tokens=tokens, samples=samples), price=price),
+    )
+    return PlanResult(plan=made)
+
+
+def plan_of(
+    inspected: InspectedManifest,
+    found: Inspection,
+    *,
+    hardware: Hardware | None,
+    memory_bytes: int | None = None,
+    choice: RankChoice = "worst",
+    extrapolate: bool = True,
+    budget_of: Callable[[str], Budget] | None = None,
+) -> Plan:
+    """Plan a manifest that was inspected on the CPU, and without errors.
+
+    Args:
+        inspected: From `open_manifest`.
+        found: From `inspect`.
+        hardware: As for `make_plan`.
+        memory_bytes: As for `make_plan`.
+        choice: As for `make_plan`.
+        extrapolate: As for `make_plan`.
+        budget_of: The whole run, given the unit of the model's inputs.
+
+    Raises:
+        ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
+    """
+    from composer3d.planning.plan import make_plan
+    from composer3d.step.microbatches import units_of
+
+    assert found.layout is not None and found.preparation is not None, "inspected without errors"
+    job = _job(inspected, found)
+    return make_plan(
+        job,
+        found.layout,
+        orders_of=found.preparation.actions,
+        schedule=_schedule_name(found),
+        choice=choice,
+        memory_bytes=memory_bytes,
+        hardware=hardware,
+        budget=None if budget_of is None else budget_of(units_of(job.example)[0]),
+        extrapolate=extrapolate,
+    )
+
+
+def _job(inspected: InspectedManifest, found: Inspection) -> Job:
+    """Return what is traced, with the form of its batches."""
+    from composer3d.checking.rules import find_factory
+    from composer3d.planning.tracing.job import job_of
+    from composer3d.runner.data import foreseen_batch
+    from composer3d.runner.tokenizer import with_tokenizer
+
+    assert found.layout is not None, "inspected without errors"
+    manifest = with_tokenizer(inspected.manifest)
+    factory, problems = find_factory(manifest)
+    assert factory is not None and not problems, "the inspection has found it"
+    train = manifest.tables["train"]
+    batch = foreseen_batch(
+        manifest.tables["data"], manifest.document.folder, seed=train.seed, num_samples=train.microbatch or 1
+    )
+    if batch is None:
+        file = manifest.document.file
+        raise ComposerError(f"{file}: the form of a batch of [data] cannot be told without preparing the data")
+    example, target = batch
+    return job_of(
+        manifest,
+        factory,
+        found.layout,
+        example,
+        target=target,
+        has_targets=target is not None,
+        preparation=found.preparation,
+    )
+
+
+def _refuse_idle(amount: float | None, price: float | None, hardware: str | None) -> None:
+    """Refuse what would say nothing, before anything is composed."""
+    if (amount or price) and hardware is None:
+        raise ComposerError("--tokens, --samples and --price need --hardware: without it there is no time")
+    if price and not amount:
+        raise ComposerError("--price needs --tokens, or --samples: how much there is to pay for")
+
+
+def _amount_of(unit: str, **amounts: float | None) -> float | None:
+    """Return how much a whole run sees, in the unit of its model's inputs."""
+    other = "samples" if unit == "tokens" else "tokens"
+    if amounts[other] is not None:
+        raise ComposerError(f"--{other}: the model is given {unit}, and a run is as long as these; write --{unit}")
+    return amounts[unit]
+
+
+def _schedule_name(found: Inspection) -> str | None:
+    """Return what the plugin that owns the stages calls its schedule."""
+    assert found.preparation is not None
+    from composer3d.mesh import Role
+
+    context = found.preparation.context
+    owners = [context.owners[name] for name in context.layout.names(Role.STAGE) if name in context.owners]
+    names = [getattr(owner.instance, "schedule", None) for owner in owners if context.layout.degree(Role.STAGE) > 1]
+    return next((name for name in names if isinstance(name, str)), None)

@@ -1,0 +1,382 @@
+"""`run`: check first, then train, as a rank under torchrun and otherwise with a local world of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from composer3d.checking.check import device_of, inspect, open_manifest
+from composer3d.errors import ComposerError, ManifestError, Problem
+from composer3d.processes.machine_errors import machine_error
+
+if TYPE_CHECKING:
+    import torch
+
+    from composer3d.manifest import Manifest
+    from composer3d.runner.failures import FailureReport
+    from composer3d.runner.trainer import Outcome
+
+__all__ = ["RunResult", "Startable", "join", "num_local_ranks", "output_of", "run", "start", "startable"]
+
+# What a mistyped degree would fork: each rank takes tens of MiB before its first step.
+_LEAST_RANKS, _RANKS_PER_CORE = 64, 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Startable:
+    """A manifest that was checked for this machine, and what its launcher must know.
+
+    Args:
+        manifest: Path or shipped name.
+        overrides: As given to `--set`.
+        resume: As given to `--resume`.
+        ok: Whether ranks may be started.
+        problems: Errors and warnings, in the order of the file.
+        num_ranks: Ranks to start.
+        device: `cpu` or `cuda`.
+        output: The run's folder.
+        options: Restarts, seconds of grace, and whether a Hugging Face model is trained.
+        unknown: Why the first forward was not tried in full; None where it was.
+    """
+
+    manifest: str
+    overrides: tuple[str, ...]
+    resume: str
+    ok: bool
+    problems: tuple[Problem, ...]
+    num_ranks: int = 0
+    device: Any = "cpu"
+    output: str = ""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    unknown: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """The end of a run.
+
+    Args:
+        status: `finished`, `already finished`, `preempted`, or `failed`.
+        exit_code: Of the command.
+        outcome: Of rank 0; None where no step was made, or a rank failed.
+        failure: The rank that failed first; None where none did.
+        problems: Warnings of the check.
+        output: The run's folder.
+    """
+
+    status: str
+    exit_code: int
+    outcome: Outcome | None
+    failure: FailureReport | None
+    problems: tuple[Problem, ...]
+    output: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether no rank failed."""
+        return self.failure is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "status": self.status,
+            "exit_code": self.exit_code,
+            "outcome": None if self.outcome is None else asdict(self.outcome),
+            "failure": None if self.failure is None else self.failure.render(Path(self.output)).rstrip(),
+            "problems": [problem.to_json() for problem in self.problems],
+            "output": self.output,
+        }
+
+
+def run(
+    manifest: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    nproc_per_node: int | None = None,
+    resume: str = "auto",
+    strict: bool = False,
+) -> RunResult:
+    """Train what a manifest describes; what `composer3d run` does.
+
+    Under torchrun this process is a rank. Otherwise ranks are started on this machine, by fork on a CPU and by spawn on
+    CUDA, and this process waits for them.
+
+    Args:
+        manifest: Path, or the name of a shipped manifest.
+        overrides: `table.key=value`, as given to `--set`.
+        nproc_per_node: Ranks to start; default: what the degrees multiply to, and of an open one this machine's GPUs.
+        resume: `auto`, `never`, or a checkpoint's path.
+        strict: Refuse warnings too.
+
+    Raises:
+        ManifestError: The manifest has problems, all of which it has.
+        LockError: Another run has the folder.
+        ForkError: This process has computed with tensors, so forked ranks would hang.
+    """
+    from composer3d.runner.launcher import under_torchrun
+
+    if under_torchrun():
+        outcome = join(str(manifest), overrides, resume, strict=strict)
+        return RunResult(
+            status=outcome.status, exit_code=0, outcome=outcome, failure=None, problems=(), output=outcome.output
+        )
+    checked = startable(str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, strict=strict)
+    if not checked.ok:
+        raise ManifestError(checked.problems)
+    return start(checked)
+
+
+def startable(
+    manifest: str, overrides: Sequence[str], *, resume: str, nproc_per_node: int | None, strict: bool
+) -> Startable:
+    """Check a manifest in a child, and import meanwhile what the ranks will need.
+
+    Args:
+        manifest: Path or shipped name.
+        overrides: As given to `--set`.
+        resume: As given to `--resume`.
+        nproc_per_node: As for `run`.
+        strict: Refuse warnings too.
+
+    Raises:
+        ManifestError: Code that the manifest names hung, or ended its process.
+        ChildError: The check itself failed.
+    """
+    from composer3d.checking.foreign_problems import problem_of
+    from composer3d.processes.child import Child, ForeignCodeError
+    from composer3d.processes.forking import prewarm
+    from composer3d.torch_compat import lazy_modules
+
+    child = Child(lambda: _look(manifest, overrides, resume, nproc_per_node, strict=strict))
+    for module in lazy_modules():
+        if child.ready():
+            break
+        prewarm([module])
+    try:
+        found = child.result()
+    except ForeignCodeError as error:
+        raise ManifestError([problem_of(error, manifest, overrides)]) from error
+    problems = tuple(Problem(**problem) for problem in found.pop("problems"))
+    return Startable(manifest=manifest, overrides=tuple(overrides), resume=resume, problems=problems, **found)
+
+
+def start(checked: Startable) -> RunResult:
+    """Start the ranks of this machine and wait for them.
+
+    Args:
+        checked: Without errors.
+
+    Raises:
+        LockError: Another run has the folder.
+        ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
+    """
+    from composer3d.runner.launcher import launch_local
+
+    output = Path(checked.output)
+    if checked.options.get("is_hugging_face") and checked.device == "cpu":
+        from composer3d.huggingface.folder import import_transformers
+
+        import_transformers()  # once, for all ranks that are forked
+    try:
+        result = launch_local(
+            _train,
+            (checked.manifest, checked.overrides, checked.resume),
+            num_ranks=checked.num_ranks,
+            device=checked.device,
+            output=output,
+            max_restarts=checked.options["max_restarts"],
+            grace_s=checked.options["grace_s"],
+            exclusive=True,
+        )
+    except OSError as error:
+        machine = machine_error(error, output)
+        if machine is None:
+            raise
+        raise ComposerError(f"run failed: {machine}\ntry: {machine.advice}") from error
+    outcome: Outcome | None = result.values.get(0)
+    status = "failed" if result.report is not None else result.outcome if outcome is None else outcome.status
+    return RunResult(
+        status=status,
+        exit_code=result.exit_code,
+        outcome=outcome,
+        failure=result.report,
+        problems=checked.problems,
+        output=str(output),
+    )
+
+
+def join(
+    manifest: str,
+    overrides: Sequence[str],
+    resume: str,
+    *,
+    strict: bool,
+    report: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Be one rank under torchrun; a failure is reported once for all of them.
+
+    Args:
+        manifest: Path or shipped name.
+        overrides: As given to `--set`.
+        resume: As given to `--resume`.
+        strict: Refuse warnings too.
+        report: Called on rank 0 with what is to be said before the first step.
+
+    Raises:
+        LockError: Another run has the folder.
+    """
+    from composer3d.processes.forking import die_with
+    from composer3d.processes.private_folder import user_folder
+    from composer3d.runner.launcher import rank_main
+    from composer3d.runner.lock import RunLock
+
+    die_with(os.getppid())  # torchrun; a rank of it would go on, or wait, without it
+    is_exclusive = True
+    try:
+        output = output_of(open_manifest(manifest, overrides).manifest)
+    except ManifestError:
+        # Every rank finds the same mistake, and they need a place to agree on who tells it.
+        output, is_exclusive = user_folder("composer3d"), False
+    with ExitStack() as stack:
+        if is_exclusive and os.environ["RANK"] == "0":
+            stack.enter_context(RunLock(output)).leave_children_out()
+        return rank_main(_train, manifest, overrides, resume, strict, report, output=output)
+
+
+def _look(
+    source: str, overrides: Sequence[str], resume: str, nproc_per_node: int | None, *, strict: bool
+) -> dict[str, Any]:
+    """Find every problem, and what the launcher must know; JSON values."""
+    try:
+        inspected = open_manifest(source, overrides)
+    except ManifestError as error:
+        return {"ok": False, "problems": [problem.to_json() for problem in error.problems]}
+    manifest = inspected.manifest
+    device = device_of(manifest)
+    num_ranks = nproc_per_node or num_local_ranks(manifest, device)
+    found = inspect(inspected, world_size=num_ranks, rank=0, device=device, forward=True)
+    found.problems += _machine_problems(manifest, device, num_ranks or 1) + _resume_problems(resume)
+    options = manifest.tables.get("run")
+    return {
+        "ok": found.ok(strict=strict),
+        "problems": [problem.to_json() for problem in found.ordered()],
+        "num_ranks": num_ranks or 0,
+        "device": device.type,
+        "unknown": found.unknown,
+        "output": str(output_of(manifest)),
+        "options": {
+            "max_restarts": getattr(options, "max_restarts", 0),
+            "grace_s": getattr(options, "grace_s", 30.0),
+            "is_hugging_face": getattr(manifest.tables.get("model"), "hf", None) is not None,
+        },
+    }
+
+
+def _train(
+    source: str,
+    overrides: Sequence[str],
+    resume: str,
+    strict: bool | None = None,
+    report: Callable[[str], None] = lambda text: None,
+) -> Outcome:
+    """Run as one rank.
+
+    Args:
+        source: The manifest.
+        overrides: As given to `--set`.
+        resume: As given to `--resume`.
+        strict: Whether a warning stops the run; None where the manifest was checked before the ranks were started.
+        report: Called on rank 0 with what is to be said before the first step.
+    """
+    from composer3d.runner import train
+
+    inspected = open_manifest(source, overrides)
+    if strict is not None:
+        world_size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+        device = device_of(inspected.manifest)
+        # Every rank looks, and finds the same; so nobody waits in a group for one that has left.
+        found = inspect(inspected, world_size=world_size, rank=rank, device=device, forward=True)
+        if rank == 0 and found.unknown is not None:
+            report(f"the first forward was not tried in full: {found.unknown}")
+        found.problems += _machine_problems(inspected.manifest, device, 1) + _resume_problems(resume)
+        if not found.ok(strict=strict):
+            raise ManifestError(found.problems)
+    return train(inspected.manifest, resume=resume)
+
+
+def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
+    """Return how many ranks this machine is to have, None where the degrees are wrong in themselves.
+
+    The degrees that the manifest states multiply to it. An open one, -1 or the data-parallel plugin's own axis, takes
+    what is left of the machine's GPUs, and is 1 on a CPU.
+
+    Args:
+        manifest: Typed, as far as it can be.
+        device: Where the run computes.
+    """
+    import torch
+
+    from composer3d.composition.preparing import layout_of
+    from composer3d.hooks import Hooks
+
+    if "mesh" not in manifest.tables:
+        return None
+    try:
+        hooks = Hooks(manifest.plugins)
+        stated = layout_of(manifest, hooks, world_size=None).world_size
+    except ComposerError:  # the inspection tells it
+        return None
+    if device.type == "cpu":
+        return stated
+    try:
+        available = torch.accelerator.device_count() // stated * stated
+        return layout_of(manifest, hooks, world_size=available).world_size if available else stated
+    except ManifestError:  # no degree is open
+        return stated
+
+
+def output_of(manifest: Manifest) -> Path:
+    """Return the run's output folder, also of a manifest whose `[run]` is wrong."""
+    from composer3d.runner import output_folder
+
+    return output_folder(manifest) if "run" in manifest.tables else Path(f"runs/{manifest.document.stem}")
+
+
+def _machine_problems(manifest: Manifest, device: torch.device, num_ranks: int) -> list[Problem]:
+    """Compare what the manifest wants with what this machine has."""
+    import torch
+
+    if device.type == "cpu":
+        cores = os.cpu_count() or 1
+        most = max(_LEAST_RANKS, _RANKS_PER_CORE * cores)
+        if num_ranks <= most:
+            return []
+        message = f"{num_ranks} ranks are more than the {most} that this machine with {cores} cores is given at once"
+        hint = "start them on several machines with torchrun, or lower the degrees"
+        return [manifest.document.problem(("mesh",), message, hint=hint, whole_table=True)]
+    available = torch.accelerator.device_count()
+    if available == 0:
+        message = f'device = "{device.type}", and this machine has none'
+        return [manifest.document.problem(("run", "device"), message)]
+    if num_ranks > available:
+        message = f"{num_ranks} ranks need as many GPUs, and this machine has {available}"
+        hint = "start them on several machines with torchrun, or lower the degrees"
+        return [manifest.document.problem(("mesh",), message, hint=hint, whole_table=True)]
+    return []
+
+
+def _resume_problems(resume: str) -> list[Problem]:
+    """Check that a checkpoint which is to be resumed from is there and whole."""
+    from composer3d.checkpoint import find_checkpoint
+
+    if resume in ("auto", "never"):
+        return []
+    try:
+        find_checkpoint(Path(resume))
+    except ComposerError as error:
+        return [Problem(message=str(error), file=f"--resume {resume}")]
+    return []
