@@ -74,15 +74,15 @@ class UnitRecord:
             return
         trained = [pair for units in self._units for pair in units.trained()]
         used = [used for _, used in trained]
-        # Fake tensors have no values.
-        if trained and torch_compat.active_fake_mode() is None:
+        if trained:
             flags = torch.tensor(used, dtype=torch.uint8, device=self._context.device)
             for axis in self._context.layout.names(Role.BATCH, Role.SEQUENCE, Role.TENSOR):
                 if self._context.degrees[axis] > 1:
                     with self._context.span("all_reduce", group="unused", axis=axis, bytes=flags.nbytes):
                         group = self._context.mesh[axis].get_group()
                         dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-            used = [bool(flag) for flag in flags.tolist()]
+            if torch_compat.active_fake_mode() is None:  # fake tensors have no values, and their ranks are alike
+                used = [bool(flag) for flag in flags.tolist()]
         for (parameter, _), is_used in zip(trained, used, strict=True):
             if not is_used:
                 parameter.grad = None

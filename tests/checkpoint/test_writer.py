@@ -241,9 +241,9 @@ import sys
 import threading
 from pathlib import Path
 import torch
-from composer3d.checkpoint import AsyncSaver, writer
-begin, write = threading.Event(), writer._write
-writer._write = lambda *arguments: (begin.wait(), write(*arguments))
+from composer3d.checkpoint import AsyncSaver, saving
+begin, write = threading.Event(), saving._write
+saving._write = lambda *arguments: (begin.wait(), write(*arguments))
 saver = AsyncSaver()
 saver.save(Path(sys.argv[1]), tensors={"w": torch.ones(3)}, state={})
 child = os.fork()

@@ -62,7 +62,6 @@ NANOGPT = [
     ),
     ("            loss.backward()\n", "            loss = run.backward(loss)\n"),
     ("torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip)", "run.clip_grad_norm_(grad_clip)"),
-    ("loss.item() * accumulation", "loss.item()"),
     WEIGHTS,
 ]
 NO_TRAINER = [
