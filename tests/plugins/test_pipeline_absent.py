@@ -175,3 +175,62 @@ def test_what_another_stage_holds_is_named(text, factory, message):
     with pytest.raises(ComposerError) as caught:
         run_ranks(pipelined_step, 2, text, factory)
     assert message in str(caught.value)
+
+
+class Copied(OwnScale):
+    """The scale is copied into a tensor of the forward's own, through a view of it."""
+
+    def run(self, x, tokens):
+        x = Base.run(self, x, tokens)
+        scale = x.new_ones(DIM)
+        if is_other(tokens):
+            scale.view(1, DIM)[:, :].copy_(self.scale.detach())
+        return x * scale
+
+
+class Masked(OwnScale):
+    """The scale decides which elements of a mask are set."""
+
+    def run(self, x, tokens):
+        x = Base.run(self, x, tokens)
+        mask = torch.zeros(DIM, dtype=torch.bool)
+        if is_other(tokens):
+            mask.copy_(self.scale.detach() > 1.0)
+        return torch.where(mask, 2.0 * x, x)
+
+
+class Discarded(Kept):
+    """What a module of the first stage computed is written into tensors that nothing reads on the last."""
+
+    def run(self, x, tokens):
+        room = x.new_zeros(2, *x.shape)
+        room[0], room[1] = x, self.side(x)
+        return Base.run(self, room[0] + room[1], tokens)
+
+
+class Buffered(Base):
+    """A buffer that the first block's stage uses, and another way of the last one's."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((DIM,), 2.0))
+
+    def run(self, x, tokens):
+        x = Base.run(self, x * self.scale, tokens)
+        return x * self.scale if is_other(tokens) else x
+
+
+@pytest.mark.parametrize("text", [ONE, TRACED])
+def test_what_is_written_and_not_read_stops_nothing(text):
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, text, Discarded))
+
+
+@pytest.mark.parametrize("text", [ONE, TRACED])
+@pytest.mark.parametrize(
+    ("factory", "source"),
+    [(Copied, 'the parameter "scale"'), (Masked, 'the parameter "scale"'), (Buffered, 'the buffer "scale"')],
+)
+def test_what_is_written_into_a_tensor_of_the_models_own_is_named(text, factory, source):
+    with pytest.raises(ComposerError) as caught:
+        run_ranks(pipelined_step, 2, text, factory)
+    assert COMPUTES.format(source) in str(caught.value)

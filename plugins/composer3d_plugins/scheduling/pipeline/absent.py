@@ -2,11 +2,14 @@
 
 Every stage runs the whole forward, so its code computes with parameters and values of other stages and throws the
 results away. What the forward that was followed did not need there, another batch's may: then the output would be made
-of zeros. So results of absent tensors are absent too, and using one where it counts is an error.
+of zeros. So results of absent tensors are absent too, and using one where it counts is an error. A tensor of the
+model's own cannot become absent when one is written into it: it gets NaN there, which reaches whatever is computed from
+it, by views too, and is looked for in what leaves the stage.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +24,13 @@ _COPIES = frozenset({"aten::_to_copy", "aten::alias", "aten::clone", "aten::deta
 
 
 class Stage(Protocol):
-    """The runner of a stage."""
+    """The runner of a stage.
+
+    Attributes:
+        written: The absent tensor that its forward wrote into a tensor of the model's own first; None if none.
+    """
+
+    written: str | None
 
     @property
     def is_inside(self) -> bool:
@@ -32,7 +41,7 @@ class Absent(Tensor):
     """Zeros that remember what they stand for; so do all tensors that are computed with them.
 
     Attributes:
-        source: A parameter, or what a module returns, with its FQN, for messages.
+        source: A parameter, a buffer, or what a module returns, with its FQN, for messages.
         stage: Of the runner that is asked whether the stage's own modules are running.
         plain: The zeros, on the same memory.
     """
@@ -50,18 +59,22 @@ class Absent(Tensor):
         """Run an operator on zeros; its results are absent.
 
         Raises:
-            StepError: The stage's own modules compute with it, or something reads a number of it.
+            StepError: The stage's own modules compute with it, something reads a number of it, or writes it into
+                integers of the model's own.
         """
         kwargs = kwargs or {}
         leaves = torch_compat.tree_leaves((args, kwargs))
         first = next(leaf for leaf in leaves if isinstance(leaf, Absent))
         if first.stage.is_inside and func.name() not in _COPIES:
-            _refuse(first)
-        plain_args, plain_kwargs = torch_compat.tree_map(_plain, (args, kwargs))
+            _refuse(first.source)
+        targets = torch_compat.written_tensors(func, args, kwargs)
+        own = [tensor for tensor in targets if not isinstance(tensor, Absent)]
+        plain_args, plain_kwargs = torch_compat.tree_map(_spoiled if own else _plain, (args, kwargs))
         result = func(*plain_args, **plain_kwargs)
+        _spoil(own, leaves, first)
         if not any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result)) and func._schema.returns:
-            _refuse(first)
-        written = {id(_plain(tensor)): tensor for tensor in torch_compat.written_tensors(func, args, kwargs)}
+            _refuse(first.source)
+        written = {id(_plain(tensor)): tensor for tensor in targets}
 
         def marked(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -90,15 +103,21 @@ def absent_zeros(like: Tensor, *, device: torch.device, source: str, stage: Stag
     return _stand_for(torch.zeros((), dtype=like.dtype, device=device).expand(like.shape), source, stage)
 
 
-def refuse_absent(tensors: Any) -> None:
+def refuse_absent(tensors: Any, *, stage: Stage) -> None:
     """Refuse what a stage sends, or the model returns, where it is made of absent tensors.
+
+    Args:
+        tensors: What leaves the stage.
+        stage: The runner of the stage. Where it has written absent tensors into others, values are looked at.
 
     Raises:
         StepError: Names the first.
     """
     for tensor in tensors:
         if isinstance(tensor, Absent):
-            _refuse(tensor)
+            _refuse(tensor.source)
+        if stage.written is not None and isinstance(tensor, Tensor) and bool(tensor.isnan().any()):
+            _refuse(stage.written)
 
 
 def _stand_for(plain: Tensor, source: str, stage: Stage) -> Tensor:
@@ -114,9 +133,31 @@ def _plain(value: Any) -> Any:
     return value.plain if isinstance(value, Absent) else value
 
 
-def _refuse(absent: Absent) -> None:
+def _spoiled(value: Any) -> Any:
+    """Return NaN for an absent tensor that is written into another one."""
+    if not isinstance(value, Absent):
+        return value
+    return torch.full_like(value.plain, math.nan) if _holds_nan(value) else value.plain
+
+
+def _spoil(own: list[Tensor], leaves: list[Any], first: Absent) -> None:
+    """Note what was written into tensors of the model's own; what absent indices chose may be any of their elements."""
+    for tensor in own:
+        if not _holds_nan(tensor):
+            _refuse(first.source)
+        if any(isinstance(leaf, Absent) and not _holds_nan(leaf) for leaf in leaves):
+            tensor.fill_(math.nan)
+    if own and first.stage.written is None:
+        first.stage.written = first.source
+
+
+def _holds_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _refuse(source: str) -> None:
     raise StepError(
-        f"the forward of this batch computes with {absent.source}, which another stage of the pipeline holds: the "
+        f"the forward of this batch computes with {source}, which another stage of the pipeline holds: the "
         "forward by which the model was split did not need it here; let one module hold both ways of a decision, so "
         "that both are on its stage, or hand compose an example that takes this way"
     )

@@ -56,6 +56,7 @@ class Runner:
         # gradient; and it cannot where a parameter is used in several places. The first stage has no such halves.
         self.has_halves = start == 0 or observation.uses_once(start, end)
         self.is_inside = False
+        self.written: str | None = None
         self._position = 0
 
     @property
@@ -80,6 +81,7 @@ class Runner:
         """
         if torch.is_grad_enabled():
             self.has_halves = self.has_halves and all(tensor.requires_grad for tensor in received)
+        self.written = None
         self.received, self._position = Received.apply(received[0]) if received else None, 0
         try:
             output = inner_call(model)(*args, **kwargs)
@@ -89,7 +91,7 @@ class Runner:
             name = self.observation.blocks[self._position]
             raise StepError(f'the forward of this batch did not call "{name}", as it did when the model was split')
         if self.is_last:
-            refuse_absent(leaves_of(output))
+            refuse_absent(leaves_of(output), stage=self)
         return output
 
     def passing(self, index: int, value: Tensor) -> Any:
@@ -120,7 +122,7 @@ class Runner:
         self._arrive(index)
         if index == self.end - 1 and not self.is_last:
             hidden = output[0] if isinstance(output, list | tuple) else output
-            refuse_absent([hidden])
+            refuse_absent([hidden], stage=self)
             raise Done(hidden.contiguous())
         return output
 

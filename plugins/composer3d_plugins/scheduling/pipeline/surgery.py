@@ -271,16 +271,19 @@ def tensors_of_stage(
         model: Whole.
         firsts: For every name of a parameter its first one.
         needed: Names of the parameters that the stage holds; absent ones stand for the others.
-        absent_buffers: Names of the buffers that it does not; what is written into them here goes into zeros.
+        absent_buffers: Names of the buffers that it does not; what is written into them here goes into absent zeros.
         clones: First FQNs of parameters that another stage on this rank holds already; these are copied.
         device: Of what is absent.
         runner: Of the stage.
     """
     memo: dict[int, Any] = {**recomputed_tensors(model)}
-    memo |= {
-        id(b): torch.zeros(b.shape, dtype=b.dtype, device=device) if fqn in absent_buffers else b
-        for fqn, b in model.named_buffers()
-    }
+    for fqn, buffer in model.named_buffers():
+        source = f'the buffer "{fqn}"'
+        memo[id(buffer)] = (
+            absent_zeros(buffer, device=device, source=source, stage=runner, is_written=True)
+            if fqn in absent_buffers
+            else buffer
+        )
     held = {firsts[fqn] for fqn in needed}
     for fqn, parameter in model.named_parameters():
         if fqn not in held:

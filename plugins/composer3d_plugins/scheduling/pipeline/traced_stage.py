@@ -67,6 +67,7 @@ class TracedRunner:
         self.call: Callable[..., Any] | None = None
         self._position = 0
         self._is_running = self.is_inside = False
+        self.written: str | None = None
         self._values: dict[int, Tensor] = {}
         self._forms: dict[Hashable, Any] = {}
 
@@ -98,7 +99,7 @@ class TracedRunner:
         if torch.is_grad_enabled():
             self.has_halves = self.has_halves and all(tensor.requires_grad for tensor in received)
         self._values = {number: Received.apply(tensor) for number, tensor in zip(self._enters, received, strict=True)}
-        self._position, self._is_running = 0, True
+        self._position, self._is_running, self.written = 0, True, None
         try:
             output = inner_call(model)(*args, **kwargs)
         finally:
@@ -108,7 +109,7 @@ class TracedRunner:
             name = self._trace.calls[self._position].name
             raise StepError(f'the forward of this batch did not call "{name}", as it did when the model was split')
         if self.is_last:
-            refuse_absent(leaves_of(output))
+            refuse_absent(leaves_of(output), stage=self)
         return output
 
     def called(self, fqn: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -126,7 +127,7 @@ class TracedRunner:
         output = self._make(index, run, args, kwargs) if self.runs(index) else self._stand_in(index, args, kwargs)
         if self._position == self._end and not self.is_last:
             leaving = [self._values[number] for number in self._leaves]
-            refuse_absent(leaving)
+            refuse_absent(leaving, stage=self)
             raise Done(tuple(tensor.contiguous() for tensor in leaving))
         return output
 
