@@ -132,6 +132,7 @@ class TensorParallel:
             "sizes": list(dict.fromkeys(fqn for fqn, _ in made.sizes)),
             "gathered": list(made.gathered),
             "followed": list(made.followed),
+            "whole sequence": [fqn for fqn in context.fqns if fqn in made.uncut] if self.sequence_parallel else [],
             "gathered parts": [fqn for fqn, rule in made.rules.items() if rule.gathered],
         }
         return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}

@@ -175,11 +175,13 @@ class Derived:
 
     Args:
         rules: What is done to which module.
-        uncut: Blocks whose activations are not sharded along the sequence, though those of others are.
+        uncut: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
+        is_cut: Whether those of any block are.
     """
 
     rules: Rules
     uncut: frozenset[str] = frozenset()
+    is_cut: bool = False
 
 
 def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, unread: Collection[str] = ()) -> Derived:
@@ -195,11 +197,6 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
     """
     blocks = blocks_of(model, context, several=sequence_dim is not None)
     traced = trace(model, context, blocks=blocks)
-    if sequence_dim is not None and list(traced.forms) == [""]:
-        raise PluginError(
-            "sequence_parallel needs to know the repeated blocks, between which activations are cut",
-            hint='write [model] blocks = "layers.*"',
-        )
     rules: Rules = {}
     reasons: dict[str, str] = {}
     derivations: list[tuple[Derivation, Rules, list[str]]] = []
@@ -229,22 +226,21 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
         )
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
-    uncut: frozenset[str] = frozenset()
-    if sequence_dim is not None:
-        rules, uncut = _with_sequence(rules, derivations, traced, sequence_dim)
-    return Derived(rules={fqn: rules[fqn] for fqn in context.fqns if fqn in rules}, uncut=uncut)
+    cut: frozenset[str] = frozenset()
+    if sequence_dim is not None and list(traced.forms) == [""]:
+        log.info("tensor_parallel leaves the sequence whole: the model has no list of blocks, between which it is cut")
+    elif sequence_dim is not None:
+        rules, cut = _with_sequence(rules, derivations, traced, sequence_dim)
+    uncut = {fqn for group in traced.forms.values() for fqn in group} - cut if sequence_dim is not None else ()
+    rules = {fqn: rules[fqn] for fqn in context.fqns if fqn in rules}
+    return Derived(rules=rules, uncut=frozenset(uncut), is_cut=bool(cut))
 
 
 def _with_sequence(
     rules: Rules, derivations: Sequence[tuple[Derivation, Rules, list[str]]], traced: Traced, sequence_dim: int
 ) -> tuple[Rules, frozenset[str]]:
-    """Let every block that can work on a sharded sequence; return the rules, and the blocks that cannot.
-
-    Raises:
-        PluginError: None can.
-    """
+    """Let every block that can work on a sharded sequence; return the rules, and the blocks that do."""
     cut: set[str] = set()
-    reasons: list[str] = []
     for derivation, found, group in derivations:
         block = derivation.block
 
@@ -263,11 +259,10 @@ def _with_sequence(
             )
             cut |= set(group)
         except Unfollowed as error:
-            reasons.append(str(error))
+            log.info('tensor_parallel leaves the sequence whole in "%s": %s', derivation.fqn, error)
             found = without_sequence(found)
         rules = {**rules, **_named(found, group)}
-    uncut = {fqn for _, _, group in derivations for fqn in group} - cut
-    return with_boundaries(rules, flow=traced.flow, cut=cut, reasons=reasons), frozenset(uncut)
+    return with_boundaries(rules, flow=traced.flow, cut=cut), frozenset(cut)
 
 
 def _named(rules: Rules, fqns: Sequence[str]) -> Rules:

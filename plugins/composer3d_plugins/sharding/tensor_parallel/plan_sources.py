@@ -20,6 +20,7 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import (
     check_rules,
     resolve,
 )
+from composer3d_plugins.sharding.tensor_parallel.sequence_plan import without_sequence
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import unread_names
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import cut_of_weight, kind_of
 
@@ -44,7 +45,7 @@ class Made:
         given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
             sequence.
         apart: Modules whose every random draw is on sharded tensors.
-        uncut: Blocks whose activations are not sharded along the sequence, though those of others are.
+        uncut: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
         unread: Names of tied parameters by which no code reads them.
         is_stated: Whether the rules are the user's, whose `is_cut` says whether activations around them are sharded.
     """
@@ -93,6 +94,10 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
                 raise
             log.info("tensor_parallel derives a plan: the declared one does not work (%s)", error)
     derived = auto.derive(model, context, sequence_dim=sequence_dim, unread=unread)
+    if sequence_dim is not None and not derived.is_cut:
+        # No block can work on a shard of the sequence: all do as without sequence_parallel.
+        derived = auto.derive(model, context, sequence_dim=None, unread=unread)
+        derived, sequence_dim = replace(derived, rules=without_sequence(derived.rules), uncut=frozenset({""})), None
     rules = check_rules(model, derived.rules, context, unread, is_derived=True)
     codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=derived.uncut)
     return _with_code(codes, unread)

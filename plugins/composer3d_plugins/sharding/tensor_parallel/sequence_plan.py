@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from composer3d import PluginError
 from composer3d_plugins.sharding.tensor_parallel.chains import Flow
 from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["along_sequence", "with_boundaries", "without_sequence"]
 
-log = logging.getLogger(__name__)
 BOUNDARIES: Mapping[tuple[bool, bool], Style] = {
     (True, False): "split",
     (False, True): "gather",
@@ -114,23 +111,14 @@ def without_sequence(rules: Rules) -> Rules:
     return {name: replace(rule, is_cut=False) for name, rule in rules.items()}
 
 
-def with_boundaries(rules: Rules, *, flow: Flow, cut: Collection[str], reasons: Sequence[str]) -> Rules:
+def with_boundaries(rules: Rules, *, flow: Flow, cut: Collection[str]) -> Rules:
     """Return rules with those of where the sequence is sharded and gathered.
 
     Args:
         rules: Of all modules.
         flow: What was seen of activations between blocks.
         cut: The blocks that work on a sharded sequence.
-        reasons: Why the others do not.
-
-    Raises:
-        PluginError: None does.
     """
-    if not cut:
-        why = reasons[0] if reasons else "none of its blocks has a projection to cut"
-        raise PluginError(f"sequence_parallel is not for this model: {why}", hint="leave it out")
-    for reason in reasons:
-        log.info("tensor_parallel leaves the sequence whole: %s", reason)
     split, gather = flow.boundaries(cut)
     edges = {fqn: Rule(style=BOUNDARIES[fqn in split, fqn in gather]) for fqn in split | gather}
     return {**rules, **edges}
