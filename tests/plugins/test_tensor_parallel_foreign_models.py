@@ -1,4 +1,4 @@
-"""Plans derived for models of many habits: gradients equal one device, or the check says why not."""
+"""Plans derived for models of many habits: gradients equal one device."""
 
 from __future__ import annotations
 
@@ -15,12 +15,6 @@ from composer3d.testing import run_ranks
 
 TIGHT = 1e-12
 SP = "sequence_parallel = true"
-WHOLE = "sequence_parallel is not for this model: it returns a tensor that is whole; leave it out"
-REFUSED = {
-    "plain": {},
-    "four": {},
-    "sequence": {"Convolutions": WHOLE},
-}
 FOUR = ["MultiQuery", "Falcon", "Latent", "Alibi", "Gated", "Encoder"]
 SETTINGS = {"plain": (2, ""), "four": (4, ""), "sequence": (2, SP)}
 
@@ -39,12 +33,12 @@ def outcomes(names, text):
 @pytest.mark.parametrize(
     "setting", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("four", "sequence"))]
 )
-def test_gradients_equal_one_device_or_it_says_why_not(setting):
+def test_gradients_equal_one_device(setting):
     degree, settings = SETTINGS[setting]
     text = f"[mesh]\ntp = {degree}\n{AUTO}{settings}\n"
     for found in run_ranks(outcomes, degree, FOUR if degree == 4 else list(STRANGERS), text):
         refused = {name: said for name, said in found.items() if isinstance(said, str)}
-        assert refused == REFUSED[setting]
+        assert refused == {}
         assert max(error for error in found.values() if not isinstance(error, str)) < TIGHT
 
 
