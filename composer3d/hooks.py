@@ -142,6 +142,10 @@ class Hooks:
         """Return all recorders of spans."""
         return tuple(recorder for _, recorder in self._call("composer3d_recorder", context=context))
 
+    def observe_batch(self) -> tuple[Bound, ...]:
+        """Return who looks at batches."""
+        return self._bound("composer3d_observe_batch")
+
     def measure(self) -> tuple[Bound, ...]:
         """Return who measures a rank at the end of a step."""
         return self._bound("composer3d_measure")

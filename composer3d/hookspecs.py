@@ -304,6 +304,17 @@ class HookSpecs:
         """
 
     @_hookspec
+    def composer3d_observe_batch(self, context: RunContext, batch: Batch) -> None:
+        """Look at a batch as it is on this rank, once plugins have placed it; it stays as it is. Frozen.
+
+        An observer changes nothing of what the step guard compares, as a plugin that places batches does.
+
+        Args:
+            context: Complete.
+            batch: Before it is split into micro-batches, on this rank's device.
+        """
+
+    @_hookspec
     def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric] | None:
         """Measure this rank at the end of a step. Frozen.
 

@@ -64,6 +64,7 @@ class Assembled:
     group: Any
     control_device: torch.device
     place_batch: tuple[Callable[..., Any], ...]
+    observe_batch: tuple[Callable[..., Any], ...]
     measures: tuple[Callable[..., Any], ...]
     metric_sinks: tuple[Callable[..., Any], ...]
     states: Mapping[str, Mapping[str, Stateful]]
@@ -76,7 +77,10 @@ class Assembled:
         batch = Batch(args=args, kwargs=kwargs, target=target)
         for function in self.place_batch:
             batch = function(context=self.context, batch=batch) or batch
-        return to_device(batch, self.context.device)
+        batch = to_device(batch, self.context.device)
+        for function in self.observe_batch:
+            function(context=self.context, batch=batch)
+        return batch
 
     def reported(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Pass a step's metrics to every plugin that takes them, and return them."""
@@ -323,6 +327,7 @@ def freeze(
         group=group,
         control_device=device,
         place_batch=functions(hooks.place_batch()),
+        observe_batch=functions(hooks.observe_batch()),
         measures=functions(hooks.measure()),
         metric_sinks=functions(hooks.metrics()),
         states=states,

@@ -143,7 +143,7 @@ def test_hooks_are_called_in_the_documented_order(ranks):
         ("apply", "dtypes", "offload_policy", "parameter_mesh", "asked", "load_parameter"),
         ("schedule", "grad_scaler", "step_actions", "recorder", "state"),
         ("optimizer",),
-        ("place_batch",),
+        ("place_batch", "observe_batch"),
         ("close",),
     ]
     for seen in ranks:
@@ -250,6 +250,7 @@ def test_the_batch_is_placed_and_gradients_are_those_of_one_device(ranks, refere
     *_, loss, gradients = reference
     for seen in ranks:
         assert calls(seen, "place_batch")[0] == {"shape": (6, 5)}
+        assert calls(seen, "observe_batch")[0] == {"shape": (6, 4)}  # as it was placed
         step = seen["steps"][0]
         assert float(step["loss"]) == pytest.approx(loss, rel=1e-6)
         for name, gradient in gradients.items():

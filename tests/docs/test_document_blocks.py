@@ -97,6 +97,13 @@ def test_a_hugging_face_model_is_trained_and_exported(folder, composer3d):
     assert not torch.equal(before.lm_head.weight, after.lm_head.weight)
 
 
+def test_the_verbs_are_functions(folder):
+    names = runpy.run_path("verbs.py")
+    assert names["found"].problems == ()
+    assert 0 < names["peak"] < 2**30
+    assert names["smaller"].ok
+
+
 def own_forward():
     names = runpy.run_path("own_forward.py")
     return float(names["loss"]), float(names["norm"])

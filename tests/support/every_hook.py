@@ -284,6 +284,10 @@ class Every:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     @hookimpl
+    def composer3d_observe_batch(self, context, batch):
+        self._saw("observe_batch", context, shape=tuple(batch.args[0].shape))
+
+    @hookimpl
     def composer3d_place_batch(self, context, batch):
         self._saw("place_batch", context, shape=tuple(batch.args[0].shape))
         return replace(batch, args=(batch.args[0][:, :4],), target=batch.target[:, :4])

@@ -63,7 +63,7 @@ class Throughput:
         return meter
 
     @hookimpl
-    def composer3d_place_batch(self, context: RunContext, batch: Batch) -> None:
+    def composer3d_observe_batch(self, context: RunContext, batch: Batch) -> None:
         """Count the tokens or samples of a training batch by its shape."""
         context.state[self].batch(batch)
 
