@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d import checkpoint
 from composer3d.composition import span_hooks
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.closing import close_all
@@ -17,6 +18,7 @@ from composer3d.composition.own_loop import OwnLoop
 from composer3d.composition.own_optimizer import refuse_other_optimizers
 from composer3d.composition.persistence import Persistence
 from composer3d.composition.preparing import PlanRow
+from composer3d.composition.unsaved_shards import refuse_saving
 from composer3d.errors import StepError
 from composer3d.interfaces import Stateful
 from composer3d.step import gradients
@@ -126,12 +128,13 @@ class Composition(OwnLoop):
             LossError: The normalisation of the loss is unknown.
         """
         identity = self._engine.identity((args, kwargs, target))
-        return self._engine.forward_backward(
-            self._assembled.placed(args, kwargs, target),
-            identity=identity,
-            size=self.context.manifest.train.microbatch,
-            train=self._assembled.schedule.train,
-        )
+        with self._engine.explaining():
+            return self._engine.forward_backward(
+                self._assembled.placed(args, kwargs, target),
+                identity=identity,
+                size=self.context.manifest.train.microbatch,
+                train=self._assembled.schedule.train,
+            )
 
     def evaluate(self, *args: Any, target: Any = None, **kwargs: Any) -> Evaluation:
         """Run the forward of one batch without gradients, in evaluation mode; inside or outside a step.
@@ -169,13 +172,14 @@ class Composition(OwnLoop):
 
         if not self.sync_gradients:
             return torch.tensor(math.nan)
-        parameters, stepper = self._engine.clipped(max_norm), self._engine.stepper
         where: Any = {"group": self._assembled.group, "device": self._assembled.control_device}
-        with self.context.span("all_reduce", group="norm", axis="world"):
-            if stepper is not None:
-                return stepper.norm(max_norm, norm_type, **where)
-            where |= {"layout": self.context.layout, "copies": self.context.copies()}
-            return gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
+        with self._engine.explaining():
+            parameters, stepper = self._engine.clipped(max_norm), self._engine.stepper
+            with self.context.span("all_reduce", group="norm", axis="world"):
+                if stepper is not None:
+                    return stepper.norm(max_norm, norm_type, **where)
+                where |= {"layout": self.context.layout, "copies": self.context.copies()}
+                return gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
 
     # ---- around steps ------------------------------------------------------------------------------------------------
 
@@ -224,13 +228,18 @@ class Composition(OwnLoop):
         let_go(self.parts)
         optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=self._assembled.hooks)
         self._optimizer = self._engine.optimizer = compose_step(
-            optimizer, self._engine.optimizer_step, clear=self._clear_gradients
+            optimizer, self._optimizer_step, clear=self._clear_gradients
         )
+        refuse_saving(optimizer, of_stage=self._assembled.has_schedule)
         if in_backward:
             self._engine.stepper = BackwardStepper(
                 optimizer, self.context, actions=self._engine.actions, has_schedule=self._assembled.has_schedule
             )
         return self._optimizer
+
+    def _optimizer_step(self, inner: Callable[[], Any]) -> Any:
+        with self._engine.explaining():
+            return self._engine.optimizer_step(inner)
 
     def attach(self, name: str, stateful: Stateful) -> None:
         """Save and load something with the checkpoint: a scheduler, a loader, a tokenizer's state.
@@ -258,12 +267,15 @@ class Composition(OwnLoop):
     def load(self, path: str | Path) -> None:
         """Load what `save` wrote, in this layout, whatever the layout was that wrote it.
 
+        Args:
+            path: A checkpoint, or a folder of checkpoints, of which the newest complete one is loaded.
+
         Raises:
             CheckpointError: It is missing, half written, unsafe, or of another model.
         """
         with self.explaining("load"):
             with self._engine.bypassed():
-                self._persistence.load(Path(path), self._optimizer)
+                self._persistence.load(checkpoint.newest(Path(path)), self._optimizer)
             self.parameters_changed()
 
     def sync_buffers(self) -> None:
@@ -273,7 +285,8 @@ class Composition(OwnLoop):
         that evaluates with a forward of its own calls it before.
         Collectives: one all-reduce an axis of other samples or positions.
         """
-        average_buffers(self.context)
+        with self._engine.explaining():
+            average_buffers(self.context)
 
     def _average_buffers(self) -> None:
         if self.averages_buffers:
@@ -304,7 +317,8 @@ class Composition(OwnLoop):
             StepError: Inside a step.
         """
         let_go(self.parts)
-        self._engine.parameters_loaded()
+        with self._engine.explaining():
+            self._engine.parameters_loaded()
 
     def report(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add the metrics that plugins measure to a step's, and pass all to every plugin that takes metrics.

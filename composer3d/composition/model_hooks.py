@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.composition import span_hooks
+from composer3d.composition.unsaved_shards import Shards, are_sharded
 from composer3d.errors import StepError
 from composer3d.step.evaluation import let_go
 
@@ -18,31 +18,7 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
     from composer3d.step.engine import StepEngine
 
-__all__ = ["Shards", "watch_model"]
-
-
-class Shards(OrderedDict[str, Any]):
-    """State dict of this rank's shards, which torch.save refuses to write: one rank's file would be incomplete."""
-
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        super().__init__(state)
-        self._metadata = getattr(state, "_metadata", None)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise StepError(
-            "torch.save of run.model.state_dict() would write the shards of this rank alone; on all ranks write "
-            'run.save("checkpoints/100"), or state = run.full_state_dict(), which the first rank then saves'
-        )
-
-
-def _are_sharded(state: Mapping[str, Any]) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return any(
-        isinstance(tensor, DTensor)
-        and any(not p.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, p in enumerate(tensor.placements))
-        for tensor in state.values()
-    )
+__all__ = ["watch_model"]
 
 
 def _refuse_copy(memo: object) -> NoReturn:
@@ -90,13 +66,14 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
             let_go(context.parts)
 
     def read(owner: nn.Module, state: Any, prefix: str, _: Any) -> Any:
-        return Shards(state) if owner is module and not prefix and _are_sharded(state) else state
+        return Shards(state) if owner is module and not prefix and are_sharded(state.values()) else state
 
     module.register_forward_pre_hook(enter_normal_mode, prepend=True)
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
     module.register_state_dict_pre_hook(reading)
     torch_compat.on_state_dict(module, read)
+    torch_compat.call_within(module, engine.explaining)
     if hasattr(module, "reshard"):  # FSDP2's
         # FSDP2's own refuses too, without advice; copy looks at the instance first.
         vars(module)["__deepcopy__"] = _refuse_copy

@@ -86,7 +86,8 @@ class OwnLoop:
             raise StepError(
                 "the manifest has a pipeline, which runs the backward itself; use run.forward_backward(...)"
             )
-        return self._engine.backward(loss, last=self._engine.accumulated.is_last if last is None else last)
+        with self._engine.explaining():  # a step that opened itself does not surround the loop's calls
+            return self._engine.backward(loss, last=self._engine.accumulated.is_last if last is None else last)
 
     @contextlib.contextmanager
     def accumulate(self, num_microbatches: int, *, last: bool = False) -> Iterator[None]:

@@ -197,7 +197,8 @@ class Flight:
 
     def _explain(self, error: BaseException) -> str:
         chain = _chain(error)
-        own, error = self._account(_frames(chain)), chain[-1]
+        # The exception may have come no further than a call of the loop's, whose own line is further out.
+        own, error = self._account([*_stack(sys._getframe()), *_frames(chain)]), chain[-1]
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         wait_s = _ANSWER_S if late else _GONE_S
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # advice for everybody

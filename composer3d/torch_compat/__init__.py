@@ -45,6 +45,7 @@ from composer3d.torch_compat.messages import (
 from composer3d.torch_compat.modes import (
     backward_inside,
     call_beside,
+    call_within,
     dispatch_mode,
     function_mode,
     hide_compiler_warnings,
@@ -139,6 +140,7 @@ __all__ = [
     "allocate",
     "backward_inside",
     "call_beside",
+    "call_within",
     "clear_sharding_caches",
     "compile_module",
     "custom_pipeline_schedule",

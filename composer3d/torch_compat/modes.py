@@ -11,6 +11,7 @@ from typing import Any, cast
 __all__ = [
     "backward_inside",
     "call_beside",
+    "call_within",
     "dispatch_mode",
     "function_mode",
     "hide_compiler_warnings",
@@ -246,3 +247,19 @@ def on_state_dict(module: Any, hook: Callable[[Any, Any, str, Any], Any]) -> Non
     Private (torch 2.11-2.15).
     """
     module._register_state_dict_hook(hook)
+
+
+def call_within(module: Any, surround: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Let every call of a module, its hooks' part included, run inside a context.
+
+    A forward hook that is always called sees an exception and cannot replace it, and units gather in hooks, outside of
+    `forward`. `Module.__call__` looks for `_compiled_call_impl` of the instance first, which copies leave out. Private
+    (torch 2.11-2.15).
+    """
+    inner = module._compiled_call_impl or module._call_impl
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with surround():
+            return inner(*args, **kwargs)
+
+    module._compiled_call_impl = call

@@ -330,3 +330,32 @@ def test_infinities_come_back(tmp_path):
     one, other = run_ranks(plateau, 1, tmp_path / "a")[0]
     assert one == other
     assert one["best"] == math.inf and one["num_bad_epochs"] == 4
+
+
+def newest_of_a_folder(path):
+    """Save twice under names of the loop's own; load the folder, and the folder without its marker."""
+    run, optimizer, scheduler = start(FSDP)
+    advance(run, optimizer, scheduler, [0])
+    run.save(path / "first")
+    advance(run, optimizer, scheduler, [1])
+    run.save(path / "second")
+    run.load(path)
+    found = [scheduler.last_epoch]
+    run.load(path / "first")
+    found.append(scheduler.last_epoch)
+    torch.distributed.barrier()
+    if run.context.rank == 0:
+        (path / "latest").unlink()
+    torch.distributed.barrier()
+    with pytest.raises(CheckpointError) as caught:
+        run.load(path)
+    run.close()
+    return found, str(caught.value)
+
+
+def test_of_a_folder_the_newest_checkpoint_is_loaded(tmp_path):
+    message = (
+        f"{tmp_path}: a folder of checkpoints without a marker `latest` and none that is called step-N; name the one "
+        'to load: run.load("first") or run.load("second")'
+    ).replace('run.load("', f'run.load("{tmp_path}/')
+    assert run_ranks(newest_of_a_folder, 2, tmp_path) == [([2, 1], message)] * 2

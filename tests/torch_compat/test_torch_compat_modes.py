@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import contextlib
+import copy
+
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -129,6 +132,33 @@ def test_a_function_returns_what_state_dict_returns():
     module = torch.nn.Linear(2, 2)
     torch_compat.on_state_dict(module, lambda owner, state, prefix, _: {**state, "more": prefix})
     assert module.state_dict().keys() == {"weight", "bias", "more"}
+
+
+def test_a_context_is_around_the_hooks_of_a_module_too():
+    entered = []
+
+    @contextlib.contextmanager
+    def surround():
+        try:
+            yield
+        except ValueError as error:
+            raise LookupError(str(error)) from error
+        finally:
+            entered.append(True)
+
+    def fail(owner, args):
+        raise ValueError("in a hook")
+
+    module = torch.nn.Linear(2, 2)
+    torch_compat.call_within(module, surround)
+    module(torch.ones(2))
+    handle = module.register_forward_pre_hook(fail)
+    with pytest.raises(LookupError, match="in a hook"):
+        module(torch.ones(2))
+    handle.remove()
+    assert len(entered) == 2
+    copy.deepcopy(module)(torch.ones(2))
+    assert len(entered) == 2  # a copy is a module of its own
 
 
 def test_a_subclass_may_look_at_operators_only():

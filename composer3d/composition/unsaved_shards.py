@@ -1,0 +1,62 @@
+"""State dicts of a rank's shards, which torch.save refuses to write: one rank's file would be incomplete."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
+
+from composer3d.errors import StepError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["OptimizerShards", "Shards", "are_sharded", "refuse_saving"]
+
+
+class Shards(OrderedDict[str, Any]):
+    """Model state of this rank alone."""
+
+    def __init__(self, state: Mapping[str, Any]) -> None:
+        super().__init__(state)
+        self._metadata = getattr(state, "_metadata", None)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise StepError(
+            "torch.save of run.model.state_dict() would write the shards of this rank alone; on all ranks write "
+            'run.save("checkpoints/100"), or state = run.full_state_dict(), which the first rank then saves'
+        )
+
+
+class OptimizerShards(dict[str, Any]):
+    """Optimizer state of this rank alone."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise StepError(
+            "torch.save of optimizer.state_dict() would write the state of this rank's shards alone; on all ranks "
+            'write run.save("checkpoints/100"), which holds the model, the optimizer and what run.attach(...) added, '
+            'and run.load("checkpoints/100") in any layout'
+        )
+
+
+def are_sharded(tensors: Iterable[Any]) -> bool:
+    """Return whether any tensor is one whose other shards are on other ranks."""
+    from torch.distributed.tensor import DTensor
+
+    return any(
+        isinstance(tensor, DTensor)
+        and any(not p.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, p in enumerate(tensor.placements))
+        for tensor in tensors
+    )
+
+
+def refuse_saving(optimizer: torch.optim.Optimizer, *, of_stage: bool) -> None:
+    """Have an optimizer return state that torch.save refuses, where other ranks hold the rest of it.
+
+    Args:
+        optimizer: Of a composition.
+        of_stage: Whether its parameters are those of a pipeline's stages.
+    """
+    # Bare moments are sharded with their parameters, so that before the first step it is the same.
+    if of_stage or are_sharded(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        optimizer.register_state_dict_post_hook(lambda _, state: OptimizerShards(state))
