@@ -186,7 +186,7 @@ def _inside(annotation: Any, part: Any) -> Any:
         return Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
     arguments = get_args(annotation)
     if get_origin(annotation) is tuple and Ellipsis not in arguments:
-        return arguments[part] if part < len(arguments) else None
+        return arguments[part] if isinstance(part, int) and part < len(arguments) else None
     # The values of a table come last, the items of a list first.
     return next(iter(arguments[1:2] or arguments), None) if isinstance(part, str) else next(iter(arguments), None)
 

@@ -13,6 +13,7 @@ import torch
 
 from composer3d.errors import DataError
 from composer3d.runner.data import DataTable, open_source
+from composer3d.runner.data.paths import locate
 from composer3d.runner.data.tokens import MappedTokens
 
 
@@ -280,6 +281,21 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path, keys, message):
     np.save(tmp_path / "objects.npy", np.array([{}], dtype=object), allow_pickle=True)
     np.save(tmp_path / "right.npy", np.zeros(300, dtype=np.uint16))
     assert refusal(tmp_path, **keys) == message
+
+
+def test_only_regular_files_of_a_folder_are_read(tmp_path):
+    folder = tmp_path / "docs"
+    (folder / "deep" / "er").mkdir(parents=True)
+    (folder / ".hidden").mkdir()
+    (tmp_path / "elsewhere.txt").write_text("elsewhere")
+    for name in ("b.txt", "deep.txt", "deep/er/a.txt", ".hidden/c.txt", ".d.txt"):
+        (folder / name).write_text(name)
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "a.txt").symlink_to(tmp_path / "elsewhere.txt")
+    (folder / "loop.txt").symlink_to("loop.txt")
+    (folder / "around").symlink_to(folder)
+    found = locate("docs", folder=tmp_path)
+    assert [str(file.relative_to(folder)) for file in found.files] == ["a.txt", "b.txt", "deep/er/a.txt", "deep.txt"]
 
 
 def test_a_folder_without_readable_files_is_refused(tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
@@ -63,11 +66,7 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     if kind is None:
         return Located(kind="tokens" if path.suffix in TOKEN_SUFFIXES else "text", files=(path,))
     try:
-        found = sorted(
-            file
-            for file in path.rglob("*")
-            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
-        )
+        found = [Path(file) for file in sorted(_files_below(path), key=lambda file: file.split(os.sep))]
     except OSError as error:  # something in it goes away while it is listed
         raise DataError(f'[data] use = "{use}" cannot be listed: {error}') from None
     tokens = tuple(file for file in found if file.suffix in TOKEN_SUFFIXES)
@@ -85,6 +84,24 @@ def locate(use: str, *, folder: Path, report: Report | None = None) -> Located:
     if others and report is not None:
         report(f'[data] use = "{use}": files of other kinds are left out: {listed}')
     return Located(kind="tokens" if tokens else "text", files=tokens or text)
+
+
+def _files_below(folder: Path) -> Iterator[str]:
+    """Yield the regular files of a folder and those below it; hidden files and folders are not looked at.
+
+    What may not be listed is left out, and folders that are links as well, which may lead to where they are. Names are
+    looked at and no file is, unless it is a link: a folder may hold hundreds of thousands.
+    """
+    pending = [str(folder)]
+    while pending:
+        with contextlib.suppress(PermissionError), os.scandir(pending.pop()) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+                elif entry.is_file(follow_symlinks=False) or (entry.is_symlink() and os.path.isfile(entry.path)):
+                    yield entry.path
 
 
 def _missing(use: str, folder: Path) -> str:
