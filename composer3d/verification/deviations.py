@@ -42,6 +42,8 @@ class Deviation:
         turned: Axes along which the shards are right, and in another order.
         narrow: Narrower dtype that represents every element exactly; empty where none does.
         pieces: Ranks whose shards alone are wrong; empty where all are, or without shards.
+        rows: First and last wrong index along the first dim, where a run of them is wrong and the shards of `pieces`
+            have others that are right; None otherwise.
         is_extra: Whether only this rank has a value.
         elements: Known change of the right elements, each or in their order; empty where none fits.
         other: FQN of the parameter whose right values it has; empty where there is none.
@@ -56,6 +58,7 @@ class Deviation:
     turned: tuple[str, ...] = ()
     narrow: str = ""
     pieces: tuple[int, ...] = ()
+    rows: tuple[int, int] | None = None
     is_extra: bool = False
     elements: str = ""
     other: str = ""
@@ -89,8 +92,8 @@ def deviations_of(
     for fqn in examined[:_MAX_EXAMINED]:
         found = _examine(run, actual.get(fqn), reference[fqn], result[fqn], scale)
         limit = limits.of(kind, fqn) * max(float(reference[fqn].abs().max()), scale)
-        pieces = _wrong_pieces(actual.get(fqn), reference[fqn], holders.get(fqn), limit)
-        result[fqn] = replace(found, pieces=pieces, other=_other(fqn, actual.get(fqn), reference))
+        pieces, rows = _wrong_pieces(actual.get(fqn), reference[fqn], holders.get(fqn), limit)
+        result[fqn] = replace(found, pieces=pieces, rows=rows, other=_other(fqn, actual.get(fqn), reference))
     for fqn in examined[_MAX_EXAMINED:]:
         result[fqn] = _fitted(actual.get(fqn), reference[fqn], result[fqn])
     return result
@@ -117,12 +120,25 @@ def _holders(run: Composition, fqns: Sequence[str]) -> dict[str, Tensor]:
     return gathered(run, marked)
 
 
-def _wrong_pieces(actual: Tensor | None, reference: Tensor, holders: Tensor | None, limit: float) -> tuple[int, ...]:
-    if actual is None or holders is None or not actual.shape == reference.shape == holders.shape:
-        return ()
+def _wrong_pieces(
+    actual: Tensor | None, reference: Tensor, holders: Tensor | None, limit: float
+) -> tuple[tuple[int, ...], tuple[int, int] | None]:
+    """Return the ranks whose shards alone are wrong, and the wrong rows of the whole tensor if their shards have more.
+
+    The last shard of dims that do not divide is shorter, and its end is where paddings and offsets go wrong.
+    """
+    if actual is None or holders is None or not actual.shape == reference.shape == holders.shape or not actual.dim():
+        return (), None
     # Not "> limit": that is false for NaN.
-    wrong = {int(rank) for rank in holders[~((actual.double() - reference.double()).abs() <= limit)].unique()}
-    return tuple(sorted(wrong)) if len(wrong) < len(holders.unique()) else ()
+    is_wrong = ~((actual.double() - reference.double()).abs() <= limit)
+    ranks = {int(rank) for rank in holders[is_wrong].unique()}
+    if not 0 < len(ranks) < len(holders.unique()):
+        return (), None
+    wrong = {int(row) for row in is_wrong.nonzero()[:, 0]}
+    first, last = min(wrong), max(wrong)
+    held = {int(row) for rank in ranks for row in (holders == rank).nonzero()[:, 0]}
+    is_run = len(wrong) == last - first + 1 and wrong < held
+    return tuple(sorted(ranks)), (first, last) if is_run else None
 
 
 def _examine(

@@ -84,6 +84,14 @@ class Positions(Mlp):
         return x + self.down(torch.tanh(self.up(self.norm(x) * (1 + 0.1 * place))))
 
 
+class Odd(Mlp):
+    """A block with an odd number of hidden features."""
+
+    def __init__(self, dim):
+        super().__init__(dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim + 1), nn.Linear(2 * dim + 1, dim)
+
+
 class Routed(nn.Module):
     """A mixture with a router, whose balance is a loss of its own."""
 
@@ -217,10 +225,12 @@ class Placed:
     Args:
         fault: piece: rank 1's piece of a gradient. nan: the same, and no number. parameter: all of a gradient. rate:
             the learning rate of one group. state: what rank 1's optimizer keeps is lost after every step. stale: rank 1
-            begins a step with the parameters of the step before.
+            begins a step with the parameters of the step before. row: the last row of a gradient on the last rank,
+            whose shards are shorter. lost: the same of all gradients, and zero. kept: the last row of all parameters
+            there is not updated.
     """
 
-    fault: Literal["piece", "nan", "parameter", "rate", "state", "stale"]
+    fault: Literal["piece", "nan", "parameter", "rate", "state", "stale", "row", "lost", "kept"]
 
     @hookimpl
     def composer3d_step_actions(self, context):
@@ -229,6 +239,7 @@ class Placed:
             StepAction(name="begin", point=StepPoint.BEGIN, run=self._begin),
             StepAction(name="reduced", point=StepPoint.GRADIENTS_REDUCED, run=self._reduced),
             StepAction(name="before", point=StepPoint.BEFORE_OPTIMIZER, run=self._before),
+            StepAction(name="after", point=StepPoint.AFTER_OPTIMIZER, run=self._after),
         ]
 
     @hookimpl
@@ -267,6 +278,16 @@ class Placed:
             grad.mul_(torch.linspace(1.0, 2.0, grad.numel()).view_as(grad))
         if self.fault in ("piece", "nan") and state.context.rank == 1:
             grad.mul_(1.5 if self.fault == "piece" else float("nan"))
+        if self.fault in ("row", "lost") and state.context.rank == state.context.world_size - 1:
+            for each in [grad] if self.fault == "row" else grads.values():
+                each[-1:].mul_(1.5 if self.fault == "row" else 0.0)
+
+    def _after(self, state):
+        if self.fault == "kept" and state.context.rank == state.context.world_size - 1:
+            before = state.context.state[self]
+            with torch.no_grad():
+                for fqn, parameter in state.context.named_parameters():
+                    local(parameter)[-1:] = before[fqn][-1:]
 
 
 @plugin(family="scheduling")

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from support.composition_faults import Even
-from support.located_faults import Grouped, Positions, Routed, balance_by_rank
+from support.located_faults import Grouped, Odd, Positions, Routed, balance_by_rank
 from support.models import sum_loss, write_manifest
 from support.verification_cases import DDP, FSDP, assert_named, batch, planted
 
@@ -78,6 +78,21 @@ def test_a_wrong_output_is_placed(text, options, cause):
             id="one rank's piece",
         ),
         pytest.param(
+            FSDP + fault("communication", "placed", "row"),
+            {"factory": functools.partial(Even, dim=7, block=Odd)},
+            r"those of layers.0.up.weight alone are wrong, only in the pieces of rank 1 \(dp_shard 1\): row 14 of "
+            r"layers.0.up.weight$",
+            id="the last row of the shorter shard",
+        ),
+        pytest.param(
+            FSDP + fault("communication", "placed", "lost"),
+            {"factory": functools.partial(Even, dim=7, block=Odd)},
+            r"are the right ones, some of them replaced by zero, only in the pieces of rank 1 \(dp_shard 1\): row 6 of "
+            r"layers.0.down.bias, row 6 of layers.0.down.weight, row 6 of layers.0.norm.bias, row 6 of "
+            r"layers.0.norm.weight and 10 more$",
+            id="the last rows of all shorter shards",
+        ),
+        pytest.param(
             FSDP + fault("communication", "placed", "nan"),
             {},
             r"the gradients of .* are not finite",
@@ -137,7 +152,7 @@ def test_a_wrong_output_is_placed(text, options, cause):
     ],
 )
 def test_a_wrong_gradient_is_placed(text, options, cause):
-    assert_named(text, options, cause)
+    assert_named(text, options, f"(?m:{cause})")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +169,13 @@ def test_a_wrong_gradient_is_placed(text, options, cause):
             {"steps": 2},
             r"otherwise than on one device in step 1, after right ones, .* only in the pieces of rank 1 \(dp_shard 1\)",
             id="a shard's state is lost",
+        ),
+        pytest.param(
+            FSDP + fault("communication", "placed", "kept"),
+            {"factory": functools.partial(Even, dim=7, block=Odd)},
+            r"updates .* otherwise than on one device, from the same gradients, only in the pieces of rank 1 "
+            r"\(dp_shard 1\): row 6 of layers.0.down.bias, row 6 of layers.0.down.weight, row 6 of layers.0.norm.bias, ",
+            id="the last rows are not updated",
         ),
         pytest.param(
             DDP + fault("communication", "placed", "stale"),

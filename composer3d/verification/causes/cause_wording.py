@@ -30,8 +30,19 @@ def first_gradients(evidence: Evidence) -> dict[str, list[Deviation]]:
 
 
 def pieces_of_ranks(evidence: Evidence, wrong: dict[str, list[Deviation]]) -> str:
-    """Return a clause naming the ranks whose shards alone are wrong; empty where all are, or without shards."""
-    found = {frozenset(rank for d in deviations for rank in d.pieces) for deviations in wrong.values()}
-    if len(found) != 1 or not (ranks := sorted(found.pop())):
+    """Return a clause naming the ranks whose shards alone are wrong, and the wrong rows if their shards have more.
+
+    Empty where all shards are wrong, or without shards.
+    """
+    found = {fqn: frozenset(rank for d in deviations for rank in d.pieces) for fqn, deviations in wrong.items()}
+    ranks = sorted(set().union(*found.values()))
+    if not found or not all(found.values()) or (len(set(found.values())) > 1 and len(ranks) == len(evidence.ranks)):
         return ""
-    return ", only in the pieces of " + " and ".join(map(evidence.layout.who, ranks[:SHOWN]))
+    rows = {fqn: d.rows for fqn, deviations in sorted(wrong.items()) for d in deviations if d.rows is not None}
+    shown = some([_row(fqn, *span) for fqn, span in rows.items()]) if rows.keys() == wrong.keys() else ""
+    who = " and ".join(map(evidence.layout.who, ranks[:SHOWN]))
+    return f", only in the pieces of {who}{': ' if shown else ''}{shown}"
+
+
+def _row(fqn: str, first: int, last: int) -> str:
+    return f"row {first} of {fqn}" if first == last else f"rows {first} to {last} of {fqn}"

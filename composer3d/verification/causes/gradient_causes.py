@@ -65,7 +65,8 @@ def _elements(evidence: Evidence) -> Iterator[str]:
     is_everything = not groups.pop("", None)
     for what, fqns in groups.items():
         if is_everything or not what.startswith("those of "):
-            yield f"the gradients of {some(sorted(fqns))} are {what}"
+            where = pieces_of_ranks(evidence, {fqn: first_gradients(evidence)[fqn] for fqn in fqns})
+            yield f"the gradients of {some(sorted(fqns))} are {what}{where}"
 
 
 def _extra(evidence: Evidence) -> Iterator[str]:

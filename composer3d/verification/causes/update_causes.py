@@ -131,7 +131,8 @@ def _skipped(evidence: Evidence) -> Iterator[str]:
     unmoved = {fqn for report in evidence.ranks for fqn in report.steps["float64"].steps[number].unmoved}
     still = sorted(unmoved & wrong.keys())
     if still and not _not_handed_over(evidence, still):
-        yield f"the optimizer skips {some(still)}: the gradients are right, and the parameters stay as they are"
+        where = pieces_of_ranks(evidence, {fqn: wrong[fqn] for fqn in still})
+        yield f"the optimizer skips {some(still)}: the gradients are right, and the parameters stay as they are{where}"
     moved = sorted(wrong.keys() - unmoved)
     explained = moved and [*_rounded(evidence, {fqn: wrong[fqn] for fqn in moved}), *_updates(evidence, moved, number)]
     yield from explained or ()
@@ -178,7 +179,7 @@ def _updates(evidence: Evidence, moved: Sequence[str], number: int) -> Iterator[
         else:
             yield (
                 f"the updates of {some(sorted(known))} are off by {middle:.3g} times the parameters themselves: their "
-                "weight decay is that of another group, or applied more than once"
+                f"weight decay is that of another group, or applied more than once{where}"
             )
         return
 
