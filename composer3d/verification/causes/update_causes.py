@@ -11,6 +11,8 @@ from composer3d.verification.verdict import Evidence
 
 __all__ = ["UPDATE_RULES", "initial", "stale"]
 
+_NOTHING = 1e-9  # of the right update
+
 
 def initial(evidence: Evidence) -> Iterator[str]:
     """Weights that are wrong before the first step."""
@@ -171,7 +173,9 @@ def _updates(evidence: Evidence, moved: Sequence[str], number: int) -> Iterator[
             continue
         wrong = evidence.wrong("parameters", step=number)
         where = pieces_of_ranks(evidence, {fqn: wrong[fqn] for fqn in known})
-        if what == "updates":
+        if what == "updates" and abs(middle) <= _NOTHING:
+            yield f"{some(sorted(known))} are not updated, where the gradients are right{where}"
+        elif what == "updates":
             yield (
                 f"the updates of {some(sorted(known))} are {middle:.4g} times the right ones, from the same "
                 f"gradients: the learning rate is another one, or applied more than once{where}"
