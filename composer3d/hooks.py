@@ -126,9 +126,9 @@ class Hooks:
 
     def optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
-    ) -> Optimizer | None:
-        """Query: the optimizer in place of `cls(groups)`."""
-        return self._query("composer3d_optimizer", context=context, cls=cls, groups=groups)
+    ) -> tuple[str, Optimizer] | None:
+        """Query: the optimizer in place of `cls(groups)`, with the plugin's name."""
+        return self._answer("composer3d_optimizer", context=context, cls=cls, groups=groups)
 
     # ---- communication -----------------------------------------------------------------------------------------------
 
@@ -251,7 +251,12 @@ class Hooks:
         return [(registered, answer) for registered, answer in answers if answer is not None]
 
     def _query(self, hook: str, **arguments: Any) -> Any | None:
-        """Ask for one answer.
+        """Ask for one answer; see `_answer`."""
+        answer = self._answer(hook, **arguments)
+        return None if answer is None else answer[1]
+
+    def _answer(self, hook: str, **arguments: Any) -> tuple[str, Any] | None:
+        """Ask for one answer, and who gives it.
 
         Raises:
             QueryError: Two plugins gave different ones.
@@ -261,7 +266,7 @@ class Hooks:
             if not _agree(answer, answers[0][1]):
                 about = f' for "{arguments["fqn"]}"' if "fqn" in arguments else ""
                 raise QueryError(f"{answers[0][0]} and {other} both answer {hook}{about}; remove one of them")
-        return answers[0][1] if answers else None
+        return (answers[0][0].name, answers[0][1]) if answers else None
 
 
 def _agree(one: Any, other: Any) -> bool:

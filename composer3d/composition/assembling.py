@@ -68,6 +68,7 @@ class Assembled:
     measures: tuple[Callable[..., Any], ...]
     metric_sinks: tuple[Callable[..., Any], ...]
     states: Mapping[str, Mapping[str, Stateful]]
+    acting: span_hooks.Acting
     release: Callable[[], None]
 
     def placed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], target: Any) -> Batch:
@@ -330,6 +331,10 @@ def freeze(
         observe_batch=functions(hooks.observe_batch()),
         measures=functions(hooks.measure()),
         metric_sinks=functions(hooks.metrics()),
-        states=states,
+        states={
+            plugin: {name: acting.state(plugin, stateful) for name, stateful in kept.items()}
+            for plugin, kept in states.items()
+        },
+        acting=acting,
         release=functools.partial(close_all, (unwatch, *(() if flight is None else (flight.close,)), release)),
     )

@@ -226,9 +226,11 @@ class Composition(OwnLoop):
         if self._optimizer is not None:
             raise StepError("run.optimizer(...) was called twice; a composition has one optimizer, with groups")
         let_go(self.parts)
-        optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=self._assembled.hooks)
+        hooks = self._assembled.hooks
+        plugin, optimizer = make_optimizer(cls, groups or (), defaults, context=self.context, hooks=hooks)
+        acts: Any = functools.partial(self._assembled.acting.named, plugin) if plugin else lambda inner: inner
         self._optimizer = self._engine.optimizer = compose_step(
-            optimizer, self._optimizer_step, clear=self._clear_gradients
+            optimizer, lambda inner: self._optimizer_step(acts(inner)), clear=self._clear_gradients
         )
         refuse_saving(optimizer, of_stage=self._assembled.has_schedule)
         if in_backward:
@@ -347,13 +349,19 @@ class Composition(OwnLoop):
         self._engine.own_steps.abandon()
         self._engine.accumulated.close()
         stepper = self._engine.stepper
-        plugins = self._assembled.hooks.close()
+        hooks = self._assembled.hooks
+        recording = hooks.implementing("composer3d_recorder")  # last: they record what the others do
+        plugins = sorted(hooks.close(), key=lambda bound: bound[0] in recording)
+        arguments: Any = {"context": self.context, "error": error}
         close_all(
             (
                 self._unwatch,
                 *(() if stepper is None else (stepper.close,)),
                 functools.partial(self._persistence.close, error),
-                *(functools.partial(function, context=self.context, error=error) for _, function in plugins),
+                *(
+                    functools.partial(self._assembled.acting.named(owner.name, function), **arguments)
+                    for owner, function in plugins
+                ),
                 self._assembled.release,
             ),
             error=error,

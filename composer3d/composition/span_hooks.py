@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d.context import RunContext
+    from composer3d.interfaces import Stateful
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -73,6 +74,22 @@ class Acting(threading.local):
                 self.plugin = before
 
         return call
+
+    def state(self, plugin: str, stateful: Stateful) -> Stateful:
+        """Return what a plugin saves with the rest, during whose saving and loading the plugin acts."""
+        return _ActingState(stateful, self, plugin) if self._is_watched else stateful
+
+
+class _ActingState:
+    """A plugin's stateful object."""
+
+    def __init__(self, stateful: Stateful, acting: Acting, plugin: str) -> None:
+        self._stateful = stateful
+        self.state_dict = acting.named(plugin, stateful.state_dict)
+        self.load_state_dict = acting.named(plugin, stateful.load_state_dict)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stateful, name)
 
 
 def waits(loader: Iterable[Any], context: RunContext) -> Iterator[Any]:

@@ -26,12 +26,16 @@ def make_optimizer(
     *,
     context: RunContext,
     hooks: Hooks,
-) -> torch.optim.Optimizer:
-    """Make the optimizer of a run, by the plugin that answers the hook if there is one; see `Composition.optimizer`."""
+) -> tuple[str, torch.optim.Optimizer]:
+    """Make the optimizer of a run; see `Composition.optimizer`.
+
+    Returns:
+        The plugin that answered the hook, empty if none did, and the optimizer.
+    """
     described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
     described = [{**defaults, **group} for group in described]
     made = hooks.optimizer(context, cls, described)
-    return made if made is not None else cls(described, **defaults)
+    return made if made is not None else ("", cls(described, **defaults))
 
 
 def group_parameters(

@@ -113,3 +113,71 @@ def test_every_collective_of_a_hook_or_action_is_in_one_span(ranks):
         # The ninth is in a span that the plugin opened itself, and in no other.
         assert [span for span in spans if span[1] != "foreign"] == [("all_reduce", "its own", "dp_shard", 8)]
         assert with_plugin - without == len(foreign) + 2  # one more carries the metric
+
+
+# What it sends outside of hooks and actions of steps.
+LASTING = '''
+import torch
+from torch.distributed import all_reduce
+
+from composer3d import hookimpl, plugin
+
+
+class Kept:
+    is_dispensable = True
+
+    def state_dict(self):
+        all_reduce(torch.ones(10))
+        return {}
+
+    def load_state_dict(self, state):
+        all_reduce(torch.ones(12))
+
+
+class Voting(torch.optim.SGD):
+    def step(self, closure=None):
+        all_reduce(torch.ones(11))
+        return super().step(closure)
+
+
+@plugin(family="profiling")
+class Lasting:
+    """Send what nobody needs. Memory: none. Collectives: those below."""
+
+    @hookimpl
+    def composer3d_optimizer(self, context, cls, groups):
+        return Voting(groups)
+
+    @hookimpl
+    def composer3d_state(self, context):
+        return {"kept": Kept()}
+
+    @hookimpl
+    def composer3d_close(self, context, error):
+        all_reduce(torch.ones(9))
+'''
+
+
+def outside_of_actions(folder):
+    """Step, save, load and close; return the spans of collectives that name a plugin."""
+    text = f'[sharding.fsdp2]\n[profiling.z]\nuse = "lasting:Lasting"\n{table(folder / "spans", detail="microbatch")}'
+    run = composed(text)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+    run.save(folder / "saved" / "step-1")
+    run.load(folder / "saved" / "step-1")
+    rank = run.context.rank
+    run.close()
+    _, spans = read(folder / "spans" / f"rank-{rank}.jsonl")
+    return [(span.name, span.attributes["bytes"]) for span in spans if span.attributes.get("plugin") == "z"]
+
+
+def test_collectives_of_an_optimizer_of_states_and_of_the_end_are_in_spans(tmp_path, monkeypatch):
+    (tmp_path / "lasting.py").write_text(LASTING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sizes = [11, 10, 10, 12, 9]  # a step; saved; what there is when it is loaded, and then what was saved; the end
+    expected = [("all_reduce", 4 * size) for size in sizes]
+    assert run_ranks(outside_of_actions, 2, tmp_path) == [expected] * 2
