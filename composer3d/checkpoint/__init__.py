@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from composer3d.checkpoint.checkpoint_folder import complete, latest, newest, prune
+from composer3d.checkpoint.checkpoint_folder import complete, latest, prune
 from composer3d.checkpoint.find import find_checkpoint
 from composer3d.checkpoint.loading import load
 from composer3d.checkpoint.optimizer_state import (
@@ -29,7 +29,6 @@ __all__ = [
     "load",
     "load_optimizer_json",
     "match_optimizer_state",
-    "newest",
     "optimizer_tensors",
     "prune",
     "read_state",

@@ -19,14 +19,13 @@ from pathlib import Path
 from composer3d.checkpoint.checksums import digest, open_file, write_file
 from composer3d.errors import CheckpointError
 
-__all__ = ["complete", "discard", "latest", "newest", "prepare", "prune", "publish", "require"]
+__all__ = ["complete", "discard", "latest", "prepare", "prune", "publish", "require"]
 
 MARKER = "latest"
 METADATA = ".metadata"
 STATE = "state.json"
 BESIDE = ".tmp"
 REPLACED = ".old"
-_SHOWN = 5  # names in a message
 _MAX_MARKER_BYTES = 1024  # a name in a folder has 255 at most
 
 log = logging.getLogger(__name__)
@@ -84,25 +83,6 @@ def latest(folder: Path) -> Path | None:
         if steps:
             log.warning("%s names %s, which is gone; taking %s", folder / MARKER, name, steps[-1][1].name)
     return steps[-1][1] if steps else None
-
-
-def newest(path: Path) -> Path:
-    """Return a checkpoint's path as it is, and of a folder of checkpoints the newest complete one's.
-
-    Raises:
-        CheckpointError: See `latest`; or nothing says which one is the newest.
-    """
-    if complete(path) or not path.is_dir() or (path / METADATA).exists() or (path / STATE).exists():
-        return path
-    found = latest(path)
-    if found is None:
-        names = sorted(f'run.load("{inner}")' for inner in path.iterdir() if complete(inner))[:_SHOWN]
-        if names:
-            raise CheckpointError(
-                f"{path}: a folder of checkpoints without a marker `{MARKER}` and none that is called step-N; name the "
-                f"one to load: {' or '.join(names)}"
-            )
-    return path if found is None else found
 
 
 def prune(folder: Path, keep: int) -> tuple[Path, ...]:

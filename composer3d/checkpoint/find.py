@@ -10,12 +10,14 @@ from composer3d.errors import CheckpointError
 
 __all__ = ["find_checkpoint"]
 
+_SHOWN = 5  # names in a message
+
 
 def find_checkpoint(source: Path) -> Path:
     """Return the checkpoint that a path means: itself, or the newest of a run's folder or of a folder of checkpoints.
 
     Raises:
-        CheckpointError: There is none that is complete.
+        CheckpointError: There is none that is complete, or nothing says which one is the newest.
     """
     if complete(source):
         return source
@@ -24,5 +26,11 @@ def find_checkpoint(source: Path) -> Path:
         return found
     if (source / "checkpoints").is_dir() or (source / "metrics.jsonl").is_file():
         raise CheckpointError(f"{source}: this run has no complete checkpoint")
+    names = sorted(f'run.load("{inner}")' for inner in source.glob("*") if complete(inner))[:_SHOWN]
+    if names:
+        raise CheckpointError(
+            f"{source}: a folder of checkpoints without a marker `latest` and none that is called step-N; name the one "
+            f"to load: {' or '.join(names)}"
+        )
     read_state(source)  # says what a folder lacks to be a checkpoint
     raise CheckpointError(f"{source}: there is no checkpoint here")

@@ -331,10 +331,7 @@ def freeze(
         observe_batch=functions(hooks.observe_batch()),
         measures=functions(hooks.measure()),
         metric_sinks=functions(hooks.metrics()),
-        states={
-            plugin: {name: acting.state(plugin, stateful) for name, stateful in kept.items()}
-            for plugin, kept in states.items()
-        },
+        states=acting.states(states),
         acting=acting,
         release=functools.partial(close_all, (unwatch, *(() if flight is None else (flight.close,)), release)),
     )

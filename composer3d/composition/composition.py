@@ -270,14 +270,14 @@ class Composition(OwnLoop):
         """Load what `save` wrote, in this layout, whatever the layout was that wrote it.
 
         Args:
-            path: A checkpoint, or a folder of checkpoints, of which the newest complete one is loaded.
+            path: A checkpoint, or a folder of them or of a run, of which the newest complete one is loaded.
 
         Raises:
             CheckpointError: It is missing, half written, unsafe, or of another model.
         """
         with self.explaining("load"):
             with self._engine.bypassed():
-                self._persistence.load(checkpoint.newest(Path(path)), self._optimizer)
+                self._persistence.load(checkpoint.find_checkpoint(Path(path)), self._optimizer)
             self.parameters_changed()
 
     def sync_buffers(self) -> None:

@@ -75,9 +75,14 @@ class Acting(threading.local):
 
         return call
 
-    def state(self, plugin: str, stateful: Stateful) -> Stateful:
-        """Return what a plugin saves with the rest, during whose saving and loading the plugin acts."""
-        return _ActingState(stateful, self, plugin) if self._is_watched else stateful
+    def states(self, states: Mapping[str, Mapping[str, Stateful]]) -> Mapping[str, Mapping[str, Stateful]]:
+        """Return what plugins save with the rest, during whose saving and loading they act."""
+        if not self._is_watched:
+            return states
+        return {
+            plugin: {name: _ActingState(stateful, self, plugin) for name, stateful in kept.items()}
+            for plugin, kept in states.items()
+        }
 
 
 class _ActingState:
