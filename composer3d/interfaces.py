@@ -39,12 +39,14 @@ class Part:
         num_stages: Stages of the whole pipeline, over all ranks.
         copies: Names of parameters that an earlier stage holds too. That one counts them in the gradient norm; where it
             is on the same rank, it also is the one that the optimizer steps.
+        called_elsewhere: FQNs of modules that other stages call too; what they draw at random depends on the split.
     """
 
     module: nn.Module
     index: int = 0
     num_stages: int = 1
     copies: frozenset[str] = frozenset()
+    called_elsewhere: frozenset[str] = frozenset()
 
     @property
     def is_first(self) -> bool:

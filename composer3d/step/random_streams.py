@@ -3,10 +3,10 @@
 *By sample.* A function mode of torch is on while micro-batches run. What draws with the samples along its leading dim
 draws, for each of them, from (seed, step, the sample's index in the global batch, FQN of the module whose code draws,
 how manieth draw of it): the rows of what one device draws for the global batch, whatever the data-parallel degree, the
-micro-batches, the stages of a pipeline, and on all ranks along tp. A draw without samples (one number that decides for
-a whole layer) takes the first sample of the micro-batch, so it depends on how the batch is divided; `verify` reports
-it. Recomputation draws what the forward drew: torch restores the state of its default generator, and the state before
-each draw is remembered with what was drawn.
+micro-batches, the stages of a pipeline, and on all ranks along tp. A draw without samples (one number for a whole
+layer) takes the first sample of the micro-batch, so it depends on how the batch is divided, and a module that several
+stages call draws on each by itself; `verify` reports both. Recomputation draws what the forward drew: torch restores
+its default generator, whose state before each draw is remembered with what was drawn.
 
 *By rank.* Everything else that draws (compiled code, layers that draw inside of one kernel, regions that are sharded
 over tp) takes torch's default generators, in two streams a rank. Ranks along tp hold the same activations between their
@@ -127,6 +127,7 @@ class Streams:
         self._first: int | None = None  # the step that decides whether the model draws
         self._has_drawn = self._is_unseen = False
         self._names: dict[int, str] = {}
+        self._split: dict[int, int] = {}  # stages of modules that several of them call
         self._marked: list[Tensor] | None = None
         self.begin()
 
@@ -313,14 +314,24 @@ class Streams:
     def _next(self, func: Any, draw: sample_draws.Draw, before: int) -> _Drawn:
         """Number a draw that no forward of this step has made before."""
         assert self._rows is not None, "inside a micro-batch"
-        fqn, place = self._caller()
+        fqn, place, stage = self._caller()
         number = self._counts.get(fqn, 0)
         self._counts[fqn] = number + 1
         step, microbatch, _ = self._place
         which = microbatch >> 16 if step == _EVALUATION else 0
         # Of positions along a sequence axis each rank has others, unless there is one number a sample.
         own = "" if max((*draw.shape[1:], 1)) == 1 else self._positions
-        key = seed_of(self._seed, "sample", step, which, self._islands, own, fqn, number)
+        key = seed_of(
+            self._seed,
+            "sample",
+            step,
+            which,
+            self._islands,
+            own,
+            fqn,
+            number,
+            *(() if stage is None else ("stage", stage)),
+        )
         self._num_draws += 1
         after = seed_of(self._seed, *self._place, self._replicated, 2, self._num_draws)
         self._known.add(after)
@@ -335,18 +346,23 @@ class Streams:
                 shape=draw.shape,
                 num_samples=self._rows.count,
                 by_sample=draw.has_samples(self._rows.count, self._share)
-                and (not self._is_sharded or self._share is not None),
+                and (not self._is_sharded or self._share is not None)
+                and stage is None,
             )
         return drawn
 
-    def _caller(self) -> tuple[str, str]:
-        """Return the FQN of the module whose code draws, and the user's file and line."""
+    def _caller(self) -> tuple[str, str, int | None]:
+        """Return the FQN of the module whose code draws, the user's place, and the stage if several call the module."""
         if not self._names:
             for part in self._parts():
                 for fqn, module in part.module.named_modules():
                     self._names.setdefault(id(module), fqn)
+                    if any(f"{fqn}.".startswith(f"{other}.") for other in part.called_elsewhere):
+                        self._split[id(module)] = part.index
         owner, place = caller(self._names)
-        return ("loss" if self.is_loss else "" if owner is None else self._names[owner]), place
+        if self.is_loss or owner is None:
+            return ("loss" if self.is_loss else ""), place, None
+        return self._names[owner], place, self._split.get(owner)
 
     # ---- torch's generators ------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -79,6 +80,14 @@ def test_any_death_releases_it(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
+def kill(pid):
+    """Kill a process that is no child of this one, and wait for its end."""
+    end = os.pidfd_open(pid)
+    os.kill(pid, signal.SIGKILL)
+    select.select([end], [], [])
+    os.close(end)
+
+
 def test_a_rank_keeps_it_after_its_launcher_and_its_own_workers_do_not(tmp_path, monkeypatch):
     monkeypatch.setattr(locks, "_DYING_S", 0.2)
     reader, writer = os.pipe()
@@ -96,7 +105,7 @@ def test_a_rank_keeps_it_after_its_launcher_and_its_own_workers_do_not(tmp_path,
     try:
         end(launcher)
         assert f"its launcher (pid {launcher} on {socket.gethostname()}) is gone, and ranks of it" in refused(tmp_path)
-        os.kill(rank_pid, signal.SIGKILL)
+        kill(rank_pid)
         RunLock(tmp_path).release()
         os.kill(worker, 0)  # it lives, and does not count
     finally:
@@ -137,7 +146,7 @@ def test_a_spawned_rank_keeps_it_as_a_forked_one_does(tmp_path, monkeypatch):
         assert f"its launcher (pid {launcher.pid} on {socket.gethostname()}) is gone, and ranks of it" in refused(
             folder
         )
-        os.kill(rank, signal.SIGKILL)
+        kill(rank)
         RunLock(folder).release()
         os.kill(worker, 0)  # it lives, and does not count
     finally:

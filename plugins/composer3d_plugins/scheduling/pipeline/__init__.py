@@ -280,6 +280,7 @@ class Pipeline:
                     index=index,
                     num_stages=division.num_stages,
                     copies=frozenset(name for fqn in later for name in names.get(fqn, (fqn,))),
+                    called_elsewhere=division.called_elsewhere(index),
                 )
             )
         return Split(parts=tuple(parts), keep_unsharded=self._schedule(context).splits_backward)

@@ -64,6 +64,10 @@ class Division(abc.ABC, Generic[S]):
     def holders(self, fqn: str) -> tuple[int, ...]:
         """Return the stages that need a parameter, given by its first name."""
 
+    def called_elsewhere(self, stage: int) -> frozenset[str]:
+        """Return the FQNs of modules that the stage calls, and other stages too."""
+        return frozenset()
+
     @abc.abstractmethod
     def build(self, model: nn.Module, stage: int, *, clones: Sequence[str], device: torch.device) -> nn.Module:
         """Return a stage's module; parameters under `clones` are copied, since this rank holds them already."""

@@ -79,6 +79,14 @@ class Traced(Division[Trace]):
             for number in wanted.intersection(call.values)
         )
 
+    def called_elsewhere(self, stage: int) -> frozenset[str]:
+        """Return the FQNs of modules that the stage calls, and others too, where not every stage makes the call."""
+        stages: dict[str, set[int]] = {}
+        for index, call in enumerate(self.seen.calls):
+            if not call.is_everywhere:
+                stages.setdefault(call.fqn, set()).add(self.stage_of(index))
+        return frozenset(fqn for fqn, made in stages.items() if stage in made and len(made) > 1)
+
     def _stages_making(self, call: int) -> range:
         first = self.stage_of(call)
         return range(first, self.num_stages if self.seen.calls[call].is_everywhere else first + 1)
