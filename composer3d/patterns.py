@@ -5,22 +5,17 @@ A `*` stands for characters inside one component, as in a shell; `**` stands for
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from composer3d.errors import PatternError, TransformError, did_you_mean
+from composer3d.routed_lists import RoutedList, routed_list
 
 if TYPE_CHECKING:
     from torch import nn
 
-# What code asks of a tensor before it calls an expert.
-_OF_VALUES = frozenset({"any", "count_nonzero", "item", "nonzero", "numel", "shape", "size", "sum"})
-
-__all__ = ["find_blocks", "matches", "select", "sharing_nothing"]
+__all__ = ["find_blocks", "left_out", "matches", "select", "sharing_nothing"]
 
 
 def matches(pattern: str, fqn: str) -> bool:
@@ -69,25 +64,40 @@ def find_blocks(model: nn.Module) -> str | None:
     Where there is no list, an `nn.ModuleDict` may hold them; beside one, such a dict is taken for heads or the like.
     Experts that a loop calls where some row goes to them are no blocks: other ranks may call others.
     """
-    from torch import nn
-
-    lists = _outermost(model, lambda module: all(name.isdigit() for name, _ in module.named_children()))
-    found = lists or _outermost(model, lambda module: isinstance(module, nn.ModuleDict))
+    found, _ = _lists(model)
     return found[0] if len(found) == 1 else None
 
 
-def _outermost(model: nn.Module, holds: Callable[[nn.Module], bool]) -> list[str]:
+def left_out(model: nn.Module) -> list[RoutedList]:
+    """Return the lists that would be blocks, did the forward not choose among their entries by values."""
+    _, routed = _lists(model)
+    return routed
+
+
+def _lists(model: nn.Module) -> tuple[list[str], list[RoutedList]]:
+    from torch import nn
+
+    found, routed = _outermost(model, lambda module: all(name.isdigit() for name, _ in module.named_children()))
+    if not found:
+        found, more = _outermost(model, lambda module: isinstance(module, nn.ModuleDict))
+        routed += [each for each in more if each not in routed]
+    return found, routed
+
+
+def _outermost(model: nn.Module, holds: Callable[[nn.Module], bool]) -> tuple[list[str], list[RoutedList]]:
     found: list[str] = []
-    skipped: list[str] = []
+    skipped: list[RoutedList] = []
     for fqn, module in model.named_modules():
+        prefixes = [*found, *(f"{each.fqn}." for each in skipped)]
         children = list(module.children())
-        if len(children) < 2 or not holds(module) or any(fqn.startswith(other) for other in (*found, *skipped)):
+        if len(children) < 2 or not holds(module) or any(fqn.startswith(prefix) for prefix in prefixes):
             continue
-        if fqn and _by_data(model, fqn):
-            skipped.append(f"{fqn}.")
+        routed = routed_list(model, fqn) if fqn else None
+        if routed is not None:
+            skipped.append(routed)
         elif _equal(children):
             found.append(f"{fqn}." if fqn else "")
-    return [f"{prefix}*" for prefix in found]
+    return [f"{prefix}*" for prefix in found], skipped
 
 
 def _equal(blocks: list[nn.Module]) -> bool:
@@ -118,22 +128,3 @@ def sharing_nothing(units: Sequence[str], ties: Iterable[Sequence[str]], *, stat
             )
         shared.update(holders if len(holders) > 1 else ())
     return [unit for unit in units if unit not in shared]
-
-
-def _by_data(model: nn.Module, fqn: str) -> bool:
-    """Tell whether the module around a list calls its entries only where a tensor's values say so, as its code reads.
-
-    A loop over the list that tests a property of a tensor: `if mask.any(): ... expert(...)`.
-    """
-    owner, _, name = fqn.rpartition(".")
-    try:
-        tree = ast.parse(textwrap.dedent(inspect.getsource(type(model.get_submodule(owner)))))
-    except (OSError, TypeError, SyntaxError):  # no source: made at run time, or built in
-        return False
-    loops = [node for node in ast.walk(tree) if isinstance(node, ast.For) and _mentions(node, name)]
-    tests = [node.test for loop in loops for node in ast.walk(loop) if isinstance(node, ast.If)]
-    return any(isinstance(node, ast.Attribute) and node.attr in _OF_VALUES for test in tests for node in ast.walk(test))
-
-
-def _mentions(loop: ast.For, name: str) -> bool:
-    return any(isinstance(node, ast.Attribute) and node.attr == name for node in ast.walk(loop))

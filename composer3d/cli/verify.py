@@ -56,6 +56,12 @@ def add(subparsers: Subparsers) -> None:
         "--max-dim", type=positive, metavar="N", help="halve the model's sizes and the sequence until none is larger"
     )
     parser.add_argument(
+        "--world-size",
+        type=positive,
+        metavar="N",
+        help="prove the run on N ranks; default: 2 on the data-parallel axis where the manifest leaves it open",
+    )
+    parser.add_argument(
         "--max-ranks",
         type=positive,
         metavar="N",
@@ -180,16 +186,22 @@ def _layout(source: str, overrides: Sequence[str]) -> Any:
 def _look(arguments: argparse.Namespace) -> dict[str, Any]:
     """Check the manifest as it is, and as it is made smaller; JSON values."""
     from composer3d.mesh import Role
-    from composer3d.verification import shrink
+    from composer3d.verification import ProvenWorld, proven_world, shrink
 
     try:
         inspected = open_manifest(arguments.manifest, arguments.overrides)
-        found = inspect(inspected, world_size=None, rank=0, device=device_of(inspected.manifest))
+        where = device_of(inspected.manifest)
+        max_ranks = _max_ranks(arguments, where.type)
+        world = ProvenWorld()
+        if not inspected.problems:
+            world = proven_world(inspected.manifest, world_size=arguments.world_size, max_ranks=max_ranks)
+            inspected = open_manifest(arguments.manifest, [*arguments.overrides, *world.overrides])
+        found = inspect(inspected, world_size=None, rank=0, device=where)
         if not found.ok(strict=arguments.strict) or found.layout is None:
             return _refused(found)
-        device, max_ranks, notes = _machine(arguments, found)
+        notes = [*world.notes]
         shrunk = shrink(inspected.manifest, found.layout, max_ranks=max_ranks, max_dim=arguments.max_dim)
-        overrides = [*shrunk.overrides, "data.workers=0"]
+        overrides = [*world.overrides, *shrunk.overrides, "data.workers=0"]
         if inspected.manifest.tables["optimizer"].in_backward:
             # It frees the gradients that are compared here.
             overrides.append("optimizer.in_backward=false")
@@ -213,7 +225,7 @@ def _look(arguments: argparse.Namespace) -> dict[str, Any]:
         "overrides": overrides,
         "reduced": reduced,
         "notes": notes + _left_out(smaller.manifest),
-        "device": device,
+        "device": where.type,
         "max_blocks": keep if keep is not None and blocks > keep else None,
         "microbatches": per_rank or 1,
         "grad_clip": train.grad_clip,
@@ -224,18 +236,16 @@ def _refused(found: Inspection) -> dict[str, Any]:
     return {"ok": False, "problems": [problem.to_json() for problem in found.ordered()]}
 
 
-def _machine(arguments: argparse.Namespace, found: Inspection) -> tuple[str, int, list[str]]:
-    """Return where the ranks compute, how many there may be, and what is to be said about it."""
+def _max_ranks(arguments: argparse.Namespace, device: str) -> int:
+    """Return how many ranks there may be on the machine's devices of a type."""
     import torch
 
-    assert found.preparation is not None, "without a problem there is one"
-    device = found.preparation.context.device.type
     if device == "cpu":
-        return "cpu", arguments.max_ranks or 8, []
+        return arguments.max_ranks or 8
     available = torch.accelerator.device_count()
     if available == 0:
         raise ComposerError(f"this machine has no {device} device; verify on the CPU with --set run.device=cpu")
-    return device, min(arguments.max_ranks or available, available), []
+    return min(arguments.max_ranks or available, available)
 
 
 def _num_blocks(found: Inspection) -> int:

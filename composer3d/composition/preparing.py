@@ -208,6 +208,13 @@ def _find_problems(preparation: Preparation) -> None:
     for name in mesh.crossings(context.layout, per_node) if per_node else ():
         message = f"{name} = {context.degrees[name]} reaches over the edge of a node of {per_node} GPUs"
         problems.append(document.problem(("mesh", name), message, severity="warning"))
+    for routed in [] if context.manifest.model.blocks else patterns.left_out(preparation.model):
+        message = (
+            f"{routed.place} calls entries of {routed.fqn} by the values of a tensor, so that a rank may leave out "
+            "what another calls: they are not taken for the model's blocks"
+        )
+        hint = f'[model] blocks = "{routed.fqn}.*" takes them, where every rank calls all of them'
+        problems.append(document.problem(("model", "use"), message, hint=hint, severity="warning"))
 
 
 def _device_problems(registered: Registered, context: RunContext) -> list[Problem]:

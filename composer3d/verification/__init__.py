@@ -8,10 +8,22 @@ then in the run's own dtypes, and so are replicas, random streams and collective
 from __future__ import annotations
 
 from composer3d.verification.manifest_run import read_manifest, subject_of
+from composer3d.verification.proven_world import ProvenWorld, proven_world
 from composer3d.verification.shrink import shrink
 from composer3d.verification.subject import Subject
 from composer3d.verification.verdict import Verdict
 from composer3d.verification.verdict_report import to_json, to_text
 from composer3d.verification.verify import prove
 
-__all__ = ["Subject", "Verdict", "prove", "read_manifest", "shrink", "subject_of", "to_json", "to_text"]
+__all__ = [
+    "ProvenWorld",
+    "Subject",
+    "Verdict",
+    "prove",
+    "proven_world",
+    "read_manifest",
+    "shrink",
+    "subject_of",
+    "to_json",
+    "to_text",
+]

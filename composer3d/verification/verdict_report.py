@@ -32,6 +32,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
     return _plain(
         {
             **base,
+            "world_size": evidence.layout.world_size,
             **_numbers(evidence, which),
             "gradients": {
                 "max_rel": evidence.largest("gradients", which),

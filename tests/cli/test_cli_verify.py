@@ -33,6 +33,7 @@ def test_a_right_manifest_is_proven(folder, verify):
     report = json.loads(out)
     assert (code, err) == (0, "")
     assert report["ok"] and report["composer3d"] == 1 and report["steps"] == 2
+    assert (report["world_size"], report["degrees"]["dp_shard"]) == (2, 2)
     assert report["failures"] == report["diagnosis"] == report["reduced"] == []
     assert report["notes"] == ["in float64 without mixed, whose dtypes the second pass has"]
     assert report["loss"]["abs"] <= 1e-12 and report["gradients"]["max_rel"] <= 1e-12
@@ -229,3 +230,18 @@ class Warning_(nn.Linear):
         logging.getLogger("some.library").warning("a library says so")
         return super().forward(x)
 """
+
+
+def test_an_open_degree_is_proven_on_two_ranks_and_the_world_is_named(folder, verify):
+    code, out, err = verify("--steps", "1", "--set", "mesh.dp_shard=-1")
+    assert (code, err) == (0, "")
+    assert "dp_shard=2 x cp=1 x tp=1 = 2 ranks, 1 steps" in out
+    assert "note: dp_shard = 2, which the manifest leaves open; --world-size N proves the world of" in out
+    code, out, err = verify("--steps", "1", "--set", "mesh.dp_shard=-1", "--world-size", "3")
+    assert (code, out) == (2, "") and "global_batch" in err  # as of a run on three ranks
+
+
+def test_the_proof_of_one_rank_says_that_no_average_is_proven(folder, verify):
+    code, out, _ = verify("--steps", "1", "--set", "mesh.dp_shard=-1", "--max-ranks", "1")
+    assert code == 0
+    assert "note: dp_shard = 1, though the manifest leaves it open (1 ranks are the most here): no average" in out
