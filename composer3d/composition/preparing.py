@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation, mesh, patterns
+from composer3d.composition.blocks import find_blocks, left_out
 from composer3d.composition.unsuitable_models import refuse_unsuitable
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import (
@@ -174,7 +175,7 @@ def prepare(
         layout=layout,
         owners=hooks.owners(),
         hooks=hooks,
-        blocks=manifest.model.blocks or patterns.find_blocks(model),
+        blocks=manifest.model.blocks or find_blocks(model),
     )
     context.set_example(example)
     context.fqns = tuple(fqn for fqn, _ in model.named_modules())
@@ -208,7 +209,7 @@ def _find_problems(preparation: Preparation) -> None:
     for name in mesh.crossings(context.layout, per_node) if per_node else ():
         message = f"{name} = {context.degrees[name]} reaches over the edge of a node of {per_node} GPUs"
         problems.append(document.problem(("mesh", name), message, severity="warning"))
-    for routed in [] if context.manifest.model.blocks else patterns.left_out(preparation.model):
+    for routed in [] if context.manifest.model.blocks else left_out(preparation.model):
         message = (
             f"{routed.place} calls entries of {routed.fqn} by the values of a tensor, so that a rank may leave out "
             "what another calls: they are not taken for the model's blocks"

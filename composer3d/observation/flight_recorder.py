@@ -27,6 +27,7 @@ from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Layout
 from composer3d.observation.hang_report import Account, Collective, diagnose
+from composer3d.observation.rank_questions import RankQuestions
 
 __all__ = ["Flight", "Groups", "collectives", "lost_a_peer"]
 
@@ -121,8 +122,14 @@ class Flight:
         """Start the thread that polls for alarms."""
         # How many compositions this process has made: ranks make them in the same order.
         self._prefix = f"composer3d/flight/{self._store.add(f'composer3d/flight/rank-{self._rank}', 1)}"
+        self._questions = RankQuestions(store=self._store, prefix=self._prefix, rank=self._rank)
         self._thread.start()
         atexit.register(self.close)  # a thread that asks the store while Python ends would end it badly
+
+    @property
+    def questions(self) -> RankQuestions:
+        """Questions that the thread answers; after `start`."""
+        return self._questions
 
     def close(self) -> None:
         """Stop the thread."""
@@ -202,6 +209,8 @@ class Flight:
         late = "timed out" in str(error).lower() or "timeout" in str(error).lower()
         wait_s = _ANSWER_S if late else _GONE_S
         reason = str(error).partition("\n")[0].partition(". This is typically")[0]  # advice for everybody
+        if self._questions.message is not None:  # it is why the peer is gone
+            return self._questions.message
         try:
             if self._store.add(f"{self._prefix}/alarm", 1) > 1:
                 self._answer(own)
@@ -236,7 +245,9 @@ class Flight:
             while not self._stop.wait(_LOOK_S):
                 if self._store.check([f"{self._prefix}/alarm"]):
                     self._answer(self._now())
+                    self._questions.read()
                     return
+                self._questions.answer()
                 if not answered and self._store.check([f"{self._prefix}/late"]):
                     self._answer(self._now(), "late/")
                     answered = True

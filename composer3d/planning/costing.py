@@ -97,7 +97,7 @@ def advice_on(
         memory_bytes: Of a device.
         planned_bytes: What the fullest rank needs of it.
     """
-    from composer3d.patterns import find_blocks
+    from composer3d.composition.blocks import find_blocks
     from composer3d.planning.formulas.lint import lint
     from composer3d.planning.formulas.manifest_setup import setup_of
     from composer3d.planning.formulas.model_shape import shape_of

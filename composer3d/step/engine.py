@@ -57,7 +57,7 @@ class StepEngine:
         }
         self.loop, self.criterion = LoopState(context), criterion
         self.accumulated = AccumulatedSteps()
-        self._units = UnitRecord(context, guard)
+        self._units = UnitRecord(context, guard, flight)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
         self.scaler: GradScaler | None = None
@@ -80,12 +80,11 @@ class StepEngine:
         self.state = StepState(step=number, context=context, parts=context.parts, optimizer=self.optimizer)
         self.own_steps.next = number + 1
         self._ledger.clear()
-        self._units.begin()
         self._call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
         self._used, self.is_stepping, self._own, self._applied = False, False, None, 1.0
         self.streams.begin(number)
         try:
-            with self.explaining(), context.span("step", step=number):
+            with self.explaining(), context.span("step", step=number), self._units.over("step", number):
                 self._at(StepPoint.BEGIN)
                 if target is not None:
                     self._announce_own(target, self.identity(target, own=True))
@@ -174,7 +173,8 @@ class StepEngine:
             totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
-            with self.streams.over(microbatches, evaluates=True), self.explaining(), self._context.span("evaluate"):
+            streams, units = self.streams.over(microbatches, evaluates=True), self._units.over("evaluation", number)
+            with streams, self.explaining(), self._context.span("evaluate"), units:
                 evaluate(microbatches)
             return self._ledger.settle(len(microbatches), has_gradient=False)
         finally:
@@ -193,7 +193,7 @@ class StepEngine:
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
             loss, _ = self._ledger.settle(num_microbatches, also=self._units.numbers())
-        self._units.settle(self._ledger.added, state.step)
+        self._units.settle(self._ledger.added)
         if self._ledger.auxiliary:
             state.metrics["auxiliary_loss"] = self._ledger.auxiliary
         if self.stepper is None and not self._context.claimants("moved_gradients"):

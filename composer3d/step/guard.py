@@ -8,7 +8,6 @@ at different steps meet in the same all-reduce, and the first one of the wrong s
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,37 +134,11 @@ class Guard:
         """Whether ranks compare their fingerprints."""
         return self._compares and len(self._ranks) > 1 and self._is_answered
 
-    def placed(self, number: int) -> list[float]:
-        """Return a number of at most 52 bits in this rank's place of a vector to be added up over all ranks."""
-        if not self._compares or len(self._ranks) == 1:
-            return []
-        return [float(number) if position == self._slot else 0.0 for position in range(len(self._ranks))]
-
-    def compare_units(self, numbers: Sequence[float], described: Callable[[], Sequence[str]], step: int) -> None:
-        """Compare what ranks of the same stage gathered and reduced in a step, before it changes any weight.
-
-        Args:
-            numbers: `placed` of all ranks, added up.
-            described: Returns what this rank's number is made of, in order.
-            step: The step's number.
-
-        Raises:
-            StepError: Ranks differ; names the first modules that do.
-        """
-        for group in self._stages:
-            usual = Counter(numbers[position] for position in group).most_common(1)[0][0]
-            odd = next((position for position in group if numbers[position] != usual), None)
-            if odd is not None:
-                other = next(position for position in group if numbers[position] == usual)
-                sent = all_gather_json(list(described()), group=self._group)
-                pairs = itertools.zip_longest(sent[odd], sent[other], fillvalue="nothing more")
-                one, two = next((pair for pair in pairs if pair[0] != pair[1]), ("something", "something else"))
-                raise StepError(
-                    f"ranks ran other modules in step {step}: {self._layout.who(self._ranks[odd])} {one}, where rank "
-                    f"{self._ranks[other]} {two}, so that the parameters of one went to the other; a unit of sharded "
-                    "data parallelism must be called on every rank, in the same order. Write units = [], or the "
-                    "patterns of modules that every rank calls, as the layer around experts, in the manifest's table"
-                )
+    @property
+    def stage_ranks(self) -> tuple[int, ...]:
+        """The ranks that hold shards of the same parameters, this one included."""
+        group = next((group for group in self._stages if self._slot in group), (self._slot,))
+        return tuple(self._ranks[position] for position in group)
 
     def digest(self, value: Any, *, own: bool = False) -> int:
         """Return the digest of a batch, 0 where no two ranks must have the same one.

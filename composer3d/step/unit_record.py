@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import TYPE_CHECKING
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal
 
 from composer3d import torch_compat
 from composer3d.mesh import Role
+from composer3d.step.unit_order import END, UnitOrder
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from composer3d.context import RunContext
+    from composer3d.observation.flight_recorder import Flight
     from composer3d.step.guard import Guard
 
 __all__ = ["UnitRecord"]
 
-_BITS = (1 << 52) - 1
+_PART = 1 << 24  # collectives of a part, at most
+_TIMEOUT_S = 1800.0  # where the backend does not say
 
 
 class UnitRecord:
@@ -24,43 +29,78 @@ class UnitRecord:
 
     Parameters that a rank has not used, as those of an expert that none of its rows went to, take part in reductions
     with zeros. What no rank has used is left without a gradient, as on one device: an optimizer leaves it alone, its
-    decay too. Ranks find out in the sums that end a backward that some parameters were not used on some rank, and
-    whether they gathered and reduced the same units in the same order.
+    decay too. Ranks find out in the sums that end a backward that some parameters were not used on some rank; that
+    they gather and reduce the same units in the same order is agreed before, see `UnitOrder`.
 
     Args:
         context: Complete.
-        guard: Compares ranks.
+        guard: Knows the ranks of this stage.
+        flight: Carries questions to other ranks; None where nobody answers.
     """
 
-    def __init__(self, context: RunContext, guard: Guard) -> None:
-        self._context, self._guard = context, guard
+    def __init__(self, context: RunContext, guard: Guard, flight: Flight | None) -> None:
+        self._context, self._guard, self._flight = context, guard, flight
         self._units = [torch_compat.watch_units(part.module) for part in context.parts]
-        self._is_partial = False
+        self._order: UnitOrder | None = None
+        self._is_partial = self._is_open = False
 
-    def begin(self) -> None:
-        """Forget the last step."""
+    @contextlib.contextmanager
+    def over(self, kind: Literal["step", "evaluation"], number: int) -> Iterator[None]:
+        """Begin a step, or an evaluation outside of one, and end it."""
+        if self._is_open:
+            yield
+            return
+        self._is_open = True
+        try:
+            self._begin(kind, number)
+            yield
+            if kind == "evaluation" and self._order is not None:
+                self._order.passes(END)
+        finally:
+            self._is_open = False
+            if self._order is not None:
+                self._order.close()
+
+    def _begin(self, kind: str, number: int) -> None:
+        if self._order is None and self._flight is not None and len(self._guard.stage_ranks) > 1:
+            self._order = self._make_order(self._flight)
         self._is_partial = False
         for units in self._units:
             units.begin()
+        if self._order is not None:
+            self._order.begin(number, kind)
+
+    def _make_order(self, flight: Flight) -> UnitOrder:
+        import torch.distributed as dist
+
+        context = self._context
+        timeout = torch_compat.group_timeout(dist.group.WORLD, context.device)
+        order = UnitOrder(
+            questions=flight.questions,
+            layout=context.layout,
+            rank=context.rank,
+            ranks=self._guard.stage_ranks,
+            describe=self._describe,
+            timeout_s=timeout.total_seconds() if timeout is not None else _TIMEOUT_S,
+        )
+        for index, units in enumerate(self._units):
+            units.before = functools.partial(_passes, order, index * _PART)
+        return order
 
     def numbers(self) -> list[float]:
-        """Return what ranks add up after a step's last backward."""
-        unused = sum(not used for units in self._units for _, used in units.trained())
-        sent = tuple(itertools.chain.from_iterable((-1, *units.sent) for units in self._units))
-        return [float(unused), *self._guard.placed(hash(sent) & _BITS)]
+        """Return what ranks add up after a step's last backward, when all have called the same units."""
+        if self._order is not None:
+            self._order.passes(END)
+        return [float(sum(not used for units in self._units for _, used in units.trained()))]
 
-    def settle(self, sums: Sequence[float], step: int) -> None:
-        """Take what `numbers` of all ranks add up to.
-
-        Raises:
-            StepError: Ranks called different units.
-        """
+    def settle(self, sums: Sequence[float]) -> None:
+        """Take what `numbers` of all ranks add up to."""
         self._is_partial = bool(sums[0])
-        if self._guard.compares:
-            self._guard.compare_units(sums[1:], self._describe, step)
 
-    def _describe(self) -> list[str]:
-        return [line for units in self._units for line in units.describe()]
+    def _describe(self, item: int) -> str:
+        if item == END:
+            return "has called all of its modules"
+        return self._units[item // _PART].describe(item % _PART)
 
     def drop_unused(self) -> None:
         """Take away the gradients of parameters that no rank has used in this step.
@@ -86,3 +126,7 @@ class UnitRecord:
         for (parameter, _), is_used in zip(trained, used, strict=True):
             if not is_used:
                 parameter.grad = None
+
+
+def _passes(order: UnitOrder, first: int, item: int) -> None:
+    order.passes(first + item)

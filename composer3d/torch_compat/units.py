@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
@@ -43,6 +43,7 @@ class Units:
     """The record of a rank's units.
 
     Attributes:
+        before: Called before each collective with what is then added to `sent`; it may raise.
         sent: What was gathered and reduced in this step, in order: twice the index of the unit, plus 1 for gradients.
         used: Parameters of FSDP2 that got a gradient on this rank in this step.
 
@@ -51,6 +52,7 @@ class Units:
     """
 
     def __init__(self, groups: Sequence[Any]) -> None:
+        self.before: Callable[[int], None] | None = None
         self.sent: list[int] = []
         self.used: set[Any] = set()
         self._groups = groups
@@ -62,10 +64,15 @@ class Units:
         self.used.clear()
         self._due.clear()
 
-    def describe(self) -> list[str]:
-        """Return what was sent in this step, by the names of modules."""
-        words = ("gathered", "reduced")
-        return [f"{words[item % 2]} {self._groups[item // 2]._module_fqn or 'the root'}" for item in self.sent]
+    def send(self, item: int) -> None:
+        """Record a collective that begins now."""
+        if self.before is not None:
+            self.before(item)
+        self.sent.append(item)
+
+    def describe(self, item: int) -> str:
+        """Return what an entry of `sent` does, with its module."""
+        return f"{('gathers', 'reduces')[item % 2]} {self._groups[item // 2]._module_fqn or 'the root'}"
 
     def trained(self) -> list[tuple[Any, bool]]:
         """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
@@ -121,7 +128,7 @@ def _watched_group(cls: Any) -> Any:
 
         def unshard(self, async_op: bool = False) -> None:
             if self.is_gathered and self._all_gather_result is None and not self.is_unsharded:
-                self._units.sent.append(2 * self._index)
+                self._units.send(2 * self._index)
             super().unshard(async_op)
 
         def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
@@ -157,7 +164,7 @@ def _watched_group(cls: Any) -> Any:
                 self.unshard()  # of replicas: nothing is sent
                 self.wait_for_unshard()
             if _fill(self):
-                self._units.sent.append(2 * self._index + 1)
+                self._units.send(2 * self._index + 1)
             super().post_backward()
 
     WatchedGroup.__name__ = WatchedGroup.__qualname__ = cls.__name__

@@ -173,9 +173,9 @@ def truncate_blocks(model: nn.Module, pattern: str | None, limit: int) -> nn.Mod
     """
     from torch import nn
 
-    from composer3d import patterns
+    from composer3d.composition.blocks import find_blocks
 
-    pattern = pattern or patterns.find_blocks(model)
+    pattern = pattern or find_blocks(model)
     parent = None if pattern is None or not pattern.endswith(".*") else model.get_submodule(pattern[:-2])
     if isinstance(parent, nn.ModuleList | nn.Sequential):
         while len(parent) > limit:

@@ -5,7 +5,8 @@ from support.models import Net
 from torch import nn
 
 from composer3d import PatternError, TransformError, select_fqns
-from composer3d.patterns import find_blocks, matches, sharing_nothing
+from composer3d.composition.blocks import find_blocks
+from composer3d.patterns import matches, sharing_nothing
 
 FQNS = ("", "tok", "layers", "layers.0", "layers.0.up", "layers.1", "layers.1.up", "norm", "out")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from support.models import write_manifest
@@ -9,7 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import composer3d
-from composer3d.patterns import find_blocks
+from composer3d.composition.blocks import find_blocks
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12
@@ -55,6 +57,7 @@ ROUTES = {
     "every rank another": (1, 1, 1, 1, -1, -1, -1, -1),
     "one has both": (1, 1, 1, 1, 1, -1, 1, -1),
     "one is idle": (1,) * 8,
+    "one is idle and one has both": (1, 1, 1, 1, 1, 1, -1, 1),
     "other micro-batches": (1, 1, -1, -1, -1, -1, 1, 1),
 }
 
@@ -120,17 +123,96 @@ def test_experts_of_a_loop_are_no_blocks():
     assert find_blocks(Chosen((4, 4))) == "experts.*"
 
 
-def refused(path):
+class Dropped(nn.Module):
+    """Layers of which the signs of the rows decide how many are called."""
+
+    def __init__(self, hidden=(4, 4, 4)):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in hidden)
+
+    def forward(self, x):
+        kept = len(routes(x)) if x[0, 0] > 0 else len(self.layers)
+        for layer in self.layers[-kept:]:
+            x = layer(x)
+        return x
+
+
+def refused(path, model_type, signs):
+    started = time.monotonic()
     with pytest.raises(composer3d.StepError) as caught:
-        step(path, Chosen, (4, 4), ROUTES["every rank another"])
-    return str(caught.value)
+        step(path, model_type, (4, 4, 4), signs)
+    return str(caught.value), time.monotonic() - started
 
 
-def test_units_that_ranks_call_in_another_order_end_the_run_before_a_weight_changes():
-    for text in run_ranks(refused, 2, write_manifest("[sharding.fsdp2]\n")):
+ADVICE = (
+    "; a unit of sharded data parallelism must be called on every rank, in the same order. Write units = [], or the "
+    "patterns of modules that every rank calls, as the layer around experts, in the manifest's table"
+)
+OTHER_ORDERS = [
+    (Chosen, "every rank another", "rank 1 (dp_shard 1) gathers experts.0, where rank 0 gathers experts.1"),
+    (Chosen, "one is idle and one has both", "rank 1 (dp_shard 1) gathers experts.0, where rank 0 gathers experts.1"),
+    (Dropped, "every rank another", "rank 1 (dp_shard 1) gathers layers.0, where rank 0 gathers layers.2"),
+    (Dropped, "one has both", "rank 1 (dp_shard 1) gathers layers.1, where rank 0 gathers layers.2"),
+]
+
+
+@pytest.mark.parametrize(("model_type", "route", "difference"), OTHER_ORDERS)
+def test_units_that_ranks_call_in_another_order_end_the_run_before_anything_is_sent(model_type, route, difference):
+    units = "layers.*" if model_type is Dropped else "experts.*"
+    path = write_manifest(f'[sharding.fsdp2]\nunits = ["{units}"]\n')
+    for text, seconds in run_ranks(refused, 2, path, model_type, ROUTES[route]):
+        assert text == f"ranks call other modules in step 0: {difference}{ADVICE}"
+        assert seconds < 30
+
+
+def several(path, *steps):
+    """Run steps, each with the signs of all rows, and return what ended them, and how many questions were asked."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    run = composer3d.compose(Dropped(), path, loss_fn=mse_loss)
+    optimizer, mine = run.optimizer(torch.optim.SGD, lr=0.1), run.context.data_parallel_rank
+    counted = []
+    count, run.context.flight.questions.count = (
+        run.context.flight.questions.count,
+        lambda *of: counted.append(of) or count(*of),
+    )
+    try:
+        for number, signs in enumerate(steps):
+            x, counted[:] = torch.rand(8, 4) * torch.tensor(signs)[:, None], []
+            x = x[4 * mine : 4 * mine + 4]
+            if number == 3:
+                run.evaluate(x, target=x)
+            with run.step(number):
+                run.forward_backward(x, target=x)
+                optimizer.step()
+                optimizer.zero_grad()
+    except composer3d.StepError as error:
+        return str(error)
+    finally:
+        run.close()
+    return len(counted)
+
+
+BOTH, ALL, FEW = (1, -1, 1, -1) * 2, (-1,) * 8, (1,) * 8
+
+
+def test_an_order_that_changes_on_all_ranks_alike_is_right_and_a_steady_one_needs_no_word():
+    path = write_manifest('[train]\nmicrobatch = 4\n[sharding.fsdp2]\nunits = ["layers.*"]\n')
+    assert run_ranks(several, 2, path, ALL, ALL, ALL) == [0, 0]
+    first, second = run_ranks(several, 2, path, ALL, FEW, BOTH)
+    assert isinstance(first, int) and first > 0 and second > 0
+
+
+def test_an_order_that_one_rank_leaves_later_ends_the_run():
+    path = write_manifest('[train]\nmicrobatch = 4\n[sharding.fsdp2]\nunits = ["layers.*"]\n')
+    for text in run_ranks(several, 2, path, ALL, ALL, (*ALL[:4], *FEW[:4])):
         assert text == (
-            "ranks ran other modules in step 0: rank 1 (dp_shard 1) gathered experts.0, where rank 0 gathered "
-            "experts.1, so that the parameters of one went to the other; a unit of sharded data parallelism must be "
-            "called on every rank, in the same order. Write units = [], or the patterns of modules that every rank "
-            "calls, as the layer around experts, in the manifest's table"
+            "ranks call other modules in step 2: rank 1 (dp_shard 1) gathers layers.2, where rank 0 gathers layers.0"
+            + ADVICE
         )
+
+
+def test_an_evaluation_in_which_ranks_call_other_units_ends_the_run():
+    path = write_manifest('[train]\nmicrobatch = 4\n[sharding.fsdp2]\nunits = ["layers.*"]\n')
+    for text in run_ranks(several, 2, path, ALL, ALL, ALL, (*ALL[:4], *FEW[:4])):
+        assert text.startswith("ranks call other modules in evaluation 1: rank 1 (dp_shard 1) gathers layers.2")

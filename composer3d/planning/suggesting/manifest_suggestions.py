@@ -179,7 +179,7 @@ def _inspected(source: str, overrides: Sequence[str], world_size: int) -> tuple[
 
 
 def _shape(manifest: Manifest, model: nn.Module) -> ModelShape:
-    from composer3d.patterns import find_blocks
+    from composer3d.composition.blocks import find_blocks
     from composer3d.planning.formulas.model_shape import shape_of
 
     blocks = manifest.model.blocks or find_blocks(model)

@@ -10,9 +10,9 @@ from support.models import write_manifest
 from torch import nn
 from torch.nn import functional as F
 
+from composer3d.composition.blocks import find_blocks, left_out
 from composer3d.composition.preparing import prepare
 from composer3d.manifest import load_manifest
-from composer3d.patterns import find_blocks, left_out
 
 
 def find_line(text):
