@@ -91,7 +91,7 @@ class UnitRecord:
         """Return what ranks add up after a step's last backward, when all have called the same units."""
         if self._order is not None:
             self._order.passes(END)
-        return [float(sum(not used for units in self._units for _, used in units.trained()))]
+        return [float(sum(units.num_unused() for units in self._units))]
 
     def settle(self, sums: Sequence[float]) -> None:
         """Take what `numbers` of all ranks add up to."""

@@ -63,6 +63,8 @@ class Units:
         self.sent.clear()
         self.used.clear()
         self._due.clear()
+        for group in self._groups:
+            group.is_used = False
 
     def send(self, item: int) -> None:
         """Record a collective that begins now."""
@@ -73,6 +75,10 @@ class Units:
     def describe(self, item: int) -> str:
         """Return what an entry of `sent` does, with its module."""
         return f"{('gathers', 'reduces')[item % 2]} {self._groups[item // 2]._module_fqn or 'the root'}"
+
+    def num_unused(self) -> int:
+        """Return the number of trained parameters that got no gradient in this step."""
+        return sum(p not in self.used for group in self._groups if not group.is_used for p in group.trained())
 
     def trained(self) -> list[tuple[Any, bool]]:
         """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
@@ -123,7 +129,7 @@ def _watched_group(cls: Any) -> Any:
             self._units, self._index = units, index
             self.is_gathered = getattr(self.mesh_info, "shard_mesh_size", 1) > 1
             self.takes_turns = not self.is_gathered
-            self.is_ready = self.is_final = self.has_run = False
+            self.is_ready = self.is_final = self.has_run = self.is_used = False
             self.num_hooks = 0
 
         def unshard(self, async_op: bool = False) -> None:
@@ -147,6 +153,7 @@ def _watched_group(cls: Any) -> Any:
             trained = self.trained()
             there = [p for p in trained if hasattr(p, "_unsharded_param") and _has_gradient(p)]
             self._units.used.update(there)
+            self.is_used = self.is_used or len(there) == len(trained)
             # Of a unit that is called several times gradients are there after the last of them, the first in order.
             if not trained or not (there or self.num_hooks <= 0):
                 super().post_backward(*unused)

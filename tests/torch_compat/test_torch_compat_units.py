@@ -31,6 +31,7 @@ def reduced():
     group.fsdp_params[0]._unsharded_param.grad = torch.ones(4, 4)
     torch_compat.unify_group(group)
     summed = group.fsdp_params[0].unsharded_accumulated_grad.unique().tolist()
+    assert units.num_unused() == 1
     return [used for _, used in units.trained()], model.idle.weight.grad.full_tensor().sum().item(), units.sent, summed
 
 
