@@ -9,14 +9,13 @@ Usage: python benchmarks/verify_time.py [--json]
 from __future__ import annotations
 
 import argparse
-import json
 import resource
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from harness import conditions, fail, say
+from harness import conditions, fail, say_rows
 
 BUDGET_S = 60.0
 TIMEOUT_S = 900.0
@@ -64,11 +63,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments = parser.parse_args()
-    result = {"cpu_s": round(measured(), 1), "budget_s": BUDGET_S, "conditions": conditions()}
-    if arguments.json:
-        say(json.dumps(result))
-    else:
-        say(f"verify of two blocks of SmolLM2-135M: {result['cpu_s']} s of CPU, at most {BUDGET_S:.0f}")
+    stated = conditions()
+    row = {"name": "verify of two blocks of SmolLM2-135M", "cpu_s": round(measured(), 1), "budget_s": BUDGET_S}
+    say_rows([row], stated, as_json=arguments.json)
 
 
 if __name__ == "__main__":

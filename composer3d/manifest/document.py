@@ -14,7 +14,8 @@ from composer3d.manifest.layers import Layer, Place, merge, override, parse
 from composer3d.manifest.positions import KeyPath
 from composer3d.manifest.secret import hide
 from composer3d.manifest.sources import Source, find, find_base, missing, missing_base, read_source
-from composer3d.manifest.toml_writer import dotted, dump, inline
+from composer3d.manifest.toml_writer import dotted, dump
+from composer3d.manifest.wording import shortened
 
 __all__ = ["FORMAT", "Document", "Place", "read", "read_text"]
 
@@ -219,7 +220,7 @@ def _read_layer(text: str, chain: tuple[Source, ...], problems: list[Problem]) -
 
 def _find_base(name: Any, chain: tuple[Source, ...]) -> Source | Problem:
     if not isinstance(name, str):
-        return Problem(message=f"extends = {inline(name)} is not a string", hint="write a path or a shipped name")
+        return Problem(message=f"extends = {shortened(name)} is not a string", hint="write a path or a shipped name")
     if len(chain) >= _LONGEST_CHAIN:
         return Problem(message=f"extends is a chain of more than {_LONGEST_CHAIN} manifests", hint="join some of them")
     base = find_base(name, chain[-1])
@@ -243,7 +244,7 @@ def _check_format(layer: Layer, file: str) -> Problem | None:
         return None
     place = layer.places[("composer3d",)]
     return Problem(
-        message=f"composer3d = {inline(value)} is not a format that this version knows",
+        message=f"composer3d = {shortened(value)} is not a format that this version knows",
         file=file,
         line=place.line,
         column=place.column,

@@ -11,6 +11,7 @@ from typing import Any
 __all__ = ["dotted", "dump", "inline"]
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_MOST_BITS = 4096  # of decimal digits Python writes 4,300 at most
 
 
 def dotted(path: Sequence[str | int]) -> str:
@@ -33,6 +34,8 @@ def inline(value: Any) -> str:
     if isinstance(value, str):
         # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, int) and value.bit_length() > _MOST_BITS:
+        return hex(value)
     if isinstance(value, int | float):
         return repr(value)
     if isinstance(value, datetime.date | datetime.time):

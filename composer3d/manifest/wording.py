@@ -13,7 +13,7 @@ from composer3d.manifest.descriptions import fields
 from composer3d.manifest.secret import WANTED, Secret
 from composer3d.manifest.toml_writer import inline
 
-__all__ = ["alternatives", "bare", "choices", "count", "describe", "expected"]
+__all__ = ["alternatives", "bare", "choices", "count", "describe", "expected", "shortened"]
 
 _NOUNS = {
     bool: ("true or false", "booleans"),
@@ -77,12 +77,18 @@ def describe(value: Any) -> str:
     if isinstance(value, str):
         return f"the string {inline(value if len(value) <= 60 else value[:57] + '...')}"
     if isinstance(value, int):
-        return f"the integer {value}"
+        return f"the integer {shortened(value)}"
     if isinstance(value, float):
         return f"the number {inline(value)}"
     if isinstance(value, Mapping):
         return "a table"
     return "a list" if isinstance(value, Sequence) else f"the date or time {inline(value)}"
+
+
+def shortened(value: Any) -> str:
+    """Return a value as TOML, cut where it is long."""
+    text = inline(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def count(number: int, noun: str) -> str:

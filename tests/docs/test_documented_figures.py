@@ -59,6 +59,9 @@ def test_figures_are_those_measured():
         "`composer3d check quickstart`, CPU beyond `import torch`": f"{check['seconds']:.2f} s",
         "80 blocks of Llama-3-70B laid out on one of 512 ranks, CPU": f"{max(row['cpu_s'] for row in layouts):.1f} s",
         "`composer3d check` of it, CPU": f"{large['cpu_s']:.1f} s",
+        "`composer3d verify` of two blocks of SmolLM2-135M's shape, 2 ranks, CPU of all processes": (
+            f"{recorded('verify_time')['rows'][0]['cpu_s']:.1f} s"
+        ),
         **{
             f"`composer3d plan` of {row['name']}, whole": f"{row['seconds']:.1f} s (slowest {row['slowest_s']:.1f} s)"
             for row in recorded("plan_time")["rows"]
@@ -92,7 +95,17 @@ def test_what_a_run_of_the_layouts_says():
 
 @pytest.mark.parametrize(
     "name",
-    ["step_time", "hook_overhead", "guard_cost", "telemetry", "offload", "quickstart", "layout_time", "plan_time"],
+    [
+        "step_time",
+        "hook_overhead",
+        "guard_cost",
+        "telemetry",
+        "offload",
+        "quickstart",
+        "layout_time",
+        "plan_time",
+        "verify_time",
+    ],
 )
 def test_results_state_their_conditions(name):
     found = recorded(name)["conditions"]
