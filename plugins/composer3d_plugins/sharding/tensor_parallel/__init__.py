@@ -60,6 +60,9 @@ class TensorParallel:
     split, gather, split_gather: with sequence_parallel, a module whose input is sharded along the sequence, whose
         output is gathered, or both: where neither embedding nor head do it.
 
+    A derived plan also shards parameters of blocks that code multiplies itself (matmul, einsum, F.linear), in pairs as
+    layers are; its row `weights` names the modules that own them, whose blocks are propagated.
+
     The model's code runs on plain tensors of this rank's size. Random functions draw on sharded tensors from the
     sharded stream, other numbers on each rank, and on replicated ones from the replicated stream.
     Memory: what is sharded / tp; with sequence_parallel the activations between blocks / tp too.

@@ -21,6 +21,7 @@ from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
 from composer3d_plugins.sharding.tensor_parallel.meta_run import Traced, plain, trace
 from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
+from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
 from composer3d_plugins.sharding.tensor_parallel.on_meta import gives_features
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, Style, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
@@ -213,12 +214,13 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
         except Unfollowed as error:
             reasons[first or type(model).__name__] = str(error)
             continue
+        found |= _multiplied(derivation, found, context, reasons)
         derivations.append((derivation, found, group))
         reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
         rules |= _named(found, group)
     outside = _outside(model, traced, context, unread, reasons)
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
-    if not any(rule.style in (*EXPANDING, "attention", "vocab", "head") for rule in rules.values()):
+    if not any(rule.style in (*EXPANDING, "attention", "vocab", "head", "weights") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
         raise PluginError(
             f"no plan can be derived for this model: {shown or _without_layers(model)}",
@@ -247,6 +249,9 @@ def _with_sequence(
         def roles(rules: Rules, block: nn.Module = block) -> Roles:
             return roles_of(block, rules, sequence_dim=sequence_dim, observed=True)
 
+        if any(rule.style == "weights" for rule in found.values()):
+            log.info('tensor_parallel leaves the sequence whole in "%s": it multiplies parameters', derivation.fqn)
+            continue
         try:
             found = along_sequence(
                 block,
@@ -307,6 +312,30 @@ def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
         derivation.reasons = {i: why for i, why in derivation.reasons.items() if not i.startswith(prefix)}
         rules[name] = Rule(style="attention")
     return rules
+
+
+def _multiplied(derivation: Derivation, rules: Rules, context: RunContext, reasons: dict[str, str]) -> Rules:
+    """Return the rules of modules of a block whose own code multiplies parameters; adds why others stay whole."""
+    tied = {name for group in context.ties for name in group}
+    excluded = [
+        name
+        for name in multiplied(derivation.block)
+        if owner_of(name) in rules
+        or derivation._full(owner_of(name)) in derivation.read
+        or derivation._full(name) in tied
+    ]
+    search = WeightSearch(
+        block=derivation.block,
+        call=derivation.call,
+        degree=derivation.degree,
+        roles=roles_of(derivation.block, rules, sequence_dim=None),
+        where=derivation.fqn or type(derivation.block).__name__,
+        excluded=excluded,
+    )
+    found = search.rules()
+    read = {name: READ for name in excluded if derivation._full(owner_of(name)) in derivation.read}
+    reasons |= {derivation._full(name): reason for name, reason in {**read, **search.reasons}.items()}
+    return found
 
 
 def _outside(

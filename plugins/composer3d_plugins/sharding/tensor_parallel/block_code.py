@@ -77,7 +77,15 @@ class Codes:
             inside = [name.removeprefix(first) for name in traced.read if first and f"{name}.".startswith(f"{first}.")]
             read |= {f"{fqn}{name}" for fqn in group for name in inside}
         for fqn, rule in self.rules.items():
-            if fqn in read and rule.style in (*EXPANDING, *CONTRACTING, "vocab", "head", "local", "sequence"):
+            if fqn in read and rule.style in (
+                *EXPANDING,
+                *CONTRACTING,
+                "vocab",
+                "head",
+                "local",
+                "sequence",
+                "weights",
+            ):
                 raise PluginError(
                     f'"{fqn}" is "{rule.style}", and code outside of it reads its parameters, which are whole there',
                     hint='write "replicate"',
@@ -117,13 +125,17 @@ class Codes:
         return roles_of(self.model.get_submodule(fqn), self._inside(fqn), sequence_dim=sequence_dim)
 
     def _inside(self, fqn: str) -> dict[str, Rule]:
-        """Return the rules of the modules in a block, by their FQNs in it."""
+        """Return the rules of the modules in a block, by their FQNs in it; its own one if it multiplies parameters."""
         prefix = f"{fqn}." if fqn else ""
-        return {name.removeprefix(prefix): rule for name, rule in self.rules.items() if name.startswith(prefix)}
+        inside = {name.removeprefix(prefix): rule for name, rule in self.rules.items() if name.startswith(prefix)}
+        own = self.rules.get(fqn)
+        return {**inside, "": own} if own is not None and own.style == "weights" else inside
 
     def _code_of(self, fqn: str, call: Call) -> Code | None:
         block, rules = self.model.get_submodule(fqn), self._inside(fqn)
         roles = self._roles(fqn)
+        if roles.weights:
+            return Code(followed=frozenset({""}))
         regions = {name: region for name in roles.expanding if (region := region_of(name, rules)) is not None}
         apart = {
             name
@@ -157,6 +169,8 @@ class Codes:
             for fqn, rule in self.rules.items()
             if rule.style in EXPANDING and (region := region_of(fqn, self.rules)) is not None
         }
+        multiplying = {self._block_around(fqn) or "" for fqn, rule in self.rules.items() if rule.style == "weights"}
+        cut = [*cut, *multiplying]
         return Code(followed=frozenset(cut) | {region for region in regions if self._block_around(region) not in cut})
 
     def _cut_blocks(self) -> list[str]:

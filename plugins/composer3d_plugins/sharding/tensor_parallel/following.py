@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.contractions import Products, bias_of, keep_weight, summed_size
 from composer3d_plugins.sharding.tensor_parallel.decisions import Decision, Memory
 from composer3d_plugins.sharding.tensor_parallel.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
 from composer3d_plugins.sharding.tensor_parallel.functions import (
@@ -83,6 +84,7 @@ class Following(TorchFunctionMode):
         self._work: Decision | None = None
         self._meeting = Meeting(degree, mesh)
         self.mesh = mesh
+        self.products = Products()
 
     @property
     def num_acts(self) -> int:
@@ -143,6 +145,10 @@ class Following(TorchFunctionMode):
             return func(*map(_shadow, args), **options)
         if name in CASTS and cut_of(args[0]) is None:
             return func(*args, **options)
+        if (bias := bias_of(name, args, options)) is not None and any(cut.is_weight for cut in cuts):
+            result = self.run(torch.add, [self.run(func, list(args[:2]), {}), bias], {})
+            self._forget()
+            return result
         along = [cut for cut in cuts if cut.is_sequence]
         if along and len(along) < len(cuts):
             # Of the others every rank has other features, for all of the sequence.
@@ -179,16 +185,22 @@ class Following(TorchFunctionMode):
     def _run(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], cuts: Sequence[Cut]) -> Any:
         leaves = torch_compat.tree_leaves([list(args), options])
         sources = frozenset().union(*(cut.sources for cut in cuts))
+        given = args, options
         try:
             # Unseen by a module's mode around this one.
             with torch_compat.without_torch_functions():
+                if self.products.is_partial(name, args, options):
+                    self._forget()
+                    return self._meeting.reduced(self._local(func, args, options))
                 if is_in_place(name) and cut_of(args[0]) is None:
                     raise Unfollowed("it writes them into a tensor that is whole")
                 whole = self._on_shadows(func, name, args, options)
                 placed = {id(leaf): (leaf.ndim, cut.placed) for leaf in leaves if (cut := cut_of(leaf)) is not None}
                 args, options = self._meeting.prepare(name, args, options, placed)
                 with self._stream(name, args, options, cuts[0].placed):
-                    return self._on_shares(func, name, args, options, whole, cuts)
+                    result = self._on_shares(func, name, args, options, whole, cuts)
+                keep_weight(result, cuts, leaves)
+                return result
         except (Unplaceable, Unfollowed) as error:
             edge = error.edge if isinstance(error, Unfollowed) else None
             raise Unfollowed(
@@ -197,6 +209,7 @@ class Following(TorchFunctionMode):
                 edge=edge,
                 ranges=ranges_of(cuts),
                 number=error.number if isinstance(error, Indivisible) else None,
+                summed=summed_size(name, *given),
             ) from None
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
@@ -204,6 +217,7 @@ class Following(TorchFunctionMode):
                 f'"{self._where}": {name} does not work on cut features ({text})',
                 sources=sources,
                 ranges=ranges_of(cuts),
+                summed=summed_size(name, *given),
             ) from error
 
     def _stream(
@@ -256,9 +270,16 @@ class Following(TorchFunctionMode):
                 self._refuse_indices(args[1], x.ndim, cut)
             if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
                 return self._glu(func, x, cut, args, options, whole)
-        hidden = TorchFunctionMode if self.mesh is None else Following  # modes of others see runs, and no rehearsal
-        self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, hidden)
-        return self._paired(torch_compat.call_beside(hidden, func, args, options), whole, cuts, name)
+        self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, self._hidden)
+        return self._paired(self._local(func, args, options), whole, cuts, name)
+
+    @property
+    def _hidden(self) -> type[TorchFunctionMode]:
+        """Modes that do not see work on local shards; those of others see runs, and no rehearsal."""
+        return TorchFunctionMode if self.mesh is None else Following
+
+    def _local(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        return torch_compat.call_beside(self._hidden, func, args, options)
 
     def _convolved(
         self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]

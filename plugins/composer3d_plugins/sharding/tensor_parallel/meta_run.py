@@ -227,10 +227,11 @@ def _examples(model: nn.Module, context: RunContext, scale: int) -> Iterator[Cal
         return
     modules: list[Any] = list(model.modules())
     length, batch = 2 * max(context.degrees["tp"], 2) * scale, 1 + scale
-    if any(kind_of(module) == "embedding" for module in modules):
-        yield Call(args=(torch.zeros(batch, length, dtype=torch.int64, device="meta"),), kwargs={})
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     first: Any = next((m for m in modules if isinstance(m, nn.Conv2d) or kind_of(m) == "linear"), None)
+    tokens = Call(args=(torch.zeros(batch, length, dtype=torch.int64, device="meta"),), kwargs={})
+    if first is None or any(kind_of(module) == "embedding" for module in modules):
+        yield tokens
     if isinstance(first, nn.Conv2d):
         for height, width in _image_sizes(model):
             yield Call(
@@ -241,6 +242,12 @@ def _examples(model: nn.Module, context: RunContext, scale: int) -> Iterator[Cal
         for size in lengths:
             yield Call(args=(torch.empty(batch, size, first.in_features, dtype=dtype, device="meta"),), kwargs={})
         yield Call(args=(torch.empty(batch, first.in_features, dtype=dtype, device="meta"),), kwargs={})
+    if first is None:
+        for size in dict.fromkeys(size for p in model.parameters() if p.ndim > 1 for size in p.shape):
+            yield Call(args=(torch.empty(batch, length, size, dtype=dtype, device="meta"),), kwargs={})
+            yield Call(args=(torch.empty(batch, size, dtype=dtype, device="meta"),), kwargs={})
+    # Looked up in a parameter, perhaps.
+    yield tokens
 
 
 def _image_sizes(model: nn.Module) -> list[tuple[int, int]]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rules, features
 from composer3d_plugins.sharding.tensor_parallel.shards import Ranges
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,6 +27,7 @@ class Roles:
         uncut: Linear layers that work on a full sequence though activations are sharded: on what an encoder gave, say.
         attention: torch's attention modules that are sharded along their heads.
         gathered: Of expanding layers the features that are gathered where code takes them.
+        weights: Parameters that the code multiplies itself, and how they are sharded.
     """
 
     expanding: dict[str, tuple[int, ...]]
@@ -34,6 +36,7 @@ class Roles:
     uncut: frozenset[str] = frozenset()
     attention: frozenset[str] = frozenset()
     gathered: Mapping[str, Ranges] = field(default_factory=dict)
+    weights: Mapping[str, Placed] = field(default_factory=dict)
 
 
 def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observed: bool = False) -> Roles:
@@ -62,6 +65,11 @@ def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observ
         uncut=frozenset(name for name in layers if not rules[name].is_cut),
         attention=named("attention"),
         gathered={name: rules[name].ranges for name in expanding},
+        weights={
+            f"{owner}.{name}" if owner else name: placed
+            for owner, rule in rules.items()
+            for name, placed in rule.weights
+        },
     )
 
 

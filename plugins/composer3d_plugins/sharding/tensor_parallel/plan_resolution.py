@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d import PluginError, RunContext, select_fqns
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import parts_of
 from composer3d_plugins.sharding.tensor_parallel.shards import Ranges
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import (
     Kind,
     attention_sizes,
@@ -61,16 +62,18 @@ class Rule:
     """A plan's decision for one module.
 
     Args:
-        style: One of the plan's styles.
+        style: One of the plan's styles; "weights", which none can state, of modules whose code multiplies parameters.
         parts: Sizes of the parts of a packed projection, along the dim that is sharded.
         is_cut: Whether activations are sharded along the sequence there, if they are at all.
         gathered: Indices of the parts that are all-gathered where code takes them, as a key that all heads share is.
+        weights: Parameters of the module's own that are sharded, by their names in it.
     """
 
-    style: Style
+    style: Style | Literal["weights"]
     parts: tuple[int, ...] | None = None
     is_cut: bool = True
     gathered: tuple[int, ...] = ()
+    weights: tuple[tuple[str, Placed], ...] = ()
 
     @property
     def ranges(self) -> Ranges:
@@ -240,6 +243,8 @@ def _check_ties(model: nn.Module, rules: Rules, context: RunContext, unread: Col
 
     def layout(name: str) -> tuple[str, Any]:
         rule = rules.get(first_name[name.rpartition(".")[0]])
+        if rule is not None and rule.style == "weights":
+            return "whole", None  # tied parameters are none of those that are sharded
         if rule is not None and rule.style == "attention":
             return name.rpartition(".")[2], None
         if rule is None or rule.style in ("replicate", "split", "gather", "split_gather"):

@@ -11,13 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.contractions import Products
 from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d_plugins.sharding.tensor_parallel.local_weights import tried
 from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
 from composer3d_plugins.sharding.tensor_parallel.meta_run import Recorder
 from composer3d_plugins.sharding.tensor_parallel.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.on_meta import in_mode, on_meta, patched, unseen
 from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Unfollowed, cut_of, mark, unmark
+from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
@@ -37,6 +40,7 @@ class Rehearsal:
         along: Linear layers that took a sharded sequence, or reduce-scatter to one.
         uncut: Linear layers that took the full sequence although activations are sharded.
         given: As in `Code`.
+        products: Of parameters that code multiplies.
         record: What it did.
     """
 
@@ -51,6 +55,7 @@ class Rehearsal:
     along: set[str] = field(default_factory=set)
     uncut: set[str] = field(default_factory=set)
     given: dict[str, tuple[bool, ...]] = field(default_factory=dict)
+    products: Products = field(default_factory=Products)
     record: Record = field(default_factory=Record)
     # What gathered modules are given, and what it was gathered from.
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -67,6 +72,7 @@ class Rehearsal:
         self._has_values = call.has_values
         call = self._marked(call.fresh())
         self._following = Following(self.degree, where, record=self.record)
+        self.products = self._following.products
         try:
             with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._following:
                 output = on_meta(self.block, call)
@@ -155,6 +161,8 @@ class Rehearsal:
                 answer = self._leaf(fqn, module)
             else:
                 answer = self._seen(module) if fqn else module.forward
+            if any(owner_of(name) == fqn for name in self.roles.weights):
+                answer = tried(module, fqn, self.roles.weights, self.degree)
             if fqn in code.apart:
                 answer = self._apart(answer)
             if fqn in code.gathered:

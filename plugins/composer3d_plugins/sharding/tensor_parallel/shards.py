@@ -49,6 +49,7 @@ class Cut:
             number of features that one index spans.
         scale: See `start`.
         whole: Ranges of features of that result that are all-gathered where code takes them.
+        is_weight: Whether it was computed from sharded parameters alone.
     """
 
     shadow: Tensor
@@ -57,6 +58,7 @@ class Cut:
     start: int = 0
     scale: int = 1
     whole: Ranges = frozenset()
+    is_weight: bool = False
 
     @property
     def is_sequence(self) -> bool:
@@ -81,6 +83,10 @@ class Unfollowed(TransformError):
         ranges: (FQN, start, stop) of the features that it mixes.
         edge: (start, stop) in a projection's features where the code takes its result apart.
         number: A size, such as of heads, that does not divide by the degree; else None.
+        summed: Size of the sharded dim over which it sums with a tensor that is whole; else None.
+
+    Attributes:
+        step: Of a run: how many functions were right before.
     """
 
     def __init__(
@@ -91,7 +97,9 @@ class Unfollowed(TransformError):
         edge: tuple[int, int] | None = None,
         number: int | None = None,
         ranges: Sequence[tuple[str, int, int]] = (),
+        summed: int | None = None,
     ) -> None:
+        self.summed, self.step = summed, 0
         self.sources, self.edge, self.number, self.ranges = sources, edge, number, ranges
         super().__init__(message)
 
@@ -131,12 +139,13 @@ def mark(
     degree: int,
     sources: frozenset[str] = frozenset(),
     whole: Ranges = frozenset(),
+    is_weight: bool = False,
 ) -> Tensor:
     """Mark a tensor as a local shard along one dim, and return it."""
     shape = list(tensor.shape)
     shape[placed.dim] *= degree
     shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, whole=whole))
+    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight))
     return tensor
 
 
@@ -147,10 +156,18 @@ class Marks:
         degree: Ranks along tp.
         sources: As in `Cut`.
         whole: As in `Cut`.
+        is_weight: As in `Cut`.
     """
 
-    def __init__(self, degree: int, sources: frozenset[str] = frozenset(), whole: Ranges = frozenset()) -> None:
-        self._degree, self._sources, self._whole = degree, sources, whole
+    def __init__(
+        self,
+        degree: int,
+        sources: frozenset[str] = frozenset(),
+        whole: Ranges = frozenset(),
+        *,
+        is_weight: bool = False,
+    ) -> None:
+        self._degree, self._sources, self._whole, self._is_weight = degree, sources, whole, is_weight
         self._known: dict[Any, Cut] = {}
 
     def mark(self, tensor: Tensor, placed: Placed) -> Tensor:
@@ -160,7 +177,14 @@ class Marks:
         if cut is not None:
             setattr(tensor, ATTRIBUTE, cut)
             return tensor
-        mark(tensor, placed=placed, degree=self._degree, sources=self._sources, whole=self._whole)
+        mark(
+            tensor,
+            placed=placed,
+            degree=self._degree,
+            sources=self._sources,
+            whole=self._whole,
+            is_weight=self._is_weight,
+        )
         self._known[key] = getattr(tensor, ATTRIBUTE)
         return tensor
 

@@ -30,6 +30,7 @@ from composer3d_plugins.sharding.tensor_parallel.followed import Followed
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
 from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, replaced
+from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import place_weights
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.plan_sources import Made
 from composer3d_plugins.sharding.tensor_parallel.random_functions import eagerly, site_of
@@ -121,6 +122,8 @@ class Applier:
                 self._attention(fqn, module)
             elif rule.style == "local" or (rule.style == "sequence" and self.sequence_dim is not None):
                 self._pointwise(fqn, module, rule)
+            elif rule.style == "weights":
+                place_weights(module, fqn, dict(rule.weights), mesh=self.mesh, context=self.context)
             elif rule.style in ("split", "gather", "split_gather") and self.sequence_dim is not None:
                 self._boundary(fqn, module, rule)
 

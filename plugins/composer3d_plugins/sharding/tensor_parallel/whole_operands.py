@@ -110,6 +110,16 @@ class Meeting:
             self._summed.append((whole, whole))
         return whole
 
+    def reduced(self, share: Tensor) -> Tensor:
+        """All-reduce the partial sums of all ranks; the gradient of the sum is that of each."""
+        self.num_acts += 1
+        if self._mesh is None:
+            return share
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        wrapped: Any = DTensor.from_local(share, self._mesh, [Partial()], run_check=False)
+        return torch_compat.unviewed(wrapped.redistribute(placements=[Replicate()]).to_local())
+
     def _with_summed_gradient(self, whole: Tensor) -> Tensor:
         if not whole.requires_grad or not torch.is_grad_enabled():
             return whole

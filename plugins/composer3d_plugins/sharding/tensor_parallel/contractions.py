@@ -1,0 +1,122 @@
+"""Products of an activation and a weight that sum over a dim which is sharded in both."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.tensor_parallel.shards import ATTRIBUTE, Cut, cut_of
+
+__all__ = ["Products", "bias_of", "keep_weight", "summed_size"]
+
+PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
+
+
+def bias_of(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tensor | None:
+    """Return the bias that a linear function adds to the product of its other arguments."""
+    bias = options.get("bias", args[2] if len(args) > 2 else None) if name == "linear" and len(args) > 1 else None
+    return bias if isinstance(bias, Tensor) else None
+
+
+@dataclass(kw_only=True)
+class Products:
+    """Observations of the products of one run.
+
+    Attributes:
+        summed: Sources of those that were summed over all ranks.
+        multiplied: Sharded parameters that were multiplied with something whole.
+    """
+
+    summed: set[str] = field(default_factory=set)
+    multiplied: set[str] = field(default_factory=set)
+
+    def is_partial(self, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
+        """Return whether a function sums over a dim by which an activation and a weight are sharded alike.
+
+        Args:
+            name: Of the function.
+            args: Its arguments, marked where they are sharded.
+            options: Its keyword arguments.
+        """
+        found = _terms(name, args, options)
+        if found is None:
+            return False
+        (one, other), output, operands = found
+        first, second = (cut_of(operand) for operand in operands)
+        if first is None or second is None:
+            self.multiplied |= {source for cut in (first, second) if cut and cut.is_weight for source in cut.sources}
+            return False
+        letter = one[first.placed.dim]
+        is_summed = letter == other[second.placed.dim] and letter not in output
+        if not is_summed or first.is_weight == second.is_weight or first.placed.parts != second.placed.parts:
+            return False
+        self.summed |= first.sources | second.sources
+        return True
+
+
+def keep_weight(result: Any, cuts: Sequence[Cut], arguments: Sequence[Any]) -> None:
+    """Mark what a function made of sharded parameters alone as such.
+
+    Args:
+        result: What it returned.
+        cuts: Metadata of its sharded arguments.
+        arguments: All of them.
+    """
+    if all(cut.is_weight for cut in cuts) and len(cuts) == sum(isinstance(leaf, Tensor) for leaf in arguments):
+        for leaf in torch_compat.tree_leaves(result):
+            if (cut := cut_of(leaf)) is not None:
+                setattr(leaf, ATTRIBUTE, replace(cut, is_weight=True))
+
+
+def summed_size(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> int | None:
+    """Return the size of a sharded dim over which a product with a tensor that is whole sums; else None."""
+    found = _terms(name, args, options)
+    if found is None:
+        return None
+    terms, output, operands = found
+    for term, operand in zip(terms, operands, strict=True):
+        cut = cut_of(operand)
+        if cut is not None and not cut.is_weight and term[cut.placed.dim] not in output:
+            return int(cut.shadow.shape[cut.placed.dim])
+    return None
+
+
+def _terms(
+    name: str, args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[tuple[str, str], str, tuple[Tensor, Tensor]] | None:
+    """Return a product of two tensors in einsum's letters: those of both, of the result, and the tensors."""
+    if name == "einsum":
+        return _of_einsum(args)
+    x = args[0] if args else None
+    y = args[1] if len(args) > 1 else options.get("other", options.get("mat2", options.get("weight")))
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not (name in PRODUCTS or name == "linear"):
+        return None
+    if x.ndim < 2 or y.ndim < 2:
+        return None
+    batch = string.ascii_uppercase
+    one = f"{batch[26 - (x.ndim - 2) :] if x.ndim > 2 else ''}ik"
+    if name == "linear":
+        return (one, "jk"), f"{one[:-1]}j", (x, y)
+    other = f"{batch[26 - (y.ndim - 2) :] if y.ndim > 2 else ''}kj"
+    longer = max(one[:-2], other[:-2], key=len)
+    return (one, other), f"{longer}ij", (x, y)
+
+
+def _of_einsum(args: Sequence[Any]) -> tuple[tuple[str, str], str, tuple[Tensor, Tensor]] | None:
+    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
+    if not args or not isinstance(args[0], str) or "->" not in args[0] or len(operands) != 2:
+        return None
+    if not all(isinstance(operand, Tensor) for operand in operands):
+        return None
+    inputs, _, output = args[0].replace(" ", "").partition("->")
+    free = "".join(letter for letter in string.ascii_letters if letter not in args[0])
+    terms = []
+    for term, operand in zip(inputs.split(","), operands, strict=True):
+        count = operand.ndim - len(term.replace("...", ""))
+        terms.append(term.replace("...", free[len(free) - count :] if count else ""))
+    return (terms[0], terms[1]), output.replace("...", free), (operands[0], operands[1])

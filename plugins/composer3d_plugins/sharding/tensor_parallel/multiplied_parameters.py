@@ -1,0 +1,176 @@
+"""Parameters that a module's own code multiplies, by matmul, einsum or a linear function, and that stay no layers.
+
+Each is tried, sharded along one of its dims. What the code computes from activations with it is sharded then, until it
+is summed over with another parameter, sharded alike: w_(F/T) of an MLP with w_(F/T)D, heads with the projection of
+what they give. Whatever else needs all of it leaves the parameter whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from composer3d import RunContext, torch_compat
+from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
+from composer3d_plugins.sharding.tensor_parallel.local_weights import finding
+from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
+from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Rules
+from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
+from composer3d_plugins.sharding.tensor_parallel.shards import Marks, Unfollowed
+from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
+from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute, kind_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["WeightSearch", "multiplied", "place_weights"]
+
+# Runs of one block that are tried.
+MOST_RUNS = 400
+
+
+def multiplied(block: nn.Module) -> Iterator[str]:
+    """Yield the names of a block's parameters of several dims that code of the model's own uses as it likes."""
+    for fqn, module in block.named_modules():
+        if kind_of(module) != "other" or type(module).__module__.startswith("torch.nn."):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if 2 <= parameter.ndim <= 4 and parameter.is_floating_point():
+                yield f"{fqn}.{name}" if fqn else name
+
+
+@dataclass(kw_only=True)
+class WeightSearch:
+    """Search for the parameters of one block that can be sharded.
+
+    Args:
+        block: One of its form.
+        call: What it is called with.
+        degree: Ranks along tp.
+        roles: Of its linear layers.
+        where: FQN, for messages.
+        excluded: Names of parameters that stay whole.
+
+    Attributes:
+        found: The sharded dims.
+        reasons: Why others stay whole.
+        num_runs: Ways tried so far.
+    """
+
+    block: nn.Module
+    call: Call
+    degree: int
+    roles: Roles
+    where: str
+    excluded: Collection[str] = ()
+    found: dict[str, Placed] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+    num_runs: int = 0
+
+    def rules(self) -> Rules:
+        """Return the rules of the modules that own what can be sharded."""
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.block.named_parameters()}
+        names = [name for name in multiplied(self.block) if name in shapes and name not in self.excluded]
+        for name in [] if self.call.has_values else names:
+            if name not in self.found:
+                self._try(name, shapes, names)
+        rules: Rules = {}
+        for name, placed in self.found.items():
+            owner = owner_of(name)
+            before = rules[owner].weights if owner in rules else ()
+            rules[owner] = Rule(style="weights", weights=(*before, (name.rpartition(".")[2], placed)))
+        return rules
+
+    def _try(self, name: str, shapes: Mapping[str, tuple[int, ...]], names: Collection[str]) -> None:
+        for placed in self._places(shapes[name]):
+            wanted = {**self.found, name: placed}
+            error = self._error(wanted, name)
+            if error is not None and error.summed is not None:
+                others = [other for other in names if other not in wanted]
+                wanted, error = self._with_others(wanted, name, error, shapes, others)
+            if error is None:
+                self.found = wanted
+                self.reasons.pop(name, None)
+                return
+            self.reasons.setdefault(name, str(error))
+        if not any(self._places(shapes[name])):
+            self.reasons[name] = f"none of its sizes {list(shapes[name])} divides by tp = {self.degree}"
+
+    def _with_others(
+        self,
+        wanted: dict[str, Placed],
+        name: str,
+        error: Unfollowed,
+        shapes: Mapping[str, tuple[int, ...]],
+        others: Collection[str],
+    ) -> tuple[dict[str, Placed], Unfollowed | None]:
+        """Shard parameters that a sharded activation is summed with, one after another, as far as that helps."""
+        for other in others:
+            for placed in self._places(shapes[other]):
+                if error.summed is None or error.summed % sum(placed.parts):
+                    continue
+                longer = {**wanted, other: placed}
+                found = self._error(longer, name)
+                if found is None:
+                    return longer, None
+                if found.summed is not None and found.step > error.step:
+                    rest = [each for each in others if each != other]
+                    return self._with_others(longer, name, found, shapes, rest)
+        return wanted, error
+
+    def _places(self, shape: tuple[int, ...]) -> Iterator[Placed]:
+        for count in (1, 3, 2):
+            for dim, size in enumerate(shape):
+                if size % (count * self.degree) == 0:
+                    yield Placed(dim=dim, parts=(size // count,) * count)
+
+    def _error(self, weights: Mapping[str, Placed], name: str) -> Unfollowed | None:
+        """Return what a block with these weights does that cannot be; None if nothing."""
+        self.num_runs += 1
+        if self.num_runs > MOST_RUNS:
+            return Unfollowed("it has too many parameters to try")
+        for training in (True, False):
+            roles = replace(self.roles, weights=weights)
+            rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=roles, training=training)
+            try:
+                rehearsal.follow(self.call, self.where)
+            except Unfollowed as error:
+                error.step = len(rehearsal.record.entries)
+                return error
+            if name not in rehearsal.products.summed & rehearsal.products.multiplied:
+                return Unfollowed("nothing sums over what it is multiplied with")
+        return None
+
+
+def place_weights(
+    module: nn.Module, fqn: str, weights: Mapping[str, Placed], *, mesh: DeviceMesh, context: RunContext
+) -> None:
+    """Shard parameters of a module whose code multiplies them.
+
+    Args:
+        module: Its code is propagated.
+        fqn: In the whole model.
+        weights: What is sharded of each, by their names in the module.
+        mesh: Of one dim, tp.
+        context: Of the run.
+    """
+    from torch.distributed.tensor import Shard
+
+    marks: dict[str, Marks] = {}
+    for name, placed in weights.items():
+        full = f"{fqn}.{name}" if fqn else name
+        if len(placed.parts) > 1:
+            context.reorder(full, dim=placed.dim, runs=runs_of(placed.parts, mesh.size()))
+        distribute(module, name, Shard(placed.dim), mesh=mesh, fqn=full, context=context)
+        marks[name] = Marks(mesh.size(), frozenset({full}), is_weight=True)
+
+    def local(name: str) -> Tensor:
+        parameter: Any = module._parameters[name]
+        return marks[name].mark(torch_compat.unviewed(parameter.to_local()), weights[name])
+
+    module.forward = finding(module, lambda: {name: local(name) for name in weights})

@@ -1,0 +1,87 @@
+"""Parameters that code multiplies itself, by einsum, matmul or a linear function, and that are no layers."""
+
+from __future__ import annotations
+
+import pytest
+from support.family_models import class_loss
+from support.models import VOCAB, write_manifest
+from support.multiplied_models import DIM, MODELS, drawn
+from support.tensor_parallel import AUTO, built, steps_of
+from torch import nn
+
+import composer3d
+from composer3d import ManifestError
+from composer3d.testing import run_ranks
+
+TIGHT = 1e-12
+PLAIN = f"[mesh]\ntp = 2\n{AUTO}"
+SP = f"{PLAIN}sequence_parallel = true\n"
+
+
+@pytest.mark.parametrize("text", [PLAIN, SP], ids=["plain", "sequence"])
+def test_gradients_equal_one_device(text):
+    for results in run_ranks(steps_of, 2, [(name, text) for name in MODELS]):
+        found = {name: max(result[:3]) for name, result in zip(MODELS, results, strict=True)}
+        assert {name: error for name, error in found.items() if not error < TIGHT} == {}
+
+
+def test_gradients_with_fsdp2_and_recomputed_blocks():
+    text = f"[mesh]\ntp = 2\ndp_shard = 2\n[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n{AUTO}"
+    cases = [(name, text) for name in ("MultipliedBoth", "MultipliedFusedAttention", "MultipliedLayers")]
+    for results in run_ranks(steps_of, 4, cases):
+        assert max(max(result[:3]) for result in results) < TIGHT
+
+
+SHARDED = {
+    "MultipliedEinsumAttention": {"w_q": 0, "w_k": 0, "w_v": 0, "w_o": 0},
+    "MultipliedFusedAttention": {"qkv": 1, "out": 0},
+    "MultipliedGated": {"w1": 1, "w3": 1, "w2": 1},
+    "MultipliedFunctional": {"up": 0, "down": 1},
+    "MultipliedLayers": {"first": 1, "second": 0},
+}
+
+
+def shards(names):
+    """Return the dim along which each parameter of the first block is sharded, and the local part of its elements."""
+    found = {}
+    for name in names:
+        run = composer3d.compose(built(name), write_manifest(PLAIN), loss_fn=class_loss)
+        own = {key.rpartition(".")[2]: p for key, p in run.named_parameters() if key.startswith("layers.0.parts.0.")}
+        own = {key: p for key, p in own.items() if key in SHARDED[name]}
+        found[name] = {key: (p.placements[0].dim, p.to_local().numel() * 2 == p.numel()) for key, p in own.items()}
+        run.close()
+    return found
+
+
+def test_what_is_sharded():
+    expected = {name: {key: (dim, True) for key, dim in dims.items()} for name, dims in SHARDED.items()}
+    assert run_ranks(shards, 2, list(SHARDED))[0] == expected
+
+
+def test_collectives():
+    """An all-reduce forward and one backward for a pair of weights, as for a pair of layers."""
+    [(_, _, _, found)] = run_ranks(steps_of, 2, [("MultipliedGated", PLAIN)])[0]
+    control = 2
+    assert found == {("all_reduce", "tp"): 2 * 2 + control}
+
+
+class Mixed(nn.Module):
+    """Every sum over features is over what a softmax has mixed."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.mix = drawn(VOCAB, DIM), drawn(DIM, DIM)
+
+    def forward(self, tokens):
+        return (self.table[tokens] @ self.mix).softmax(-1) @ self.table.T
+
+
+def refused(factory):
+    with pytest.raises(ManifestError) as caught:
+        composer3d.compose(factory, write_manifest(PLAIN), loss_fn=class_loss)
+    return str(caught.value).partition("run.toml:")[2].partition("] ")[2]
+
+
+def test_a_model_of_which_nothing_can_be_sharded_names_its_parameters():
+    said = run_ranks(refused, 2, Mixed)[0]
+    assert said.startswith("no plan can be derived for this model: ") and '"mix": ' in said
