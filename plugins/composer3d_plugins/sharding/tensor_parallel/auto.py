@@ -233,7 +233,7 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
         log.info("tensor_parallel leaves the sequence whole: the model has no list of blocks, between which it is cut")
     elif sequence_dim is not None:
         rules, cut = _with_sequence(rules, derivations, traced, sequence_dim)
-    uncut = {fqn for group in traced.forms.values() for fqn in group} - cut if sequence_dim is not None else ()
+    uncut = {fqn for group in traced.forms.values() for fqn in group if sequence_dim is not None} - cut
     rules = {fqn: rules[fqn] for fqn in context.fqns if fqn in rules}
     return Derived(rules=rules, uncut=frozenset(uncut), is_cut=bool(cut))
 
