@@ -291,8 +291,8 @@ def judge(row: Mapping[str, str]) -> Verdict:
 
 def _prove(path: Path) -> Verdict:
     from composer3d.composition.preparing import layout_of
+    from composer3d.hooks import Hooks
     from composer3d.mesh import Role
-    from composer3d.registry import Hooks
     from composer3d.verification import prove, read_manifest, subject_of
 
     overrides = ("data.workers=0",)
