@@ -14,7 +14,7 @@ from support.verification_cases import TP as CUT
 from composer3d import Batch
 from composer3d.testing import assert_parity
 
-table = planted("telling_faults")
+table = planted("diagnosis_faults")
 SLOW = pytest.mark.slow
 AC, TP = "[scheduling.activation_checkpoint]\n", "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n"
 TRACED = '[mesh]\npp = 2\n[scheduling.pipeline]\nsplit = "tracer"\n'

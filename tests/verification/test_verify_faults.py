@@ -8,7 +8,7 @@ import pytest
 from support.composition_faults import Even, Latent
 from support.verification_cases import DDP, FSDP, TP, assert_named, planted
 
-plugin = planted("faults")
+plugin = planted("composition_faults")
 CUT = "[mesh]\ntp = 2\n"
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "GPipe"\n'
 

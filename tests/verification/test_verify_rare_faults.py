@@ -10,7 +10,7 @@ from support.composition_faults import Even
 from support.models import sum_loss
 from support.verification_cases import DDP, FSDP, TP, assert_named, batch, planted
 
-fault = planted("unlisted_faults")
+fault = planted("rare_faults")
 LOCKSTEP = '[sharding.lockstep]\nuse = "support.plugins:Lockstep"\n'
 CASES = {
     "averaged over another axis": (

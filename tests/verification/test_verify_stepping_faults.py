@@ -15,7 +15,7 @@ from support.verification_cases import DDP, FSDP, assert_named, batch, planted
 from composer3d import Batch
 from composer3d.testing import assert_parity
 
-keeping, stepping = planted("keeping_faults"), planted("stepping_faults")
+keeping, stepping = planted("stateful_faults"), planted("stepping_faults")
 SLOW = pytest.mark.slow
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 CP, TP, OWN = "[mesh]\ncp = 2\n", "[mesh]\ntp = 2\n", "[mesh]\ndp_replicate = 2\n"

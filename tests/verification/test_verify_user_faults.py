@@ -27,7 +27,7 @@ from composer3d import Batch
 from composer3d.runner.ema import EMA
 from composer3d.testing import assert_parity
 
-own, users = planted("own_faults"), planted("user_faults")
+own, users = planted("plugin_faults"), planted("user_faults")
 SLOW = pytest.mark.slow
 OWN = "[mesh]\ndp_replicate = 2\n"
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
