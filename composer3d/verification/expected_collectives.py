@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes", "trace_step"]
 
 # The step's own collectives, whatever the plugins: counts, losses, the norm.
-_AGREEMENTS = ("composer3d.guard.", "composer3d.step.ledger.", "composer3d.step.gradients.total_norm")
+_AGREEMENTS = (
+    "composer3d.step.guard.",
+    "composer3d.step.ledger.",
+    "composer3d.step.gradients.total_norm",
+    "composer3d.step.unit_record.",
+)
 # How many steps are run before one is counted: pipelines learn shapes in their first, and reducers their buckets.
 _WARM_UP = 1
 
