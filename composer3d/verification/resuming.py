@@ -252,7 +252,14 @@ def _short(run: Composition, optimizer: torch.optim.Optimizer, folder: Path) -> 
 
 def _apart(found: _Snapshot, right: _Snapshot) -> dict[str, str]:
     """Return what is another one, by what a user would call it, and how."""
-    paths = [path for path in {**right.values, **found.values} if path != "next_step"]
+    # Where one rank steps a parameter for all that hold it, a load gives all of them the optimizer's state.
+    of_others = {
+        key
+        for found_ones, right_ones in ((found.values, right.values), (found.tensors, right.tensors))
+        for key in found_ones.keys() - right_ones.keys()
+        if key.startswith(_STATES) and _parent(key) not in set(map(_parent, right_ones))
+    }
+    paths = [path for path in {**right.values, **found.values} if path != "next_step" and path not in of_others]
     wrong = {
         _called(path): f"is {found.values.get(path)}, not {right.values.get(path)}"
         for path in paths
@@ -263,14 +270,12 @@ def _apart(found: _Snapshot, right: _Snapshot) -> dict[str, str]:
         for key, tensor in right.tensors.items()
         if key not in found.tensors or not _same(found.tensors[key], tensor)
     }
-    # Where one rank steps a parameter for all that hold it, a load gives all of them the optimizer's state.
-    known = {key.rpartition("/")[0] for key in right.tensors}
-    more = [
-        key
-        for key in found.tensors.keys() - right.tensors.keys()
-        if not (key.startswith(_STATES) and key.rpartition("/")[0] not in known)
-    ]
+    more = found.tensors.keys() - right.tensors.keys() - of_others
     return wrong | {_called(key): "was not there before" for key in sorted(more)}
+
+
+def _parent(key: str) -> str:
+    return key.rpartition("/")[0]
 
 
 def _equal(one: Any, other: Any) -> bool:
