@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
+from composer3d.torch_compat.tensors import is_wrapper_subclass
 
 __all__ = ["Units", "watch_units"]
 
@@ -181,14 +182,28 @@ def _watched_group(cls: Any) -> Any:
 def _fill(group: Any) -> bool:
     """Give parameters without a gradient zeros, of the others' dtype; return whether there is anything to reduce."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     parameters = [p for p in group.fsdp_params if hasattr(p, "_unsharded_param")]
+    others = {_gradient(parameter).dtype for parameter in parameters if _has_gradient(parameter)}
     for parameter in parameters:
         if parameter.sharded_param.requires_grad and not _has_gradient(parameter):
-            parameter._unsharded_param.grad = torch.zeros_like(parameter._unsharded_param)
+            full = parameter._unsharded_param
+            if is_wrapper_subclass(type(full)) and not isinstance(full, DTensor):
+                # Weights gathered in float8: their gradients are plain tensors, which they do not take by assignment.
+                # What FSDP2 accumulates, which it takes them for, is in the dtype of the reduction.
+                dtype = group.mp_policy.reduce_dtype or next(iter(others), full.dtype)
+                parameter.unsharded_accumulated_grad = torch.zeros(full.shape, dtype=dtype, device=full.device)
+            else:
+                full.grad = torch.zeros_like(full)
     unify_group(group)
     return bool(parameters)
 
 
 def _has_gradient(parameter: Any) -> bool:
-    return parameter.unsharded_accumulated_grad is not None or parameter._unsharded_param.grad is not None
+    return _gradient(parameter) is not None
+
+
+def _gradient(parameter: Any) -> Any:
+    accumulated = parameter.unsharded_accumulated_grad
+    return parameter._unsharded_param.grad if accumulated is None else accumulated
