@@ -69,12 +69,14 @@ if TYPE_CHECKING:
     from composer3d.step.microbatches import map_tensors, units_of
     from composer3d.step.step_state import StepState
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
+    from composer3d.verification.verify import VerifyResult, verify
 
 _MODULES = {
     "checking.checked": ("CheckResult", "check"),
     "planning.manifest_plan": ("PlanResult", "plan"),
     "planning.suggesting.manifest_suggestions": ("SuggestResult",),
     "runner.start": ("RunResult", "run"),
+    "verification.verify": ("VerifyResult", "verify"),
     "step.microbatches": ("map_tensors", "units_of"),
     "composition.compose": ("compose",),
     "composition.composition": ("Composition",),
@@ -185,6 +187,7 @@ __all__ = [
     "SuggestResult",
     "Transform",
     "TransformError",
+    "VerifyResult",
     "all_gather_json",
     "average_whole",
     "broadcast_json",
@@ -204,6 +207,7 @@ __all__ = [
     "suggest",
     "torch_compat",
     "units_of",
+    "verify",
 ]
 
 

@@ -96,3 +96,20 @@ def test_run(manifest, tmp_path):
     assert (first["status"], first["outcome"]["step"], first["failure"]) == ("finished", 2, None)
     assert again == ["already finished", True]
     assert wrong == ["steps"]
+
+
+VERIFIES = """
+import json
+import composer3d
+found = composer3d.verify("small.toml", world_size=2, steps=1)
+print(json.dumps([found.ok, found.to_json()["world_size"], len(str(found)) > 0]))
+"""
+
+
+def test_verify(manifest, tmp_path):
+    import subprocess
+    import sys
+
+    done = subprocess.run([sys.executable, "-c", VERIFIES], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == [True, 2, True]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from composer3d.checking.checked import check
 from composer3d.cli.options import Subparsers, add_json, add_manifest, add_strict, natural, positive
 from composer3d.cli.output import coloured, print_problems, say, say_json
 
@@ -33,6 +32,8 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Check, and print; 2 if something is wrong."""
+    from composer3d.checking.checked import check
+
     found = check(
         arguments.manifest,
         world_size=arguments.world_size,

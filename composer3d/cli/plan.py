@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from composer3d.cli.options import Subparsers, add_json, add_manifest, natural, positive, size
 from composer3d.cli.output import coloured, print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError
-from composer3d.planning.manifest_plan import plan
 
 if TYPE_CHECKING:
     from composer3d.planning.plan import Plan
@@ -118,6 +117,8 @@ def _write(path: Path, text: str) -> None:
 
 def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     """Return the plan of a manifest; None after printing what is wrong with it."""
+    from composer3d.planning.manifest_plan import plan
+
     try:
         return plan(
             source,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from composer3d.cli.options import Subparsers, add_manifest, add_strict, positive
 from composer3d.cli.output import coloured, complain, print_problems, say
 from composer3d.errors import ComposerError, LockError, ManifestError
-from composer3d.runner.start import join, start, startable
 
 if TYPE_CHECKING:
     from composer3d.runner import Outcome
@@ -55,6 +54,8 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _join(arguments: argparse.Namespace) -> int:
     """Be one rank."""
+    from composer3d.runner.start import join
+
     is_first = os.environ["RANK"] == "0"
     try:
         outcome = join(
@@ -71,6 +72,7 @@ def _join(arguments: argparse.Namespace) -> int:
 def _start(arguments: argparse.Namespace) -> int:
     """Check, then start the ranks of this machine and wait for them."""
     from composer3d.processes.child import ChildError
+    from composer3d.runner.start import start, startable
 
     try:
         checked = startable(

@@ -8,7 +8,6 @@ from pathlib import Path
 from composer3d.cli.options import Subparsers, add_json, add_manifest, positive, size
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ManifestError
-from composer3d.planning.suggesting.manifest_suggestions import suggest_for
 
 __all__ = ["add", "execute"]
 
@@ -42,6 +41,8 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
+    from composer3d.planning.suggesting.manifest_suggestions import suggest_for
+
     try:
         found = suggest_for(
             arguments.manifest,

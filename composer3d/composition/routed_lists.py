@@ -128,7 +128,7 @@ class _Reader:
                 return generator.iter
             for test in getattr(generator, "ifs", ()):
                 if self.kind(test) >= _Kind.TENSOR:
-                    return test  # type: ignore[no-any-return]
+                    return test
         entries = self._entries(loop)
         for node in ast.walk(loop):
             if not isinstance(node, ast.If | ast.IfExp) or self.kind(node.test) < _Kind.TENSOR:

@@ -43,6 +43,7 @@ class UnitRecord:
         self._units = [torch_compat.watch_units(part.module) for part in context.parts]
         self._order: UnitOrder | None = None
         self._is_partial = self._is_open = False
+        self._num_unused = 0
 
     @contextlib.contextmanager
     def over(self, kind: Literal["step", "evaluation"], number: int) -> Iterator[None]:
@@ -91,11 +92,13 @@ class UnitRecord:
         """Return what ranks add up after a step's last backward, when all have called the same units."""
         if self._order is not None:
             self._order.passes(END)
-        return [float(sum(units.num_unused() for units in self._units))]
+        self._num_unused = sum(units.num_unused() for units in self._units)
+        return [float(self._num_unused)]
 
     def settle(self, sums: Sequence[float]) -> None:
         """Take what `numbers` of all ranks add up to."""
-        self._is_partial = bool(sums[0])
+        # Sums of fake tensors have no values, and their ranks are alike.
+        self._is_partial = bool(sums[0] if torch_compat.active_fake_mode() is None else self._num_unused)
 
     def _describe(self, item: int) -> str:
         if item == END:

@@ -8,12 +8,12 @@ then in the run's own dtypes, and so are replicas, random streams and collective
 from __future__ import annotations
 
 from composer3d.verification.manifest_run import read_manifest, subject_of
+from composer3d.verification.prove import prove
 from composer3d.verification.proven_world import ProvenWorld, proven_world
 from composer3d.verification.shrink import shrink
 from composer3d.verification.subject import Subject
 from composer3d.verification.verdict import Verdict
 from composer3d.verification.verdict_report import to_json, to_text
-from composer3d.verification.verify import prove
 
 __all__ = [
     "ProvenWorld",

@@ -238,7 +238,7 @@ def test_an_open_degree_is_proven_on_two_ranks_and_the_world_is_named(folder, ve
     assert "dp_shard=2 x cp=1 x tp=1 = 2 ranks, 1 steps" in out
     assert "note: dp_shard = 2, which the manifest leaves open; --world-size N proves the world of" in out
     code, out, err = verify("--steps", "1", "--set", "mesh.dp_shard=-1", "--world-size", "3")
-    assert code == 2 and "does not divide into micro-batches of 1 on 3 data-parallel ranks" in out
+    assert code == 2 and "does not divide into micro-batches of 1 on 3 data-parallel ranks" in err
 
 
 def test_the_proof_of_one_rank_says_that_no_average_is_proven(folder, verify):

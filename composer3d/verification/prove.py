@@ -1,0 +1,155 @@
+"""Verification from launch to verdict."""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from composer3d.mesh import Layout, Role
+from composer3d.verification.causes.diagnose import UNREPEATABLE, diagnose
+from composer3d.verification.drawn_steps import drawing_notes
+from composer3d.verification.reached_parameters import Uneven
+from composer3d.verification.restored_run import notes_of_restored
+from composer3d.verification.session import Launch, RankReport, ReferenceReport, Session
+from composer3d.verification.subject import Arithmetic, Subject
+from composer3d.verification.verdict import Evidence, Verdict, gather_evidence
+from composer3d.verification.verdict_failures import failures_of
+
+__all__ = ["prove"]
+
+
+def prove(
+    make_subject: Callable[[], Subject],
+    *,
+    layout: Layout,
+    launch: Launch,
+    num_steps: int,
+    microbatches: int,
+    grad_clip: float,
+    passes: tuple[Arithmetic, ...] = ("float64", "own"),
+    reduced: tuple[str, ...] = (),
+    notes: tuple[str, ...] = (),
+    tolerance: float | None = None,
+) -> Verdict:
+    """Compare a composition with one device, and its ranks with each other.
+
+    Args:
+        make_subject: Makes the subject in every rank; importable by name where ranks are spawned.
+        layout: Axes and degrees of the composition.
+        launch: Runs a function on a number of ranks, and returns their results.
+        num_steps: Optimizer steps to compare.
+        microbatches: Micro-batches per rank and step.
+        grad_clip: Norm to which the run clips gradients.
+        passes: The arithmetics to compare in.
+        reduced: Reductions by the caller, for the report.
+        notes: Omissions by the caller, for the report.
+        tolerance: Relative, in float64; None is 1e-12.
+
+    Memory: on every rank the model's gradients and parameters in full, twice. Collectives: on real ranks those of the
+    composition in each pass, and all-gathers of its tensors.
+    """
+    with tempfile.TemporaryDirectory(prefix="composer3d-proof-") as folder:
+        session = Session(
+            make_subject=make_subject,
+            layout=layout,
+            folder=Path(folder),
+            num_steps=num_steps,
+            passes=passes,
+            launch=launch,
+        )
+        told = session.reference()
+        told = told if tolerance is None else _stated(told, tolerance)
+        try:
+            ranks = session.composed(told)
+        except Uneven as found:
+            causes = (*((UNREPEATABLE,) if told.unrepeatable else ()), str(found))
+            return Verdict(evidence=None, failures=(found.failure,), diagnosis=causes, reduced=reduced, notes=notes)
+        evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
+        failures = tuple(failures_of(evidence))
+        if failures:
+            evidence.weights = session.weigh(_wrong_gradients(evidence))
+            evidence.biases = _biases(session, evidence)
+    return Verdict(
+        evidence=evidence,
+        failures=failures,
+        diagnosis=tuple(diagnose(evidence)) if failures else (),
+        reduced=reduced,
+        notes=(*notes, *_notes(evidence)),
+        num_steps=num_steps,
+    )
+
+
+def _notes(evidence: Evidence) -> list[str]:
+    told = evidence.told
+    return [
+        *_mixed(told),
+        *_unwritten(told),
+        *_coarse(told),
+        *drawing_notes([report.drawing for report in evidence.ranks]),
+        *_untraceable(evidence.ranks),
+        *notes_of_restored(evidence),
+    ]
+
+
+def _stated(told: ReferenceReport, tolerance: float) -> ReferenceReport:
+    limits = {"float64": told.tolerances["float64"].stated(tolerance)} if "float64" in told.tolerances else {}
+    return replace(told, tolerances={**told.tolerances, **limits})
+
+
+def _wrong_gradients(evidence: Evidence) -> list[str]:
+    return sorted(evidence.wrong("gradients", step=0)) if "float64" in evidence.told.tolerances else []
+
+
+def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
+    """Look for biases of rowwise layers that explain a wrong loss."""
+    for axis in evidence.layout.names(Role.TENSOR):
+        if evidence.layout.degrees[axis] > 1 and evidence.is_loss_wrong():
+            found = session.explain_loss(
+                evidence.first_loss(), evidence.uncut_biases(axis), evidence.layout.degrees[axis]
+            )
+            if found:
+                return found
+    return ()
+
+
+def _mixed(told: ReferenceReport) -> list[str]:
+    """Return a note if the reference depends on the run's micro-batches, or if that could not be determined."""
+    if told.mixing.unknown:
+        return [
+            "whether a loss of two micro-batches together is the sum of theirs could not be asked, since they cannot "
+            f"be computed together ({told.mixing.unknown}): a loss that compares samples would not be found"
+        ]
+    if not told.mixing.model:
+        return []
+    return [
+        "what the model computes of a sample depends on the others of its micro-batch (batch normalisation does that): "
+        f"compared with one device that cuts the batch as the run does; two micro-batches together give other outputs, "
+        f"off by {told.mixing.model:.2g}"
+    ]
+
+
+def _unwritten(told: ReferenceReport) -> list[str]:
+    if not told.written.unknown:
+        return []
+    return [f"the factory could not be run as written, to be compared with what is made of it ({told.written.unknown})"]
+
+
+def _coarse(told: ReferenceReport) -> list[str]:
+    """Return a note if the tolerance of the run's own dtypes is too wide to detect most mistakes."""
+    limits = told.tolerances["own"].by_fqn.get("gradients", {}) if "own" in told.tolerances else {}
+    middle = statistics.median(limits.values()) if limits else 0.0
+    if middle <= 1.0:
+        return []
+    return [
+        "in the run's dtypes one device's own gradients are so far from those of float64 that they bound little "
+        f"({middle:.2g} of the largest element, in the median): plugins of precision are compared with themselves there"
+    ]
+
+
+def _untraceable(ranks: Sequence[RankReport]) -> list[str]:
+    reasons = sorted({report.untraceable for report in ranks if report.untraceable})
+    told = "collectives were counted, and not compared: the composition cannot be traced"
+    return [f"{told} ({reasons[0]})"] if reasons else []
