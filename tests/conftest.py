@@ -1,8 +1,13 @@
-"""One thread a process, torch's lazy modules imported once, and a reason where a GPU test is skipped."""
+"""One thread a process, torch's lazy modules imported once, and a reason where a GPU test is skipped.
+
+Every worker has a temporary folder of its own, and a test that leaves something in it fails.
+"""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +18,7 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from support.temporary_folders import leaving_nothing, own_temporary_folder  # noqa: E402
 
 from composer3d.processes.forking import prewarm  # noqa: E402
 
@@ -24,13 +30,24 @@ def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from tests that are not about them: a backward in this process would end its forks, and ranks share."""
     if "gpu" not in config.getoption("markexpr").replace("not gpu", ""):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    stack = ExitStack()
+    stack.enter_context(own_temporary_folder())
+    config.add_cleanup(stack.close)
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _prewarmed() -> None:
+def _prewarmed() -> Iterator[None]:
     torch.set_num_threads(1)
     prewarm()
     prewarm(("composer3d.composition.compose", *(f"composer3d_plugins.{name}" for name in PLUGINS)))
+    with leaving_nothing():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _leaving_nothing() -> Iterator[None]:
+    with leaving_nothing():
+        yield
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -9,7 +9,6 @@ import os
 import pickle
 import signal
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from composer3d.processes.temporary_folder import temporary_folder
 from composer3d.runner.failures import FailureReport, wrong_manifest
-from composer3d.runner.lock import PRIVATE, RunLock
+from composer3d.runner.lock import RunLock
 from composer3d.runner.progress import attempt_folder
 from composer3d.runner.rank import rank_main, under_torchrun
 from composer3d.runner.signals import interrupt_once
@@ -124,7 +124,7 @@ def launch_local(
         prewarm()
         refuse_unsafe_fork()
     with ExitStack() as stack:
-        private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PRIVATE, ignore_cleanup_errors=True)))
+        private = stack.enter_context(temporary_folder("launch"))
         lock = stack.enter_context(RunLock(output, attempts=private)) if exclusive else None
         watch = Watch(
             private=private, num_ranks=num_ranks, max_restarts=max_restarts, timeout_s=timeout_s, grace_s=grace_s

@@ -7,9 +7,7 @@ import fcntl
 import json
 import logging
 import os
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -18,10 +16,10 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from composer3d.errors import LockError
+from composer3d.processes.temporary_folder import is_at, remove_if_abandoned
 
-__all__ = ["PRIVATE", "RunLock", "attempts_of"]
+__all__ = ["RunLock", "attempts_of"]
 
-PRIVATE = "composer3d-launch-"  # begins the name of a launcher's own folder in the temporary folder
 _FILE = ".lock"
 _REPLACED = ("manifest.toml", "environment.json")  # are written whole, and read back as the run's own
 _KINDS = MappingProxyType(
@@ -55,7 +53,7 @@ class RunLock:
         output.mkdir(parents=True, exist_ok=True)
         _refuse_obstacles(output)
         self._descriptor = self._acquire(output)
-        _remove_left(_holder(self._path))
+        remove_if_abandoned(Path(str(_holder(self._path).get("attempts") or ".")))  # of a launcher that was killed
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "start": _now(), "attempts": str(attempts or "")}
         os.ftruncate(self._descriptor, 0)
         os.pwrite(self._descriptor, (json.dumps(holder) + "\n").encode(), 0)
@@ -82,7 +80,7 @@ class RunLock:
                     output,
                     error.strerror,
                 )
-            if _is_at(descriptor, self._path):
+            if is_at(descriptor, self._path):
                 return descriptor
             os.close(descriptor)  # the run before removed the file between the two calls
 
@@ -104,7 +102,7 @@ class RunLock:
 
     def release(self) -> None:
         """Remove the file and give the lock up, in the process that took it."""
-        if os.getpid() == self._owner and self._descriptor >= 0 and _is_at(self._descriptor, self._path):
+        if os.getpid() == self._owner and self._descriptor >= 0 and is_at(self._descriptor, self._path):
             try:
                 self._path.unlink(missing_ok=True)
             except OSError as error:  # a folder that became read-only: the kernel's lock ends all the same
@@ -184,23 +182,6 @@ def _is_dead(holder: Mapping[str, Any]) -> bool:
         return Path(f"/proc/{holder['pid']}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     except FileNotFoundError:
         return Path("/proc/self").exists()
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        there = path.stat(follow_symlinks=False)
-    except FileNotFoundError:
-        return False
-    own = os.fstat(descriptor)
-    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _remove_left(holder: Mapping[str, Any]) -> None:
-    """Remove what the launcher before left in the temporary folder, if it was killed there."""
-    attempts = Path(str(holder.get("attempts") or "."))
-    is_private = attempts.parent == Path(tempfile.gettempdir()) and attempts.name.startswith(PRIVATE)
-    if is_private and not attempts.is_symlink():
-        shutil.rmtree(attempts, ignore_errors=True)
 
 
 def _now() -> str:

@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from composer3d.errors import RankError
 from composer3d.processes.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.processes.rendezvous import keep_to_loopback
+from composer3d.processes.temporary_folder import temporary_folder
 
 __all__ = ["run_ranks"]
 
@@ -98,7 +98,7 @@ def run_ranks(
     __tracebackhide__ = True  # pytest shows the rank's traceback, not this function
     refuse_unsafe_fork()
     prewarm()
-    with limit_ranks(world_size, limit=max_ranks), tempfile.TemporaryDirectory(prefix="composer3d-ranks-") as folder:
+    with limit_ranks(world_size, limit=max_ranks), temporary_folder("world") as folder:
         job = _Job(
             function=function,
             args=args,
@@ -106,7 +106,7 @@ def run_ranks(
             timeout_s=timeout_s,
             backend=backend,
             init=init,
-            folder=Path(folder),
+            folder=folder,
         )
         report = _run(job)
         if report:

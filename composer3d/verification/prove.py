@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from composer3d.mesh import Layout, Role
+from composer3d.processes.temporary_folder import temporary_folder
 from composer3d.verification.causes.diagnose import UNREPEATABLE, diagnose
 from composer3d.verification.drawn_steps import drawing_notes
 from composer3d.verification.reached_parameters import Uneven
@@ -51,11 +50,11 @@ def prove(
     Memory: on every rank the model's gradients and parameters in full, twice. Collectives: on real ranks those of the
     composition in each pass, and all-gathers of its tensors.
     """
-    with tempfile.TemporaryDirectory(prefix="composer3d-proof-") as folder:
+    with temporary_folder("proof") as folder:
         session = Session(
             make_subject=make_subject,
             layout=layout,
-            folder=Path(folder),
+            folder=folder,
             num_steps=num_steps,
             passes=passes,
             launch=launch,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.check import Inspection, device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
+from composer3d.processes.temporary_folder import temporary_folder
 from composer3d.verification.manifest_run import read_manifest, subject_of
 from composer3d.verification.prove import prove
 from composer3d.verification.proven_world import ProvenWorld, proven_world
@@ -133,8 +133,7 @@ def verify(
         strict=strict,
         report=report,
     )
-    with tempfile.TemporaryDirectory(prefix="composer3d-verify-") as name:
-        folder = Path(name)
+    with temporary_folder("verify") as folder:
         found = _looked(request, folder)
         problems = tuple(Problem(**problem) for problem in found["problems"])
         if not found["ok"]:

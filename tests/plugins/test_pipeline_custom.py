@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from support.models import Net, composed, mine, padded, seeded
 from support.pipeline_models import Spans, assert_equal_to_one_device, pipelined_step
+from support.temporary_folders import session_folder
 
 import composer3d
 from composer3d import ManifestError
@@ -30,9 +30,7 @@ VEE = """\
 
 def written(text, more=""):
     """Return a manifest's text with the path of a schedule's file; every rank writes its own."""
-    import tempfile
-
-    path = Path(tempfile.mkdtemp()) / "own.csv"
+    path = session_folder() / "own.csv"
     path.write_text(text)
     return f'[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "{path}"\n{more}'
 
@@ -130,9 +128,7 @@ def test_a_file_that_cannot_run(schedule, message):
 
 
 def refusal(schedule, more=""):
-    import tempfile
-
-    folder = Path(tempfile.mkdtemp())
+    folder = session_folder()
     if schedule is not None:
         (folder / "own.csv").write_text(schedule)
     (folder / "run.toml").write_text(

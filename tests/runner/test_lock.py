@@ -231,7 +231,7 @@ def test_where_ranks_leave_their_files_is_found_through_it(tmp_path):
         assert attempts_of(tmp_path) == tmp_path / "elsewhere"
 
 
-@pytest.mark.parametrize(("name", "is_left"), [("composer3d-launch-x", False), ("precious", True)])
+@pytest.mark.parametrize(("name", "is_left"), [("composer3d-launch.a1b2c3d4", False), ("precious", True)])
 def test_what_a_killed_launcher_left_is_removed_and_nothing_else(tmp_path, monkeypatch, name, is_left):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left = tmp_path / name

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
-
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import composer3d
 from composer3d.testing import count_collectives, full, run_ranks
+from support.temporary_folders import session_folder
 
 VOCAB = 11
 
@@ -89,7 +87,7 @@ def mean_loss(logits, targets):
 
 
 def write_manifest(text, name="run.toml"):
-    path = Path(tempfile.mkdtemp()) / name
+    path = session_folder() / name
     path.write_text("composer3d = 1\n" + text)
     return path
 
