@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composer3d import propagation as propagation
     from composer3d import torch_compat as torch_compat
     from composer3d.checking.checked import CheckResult, check
     from composer3d.composition.compose import compose
@@ -200,6 +201,7 @@ __all__ = [
     "on_shares",
     "plan",
     "plugin",
+    "propagation",
     "resolve_reference",
     "run",
     "select_fqns",
@@ -222,8 +224,8 @@ def __getattr__(name: str) -> Any:
         return import_module("composer3d.patterns").select
     if name == "suggest":
         return import_module("composer3d.planning.suggesting.manifest_suggestions").suggest_for
-    if name == "torch_compat":
-        return import_module("composer3d.torch_compat")
+    if name in ("propagation", "torch_compat"):
+        return import_module(f"composer3d.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'composer3d' has no attribute '{name}'")
     return getattr(import_module(f"composer3d.{_HOME[name]}"), name)

@@ -29,6 +29,7 @@ LAYERS = (
     ("registry",),
     ("manifest",),
     ("context",),
+    ("propagation",),
     ("hookspecs", "linear_selection"),
     ("hooks",),
     ("checkpoint",),
@@ -173,7 +174,7 @@ def test_imports_have_no_cycles():
 def test_no_module_hides_a_public_name():
     # Importing a submodule makes it an attribute of the package, in place of the name that is imported when it is used.
     names = {path.stem for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
-    assert names & set(composer3d.__all__) == {"torch_compat"}
+    assert names & set(composer3d.__all__) == {"propagation", "torch_compat"}
 
 
 def test_every_module_name_is_there_once():
@@ -231,6 +232,8 @@ def plugin_of(path: Path) -> str:
 def allowed_in_plugin(item: Import, plugin: str) -> bool:
     if item.module == "composer3d":
         return item.name in composer3d.__all__ or item.name == "torch_compat"
+    if item.module == "composer3d.propagation":
+        return item.name is None or item.name in composer3d.propagation.__all__
     if item.module.startswith("composer3d."):
         return item.module == "composer3d.torch_compat"
     if item.module.split(".")[0] == "composer3d_plugins":

@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from composer3d_plugins.sharding.tensor_parallel import shards
-from composer3d_plugins.sharding.tensor_parallel.decisions import Memory
-from composer3d_plugins.sharding.tensor_parallel.following import Following
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, cut_of
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed, Unplaceable, inside, regroup
+
+from composer3d.propagation import shards
+from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.shards import PropagationError, cut_of
+from composer3d.propagation.view_shapes import Placed, Unplaceable, inside, regroup
 
 B, S, H, E = 2, 3, 4, 6
 DEGREE = 2
@@ -32,7 +33,7 @@ def assert_alike(function, *wholes, parts=None, dim=-1, marks=None, memories=(No
     expected = function(*wholes)
     ranks = list(zip(*(shares(whole, parts, dim, marks) for whole in wholes), strict=True))
     for rank, mine in enumerate(ranks):
-        following = Following(DEGREE, "test", memory=memories[rank])
+        following = Propagation(DEGREE, "test", memory=memories[rank])
         following._meeting._rank = rank
         with following:
             found = function(*mine)
@@ -188,14 +189,14 @@ REFUSED = {
 def test_what_mixes_ranks_is_refused(name):
     function, message = REFUSED[name]
     first, _ = shares(random(2, 3, 8).float())
-    with pytest.raises(Unfollowed) as caught, Following(DEGREE, "test"):
+    with pytest.raises(PropagationError) as caught, Propagation(DEGREE, "test"):
         function(first)
     assert str(caught.value).startswith(f'"test": {message}')
 
 
 def test_code_sees_whole_sizes_inside_and_its_own_outside():
     first, _ = shares(random(2, 3, 8))
-    with Following(DEGREE, "test"):
+    with Propagation(DEGREE, "test"):
         assert first.shape == first.size() == (2, 3, 8) and first.numel() == 48 and first.size(-1) == 8
     assert first.shape == (2, 3, 4)
 

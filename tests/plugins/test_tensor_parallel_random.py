@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.random_functions import draws
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, mark
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 from support.family_models import batch_of, class_loss
 from support.models import mine, write_manifest
 from support.random_blocks import CUT, DRAWING, WHOLE
 from support.tensor_parallel import AUTO
 
 import composer3d
+from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.random_functions import draws
+from composer3d.propagation.shards import PropagationError, mark
+from composer3d.propagation.view_shapes import Placed
 from composer3d.testing import full, run_ranks
 
 SP = "sequence_parallel = true\n"
@@ -133,5 +133,5 @@ def test_what_draws(name):
 
 def test_a_generator_of_the_codes_own_is_refused():
     x = mark(torch.rand(2, 4), placed=Placed(dim=1, parts=(8,)), degree=2)
-    with pytest.raises(Unfollowed, match="it draws from a generator of its own"), Following(2, "test"):
+    with pytest.raises(PropagationError, match="it draws from a generator of its own"), Propagation(2, "test"):
         torch.bernoulli(x, generator=torch.Generator())

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from composer3d_plugins.sharding.tensor_parallel.chains import Flow
 from support.branching_models import FLOWS
 from support.family_models import batch_of, class_loss
 from support.models import mine, write_manifest
 from support.tensor_parallel import AUTO, built, steps_of
 
 import composer3d
+from composer3d.propagation.dry_run.block_flow import Flow
 from composer3d.testing import full, run_ranks
 
 TIGHT = 1e-12

@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer3d import RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.random_functions import site_of
-from composer3d_plugins.sharding.tensor_parallel.shards import Marks, cut_of, strip
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d.propagation import Marks, Placed, cut_of, site_of, strip
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,19 +16,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from composer3d import PluginError, RunContext, torch_compat
+from composer3d.propagation import Call, PropagationError, Traced, blocks_of, kind_of, plain, trace
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
-from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
-from composer3d_plugins.sharding.tensor_parallel.meta_run import Traced, plain, trace
-from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
-from composer3d_plugins.sharding.tensor_parallel.on_meta import gives_features
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, Style, features
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.sequence_plan import along_sequence, with_boundaries, without_sequence
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import first_names, kind_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import first_names, gives_features
 
 __all__ = ["Derived", "derive"]
 
@@ -59,13 +55,13 @@ class Derivation:
     edges: dict[str, set[int]] = field(default_factory=dict)
     fused: dict[str, list[int]] = field(default_factory=dict)
     gathered: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
-    first: dict[str, Unfollowed] = field(default_factory=dict)
+    first: dict[str, PropagationError] = field(default_factory=dict)
 
     def run(self) -> Rehearsal:
         """Return the first run in which every sharded result reaches a layer that contracts it, also in evaluation.
 
         Raises:
-            Unfollowed: The block cannot be run by itself; it names no layers.
+            PropagationError: The block cannot be run by itself; it names no layers.
         """
         for name, module in self.block.named_modules():
             if kind_of(module) in ("linear", "transposed"):
@@ -80,7 +76,7 @@ class Derivation:
             try:
                 rehearsal.follow(self.call, where)
                 evaluated.follow(self.call, where)
-            except Unfollowed as error:
+            except PropagationError as error:
                 if not error.sources:
                     raise
                 self._give_way(error)
@@ -107,7 +103,7 @@ class Derivation:
         self.expanding[name] = (size,)
         self.fused[name] = [n for n in (3, 2) if size % (n * self.degree) == 0]
 
-    def _give_way(self, error: Unfollowed) -> None:
+    def _give_way(self, error: PropagationError) -> None:
         """Take what an error is about for fused projections, or leave it whole."""
         sources = sorted(error.sources & self.expanding.keys())
         assert sources, "whatever is cut comes from a layer that is taken for an expanding one"
@@ -130,7 +126,7 @@ class Derivation:
             if sum(self.expanding[name]) == least:
                 self._leave(name, str(self.first[name]))
 
-    def _gather(self, error: Unfollowed) -> bool:
+    def _gather(self, error: PropagationError) -> bool:
         """Gather the smallest part that an error is about, of a layer of which at most half is gathered then."""
         found: list[tuple[int, str, tuple[int, int]]] = []
         for name, start, stop in error.ranges:
@@ -211,7 +207,7 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
         )
         try:
             found = _with_heads(derivation, _rules_of(derivation))
-        except Unfollowed as error:
+        except PropagationError as error:
             reasons[first or type(model).__name__] = str(error)
             continue
         found |= _multiplied(derivation, found, context, reasons)
@@ -263,7 +259,7 @@ def _with_sequence(
                 read=[name for name, _ in block.named_modules() if derivation._full(name) in derivation.read],
             )
             cut |= set(group)
-        except Unfollowed as error:
+        except PropagationError as error:
             log.info('tensor_parallel leaves the sequence whole in "%s": %s', derivation.fqn, error)
             found = without_sequence(found)
         rules = {**rules, **_named(found, group)}

@@ -8,14 +8,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
-from composer3d_plugins.sharding.tensor_parallel.chains import blocks_of
+from composer3d.propagation import SEQUENCE, Call, PropagationError, Traced, blocks_of, outside, trace
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
-from composer3d_plugins.sharding.tensor_parallel.meta_run import Traced, outside, trace
-from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import sized
-from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Unfollowed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -151,7 +148,7 @@ class Codes:
                 regions=regions,
                 apart=frozenset(apart),
             )
-        except Unfollowed as error:
+        except PropagationError as error:
             if not error.divides:
                 raise PluginError(f"heads do not divide: {error}") from error
             if error.sources - {SEQUENCE}:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PatternError, PluginError, RunContext, select_fqns
+from composer3d.propagation import kind_of
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, Style, resolve
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
 if TYPE_CHECKING:
     from torch import nn

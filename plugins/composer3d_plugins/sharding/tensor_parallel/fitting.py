@@ -15,11 +15,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
-from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
+from composer3d.propagation import Call, PropagationError, Record
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,7 +42,7 @@ def fit(
         apart: FQNs of modules that draw from the sharded stream by their rule.
 
     Raises:
-        Unfollowed: The code does with sharded features what cannot be done with them.
+        PropagationError: The code does with sharded features what cannot be done with them.
     """
     search = Search(block=block, roles=roles, degree=degree, call=call, regions=regions)
     return search.run(Code(apart=apart))
@@ -54,7 +52,7 @@ def fits(block: nn.Module, *, code: Code, roles: Roles, degree: int, call: Call,
     """Return whether code gives the same as if it were propagated, on another call or in evaluation."""
     try:
         search = Search(block=block, roles=roles, degree=degree, call=call, regions={}, training=training)
-    except Unfollowed:
+    except PropagationError:
         return False
     return search.agreeing(code) == search.length
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PluginError
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import attention_sizes, kind_of, parent_of
+from composer3d.propagation import kind_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import attention_sizes, parent_of
 
 if TYPE_CHECKING:
     from torch import nn

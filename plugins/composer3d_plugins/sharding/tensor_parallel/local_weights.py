@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, mark
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d.propagation import Placed, PropagationError, mark
 
 __all__ = ["finding", "tried"]
 
@@ -61,9 +60,9 @@ def tried(module: nn.Module, fqn: str, weights: Mapping[str, Placed], degree: in
     def answer(*args: Any, **kwargs: Any) -> Any:
         try:
             return forward(*args, **kwargs)
-        except Unfollowed:
+        except PropagationError:
             raise
         except Exception as error:  # a model's own code may raise anything
-            raise Unfollowed(f"its code cannot be run by itself ({type(error).__name__}: {error})") from error
+            raise PropagationError(f"its code cannot be run by itself ({type(error).__name__}: {error})") from error
 
     return answer

@@ -16,10 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d import TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.functions import name_of
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, copy_mark, cut_of
-from composer3d_plugins.sharding.tensor_parallel.whole_operands import is_in_place
+from composer3d.propagation import Placed, Propagation, PropagationError, copy_mark, cut_of, is_in_place, mark, name_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +29,7 @@ Span = Callable[..., AbstractContextManager[None]]
 OWN = frozenset("register_hook requires_grad requires_grad_ grad_fn is_leaf retain_grad retains_grad __hash__".split())
 
 
-class _Classes(Following):
+class _Classes(Propagation):
     """Propagates sharded logits.
 
     Args:
@@ -54,9 +51,11 @@ class CutLogits(Tensor):
     composer3d_following: _Classes
 
     @classmethod
-    def of(cls, local: Tensor, mesh: DeviceMesh, span: Span) -> CutLogits:
-        """Return a marked local shard as sharded logits; their loss opens spans around its collectives."""
-        return cls._wrapped(local, _Classes(mesh, span))
+    def of(cls, logits: Any, mesh: DeviceMesh, span: Span) -> CutLogits:
+        """Return a DTensor's local shard as sharded logits; their loss opens spans around its collectives."""
+        local: Tensor = torch_compat.unviewed(logits.to_local())
+        placed = Placed(dim=local.ndim - 1, parts=(logits.shape[-1],))
+        return cls._wrapped(mark(local, placed=placed, degree=mesh.size()), _Classes(mesh, span))
 
     @classmethod
     def _wrapped(cls, local: Tensor, following: _Classes) -> CutLogits:
@@ -84,9 +83,9 @@ class CutLogits(Tensor):
                 if func is F.cross_entropy:
                     return _cross_entropy(following, *args, **options)
                 if is_in_place(name_of(func)):
-                    raise Unfollowed(f'"loss_parallel": {name_of(func)} changes cut logits in place')
+                    raise PropagationError(f'"loss_parallel": {name_of(func)} changes cut logits in place')
                 result = following.run(func, args, options)
-            except Unfollowed as error:
+            except PropagationError as error:
                 raise TransformError(
                     f"{error}; of the losses only cross_entropy works on logits that are cut; leave out loss_parallel"
                 ) from error
@@ -117,12 +116,14 @@ def _cross_entropy(
     assert cut is not None, "it is called with cut logits"
     dim = min(1, input.ndim - 1)
     if cut.placed.dim != dim:
-        raise Unfollowed(f"cross_entropy takes classes along dim {dim}, and the vocabulary is dim {cut.placed.dim}")
+        raise PropagationError(
+            f"cross_entropy takes classes along dim {dim}, and the vocabulary is dim {cut.placed.dim}"
+        )
     if target.is_floating_point() or (weight is not None and label_smoothing):
         what = "class weights and label smoothing together" if weight is not None else "probabilities as targets"
-        raise Unfollowed(f"cross_entropy with {what} needs whole logits")
+        raise PropagationError(f"cross_entropy with {what} needs whole logits")
     if size_average is not None or reduce is not None:
-        raise Unfollowed("cross_entropy knows size_average and reduce no more; use reduction")
+        raise PropagationError("cross_entropy knows size_average and reduce no more; use reduction")
     losses = _Losses.apply(input.movedim(dim, -1), target, ignore_index, label_smoothing, following)
     weights = (target != ignore_index).to(losses.dtype)
     if weight is not None:

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from composer3d.propagation import Placed, Ranges
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rules, features
-from composer3d_plugins.sharding.tensor_parallel.shards import Ranges
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
 
 if TYPE_CHECKING:
     from torch import nn

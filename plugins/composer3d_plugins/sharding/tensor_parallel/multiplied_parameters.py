@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from composer3d import RunContext, torch_compat
+from composer3d.propagation import Call, Marks, Placed, PropagationError, kind_of
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.local_weights import finding
-from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Rules
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
-from composer3d_plugins.sharding.tensor_parallel.shards import Marks, Unfollowed
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute, kind_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -105,10 +103,10 @@ class WeightSearch:
         self,
         wanted: dict[str, Placed],
         name: str,
-        error: Unfollowed,
+        error: PropagationError,
         shapes: Mapping[str, tuple[int, ...]],
         others: Collection[str],
-    ) -> tuple[dict[str, Placed], Unfollowed | None]:
+    ) -> tuple[dict[str, Placed], PropagationError | None]:
         """Shard parameters that a sharded activation is summed with, one after another, as far as that helps."""
         for other in others:
             for placed in self._places(shapes[other]):
@@ -129,21 +127,21 @@ class WeightSearch:
                 if size % (count * self.degree) == 0:
                     yield Placed(dim=dim, parts=(size // count,) * count)
 
-    def _error(self, weights: Mapping[str, Placed], name: str) -> Unfollowed | None:
+    def _error(self, weights: Mapping[str, Placed], name: str) -> PropagationError | None:
         """Return what a block with these weights does that cannot be; None if nothing."""
         self.num_runs += 1
         if self.num_runs > MOST_RUNS:
-            return Unfollowed("it has too many parameters to try")
+            return PropagationError("it has too many parameters to try")
         for training in (True, False):
             roles = replace(self.roles, weights=weights)
             rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=roles, training=training)
             try:
                 rehearsal.follow(self.call, self.where)
-            except Unfollowed as error:
+            except PropagationError as error:
                 error.step = len(rehearsal.record.entries)
                 return error
             if name not in rehearsal.products.summed & rehearsal.products.multiplied:
-                return Unfollowed("nothing sums over what it is multiplied with")
+                return PropagationError("nothing sums over what it is multiplied with")
         return None
 
 

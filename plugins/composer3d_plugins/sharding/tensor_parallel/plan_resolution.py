@@ -7,16 +7,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import PluginError, RunContext, select_fqns
+from composer3d.propagation import Kind, Placed, Ranges, kind_of
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import parts_of
-from composer3d_plugins.sharding.tensor_parallel.shards import Ranges
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import (
-    Kind,
-    attention_sizes,
-    first_names,
-    kind_of,
-    parent_of,
-)
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import attention_sizes, first_names, parent_of
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
+from composer3d.propagation import kind_of
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.block_code import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared, is_by_others
@@ -22,7 +23,7 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import (
 )
 from composer3d_plugins.sharding.tensor_parallel.sequence_plan import without_sequence
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import unread_names
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import cut_of_weight, kind_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import cut_of_weight
 
 if TYPE_CHECKING:
     from torch import nn

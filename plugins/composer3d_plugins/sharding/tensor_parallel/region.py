@@ -11,8 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.shards import cut_of, strip
+from composer3d.propagation import activation_of, cut_of, replaced, strip
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -11,18 +11,31 @@ import torch
 from torch import Tensor, nn
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.contractions import Products
-from composer3d_plugins.sharding.tensor_parallel.following import Following
+from composer3d.propagation import (
+    SEQUENCE,
+    SMALL,
+    Call,
+    Placed,
+    Products,
+    Propagation,
+    PropagationError,
+    Record,
+    Recorder,
+    activation_of,
+    cut_of,
+    first_of,
+    in_mode,
+    kind_of,
+    mark,
+    on_meta,
+    patched,
+    replaced,
+    unmark,
+    unseen,
+)
 from composer3d_plugins.sharding.tensor_parallel.local_weights import tried
-from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
-from composer3d_plugins.sharding.tensor_parallel.meta_run import Recorder
-from composer3d_plugins.sharding.tensor_parallel.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
-from composer3d_plugins.sharding.tensor_parallel.on_meta import in_mode, on_meta, patched, unseen
-from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Unfollowed, cut_of, mark, unmark
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
 
 __all__ = ["Rehearsal", "sized"]
 
@@ -60,31 +73,31 @@ class Rehearsal:
     # What gathered modules are given, and what it was gathered from.
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _has_values: bool = False
-    _following: Following | None = None
+    _following: Propagation | None = None
     _recorder: Recorder | None = None
 
     def follow(self, call: Call, where: str) -> None:
         """Run with sharded tensors propagated.
 
         Raises:
-            Unfollowed: The code does with sharded features what cannot be done with them.
+            PropagationError: The code does with sharded features what cannot be done with them.
         """
         self._has_values = call.has_values
         call = self._marked(call.fresh())
-        self._following = Following(self.degree, where, record=self.record)
+        self._following = Propagation(self.degree, where, record=self.record)
         self.products = self._following.products
         try:
             with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._following:
                 output = on_meta(self.block, call)
-        except Unfollowed:
+        except PropagationError:
             raise
         except Exception as error:  # a model's own code may raise anything
             text = str(error).partition("\n")[0]
-            raise Unfollowed(f"its code cannot be run by itself ({type(error).__name__}: {text})") from error
+            raise PropagationError(f"its code cannot be run by itself ({type(error).__name__}: {text})") from error
         for leaf in torch_compat.tree_leaves(output):
             cut = cut_of(leaf)
             if cut is not None and cut.sources != {SEQUENCE}:
-                raise Unfollowed("its result leaves the block", sources=cut.sources)
+                raise PropagationError("its result leaves the block", sources=cut.sources)
         if self.roles.sequence_dim is not None:
             self._refuse_outputs(output)
 
@@ -94,9 +107,9 @@ class Rehearsal:
         for leaf in torch_compat.tree_leaves(output):
             if (cut_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):
                 what = "whole" if leaf is first else "cut along the sequence beside its activation"
-                raise Unfollowed(f"it returns a tensor that is {what}", sources=frozenset({SEQUENCE}))
+                raise PropagationError(f"it returns a tensor that is {what}", sources=frozenset({SEQUENCE}))
         if not isinstance(first, Tensor):
-            raise Unfollowed("it returns no activation first", sources=frozenset({SEQUENCE}))
+            raise PropagationError("it returns no activation first", sources=frozenset({SEQUENCE}))
 
     def run_as(self, code: Code, call: Call) -> None:
         """Run with tensors of a rank's size; raises whatever the code raises then."""
@@ -119,7 +132,7 @@ class Rehearsal:
                 call = Call(args=args, kwargs=kwargs)
                 if activation_of(args, kwargs) is not None:
                     call = self._marked(call, is_share=True)
-            self._following, recorder.is_paused = Following(self.degree, fqn, record=self.record), True
+            self._following, recorder.is_paused = Propagation(self.degree, fqn, record=self.record), True
             try:
                 with self._following:
                     output = forward(*call.args, **call.kwargs)
@@ -130,7 +143,7 @@ class Rehearsal:
                     unmark(leaf)
                 for leaf in torch_compat.tree_leaves(output):
                     if (cut := cut_of(leaf)) is not None and not cut.is_sequence:
-                        raise Unfollowed("its result leaves the module", sources=cut.sources)
+                        raise PropagationError("its result leaves the module", sources=cut.sources)
                     unmark(leaf)
             return output
 
@@ -143,7 +156,7 @@ class Rehearsal:
 
         def cut(x: Tensor) -> Tensor:
             if not is_share and x.shape[dim] % self.degree:
-                raise Unfollowed(f"a sequence of {x.shape[dim]} does not divide by tp = {self.degree}")
+                raise PropagationError(f"a sequence of {x.shape[dim]} does not divide by tp = {self.degree}")
             share = x if is_share else x.narrow(dim, 0, x.shape[dim] // self.degree)
             placed = Placed(dim=dim, parts=(share.shape[dim] * self.degree,))
             return mark(share, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
@@ -233,7 +246,7 @@ class Rehearsal:
             with torch_compat.without_torch_functions():
                 sources = cut.sources if cut is not None else frozenset()
                 if not contracts and sources - {SEQUENCE}:
-                    raise Unfollowed(
+                    raise PropagationError(
                         f'"{fqn}" is not given all of a dim that it does not sum over', sources=frozenset({fqn})
                     )
                 if contracts and cut is not None:
@@ -264,7 +277,7 @@ class Rehearsal:
         if is_whole or any(whole is x for whole, _ in self._wholes):
             return shape
         if followed and cut is not None and cut.placed.dim != dim:
-            raise Unfollowed("it works along the sequence", sources=frozenset({SEQUENCE}))
+            raise PropagationError("it works along the sequence", sources=frozenset({SEQUENCE}))
         shape[dim] *= self.degree
         return shape
 
@@ -289,7 +302,7 @@ class Rehearsal:
         if is_whole:
             return _differentiable(shape, x)
         if shape[dim] % self.degree:
-            raise Unfollowed(f'"{fqn}" gives a sequence of {shape[dim]}', sources=frozenset({SEQUENCE}))
+            raise PropagationError(f'"{fqn}" gives a sequence of {shape[dim]}', sources=frozenset({SEQUENCE}))
         size = shape[dim]
         shape[dim] //= self.degree
         result = _differentiable(shape, x)
@@ -345,9 +358,11 @@ class Rehearsal:
         cuts = [cut_of(x) for x in given]
         found = tuple(cut is not None for cut in cuts)
         if any(cut is not None and (cut.placed.dim != dim or not cut.is_sequence) for cut in cuts):
-            raise Unfollowed(f'"{fqn}" is given something else than a cut sequence', sources=frozenset({SEQUENCE}))
+            raise PropagationError(
+                f'"{fqn}" is given something else than a cut sequence', sources=frozenset({SEQUENCE})
+            )
         if self.given.setdefault(fqn, found) != found:
-            raise Unfollowed(f'"{fqn}" is given cut sequences and whole ones', sources=frozenset({SEQUENCE}))
+            raise PropagationError(f'"{fqn}" is given cut sequences and whole ones', sources=frozenset({SEQUENCE}))
         return found
 
 
@@ -380,6 +395,6 @@ def _replaced(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     """Change the activation that a block takes."""
     key = activation_of(call.args, call.kwargs)
     if key is None:
-        raise Unfollowed("it takes no activation with a sequence", sources=frozenset({SEQUENCE}))
+        raise PropagationError("it takes no activation with a sequence", sources=frozenset({SEQUENCE}))
     args, kwargs = replaced(call.args, call.kwargs, key, change)
     return replace(call, args=args, kwargs=kwargs)

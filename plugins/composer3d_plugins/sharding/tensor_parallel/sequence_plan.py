@@ -8,13 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from composer3d_plugins.sharding.tensor_parallel.chains import Flow
-from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
+from composer3d.propagation import VALUES, Call, Flow, PropagationError, device_of
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
-from composer3d_plugins.sharding.tensor_parallel.on_meta import VALUES, device_of
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, Style
 from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -53,7 +50,7 @@ def along_sequence(
         read: Modules whose parameters code outside of them reads.
 
     Raises:
-        Unfollowed: Something in the block needs what cannot be gathered.
+        PropagationError: Something in the block needs what cannot be gathered.
     """
 
     def followed(rules: Rules, call: Call) -> Rules:
@@ -63,18 +60,18 @@ def along_sequence(
 
     whole = {name: _whole(rule) for name, rule in rules.items()}
     # Experts that pick their tokens can be given the full sequence; which code does so shows with values alone.
-    first: Unfollowed | None = None
+    first: PropagationError | None = None
     for chosen in (rules, whole):
         try:
             return followed(chosen, call)
-        except Unfollowed as error:
+        except PropagationError as error:
             first = first or error
     assert first is not None, "both ways have failed"
     if VALUES not in str(first):
         raise first
     try:
         return followed(rules, call.with_values(device_of(block)))
-    except Unfollowed:
+    except PropagationError:
         raise first from None
 
 

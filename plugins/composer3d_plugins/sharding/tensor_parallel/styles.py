@@ -24,21 +24,29 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from composer3d import RunContext, TransformError, torch_compat
+from composer3d.propagation import (
+    SEQUENCE,
+    Marks,
+    Placed,
+    PropagatedModule,
+    activation_of,
+    cut_of,
+    eagerly,
+    kind_of,
+    replaced,
+    site_of,
+    strip,
+)
 from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
-from composer3d_plugins.sharding.tensor_parallel.followed import Followed
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
-from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, replaced
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import place_weights
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.plan_sources import Made
-from composer3d_plugins.sharding.tensor_parallel.random_functions import eagerly, site_of
 from composer3d_plugins.sharding.tensor_parallel.region import Region
-from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Marks, cut_of, mark, strip
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute, kind_of
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -154,7 +162,7 @@ class Applier:
                 self._draw_apart(fqn, held[fqn])
         for fqn in self.made.followed:
             if fqn in held and next(held[fqn].parameters(), None) is not None:
-                Followed(held[fqn], fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context)
+                PropagatedModule(held[fqn], fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context)
 
     def _cut_around(self, fqn: str) -> int | None:
         """Return the dim along which the activation is sharded that a propagated module takes."""
@@ -275,14 +283,11 @@ class Applier:
         cut = self._cut(rule)
         module.register_forward_pre_hook(lambda module, args: (self._activations.share(args[0], cut), *args[1:]))
         if self.loss_parallel:
-            module.register_forward_hook(lambda module, args, output: self._cut_logits(output))
+            module.register_forward_hook(
+                lambda module, args, output: CutLogits.of(output, self.mesh, self.context.span)
+            )
         else:
             module.register_forward_hook(lambda module, args, output: self._activations.unwrap(output, None))
-
-    def _cut_logits(self, output: Any) -> CutLogits:
-        local: Tensor = torch_compat.unviewed(output.to_local())
-        placed = Placed(dim=local.ndim - 1, parts=(output.shape[-1],))
-        return CutLogits.of(mark(local, placed=placed, degree=self.mesh.size()), self.mesh, self.context.span)
 
     def _attention(self, fqn: str, module: Any) -> None:
         """Shard torch's attention module along its heads: w_(3D)D per part, output projection w_D(D/T)."""

@@ -14,9 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.meta_run import trace
-from composer3d_plugins.sharding.tensor_parallel.on_meta import on_meta, patched
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
+from composer3d.propagation import kind_of, on_meta, patched, trace
 
 __all__ = ["owner_of", "unread_names"]
 

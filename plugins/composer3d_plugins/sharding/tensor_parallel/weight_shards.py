@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import Role, RunContext
+from composer3d.propagation import Call, kind_of, on_meta
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -15,37 +16,19 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttentionSizes",
-    "Kind",
     "attention_sizes",
     "cut_of_weight",
     "distribute",
     "first_names",
+    "gives_features",
     "head_counts",
-    "kind_of",
     "parent_of",
 ]
-
-Kind = Literal["linear", "transposed", "embedding", "other"]
 
 # What the attention modules of common code bases call these.
 HEADS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead", "heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "kv_heads", "num_key_value_head")
 HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_kv")
-
-
-def kind_of(module: Any) -> Kind:
-    """Return the kind of a module's weight: w_OI of a linear layer, w_IO of GPT-2's Conv1D, or rows to look up.
-
-    A weight that is computed from other parameters, as parametrisations do, is none that can be sharded.
-    """
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2:
-        return "other"
-    if hasattr(module, "in_features") and hasattr(module, "out_features"):
-        return "linear"
-    if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim"):
-        return "embedding"
-    return "transposed" if hasattr(module, "nf") and weight.shape[1] == module.nf else "other"
 
 
 def cut_of_weight(
@@ -54,6 +37,21 @@ def cut_of_weight(
     """Return the dim along which a linear layer's weight is sharded, and the lengths of every rank's runs."""
     dim = int((along == "inputs") == (kind_of(module) == "linear"))
     return dim, tuple(size // degree for size in parts or (module.weight.shape[dim],))
+
+
+def gives_features(module: Any) -> bool:
+    """Return whether a linear layer gives one tensor of its features; a router that is one may give something else."""
+    rows, columns = module.weight.shape
+    inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
+    import torch
+    from torch import Tensor
+
+    x = torch.empty(2, inputs, dtype=module.weight.dtype, device="meta")
+    try:
+        result = on_meta(module, Call(args=(x,), kwargs={}))
+    except Exception:  # a layer of the model's own may raise anything
+        return False
+    return isinstance(result, Tensor) and result.shape == (2, outputs)
 
 
 def first_names(model: nn.Module, context: RunContext) -> dict[str, str]:

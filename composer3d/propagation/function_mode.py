@@ -20,10 +20,11 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.contractions import Products, bias_of, keep_weight, summed_size
-from composer3d_plugins.sharding.tensor_parallel.decisions import Decision, Memory
-from composer3d_plugins.sharding.tensor_parallel.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
-from composer3d_plugins.sharding.tensor_parallel.functions import (
+from composer3d.propagation.contractions import Products, bias_of, keep_weight, summed_size
+from composer3d.propagation.decision_cache import Decision, Memory
+from composer3d.propagation.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
+from composer3d.propagation.dry_run.meta_records import Record
+from composer3d.propagation.function_dims import (
     CASTS,
     EXPANDS,
     SIZES,
@@ -34,27 +35,26 @@ from composer3d_plugins.sharding.tensor_parallel.functions import (
     name_of,
     narrowed,
 )
-from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
-from composer3d_plugins.sharding.tensor_parallel.random_functions import Drawing, draws
-from composer3d_plugins.sharding.tensor_parallel.result_shards import marked, pair
-from composer3d_plugins.sharding.tensor_parallel.shards import (
+from composer3d.propagation.random_functions import Drawing, draws
+from composer3d.propagation.result_shards import marked, pair
+from composer3d.propagation.shards import (
     Cut,
-    Unfollowed,
+    PropagationError,
     cut_of,
     cuts_in,
     ranges_of,
     run_of,
 )
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Indivisible, Placed, Unplaceable, inside, regroup
-from composer3d_plugins.sharding.tensor_parallel.whole_operands import Meeting, is_in_place
+from composer3d.propagation.view_shapes import Indivisible, Placed, Unplaceable, inside, regroup
+from composer3d.propagation.whole_operands import Meeting, is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Following"]
+__all__ = ["Propagation"]
 
 
-class Following(TorchFunctionMode):
+class Propagation(TorchFunctionMode):
     """Propagates sharded tensors through torch functions while it is entered.
 
     Args:
@@ -135,7 +135,7 @@ class Following(TorchFunctionMode):
         """Run one function; where nothing is sharded, as it is.
 
         Raises:
-            Unfollowed: It cannot be run on local shards.
+            PropagationError: It cannot be run on local shards.
         """
         cuts = cuts_in(args, options)
         if not cuts:
@@ -156,7 +156,7 @@ class Following(TorchFunctionMode):
             return self._run(func, name, args, options, [cut for cut in cuts if not cut.is_sequence])
         try:
             return self._run(func, name, args, options, cuts)
-        except Unfollowed:
+        except PropagationError:
             if not along or (is_in_place(name) and cut_of(args[0]) is not None):
                 raise
         # It needs the full sequence, and does the same with it on all ranks.
@@ -169,14 +169,16 @@ class Following(TorchFunctionMode):
         """All-gather arguments that are sharded along the sequence."""
         first = cut_of(args[0]) if args else None
         if is_in_place(name) and first is not None and first.is_sequence:
-            raise Unfollowed(f'"{self._where}": {name} writes cut features along a cut sequence', sources=first.sources)
+            raise PropagationError(
+                f'"{self._where}": {name} writes cut features along a cut sequence', sources=first.sources
+            )
 
         def gather(value: Any) -> Any:
             cut = cut_of(value)
             if cut is None or not cut.is_sequence:
                 return value
             if len(set(cut.placed.parts)) > 1:
-                raise Unfollowed(f'"{self._where}": {name} on a sequence cut in parts', sources=cut.sources)
+                raise PropagationError(f'"{self._where}": {name} on a sequence cut in parts', sources=cut.sources)
             return self._meeting.gathered(value, cut.placed, is_summed=is_summed)
 
         with torch_compat.without_torch_functions():
@@ -193,7 +195,7 @@ class Following(TorchFunctionMode):
                     self._forget()
                     return self._meeting.reduced(self._local(func, args, options))
                 if is_in_place(name) and cut_of(args[0]) is None:
-                    raise Unfollowed("it writes them into a tensor that is whole")
+                    raise PropagationError("it writes them into a tensor that is whole")
                 whole = self._on_shadows(func, name, args, options)
                 placed = {id(leaf): (leaf.ndim, cut.placed) for leaf in leaves if (cut := cut_of(leaf)) is not None}
                 args, options = self._meeting.prepare(name, args, options, placed)
@@ -201,9 +203,9 @@ class Following(TorchFunctionMode):
                     result = self._on_shares(func, name, args, options, whole, cuts)
                 keep_weight(result, cuts, leaves)
                 return result
-        except (Unplaceable, Unfollowed) as error:
-            edge = error.edge if isinstance(error, Unfollowed) else None
-            raise Unfollowed(
+        except (Unplaceable, PropagationError) as error:
+            edge = error.edge if isinstance(error, PropagationError) else None
+            raise PropagationError(
                 f'"{self._where}": {name} on cut features: {error}',
                 sources=sources,
                 edge=edge,
@@ -213,7 +215,7 @@ class Following(TorchFunctionMode):
             ) from None
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
-            raise Unfollowed(
+            raise PropagationError(
                 f'"{self._where}": {name} does not work on cut features ({text})',
                 sources=sources,
                 ranges=ranges_of(cuts),
@@ -227,7 +229,7 @@ class Following(TorchFunctionMode):
         if not draws(name, args, options):
             return contextlib.nullcontext()
         if options.get("generator") is not None:
-            raise Unfollowed("it draws from a generator of its own, which is in the same state on all ranks")
+            raise PropagationError("it draws from a generator of its own, which is in the same state on all ranks")
         self._num_draws += 1
         return contextlib.nullcontext() if self.drawing is None else self.drawing.sharded(placed)
 
@@ -245,7 +247,7 @@ class Following(TorchFunctionMode):
         if name in CONVOLUTIONS and (convolved := self._convolved(func, args, options, whole, cuts)) is not None:
             return convolved
         if any(mixes(name, args, options, ndim=cut.shadow.ndim, dim=cut.placed.dim) for cut in cuts):
-            raise Unfollowed("it goes along the dim that is cut")
+            raise PropagationError("it goes along the dim that is cut")
         x, cut = args[0] if args else None, cut_of(args[0]) if args else None
         if cut is not None and isinstance(x, Tensor):
             if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == cut.shadow.numel():
@@ -276,7 +278,7 @@ class Following(TorchFunctionMode):
     @property
     def _hidden(self) -> type[TorchFunctionMode]:
         """Modes that do not see work on local shards; those of others see runs, and no rehearsal."""
-        return TorchFunctionMode if self.mesh is None else Following
+        return TorchFunctionMode if self.mesh is None else Propagation
 
     def _local(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         return torch_compat.call_beside(self._hidden, func, args, options)
@@ -319,7 +321,7 @@ class Following(TorchFunctionMode):
         if share is None:
             size = cut.shadow.shape[cut.placed.dim]
             edge = cut.features(start, stop)
-            raise Unfollowed(f"{start}:{stop} of {size} is no whole part", sources=cut.sources, edge=edge)
+            raise PropagationError(f"{start}:{stop} of {size} is no whole part", sources=cut.sources, edge=edge)
         first, last, parts = share
         piece, placed = x.narrow(cut.placed.dim, first, last - first), Placed(dim=cut.placed.dim, parts=parts)
         if len(set(parts)) == 1 and cut.is_gathered(start, stop):
@@ -342,7 +344,7 @@ class Following(TorchFunctionMode):
         """Gate the first half of the sharded dim by the second, which have to be two parts."""
         half = whole.shape[cut.placed.dim]
         if cut.placed.parts != (half, half):
-            raise Unfollowed(
+            raise PropagationError(
                 "its halves are no parts", sources=cut.sources, edge=(cut.start, cut.start + half * cut.scale)
             )
         return marked(func(*args, **options), whole, Placed(dim=cut.placed.dim, parts=(half,)), cut.sources)
@@ -356,7 +358,7 @@ class Following(TorchFunctionMode):
         if isinstance(entry, slice) and entry != slice(None):
             start, stop, step = entry.indices(cut.shadow.shape[cut.placed.dim])
             if step != 1:
-                raise Unfollowed("it takes a step along the dim that is cut")
+                raise PropagationError("it takes a step along the dim that is cut")
             shape = list(cut.shadow.shape)
             shape[cut.placed.dim] = stop - start
             taken = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
@@ -366,7 +368,7 @@ class Following(TorchFunctionMode):
             run, x = run_of(x, taken, cut.placed.dim), taken
             entries[position or 0] = slice(None)
         elif isinstance(entry, Tensor | int | list):
-            raise Unfollowed("it picks elements along the dim that is cut")
+            raise PropagationError("it picks elements along the dim that is cut")
         if not any(isinstance(entry, Tensor | list) for entry in entries):
             dim = cut.placed.dim
             self._work = lambda func, args, options: (args[0] if run is None else args[0].narrow(dim, *run))[
@@ -381,7 +383,7 @@ class Following(TorchFunctionMode):
         entries = list(index) if isinstance(index, tuple) else [index]
         at = next((at for at, dim in dims_of(entries, ndim).items() if dim == cut.placed.dim), None)
         if (at is not None and entries[at] != slice(None)) or any(isinstance(entry, Tensor) for entry in entries):
-            raise Unfollowed("it writes into some of the dim that is cut")
+            raise PropagationError("it writes into some of the dim that is cut")
 
 
 def _shadow(value: Any) -> Any:

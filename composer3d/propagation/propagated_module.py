@@ -6,22 +6,23 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from composer3d import RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.decisions import Memory
-from composer3d_plugins.sharding.tensor_parallel.following import Following
-from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, replaced
-from composer3d_plugins.sharding.tensor_parallel.random_functions import Drawing, eagerly
-from composer3d_plugins.sharding.tensor_parallel.shards import SEQUENCE, Marks, cut_of, cuts_in, unmark
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d import torch_compat
+from composer3d.context import RunContext
+from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.module_calls import activation_of, replaced
+from composer3d.propagation.random_functions import Drawing, eagerly
+from composer3d.propagation.shards import SEQUENCE, Marks, cut_of, cuts_in, unmark
+from composer3d.propagation.view_shapes import Placed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Followed"]
+__all__ = ["PropagatedModule"]
 
 
-class Followed:
+class PropagatedModule:
     """A module whose code is propagated.
 
     The code may have a part of it recomputed in the backward, by torch.utils.checkpoint, when nothing around it is at
@@ -37,7 +38,7 @@ class Followed:
     def __init__(self, module: nn.Module, fqn: str, *, mesh: DeviceMesh, cut: int | None, context: RunContext) -> None:
         self._fqn, self._mesh, self._cut, self._context = fqn, mesh, cut, context
         self._memory, self._marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
-        self._at_work: Following | None = None
+        self._at_work: Propagation | None = None
         for name, inner in module.named_modules():
             inner.forward = self._inside(inner.forward, f"{fqn}.{name}") if name else self._around(inner.forward)
 
@@ -72,7 +73,7 @@ class Followed:
 
     def _follow(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before, drawing = self._at_work, Drawing(self._context, fqn)
-        following = Following(self._mesh.size(), self._fqn, mesh=self._mesh, drawing=drawing, memory=self._memory)
+        following = Propagation(self._mesh.size(), self._fqn, mesh=self._mesh, drawing=drawing, memory=self._memory)
         self._at_work = following
         try:
             with following:

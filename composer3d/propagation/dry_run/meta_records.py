@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.functions import EXPANDS, SPLITS, VIEWS, name_of
-from composer3d_plugins.sharding.tensor_parallel.random_functions import draws
+from composer3d.propagation.function_dims import EXPANDS, SPLITS, VIEWS, name_of
+from composer3d.propagation.random_functions import draws
 
 __all__ = ["Record"]
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from composer3d import TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.module_calls import SMALL, Call
-from composer3d_plugins.sharding.tensor_parallel.shards import Unfollowed, cut_of
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
+from composer3d import torch_compat
+from composer3d.errors import TransformError
+from composer3d.propagation.module_calls import SMALL, Call
+from composer3d.propagation.shards import PropagationError, cut_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
 
-__all__ = ["VALUES", "device_of", "gives_features", "in_mode", "on_meta", "patched", "unseen"]
+__all__ = ["VALUES", "device_of", "in_mode", "on_meta", "patched", "unseen"]
 
 VALUES = "it does what depends on values, of which a rank has a share"
 
@@ -109,18 +109,6 @@ def _replaced_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> Itera
             each.update(own)
 
 
-def gives_features(module: Any) -> bool:
-    """Return whether a linear layer gives one tensor of its features; a router that is one may give something else."""
-    rows, columns = module.weight.shape
-    inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
-    x = torch.empty(2, inputs, dtype=module.weight.dtype, device="meta")
-    try:
-        result = on_meta(module, Call(args=(x,), kwargs={}))
-    except Exception:  # a layer of the model's own may raise anything
-        return False
-    return isinstance(result, Tensor) and result.shape == (2, outputs)
-
-
 def unseen(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a forward for a run on meta of a module that may look at values, as experts do that pick their tokens.
 
@@ -139,7 +127,7 @@ def unseen(forward: Callable[..., Any]) -> Callable[..., Any]:
             with torch_compat.without_torch_functions():
                 cut = next((cut for leaf in given if (cut := cut_of(leaf)) is not None), None)
                 if cut is not None:
-                    raise Unfollowed(VALUES, sources=cut.sources) from error
+                    raise PropagationError(VALUES, sources=cut.sources) from error
                 return torch.empty_like(first, requires_grad=True).clone()
 
     return answer

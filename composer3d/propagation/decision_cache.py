@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.shards import ATTRIBUTE, Cut, cut_of
+from composer3d.propagation.shards import ATTRIBUTE, Cut, cut_of
 
 __all__ = ["Decision", "Memory"]
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from composer3d import TransformError, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d import torch_compat
+from composer3d.errors import TransformError
+from composer3d.propagation.view_shapes import Placed
 
 __all__ = [
     "ATTRIBUTE",
@@ -18,7 +19,7 @@ __all__ = [
     "Cut",
     "Marks",
     "Ranges",
-    "Unfollowed",
+    "PropagationError",
     "common_parts",
     "copy_mark",
     "cut_of",
@@ -75,7 +76,7 @@ class Cut:
         return any(one <= first and last <= other for one, other in self.whole)
 
 
-class Unfollowed(TransformError):
+class PropagationError(TransformError):
     """A function mixes features that different ranks hold.
 
     Args:
@@ -227,11 +228,11 @@ def common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
     """Return the parts of a result's sharded dim, in which its operands have to agree."""
     found = {cut.placed.parts for cut in cuts if sum(cut.placed.parts) == size}
     if len(found) > 1:
-        raise Unfollowed(f"what it joins is cut in different parts: {sorted(found)}")
+        raise PropagationError(f"what it joins is cut in different parts: {sorted(found)}")
     if found:
         return found.pop()
     if any(len(cut.placed.parts) > 1 for cut in cuts):
-        raise Unfollowed("it changes the size of a dim that is cut in parts")
+        raise PropagationError("it changes the size of a dim that is cut in parts")
     return (size,)
 
 

@@ -15,13 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from composer3d import PluginError, RunContext, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.chains import Flow
-from composer3d_plugins.sharding.tensor_parallel.meta_records import Record
-from composer3d_plugins.sharding.tensor_parallel.module_calls import Call
-from composer3d_plugins.sharding.tensor_parallel.on_meta import device_of, on_meta, patched, unseen
-from composer3d_plugins.sharding.tensor_parallel.reads import Reads
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
+from composer3d import torch_compat
+from composer3d.context import RunContext
+from composer3d.errors import PluginError
+from composer3d.propagation.dry_run.block_flow import Flow
+from composer3d.propagation.dry_run.meta_forward import device_of, on_meta, patched, unseen
+from composer3d.propagation.dry_run.meta_records import Record
+from composer3d.propagation.dry_run.parameter_reads import Reads
+from composer3d.propagation.module_calls import Call
+from composer3d.propagation.module_kinds import kind_of
 
 __all__ = ["Recorder", "Traced", "outside", "plain", "trace"]
 

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.tensor_parallel.functions import JOINS
-from composer3d_plugins.sharding.tensor_parallel.shards import (
+from composer3d.propagation.function_dims import JOINS
+from composer3d.propagation.shards import (
     ATTRIBUTE,
     Cut,
+    PropagationError,
     Ranges,
-    Unfollowed,
     common_parts,
     sources_of,
 )
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d.propagation.view_shapes import Placed
 
 __all__ = ["marked", "pair"]
 
@@ -34,11 +34,11 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
         degree: Ranks along tp.
 
     Raises:
-        Unfollowed: The results do not differ by one dim that is `degree` times as long in the whole.
+        PropagationError: The results do not differ by one dim that is `degree` times as long in the whole.
     """
     shares, wholes = torch_compat.tree_leaves(share), torch_compat.tree_leaves(whole)
     if len(shares) != len(wholes):
-        raise Unfollowed("it takes the dim that is cut apart")
+        raise PropagationError("it takes the dim that is cut apart")
     for one, other in zip(shares, wholes, strict=True):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             continue
@@ -46,10 +46,10 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
         if not differing:
             if name.startswith("new_"):
                 continue
-            raise Unfollowed("it mixes the features of all ranks")
+            raise PropagationError("it mixes the features of all ranks")
         dim = differing[0]
         if one.ndim != other.ndim or len(differing) > 1 or one.shape[dim] * degree != other.shape[dim]:
-            raise Unfollowed(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
+            raise PropagationError(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
         joined = name in JOINS and all(cut.placed.dim == dim for cut in cuts) and len(cuts) > 1
         parts = (
             tuple(part for cut in cuts for part in cut.placed.parts)

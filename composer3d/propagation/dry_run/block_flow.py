@@ -14,10 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from composer3d import RunContext, TransformError, select_fqns, torch_compat
-from composer3d_plugins.sharding.tensor_parallel.functions import SIZES, name_of
-from composer3d_plugins.sharding.tensor_parallel.module_calls import activation_of, first_of
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import kind_of
+from composer3d import torch_compat
+from composer3d.context import RunContext
+from composer3d.errors import TransformError
+from composer3d.patterns import select as select_fqns
+from composer3d.propagation.function_dims import SIZES, name_of
+from composer3d.propagation.module_calls import activation_of, first_of
+from composer3d.propagation.module_kinds import kind_of
 
 __all__ = ["Flow", "blocks_of"]
 

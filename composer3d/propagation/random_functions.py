@@ -11,8 +11,8 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from composer3d import RunContext
-from composer3d_plugins.sharding.tensor_parallel.view_shapes import Placed
+from composer3d.context import RunContext
+from composer3d.propagation.view_shapes import Placed
 
 __all__ = ["Drawing", "draws", "eagerly", "site_of"]
 

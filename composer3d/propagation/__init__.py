@@ -1,0 +1,82 @@
+"""Propagation of shards through a model's own code: global sizes to the code, a placement per mesh axis to tensors.
+
+`Propagation` is a mode of torch functions. While it is entered, a tensor that carries a mark is this rank's shard of a
+larger one: code that asks for its shape gets the global one, functions work on the shard, and their results are marked
+in turn. Whatever needs other ranks' elements is gathered where that is exact, or refused with the function's name.
+`PropagatedModule` enters it in every forward of a module, and again where a part of that is recomputed. `dry_run` does
+the same on meta, without ranks and weights: what a plugin selects, and refuses, is found there.
+
+A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks back (`cut_of`, `strip`, `unmark`).
+"""
+
+from __future__ import annotations
+
+from composer3d.propagation.contractions import Products
+from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.dry_run.block_flow import Flow, blocks_of
+from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mode, on_meta, patched, unseen
+from composer3d.propagation.dry_run.meta_records import Record
+from composer3d.propagation.dry_run.meta_trace import Recorder, Traced, outside, plain, trace
+from composer3d.propagation.function_dims import name_of
+from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
+from composer3d.propagation.module_kinds import Kind, kind_of
+from composer3d.propagation.propagated_module import PropagatedModule
+from composer3d.propagation.random_functions import eagerly, site_of
+from composer3d.propagation.shards import (
+    SEQUENCE,
+    Cut,
+    Marks,
+    PropagationError,
+    Ranges,
+    copy_mark,
+    cut_of,
+    mark,
+    strip,
+    unmark,
+)
+from composer3d.propagation.view_shapes import Placed
+from composer3d.propagation.whole_operands import is_in_place
+
+__all__ = [
+    "Call",
+    "Cut",
+    "Flow",
+    "Kind",
+    "Marks",
+    "Memory",
+    "Placed",
+    "Products",
+    "PropagatedModule",
+    "Propagation",
+    "PropagationError",
+    "Ranges",
+    "Record",
+    "Recorder",
+    "SEQUENCE",
+    "SMALL",
+    "Traced",
+    "VALUES",
+    "activation_of",
+    "blocks_of",
+    "copy_mark",
+    "cut_of",
+    "device_of",
+    "eagerly",
+    "first_of",
+    "in_mode",
+    "is_in_place",
+    "kind_of",
+    "mark",
+    "name_of",
+    "on_meta",
+    "outside",
+    "patched",
+    "plain",
+    "replaced",
+    "site_of",
+    "strip",
+    "trace",
+    "unmark",
+    "unseen",
+]

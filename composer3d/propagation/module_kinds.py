@@ -1,0 +1,24 @@
+"""Kinds of a module's weight."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+__all__ = ["Kind", "kind_of"]
+
+Kind = Literal["linear", "transposed", "embedding", "other"]
+
+
+def kind_of(module: Any) -> Kind:
+    """Return the kind of a module's weight: w_OI of a linear layer, w_IO of GPT-2's Conv1D, or rows to look up.
+
+    A weight that is computed from other parameters, as parametrisations do, is none that can be sharded.
+    """
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2:
+        return "other"
+    if hasattr(module, "in_features") and hasattr(module, "out_features"):
+        return "linear"
+    if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim"):
+        return "embedding"
+    return "transposed" if hasattr(module, "nf") and weight.shape[1] == module.nf else "other"
