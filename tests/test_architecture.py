@@ -5,19 +5,29 @@ from __future__ import annotations
 import ast
 import re
 import tomllib
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cache
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
+import house
+import source_tree
+from source_tree import (
+    CORE,
+    PLUGINS,
+    ROOT,
+    Import,
+    imports,
+    length,
+    module_graph,
+    module_of,
+    parse,
+    place,
+    plugin_of,
+    reachable,
+    sources,
+)
 
 import composer3d
 
-ROOT = Path(__file__).resolve().parent.parent
-CORE, PLUGINS = ROOT / "composer3d", ROOT / "plugins" / "composer3d_plugins"
 MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 
 # Imports run from later layers to earlier ones. A module that is not listed has no layer of its own, and what it
@@ -56,83 +66,14 @@ PLANNING = (
 PLANNING_LAYER = {name: index for index, names in enumerate(PLANNING) for name in names}
 
 
-@dataclass(frozen=True)
-class Import:
-    """One imported name: `from module import name`, or `import module` with no name."""
-
-    module: str
-    name: str | None
-    line: int
-    relative: bool
-
-
-def sources(*folders: Path) -> list[Path]:
-    return sorted(path for folder in folders for path in folder.rglob("*.py"))
-
-
-@cache
-def parse(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
-
-
-def place(path: Path, line: int) -> str:
-    return f"{path.relative_to(ROOT)}:{line}"
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-
-
-def imports(tree: ast.AST, *, typed: bool = False) -> Iterator[Import]:
-    """Walk everything that runs, functions included; with `typed` also what only type checkers read."""
-    nodes = [tree]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                yield Import(alias.name, None, node.lineno, False)
-        elif isinstance(node, ast.ImportFrom):
-            for alias in node.names:
-                yield Import(node.module or "", alias.name, node.lineno, node.level > 0)
-        children = node.orelse if is_type_checking(node) and not typed else ast.iter_child_nodes(node)
-        nodes.extend(children)
-
-
-def module_of(path: Path) -> str:
-    parts = path.relative_to(CORE.parent).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imported_modules(path: Path, modules: set[str], *, typed: bool = False) -> set[str]:
-    """Return the composer3d modules that a file imports; `from package import name` may name a module or a value."""
-    found = set()
-    for item in imports(parse(path), typed=typed):
-        full = f"{item.module}.{item.name}"
-        found.add(full if full in modules else item.module)
-    return {module for module in found if module.split(".")[0] == "composer3d"} - {module_of(path)}
-
-
-def module_graph(*, typed: bool = False) -> dict[str, set[str]]:
-    files = {module_of(path): path for path in sources(CORE)}
-    return {module: imported_modules(path, set(files), typed=typed) for module, path in files.items()}
-
-
 def top(module: str) -> str:
     """Return the module's name in LAYERS: the first below composer3d."""
     return (module.split(".") + ["composer3d"])[1] if "." in module else "composer3d"
 
 
-def reachable(graph: dict[str, set[str]], start: str) -> set[str]:
+def layered(graph: dict[str, set[str]], start: str) -> set[str]:
     """Return the layered names that a name imports, through names without a layer."""
-    seen: set[str] = set()
-    left = list(graph[start])
-    while left:
-        name = left.pop()
-        if name not in seen:
-            seen.add(name)
-            if name not in LAYER:
-                left.extend(graph.get(name, ()))
-    return seen & LAYER.keys()
+    return reachable({name: others for name, others in graph.items() if name not in LAYER or name == start}, start)
 
 
 def test_imports_run_one_way():
@@ -142,7 +83,7 @@ def test_imports_run_one_way():
     upward = [
         f"{name} imports {other}"
         for name in sorted(graph.keys() & LAYER.keys())
-        for other in sorted(reachable(graph, name))
+        for other in sorted(layered(graph, name) & LAYER.keys())
         if LAYER[other] > LAYER[name]
     ]
     assert upward == []
@@ -163,12 +104,7 @@ def test_imports_inside_planning_run_one_way():
 
 
 def test_imports_have_no_cycles():
-    try:
-        # The package itself lists the public names for type checkers, and everything may use those.
-        graph = module_graph(typed=True)
-        TopologicalSorter({module: others - {"composer3d"} for module, others in graph.items()}).prepare()
-    except CycleError as error:
-        pytest.fail("cycle of imports: " + " <- ".join(error.args[1]))
+    assert house.cycles() == []
 
 
 def test_no_module_hides_a_public_name():
@@ -178,11 +114,12 @@ def test_no_module_hides_a_public_name():
 
 
 def test_every_module_name_is_there_once():
-    stems = Counter(path.stem for path in sources(CORE, PLUGINS) if path.parent.name != "cli")
-    twice = {stem for stem, number in stems.items() if number > 1}
-    assert twice <= {"__init__", "__main__"}
+    assert house.names_twice() == []
+
+
+def test_few_files_are_loose():
     loose = [path.name for path in CORE.glob("*.py")]
-    assert len(loose) <= 12, loose
+    assert len(loose) <= house.MAX_LOOSE, loose
 
 
 def test_every_import_of_the_project_is_absolute_and_exists():
@@ -224,11 +161,6 @@ def test_no_text_of_the_core_names_a_plugin():
     assert naming == []
 
 
-def plugin_of(path: Path) -> str:
-    """Return the plugin's module: `composer3d_plugins.family.name`, be it a file or a package."""
-    return ".".join(path.relative_to(PLUGINS.parent).with_suffix("").parts[:3])
-
-
 def allowed_in_plugin(item: Import, plugin: str) -> bool:
     if item.module == "composer3d":
         return item.name in composer3d.__all__ or item.name == "torch_compat"
@@ -264,8 +196,8 @@ def test_type_checking_imports_of_plugins_are_public_too():
 
 
 def test_files_are_short():
-    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(CORE, PLUGINS)}
-    assert {str(path.relative_to(ROOT)): n for path, n in lengths.items() if n > MAX_FILE_LINES} == {}
+    lengths = {str(path.relative_to(ROOT)): length(path) for path in sources(CORE, PLUGINS)}
+    assert {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES} == {}
 
 
 def test_functions_are_short():
@@ -314,7 +246,7 @@ def test_private_torch_names_are_in_one_package():
 
 
 def test_private_names_are_recognised(tmp_path, monkeypatch):
-    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    monkeypatch.setattr(source_tree, "ROOT", tmp_path)
     file = tmp_path / "example.py"
     file.write_text(
         "import torch\nimport torch.distributed as dist\nfrom torch import _C, nn\nfrom torch.distributed import fsdp\n"
@@ -336,6 +268,31 @@ def test_sources_are_ascii():
 
 
 def test_module_docstrings_name_their_subject():
-    opening = re.compile(r"(What|Who|How|Where|Which|From what)\b")
-    opened = {place(path, 1): ast.get_docstring(parse(path)) or "" for path in sources(CORE, PLUGINS)}
-    assert [name for name, text in opened.items() if opening.match(text)] == []
+    assert house.question_openings() == []
+
+
+def test_what_the_figures_of_the_tree_count(tmp_path, monkeypatch):
+    core, plugins = tmp_path / "composer3d", tmp_path / "composer3d_plugins"
+    written = {
+        core / "__init__.py": "",
+        core / "first.py": "from composer3d.inner.second import x\n",
+        core / "inner" / "__init__.py": "",
+        core / "inner" / "second.py": "if TYPE_CHECKING:\n    from composer3d.first import y\n",
+        core / "inner" / "third.py": '"""How it is done."""\nfrom composer3d.first import y\n',
+        plugins / "sharding" / "__init__.py": "",
+        plugins / "sharding" / "large" / "__init__.py": "x = 1\n" * 100,
+        plugins / "sharding" / "large" / "third.py": "x = 1\n" * 301,
+        plugins / "sharding" / "small.py": "x = 1\n" * 400,
+    }
+    for path, text in written.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    for name, value in {"ROOT": tmp_path, "CORE": core, "PLUGINS": plugins}.items():
+        monkeypatch.setattr(source_tree, name, value)
+        monkeypatch.setattr(house, name, value)
+    assert house.cycles() == [["composer3d.first", "composer3d.inner.second"]]
+    assert house.names_twice() == ["third"]
+    assert house.question_openings() == ["composer3d/inner/third.py"]
+    assert house.large_plugins() == [
+        {"name": "large", "lines": 401, "files": 2, "largest": "sharding/large/third.py", "largest_lines": 301}
+    ]

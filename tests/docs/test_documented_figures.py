@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import harness
+import house
 import layout_matrix
 import plugin_matrix
 import pytest
@@ -77,6 +78,11 @@ def test_the_summaries_of_the_matrices_are_those_of_their_runs():
     # They are whole, and nothing failed.
     assert [row["cell"] for row in layouts["cells"]] == [str(cell) for cell in layout_matrix.cells()]
     assert layouts["summary"]["failed"] == plugins["summary"]["failed"] == plugins["summary"]["left"] == 0
+
+
+def test_the_shape_of_the_tree_is_the_one_counted():
+    assert harness.with_marked(FIGURES, "house", house.summary(recorded("house"))) == FIGURES
+    assert FIGURES.count("<!-- house -->") == 1
 
 
 def test_what_a_run_of_the_layouts_says():
