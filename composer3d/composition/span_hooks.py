@@ -174,7 +174,11 @@ def watch_operators(context: RunContext, acting: Acting) -> Callable[[], None]:
             names[key] = _axes_of(group, context)
         return context.span(name, axis=names[key], **acting.attributes(), **attributes)
 
-    ends = torch_compat.watch_operator_collectives(span), torch_compat.watch_group_collectives(span, acting.needs_span)
+    ends = (
+        torch_compat.watch_operator_collectives(span),
+        torch_compat.watch_custom_operators(span),
+        torch_compat.watch_group_collectives(span, acting.needs_span),
+    )
 
     def end() -> None:
         for each in ends:

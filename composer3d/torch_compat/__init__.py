@@ -5,6 +5,14 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
+from composer3d.torch_compat.attention_kernels import (
+    cpu_flash_attention,
+    cpu_flash_attention_backward,
+    cuda_efficient_attention,
+    cuda_efficient_attention_backward,
+    cuda_flash_attention,
+    cuda_flash_attention_backward,
+)
 from composer3d.torch_compat.buckets import watch_buckets
 from composer3d.torch_compat.compiling import compile_module, trace_quantisers
 from composer3d.torch_compat.fake_tensors import (
@@ -61,6 +69,7 @@ from composer3d.torch_compat.modes import (
     without_torch_functions,
 )
 from composer3d.torch_compat.operator_shapes import ResultMemory
+from composer3d.torch_compat.operators import custom_operator, custom_operators, operator_span, watch_custom_operators
 from composer3d.torch_compat.pipelines import (
     custom_pipeline_schedule,
     held_graph,
@@ -142,6 +151,14 @@ __all__ = [
     "call_beside",
     "call_within",
     "clear_sharding_caches",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
+    "cuda_efficient_attention",
+    "cuda_efficient_attention_backward",
+    "cuda_flash_attention",
+    "cuda_flash_attention_backward",
+    "custom_operator",
+    "custom_operators",
     "compile_module",
     "custom_pipeline_schedule",
     "default_store",
@@ -176,6 +193,7 @@ __all__ = [
     "neg_view",
     "no_torch_function",
     "num_flops",
+    "operator_span",
     "orthogonalised",
     "plain_tensors",
     "pipeline_orders",
@@ -204,6 +222,7 @@ __all__ = [
     "unviewed",
     "wait_for_message",
     "watch_buckets",
+    "watch_custom_operators",
     "watch_group_collectives",
     "watch_operator_collectives",
     "watch_units",

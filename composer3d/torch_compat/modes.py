@@ -8,6 +8,8 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
+from composer3d.torch_compat.operators import operator_python
+
 __all__ = [
     "backward_inside",
     "call_beside",
@@ -29,13 +31,14 @@ __all__ = [
 
 
 def dispatch_mode(
-    handler: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any], *, compiles: bool = True
+    handler: Callable[[Any, Any, tuple[Any, ...], dict[str, Any]], Any], *, compiles: bool = True, opens: bool = True
 ) -> AbstractContextManager[Any]:
     """Return a context in which every dispatched operator goes to `handler(operator, types, args, kwargs)`.
 
     TorchDispatchMode is how operators are seen below autograd; torch documents it under a private module only
     (torch 2.11-2.15). `handler` may return NotImplemented, so that a tensor subclass takes the operator apart first.
     `compiles=False` promises that nothing inside is compiled; else the first operator imports torch._dynamo, for 1 s.
+    Of operators made by `custom_operator` the handler sees those that they consist of, unless `opens=False`.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -45,7 +48,11 @@ def dispatch_mode(
             return compiles
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return handler(func, types, args, kwargs or {})
+            function = operator_python(func) if opens else None
+            if function is None:
+                return handler(func, types, args, kwargs or {})
+            with self:  # torch took it off for this call
+                return function(*args, **(kwargs or {}))
 
     return Mode()
 

@@ -201,6 +201,7 @@ class ActivationCheckpoint:
         self, model: nn.Module, fqns: Sequence[str], context: RunContext, options: dict[str, Any]
     ) -> list[str]:
         collectives = [overload for name in COLLECTIVES for overload in _overloads(name)]
+        collectives += torch_compat.custom_operators("attention", "collective")
         budget = Budget(fraction=self.budget_fraction, gib=self.budget_gib, collectives=collectives, context=context)
         context.state.setdefault(self, []).append(budget)
         for fqn in fqns:
@@ -223,6 +224,8 @@ class ActivationCheckpoint:
         function = self._function(context)
         names = POLICIES[self.policy or "expensive"] if function is None and self.save is None else self.save or ()
         kept = [overload for name in names for overload in _overloads(name)]
+        if self.save is None:
+            kept += torch_compat.custom_operators("attention", "collective")
         if function is not None:
             return lambda: torch_compat.selective_contexts(
                 _asking(lambda is_recompute, operator, *args, **kwargs: function(operator, *args, **kwargs))

@@ -218,7 +218,7 @@ def _measure(
     with torch.random.fork_rng(devices=devices):
         begin_s = probe.now()
         with torch.autograd.graph.saved_tensors_hooks(probe.saved, lambda tensor: tensor):
-            with torch_compat.dispatch_mode(probe.operator, compiles=False):
+            with torch_compat.dispatch_mode(probe.operator, compiles=False, opens=False):
                 forward(*args, **kwargs)
         time_s = probe.now() - begin_s
     with torch.no_grad():

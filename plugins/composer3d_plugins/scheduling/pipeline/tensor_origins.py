@@ -217,7 +217,7 @@ def _run(watch: Follower, example: Any) -> Any:
     )
     handles = watch.attach()
     try:
-        with torch.no_grad(), torch_compat.dispatch_mode(watch.operator, compiles=False):
+        with torch.no_grad(), torch_compat.dispatch_mode(watch.operator, compiles=False, opens=False):
             return watch.skeleton(*args, **kwargs)
     finally:
         for handle in handles:

@@ -216,7 +216,9 @@ def _form_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *
         draw_values(values, [*module.parameters(), *floats])
     with (
         torch.no_grad(),
-        torch_compat.dispatch_mode(lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False),
+        torch_compat.dispatch_mode(
+            lambda func, types, args, kwargs: values.run(func, args, kwargs), compiles=False, opens=False
+        ),
     ):
         return module(*args, **kwargs)
 

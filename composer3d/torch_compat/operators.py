@@ -1,0 +1,85 @@
+"""Operators of torch that are made of other operators and of collectives."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+__all__ = ["custom_operator", "custom_operators", "operator_python", "operator_span", "watch_custom_operators"]
+
+Span = Callable[..., AbstractContextManager[None]]
+
+# As torch's own registry of operators, for the process.
+_MADE: dict[str, list[Any]] = {}
+# Operators take tensors, numbers and names, so what opens spans cannot be handed to them; None where nobody records.
+_WATCHED: list[Span] = []
+
+
+def custom_operator(
+    name: str,
+    schema: str,
+    function: Callable[..., Any],
+    *,
+    kind: str,
+    fake: Callable[..., Any],
+    backward: Callable[..., Any] | None = None,
+    setup_context: Callable[..., None] | None = None,
+) -> Any:
+    """Define an operator that the compiler and selective checkpoints see as one, and counters of operators see into.
+
+    `dispatch_mode` runs the operator's own function under the mode again, so that kernels and collectives in it are
+    counted, on fake tensors too. How an operator holds its overload is private (torch 2.11-2.15).
+
+    Args:
+        name: `namespace::name`.
+        schema: As torch writes it, `(Tensor x, str group) -> Tensor`.
+        function: Computes the results, which share no memory with what it is given; runs collectives.
+        kind: What it is to selective checkpoints: `attention`, `collective`, or `backward` of another one.
+        fake: Returns results of the same shapes, strides and dtypes without values.
+        backward: As `torch.library.register_autograd` takes it, with `setup_context`.
+
+    Returns:
+        The operator, `torch.ops.namespace.name.default`.
+    """
+    import torch
+
+    definition: Any = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
+    definition.register_fake(fake)
+    if backward is not None:
+        definition.register_autograd(backward, setup_context=setup_context)
+    operator = definition._opoverload
+    operator.composer3d_python = function
+    _MADE.setdefault(kind, []).append(operator)
+    return operator
+
+
+def custom_operators(*kinds: str) -> list[Any]:
+    """Return the operators of some kinds that `custom_operator` made."""
+    return [operator for kind in kinds for operator in _MADE.get(kind, ())]
+
+
+def operator_python(operator: Any) -> Callable[..., Any] | None:
+    """Return the function of an operator that `custom_operator` made; None for others."""
+    return getattr(operator, "composer3d_python", None)
+
+
+def operator_span(name: str, group: Any, **attributes: Any) -> AbstractContextManager[None]:
+    """Return a span around what an operator's function does: a wait for a message, the block that hides it.
+
+    Args:
+        name: As of other spans: `all_gather`, `wait`, `exchange`.
+        group: Process group, which gives the axis.
+    """
+    return _WATCHED[-1](name, group, **attributes) if _WATCHED else contextlib.nullcontext()
+
+
+def watch_custom_operators(span: Span) -> Callable[[], None]:
+    """Open spans with a function, given a name, the process group and attributes; return what ends that."""
+    _WATCHED.append(span)
+
+    def end() -> None:
+        _WATCHED.remove(span)
+
+    return end

@@ -1,0 +1,1 @@
+"""Context parallelism: a sequence sharded over ranks."""

@@ -1,0 +1,228 @@
+"""Blocks of one rank's queries and one rank's keys: which there are, and what is visible in each.
+
+Which blocks there are follows from positions alone and is known to all ranks, so ranks agree on messages without
+exchanging anything. A mask with values is looked at once an attention: blocks in which it hides everything are left
+out, and those in which it hides nothing are computed without it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.context_parallel.attention_pattern import Kind, Pattern
+from composer3d_plugins.sharding.context_parallel.positions import Positions, Run
+
+__all__ = ["Block", "Hops", "blocks_between", "bias_of", "hops", "seen_blocks"]
+
+_MAX_TILE = {"cpu": 1024}
+_MAX_TILE_ELSEWHERE = 4096
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of queries and a run of keys.
+
+    Args:
+        queries: Positions of the queries; of the first of them where `kind` needs no positions.
+        keys: Positions of the keys, likewise.
+        rows: Where the queries lie in the rank's shard.
+        columns: Where the keys lie in the shard that they come in.
+        kind: What is visible by the pattern alone.
+        is_masked: Whether a mask with values says more.
+    """
+
+    queries: Run
+    keys: Run
+    rows: Run
+    columns: Run
+    kind: Kind
+    is_masked: bool = False
+
+
+@functools.lru_cache(maxsize=1024)
+def blocks_between(
+    queries: tuple[Run, ...], keys: tuple[Run, ...], pattern: Pattern, is_masked: bool, device_type: str
+) -> tuple[Block, ...]:
+    """Return the blocks of the queries that one rank holds and the keys that one rank holds.
+
+    A run of keys that a causal run of queries lies in is divided there, so that only the diagonal is masked, by the
+    kernel itself. What needs a mask is divided into tiles, so that the mask of a tile is small and tiles out of reach
+    are left out; what needs none is joined into as few blocks as there can be.
+    """
+    found: list[Block] = []
+    max_tile = _MAX_TILE.get(device_type, _MAX_TILE_ELSEWHERE)
+    for q_run, rows in _placed(queries):
+        for k_run, columns in _placed(keys):
+            for k_piece, piece in _divided(k_run, columns, q_run if pattern.ahead == 0 else None):
+                block = Block(q_run, k_piece, rows, piece, pattern.kind(q_run, k_piece), is_masked)
+                found += _tiled(block, pattern, max_tile)
+    return tuple(_joined(found))
+
+
+def _placed(runs: Sequence[Run]) -> Iterator[tuple[Run, Run]]:
+    at = 0
+    for start, end in runs:
+        yield (start, end), (at, at + end - start)
+        at += end - start
+
+
+def _divided(run: Run, columns: Run, at: Run | None) -> list[tuple[Run, Run]]:
+    """Divide keys at the first and after the last of a run of queries."""
+    inner = [] if at is None else sorted({bound for bound in at if run[0] < bound < run[1]})
+    bounds = [run[0], *inner, run[1]]
+    shift = columns[0] - run[0]
+    return [((a, b), (a + shift, b + shift)) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+def _tiled(block: Block, pattern: Pattern, max_tile: int) -> list[Block]:
+    if block.kind is Kind.NOTHING:
+        return []
+    if block.kind is not Kind.PART and not block.is_masked:
+        return [block]
+    size = min(max(pattern.window or max_tile, 128), max_tile)
+    tiles = []
+    for q_run, rows in _pieces(block.queries, block.rows, size):
+        for k_run, columns in _pieces(block.keys, block.columns, size):
+            kind = pattern.kind(q_run, k_run)
+            if kind is not Kind.NOTHING:
+                tiles.append(Block(q_run, k_run, rows, columns, kind, block.is_masked))
+    return tiles
+
+
+def _pieces(run: Run, place: Run, size: int) -> list[tuple[Run, Run]]:
+    starts = range(0, run[1] - run[0], size)
+    ends = [min(start + size, run[1] - run[0]) for start in starts]
+    return [((run[0] + a, run[0] + b), (place[0] + a, place[0] + b)) for a, b in zip(starts, ends, strict=True)]
+
+
+def _joined(blocks: list[Block]) -> list[Block]:
+    """Join blocks without masks whose rows are the same and columns adjacent, or the other way round."""
+    plain = [block for block in blocks if block.kind is Kind.ALL and not block.is_masked]
+    others = [block for block in blocks if block.kind is not Kind.ALL or block.is_masked]
+    for same, adjacent in (("rows", "columns"), ("columns", "rows")):
+        plain = _joined_along(plain, same, adjacent)
+    return sorted([*plain, *others], key=lambda block: (block.rows, block.columns))
+
+
+def _joined_along(blocks: list[Block], same: str, adjacent: str) -> list[Block]:
+    joined: list[Block] = []
+    for block in sorted(blocks, key=lambda block: (getattr(block, same), getattr(block, adjacent))):
+        last = joined[-1] if joined else None
+        if (
+            last is not None
+            and getattr(last, same) == getattr(block, same)
+            and getattr(last, adjacent)[1] == getattr(block, adjacent)[0]
+        ):
+            ends = {adjacent: (getattr(last, adjacent)[0], getattr(block, adjacent)[1])}
+            joined[-1] = replace(last, **ends)
+        else:
+            joined.append(block)
+    return joined
+
+
+@dataclass(frozen=True)
+class Hops:
+    """How far keys and values travel around the ring: so many ranks onwards, and so many back."""
+
+    onwards: int
+    back: int
+
+    @property
+    def total(self) -> int:
+        """Messages of keys and values that each rank sends in a forward."""
+        return self.onwards + self.back
+
+
+@functools.lru_cache(maxsize=256)
+def hops(rows: Positions, columns: Positions, pattern: Pattern) -> Hops:
+    """Return the fewest hops after which every rank has had the keys that its queries see.
+
+    Without a window that is degree - 1 onwards. The same on all ranks, whichever of them needs what.
+    """
+    degree = rows.degree
+    needed = sorted(
+        {
+            (rank - source) % degree
+            for rank in range(degree)
+            for source in range(degree)
+            if rank != source and _sees(rows.runs[rank], columns.runs[source], pattern)
+        }
+    )
+    if not needed:
+        return Hops(0, 0)
+    best = Hops(needed[-1], 0)
+    for onwards, beyond in zip([0, *needed], needed, strict=False):
+        if onwards + degree - beyond < best.total:
+            best = Hops(onwards, degree - beyond)
+    return best
+
+
+def _sees(queries: tuple[Run, ...], keys: tuple[Run, ...], pattern: Pattern) -> bool:
+    return any(pattern.kind(q_run, k_run) is not Kind.NOTHING for q_run in queries for k_run in keys)
+
+
+def seen_blocks(blocks: Sequence[Block], mask: torch.Tensor | None, *, has_whole_rows: bool) -> list[Block]:
+    """Return the blocks of which a mask leaves anything to see, those that it leaves whole marked as without a mask.
+
+    All blocks are looked at together, and what was found is read once: on CUDA reading waits for the device. Masks
+    without values, of fake tensors, are taken to hide something and not everything of each block.
+    """
+    if mask is None or not blocks or torch_compat.active_fake_mode() is not None or mask.is_meta:
+        return list(blocks)
+    found = []
+    for block in blocks:
+        part = _part(mask, block, has_whole_rows=has_whole_rows)
+        is_bool = mask.dtype == torch.bool
+        found += [part.any() if is_bool else (part > float("-inf")).any(), part.all() if is_bool else (part == 0).all()]
+    values = torch.stack(found).tolist()
+    return [
+        replace(block, is_masked=not hides_nothing)
+        for block, shows, hides_nothing in zip(blocks, values[::2], values[1::2], strict=True)
+        if shows
+    ]
+
+
+def bias_of(
+    block: Block, mask: torch.Tensor | None, pattern: Pattern, like: torch.Tensor, *, has_whole_rows: bool
+) -> torch.Tensor | None:
+    """Return what is added to the scores of a block, -inf where nothing is visible; None if the kernel needs nothing.
+
+    Args:
+        block: The block.
+        mask: bool, True where a key is visible, or additive; [B|1, H|1, rows|1, T|1].
+        pattern: Visibility by position.
+        like: Queries, whose dtype and device the result has.
+        has_whole_rows: Whether the mask's rows are those of the whole sequence, or of the rank's shard.
+
+    Returns:
+        [B|1, H|1, L, M].
+    """
+    seen = None
+    if block.kind is Kind.PART or (block.kind is Kind.CAUSAL and block.is_masked):
+        q_positions = torch.arange(*block.queries, device=like.device)
+        seen = pattern.mask(q_positions, torch.arange(*block.keys, device=like.device))
+    part = _part(mask, block, has_whole_rows=has_whole_rows) if mask is not None and block.is_masked else None
+    if part is None and seen is None:
+        return None
+    if part is not None and part.dtype != torch.bool:
+        bias = part.to(like.dtype)
+        bias = bias if seen is None else bias.masked_fill(~seen, float("-inf"))
+    else:
+        visible = seen if part is None else part if seen is None else part & seen
+        assert visible is not None
+        bias = torch.zeros(visible.shape, dtype=like.dtype, device=like.device).masked_fill_(~visible, float("-inf"))
+    shape = (block.rows[1] - block.rows[0], block.columns[1] - block.columns[0])
+    bias = bias.reshape((1,) * (4 - bias.dim()) + tuple(bias.shape))
+    return bias.expand(*bias.shape[:2], *shape)
+
+
+def _part(mask: torch.Tensor, block: Block, *, has_whole_rows: bool) -> torch.Tensor:
+    """Return a mask's rows and columns of a block, a view."""
+    rows = block.queries if has_whole_rows else block.rows
+    part = mask if mask.shape[-2] == 1 else mask[..., rows[0] : rows[1], :]
+    return part if mask.shape[-1] == 1 else part[..., block.keys[0] : block.keys[1]]

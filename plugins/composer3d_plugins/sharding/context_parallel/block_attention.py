@@ -1,0 +1,322 @@
+"""Attention of one rank's queries with all keys, block by block: keys gathered at once, or received around the ring.
+
+Ring: keys and values of the rank before arrive while the block with the last ones is computed, so each message is
+posted before the block that it hides behind, and waited for after it. Gradients of keys and values travel on with
+them, one step later, and go home from the last rank. Accumulated in float32 or better, and sent so.
+
+Memory: gather all keys and values, and in the backward their gradients in float32; ring two shards of keys and values
+besides the rank's own, and in the backward three of gradients.
+
+Source: Liu et al., Ring Attention with Blockwise Transformers, arXiv:2310.01889.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.context_parallel.attention_blocks import (
+    Block,
+    Hops,
+    bias_of,
+    blocks_between,
+    hops,
+    seen_blocks,
+)
+from composer3d_plugins.sharding.context_parallel.attention_pattern import Kind, Pattern
+from composer3d_plugins.sharding.context_parallel.block_kernels import (
+    BlockCall,
+    Gradients,
+    Result,
+    finite,
+    kernel_for,
+    merge_,
+)
+from composer3d_plugins.sharding.context_parallel.positions import Positions, Run
+from composer3d_plugins.sharding.context_parallel.sequence_messages import (
+    Message,
+    Ring,
+    gather_runs,
+    packed,
+    scatter_runs,
+    unpacked,
+)
+
+__all__ = ["Sharded", "backward_gathered", "backward_ring", "forward_gathered", "forward_ring"]
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """An attention whose queries lie on several ranks.
+
+    Args:
+        rows: Positions of the queries.
+        columns: Positions of the keys.
+        rank: This rank's place in both.
+        pattern: Visibility by position.
+        scale: Factor of scores.
+        softcap: Of scores; 0 for none.
+        group: Name of the process group; empty where all keys are here.
+    """
+
+    rows: Positions
+    columns: Positions
+    rank: int
+    pattern: Pattern
+    scale: float
+    softcap: float
+    group: str
+
+    def has_whole_rows(self, mask: torch.Tensor | None) -> bool:
+        """Return whether a mask's rows are those of the whole sequence; else they are this rank's."""
+        return mask is not None and mask.shape[-2] == self.rows.length
+
+    def blocks(self, keys: tuple[Run, ...], mask: torch.Tensor | None, device: torch.device) -> list[Block]:
+        """Return the blocks of this rank's queries and of keys in which anything is visible."""
+        found = blocks_between(self.rows.runs[self.rank], keys, self.pattern, mask is not None, device.type)
+        return seen_blocks(found, mask, has_whole_rows=self.has_whole_rows(mask))
+
+
+def forward_gathered(
+    q_BHLE: torch.Tensor, k_BKME: torch.Tensor, v_BKMF: torch.Tensor, mask: torch.Tensor | None, call: Sharded
+) -> Result:
+    """Return output [B, H, L, F] and log-sum-exp [B, H, L] of this rank's queries.
+
+    Collectives: one all-gather of keys and values, unless all are here.
+    """
+    rows = _Forward(q_BHLE, v_BKMF.shape[-1], mask, call)
+    rows.add(_all_keys((k_BKME, v_BKMF), call), ((0, call.columns.length),))
+    return rows.result()
+
+
+def backward_gathered(
+    grad_BHLF: torch.Tensor, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], whole: Result,
+    mask: torch.Tensor | None, call: Sharded,
+) -> Gradients:  # fmt: skip
+    """Return this rank's gradients.
+
+    Collectives: one all-gather of keys and values, rather than keeping them since the forward, and one reduce-scatter
+    of their gradients, unless all keys are here: then their gradients are this rank's part.
+    """
+    q_BHLE, *shards = inputs
+    rows = _Backward(grad_BHLF, q_BHLE, whole, mask, call)
+    pair = _all_keys((shards[0], shards[1]), call)
+    d_k, d_v = rows.add(pair, ((0, call.columns.length),))
+    if call.group:
+        d_k, d_v = scatter_runs([d_k, d_v], dim=2, positions=call.columns, group=call.group)
+    return Gradients(rows.d_q.to(q_BHLE.dtype), d_k.to(shards[0].dtype), d_v.to(shards[1].dtype))
+
+
+def _all_keys(pair: _Pair, call: Sharded) -> _Pair:
+    if not call.group:
+        return pair
+    k, v = gather_runs(pair, dim=2, positions=call.columns, group=call.group)
+    return k, v
+
+
+def forward_ring(
+    q_BHLE: torch.Tensor, k_BKME: torch.Tensor, v_BKMF: torch.Tensor, mask: torch.Tensor | None, call: Sharded
+) -> Result:
+    """Return output [B, H, L, F] and log-sum-exp [B, H, L] of this rank's queries.
+
+    Collectives: degree - 1 messages of keys and values to the next rank, fewer where no rank's window needs them.
+    """
+    rows = _Forward(q_BHLE, v_BKMF.shape[-1], mask, call)
+    for visit in _visits((k_BKME, v_BKMF), call):
+        with visit.block_span():
+            rows.add(visit.pair, call.columns.runs[visit.source])
+    return rows.result()
+
+
+def backward_ring(
+    grad_BHLF: torch.Tensor, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], whole: Result,
+    mask: torch.Tensor | None, call: Sharded,
+) -> Gradients:  # fmt: skip
+    """Return this rank's gradients.
+
+    Collectives: the forward's messages of keys and values, and as many and one of gradients, which end where the keys
+    came from.
+    """
+    q_BHLE, k_BKME, v_BKMF = inputs
+    rows = _Backward(grad_BHLF, q_BHLE, whole, mask, call)
+    home = _Homecoming((k_BKME, v_BKMF), call, rows.d_q.dtype)
+    for visit in _visits((k_BKME, v_BKMF), call):
+        with visit.block_span():
+            gradients = rows.add(visit.pair, call.columns.runs[visit.source])
+        home.send_on(visit, gradients)
+    d_k, d_v = home.result()
+    return Gradients(rows.d_q.to(q_BHLE.dtype), d_k.to(k_BKME.dtype), d_v.to(v_BKMF.dtype))
+
+
+class _Forward:
+    """Output and log-sum-exp of a rank's rows, as blocks are added."""
+
+    def __init__(self, q_BHLE: torch.Tensor, width: int, mask: torch.Tensor | None, call: Sharded) -> None:
+        self._q, self._mask, self._call = q_BHLE, mask, call
+        wide = torch.promote_types(q_BHLE.dtype, torch.float32)
+        self._rows = Result(
+            q_BHLE.new_zeros((*q_BHLE.shape[:-1], width), dtype=wide),
+            q_BHLE.new_full(q_BHLE.shape[:-1], float("-inf"), dtype=wide),
+        )
+
+    def add(self, pair: _Pair, keys: tuple[Run, ...]) -> None:
+        """Add the blocks of some keys [B, K, M, E] and values [B, K, M, F], given their positions."""
+        for block in self._call.blocks(keys, self._mask, self._q.device):
+            q = self._q[:, :, slice(*block.rows)]
+            k, v = (x[:, :, slice(*block.columns)] for x in pair)
+            block_call = _block_call(block, self._mask, self._q, self._call)
+            kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
+            merge_(self._rows, kernel.forward(q, k, v, block_call), block.rows)
+
+    def result(self) -> Result:
+        """Return what all blocks make, the output in the dtype of the queries."""
+        return Result(self._rows.o_BHLF.to(self._q.dtype), self._rows.lse_BHL)
+
+
+class _Backward:
+    """Gradients of a rank's queries, as blocks are added."""
+
+    def __init__(
+        self, grad_BHLF: torch.Tensor, q_BHLE: torch.Tensor, whole: Result, mask: torch.Tensor | None, call: Sharded
+    ) -> None:
+        self._grad, self._q, self._mask, self._call = grad_BHLF, q_BHLE, mask, call
+        self._whole = Result(whole.o_BHLF, finite(whole.lse_BHL))
+        self.d_q = q_BHLE.new_zeros(q_BHLE.shape, dtype=torch.promote_types(q_BHLE.dtype, torch.float32))
+
+    def add(self, pair: _Pair, keys: tuple[Run, ...]) -> _Pair:
+        """Add the blocks of some keys and values; return this rank's part of their gradients, in float32 or better."""
+        d_k, d_v = (x.new_zeros(x.shape, dtype=self.d_q.dtype) for x in pair)
+        for block in self._call.blocks(keys, self._mask, self._q.device):
+            rows, columns = slice(*block.rows), slice(*block.columns)
+            q, grad = self._q[:, :, rows], self._grad[:, :, rows]
+            k, v = (x[:, :, columns] for x in pair)
+            whole = Result(self._whole.o_BHLF[:, :, rows], self._whole.lse_BHL[:, :, rows])
+            block_call = _block_call(block, self._mask, self._q, self._call)
+            kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
+            gradients = kernel.backward(grad, q, k, v, whole, block_call)
+            self.d_q[:, :, rows] += gradients.q_BHLE
+            d_k[:, :, columns] += gradients.k_BKME
+            d_v[:, :, columns] += gradients.v_BKMF
+        return d_k, d_v
+
+
+def _block_call(block: Block, mask: torch.Tensor | None, q: torch.Tensor, call: Sharded) -> BlockCall:
+    bias = bias_of(block, mask, call.pattern, q, has_whole_rows=call.has_whole_rows(mask))
+    is_causal = block.kind is Kind.CAUSAL and bias is None
+    return BlockCall(bias=bias, is_causal=is_causal, scale=call.scale, softcap=call.softcap)
+
+
+@dataclass(frozen=True)
+class _Visit:
+    """Keys and values on this rank for one block.
+
+    Args:
+        source: Rank that they belong to.
+        direction: 1 where they came onwards, -1 where they came back, 0 for the rank's own.
+        hop: How many ranks they have come.
+        pair: Keys and values.
+        group: Name of its process group.
+    """
+
+    source: int
+    direction: int
+    hop: int
+    pair: _Pair
+    group: str
+
+    def block_span(self) -> contextlib.AbstractContextManager[None]:
+        """Return the span of the block that is computed with them."""
+        group = torch_compat.process_group(self.group)
+        return torch_compat.operator_span("attention_block", group, source=self.source, hop=self.hop)
+
+
+def _visits(pair: _Pair, call: Sharded) -> Iterator[_Visit]:
+    """Yield the rank's own keys and values, then those that arrive; the next are under way while one is used."""
+    ring, way = Ring(call.group), hops(call.rows, call.columns, call.pattern)
+    distances = {1: way.onwards, -1: way.back}
+    posted = {
+        direction: _post_keys(ring, packed(pair), direction, 1, pair, call)
+        for direction, distance in distances.items()
+        if distance
+    }
+    yield _Visit(ring.rank, 0, 0, pair, call.group)
+    for hop in range(1, max(way.onwards, way.back) + 1):
+        for direction in [direction for direction in (1, -1) if hop <= distances[direction]]:
+            flat = posted.pop(direction).wait()
+            if hop < distances[direction]:
+                posted[direction] = _post_keys(ring, flat, direction, hop + 1, pair, call)
+            source = (ring.rank - direction * hop) % ring.degree
+            k, v = unpacked(flat, _shapes(pair, call, source))
+            yield _Visit(source, direction, hop, (k, v), call.group)
+
+
+def _post_keys(ring: Ring, flat: torch.Tensor, direction: int, hop: int, pair: _Pair, call: Sharded) -> Message:
+    """Send keys and values on by one rank; after it those of the rank so many hops away have come."""
+    source = (ring.rank - direction * hop) % ring.degree
+    return ring.post(flat, offset=direction, num_received=_size(pair, call, source), what="keys", hop=hop)
+
+
+def _shapes(pair: _Pair, call: Sharded, source: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a rank's keys and values."""
+    length = call.columns.local_lengths[source]
+    return [(*x.shape[:2], length, x.shape[3]) for x in pair]
+
+
+def _size(pair: _Pair, call: Sharded, source: int) -> int:
+    return sum(x.shape[0] * x.shape[1] * call.columns.local_lengths[source] * x.shape[3] for x in pair)
+
+
+class _Homecoming:
+    """Gradients of keys and values on their way: each rank adds its part and sends them on, the last one home.
+
+    Those that travel onwards set out with the part of the rank that they belong to; those that travel back, with that
+    of the first rank after it.
+    """
+
+    def __init__(self, pair: _Pair, call: Sharded, dtype: torch.dtype) -> None:
+        self._pair, self._call, self._dtype = pair, call, dtype
+        self._ring = Ring(call.group)
+        self._way: Hops = hops(call.rows, call.columns, call.pattern)
+        self._under_way: dict[int, Message] = {}
+        self._home: list[Message] = []
+        self._own: torch.Tensor | None = None
+
+    def send_on(self, visit: _Visit, gradients: _Pair) -> None:
+        """Add the gradients of a visit to those that came with it before, and send them on."""
+        flat = packed(gradients)
+        if visit.direction == 0:
+            if self._way.onwards == 0:
+                self._own = flat
+                return
+            self._under_way[1] = self._post(flat, offset=1, source=visit.source - 1, hop=1)
+            return
+        direction, hop = visit.direction, visit.hop
+        if direction in self._under_way:
+            flat += self._under_way.pop(direction).wait()
+        last = self._way.onwards if direction == 1 else self._way.back
+        if hop == last:
+            message = self._post(flat, offset=-direction * hop, source=self._ring.rank, hop=hop + 1)
+            self._home.append(message)
+        else:
+            source = visit.source - direction
+            self._under_way[direction] = self._post(flat, offset=direction, source=source, hop=hop + 1)
+
+    def _post(self, flat: torch.Tensor, *, offset: int, source: int, hop: int) -> Message:
+        """Send gradients to the rank at an offset; those that come are of the keys of a rank."""
+        num_received = _size(self._pair, self._call, source % self._ring.degree)
+        return self._ring.post(flat, offset=offset, num_received=num_received, what="gradients", hop=hop)
+
+    def result(self) -> _Pair:
+        """Wait for what comes home; return the gradients of this rank's keys and values."""
+        parts = [message.wait() for message in self._home] + ([self._own] if self._own is not None else [])
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part
+        d_k, d_v = unpacked(total, _shapes(self._pair, self._call, self._ring.rank))
+        return d_k, d_v

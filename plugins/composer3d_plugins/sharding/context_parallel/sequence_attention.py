@@ -1,0 +1,228 @@
+"""Attention of a sequence that is sharded over ranks: one function for every method.
+
+Letters: B batch, H heads of queries, K heads of keys and values (H is a multiple), L queries and M keys of this rank,
+S and T queries and keys of the whole sequence, E head dim, F head dim of values.
+
+Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Fang and Zhao, USP, arXiv:2405.07719.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method, head_repeats
+from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
+from composer3d_plugins.sharding.context_parallel.positions import Positions
+from composer3d_plugins.sharding.context_parallel.sequence_operators import (
+    block_attention,
+    exchange_heads,
+    gather_sequence,
+)
+
+__all__ = ["Attention", "SequenceGroup", "attend", "local_attention"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceGroup:
+    """The ranks that share a sequence.
+
+    Args:
+        name: Of their process group.
+        rank: This rank's place.
+        degree: How many there are.
+        inner: Process group of the neighbouring ranks that exchange heads for positions; usp only.
+        inner_degree: How many there are of them; usp only.
+        outer: Process group of the ranks with the same place in theirs, which are a ring; usp only.
+    """
+
+    name: str
+    rank: int
+    degree: int
+    inner: str = ""
+    inner_degree: int = 1
+    outer: str = ""
+
+    @classmethod
+    def of(cls, group: Any, *, inner: Any = None, outer: Any = None) -> SequenceGroup:
+        """Return what process groups are; `inner` and `outer` divide the group for usp."""
+        names = [torch_compat.group_name(each) if each is not None else "" for each in (inner, outer)]
+        return cls(
+            name=torch_compat.group_name(group),
+            rank=dist.get_rank(group),
+            degree=dist.get_world_size(group),
+            inner=names[0],
+            inner_degree=dist.get_world_size(inner) if inner is not None else 1,
+            outer=names[1],
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention:
+    """What an attention computes, besides its queries, keys and values.
+
+    Args:
+        pattern: Visibility by position.
+        mask: bool, True where a key is visible, or additive: [B|1, H|1, S|L|1, T|1], of fewer dims too. Its rows are
+            the whole sequence's, which are taken by position, or this rank's; its columns are the whole sequence's.
+        scale: Factor of scores; default 1 / sqrt(E).
+        softcap: c of c * tanh(score / c); 0 for none.
+        dropout: Probability with which weights become 0.
+    """
+
+    pattern: Pattern = Pattern()
+    mask: torch.Tensor | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    dropout: float = 0.0
+
+    @property
+    def needs_autograd(self) -> bool:
+        """Whether the operators of blocks do not compute it: dropout, or a bias with a gradient."""
+        return self.dropout > 0 or (self.mask is not None and self.mask.requires_grad)
+
+
+def attend(
+    q_BHLE: torch.Tensor, k_BKME: torch.Tensor, v_BKMF: torch.Tensor, attention: Attention,
+    *, method: Method, group: SequenceGroup, rows: Positions, columns: Positions,
+) -> torch.Tensor:  # fmt: skip
+    """Return the output [B, H, L, F] of this rank's queries, attending to the keys and values of all ranks.
+
+    Dropout and biases with a gradient are computed by `universal`, and by `ulysses`, whatever else is asked for.
+
+    Memory: gather and universal all keys and values; ring three shards of them; ulysses what one rank has, of all
+        positions and a part of the heads.
+    Collectives: gather one all-gather, backward one more and a reduce-scatter; ring degree - 1 messages, backward
+        2 degree - 1; ulysses four all-to-alls, backward as many; usp both, over its two groups; universal two
+        all-gathers, backward two reduce-scatters.
+
+    Args:
+        q_BHLE: Queries of this rank.
+        k_BKME: Keys of this rank.
+        v_BKMF: Values of this rank.
+        attention: What is computed.
+        method: How; not `auto`.
+        group: The ranks.
+        rows: Positions of queries.
+        columns: Positions of keys; those of the queries where both are one sequence.
+    """
+    q, k, v = _autocast(q_BHLE, k_BKME, v_BKMF)
+    mask = _four_dims(attention.mask)
+    known = _Known(attention, mask, _scale(attention, q), group, rows, columns)
+    if method is Method.ULYSSES:
+        return _exchanged(q, k, v, known, inner=group.name, inner_degree=group.degree, outer="")
+    if method is Method.USP and not attention.needs_autograd:
+        return _exchanged(q, k, v, known, inner=group.inner, inner_degree=group.inner_degree, outer=group.outer)
+    if method is Method.UNIVERSAL or attention.needs_autograd:
+        k, v = (gather_sequence(x, dim=2, positions=columns, group=group.name) for x in (k, v))
+        return local_attention(q, k, v, attention, rows=rows, rank=group.rank)
+    return block_attention(
+        q, k, v, mask, rows=rows, columns=columns, rank=group.rank, pattern=attention.pattern, scale=known.scale,
+        softcap=attention.softcap, is_ring=method is Method.RING, group=group.name,
+    )  # fmt: skip
+
+
+def local_attention(
+    q_BHLE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTF: torch.Tensor, attention: Attention,
+    *, rows: Positions, rank: int,
+) -> torch.Tensor:  # fmt: skip
+    """Return the output [B, H, L, F] of this rank's queries, where all keys and values are here in order of positions.
+
+    Where they are the same on all ranks (an encoder that was not sharded), their gradients are this rank's part.
+    Collectives: none.
+    """
+    q, k, v = _autocast(q_BHLE, k_BKTE, v_BKTF)
+    mask, scale = _four_dims(attention.mask), _scale(attention, q)
+    if not attention.needs_autograd:
+        return block_attention(
+            q, k, v, mask, rows=rows, columns=Positions.whole(k.shape[2]), rank=rank, pattern=attention.pattern,
+            scale=scale, softcap=attention.softcap,
+        )  # fmt: skip
+    index = rows.index(rank).to(q.device)
+    if mask is not None and mask.shape[2] == rows.length and rows.degree > 1:
+        mask = mask.index_select(2, index)
+    seen = attention.pattern.mask(index, torch.arange(k.shape[2], device=q.device))
+    if seen is not None:
+        mask = seen if mask is None else mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -math.inf)
+    if attention.softcap:
+        return _written_out(q, k, v, mask, scale=scale, softcap=attention.softcap, dropout=attention.dropout)
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, attention.dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+@dataclass(frozen=True)
+class _Known:
+    attention: Attention
+    mask: torch.Tensor | None
+    scale: float
+    group: SequenceGroup
+    rows: Positions
+    columns: Positions
+
+
+def _exchanged(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: _Known, *, inner: str, inner_degree: int, outer: str
+) -> torch.Tensor:
+    """Exchange positions for heads within groups of neighbouring ranks, attend, and exchange back."""
+    attention, group, num_heads = known.attention, known.group, q.shape[1]
+    if (repeats := head_repeats(num_heads, k.shape[1], inner_degree)) > 1:
+        k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
+    place, first = group.rank % inner_degree, group.rank - group.rank % inner_degree
+    of_rows, of_columns = (p.within(first, inner_degree) for p in (known.rows, known.columns))
+    q = exchange_heads(q, positions=of_rows, group=inner, to_heads=True)
+    k, v = (exchange_heads(x, positions=of_columns, group=inner, to_heads=True) for x in (k, v))
+    mask = known.mask
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask.narrow(1, place * (num_heads // inner_degree), num_heads // inner_degree)
+    rows, columns = (p.grouped(inner_degree) for p in (known.rows, known.columns))
+    if attention.needs_autograd:
+        of_heads = Attention(
+            pattern=attention.pattern, mask=mask, scale=known.scale, softcap=attention.softcap,
+            dropout=attention.dropout,
+        )  # fmt: skip
+        o = local_attention(q, k, v, of_heads, rows=rows, rank=0)
+    else:
+        o = block_attention(
+            q, k, v, mask, rows=rows, columns=columns, rank=group.rank // inner_degree, pattern=attention.pattern,
+            scale=known.scale, softcap=attention.softcap, is_ring=bool(outer), group=outer,
+        )  # fmt: skip
+    return exchange_heads(o, positions=of_rows, group=inner, to_heads=False)
+
+
+def _written_out(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
+    *, scale: float, softcap: float, dropout: float,
+) -> torch.Tensor:  # fmt: skip
+    num_groups = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(num_groups, 1) for x in (k, v))
+    scores_BHLT = torch.tanh(q @ k.transpose(-1, -2) * scale / softcap) * softcap
+    if mask is not None:
+        scores_BHLT = scores_BHLT.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores_BHLT + mask
+    weights = scores_BHLT.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    return F.dropout(weights, dropout) @ v
+
+
+def _scale(attention: Attention, q: torch.Tensor) -> float:
+    return 1 / math.sqrt(q.shape[-1]) if attention.scale is None else attention.scale
+
+
+def _four_dims(mask: torch.Tensor | None) -> torch.Tensor | None:
+    return mask if mask is None or mask.dim() == 4 else mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
+
+
+def _autocast(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return tensors in autocast's dtype, as `scaled_dot_product_attention` takes them."""
+    kind = tensors[0].device.type
+    if kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = (x.to(dtype) if x.dtype != torch.float64 else x for x in tensors)
+    else:
+        q, k, v = tensors
+    return q, k, v

@@ -1,0 +1,212 @@
+"""Exchanges of sequence shards: messages around the ring, all-gathers, reduce-scatters, all-to-alls.
+
+Shards may differ in length; what each rank holds is known to all, so no sizes are exchanged. Every call is issued by
+all ranks of the group in the same order, which is what pairs messages of gloo and of NCCL: a rank that sends to an
+offset receives from the opposite one in the same batch, also where both are the same rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from composer3d import torch_compat
+from composer3d_plugins.sharding.context_parallel.positions import Positions, Run
+
+__all__ = [
+    "Message",
+    "Ring",
+    "gather_runs",
+    "heads_to_positions",
+    "packed",
+    "positions_to_heads",
+    "scatter_runs",
+    "unpacked",
+]
+
+Shapes = Sequence[Sequence[int]]
+
+
+def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return tensors of one dtype in one flat buffer, so that they travel in one message."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unpacked(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
+    """Return the tensors at the front of a flat buffer as views."""
+    views, at = [], 0
+    for shape in shapes:
+        size = math.prod(shape)
+        views.append(flat[at : at + size].view(*shape))
+        at += size
+    return views
+
+
+@dataclass(frozen=True)
+class Message:
+    """A message to one rank and one from another, under way.
+
+    Args:
+        works: What to wait for.
+        sent: Kept until it has gone.
+        received: Complete after `wait`.
+        group: Process group.
+        attributes: Of the span of the wait.
+    """
+
+    works: tuple[Any, ...]
+    sent: torch.Tensor
+    received: torch.Tensor
+    group: Any
+    attributes: dict[str, Any]
+
+    def wait(self) -> torch.Tensor:
+        """Wait until both have arrived; return what came."""
+        with torch_compat.operator_span("wait", self.group, op="exchange", **self.attributes):
+            for work in self.works:
+                if self.received.device.type == "cpu":
+                    torch_compat.wait_for_message(work, self.group, self.received.device)
+                else:
+                    work.wait()
+        return self.received
+
+
+class Ring:
+    """Messages between ranks that are so many positions apart in their group.
+
+    Collectives: each `post` one send and one receive; none where nothing is to be sent.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = torch_compat.process_group(group)
+        self.rank, self.degree = dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    def post(self, flat: torch.Tensor, *, offset: int, num_received: int, what: str, hop: int) -> Message:
+        """Start sending a flat buffer to the rank at an offset, and receiving from the one opposite.
+
+        Args:
+            flat: 1-D.
+            offset: Ranks onwards; negative for back.
+            num_received: Elements that come.
+            what: `keys` or `gradients`, for the span.
+            hop: Which message of its kind it is, from 1.
+        """
+        received = flat.new_empty(num_received)
+        target, source = (
+            dist.get_global_rank(self._group, (self.rank + step) % self.degree) for step in (offset, -offset)
+        )
+        operations = []
+        if flat.numel():
+            operations.append(dist.P2POp(dist.isend, flat, target, self._group))
+        if num_received:
+            operations.append(dist.P2POp(dist.irecv, received, source, self._group))
+        attributes = {"bytes": flat.nbytes, "what": what, "hop": hop}
+        works = tuple(dist.batch_isend_irecv(operations)) if operations else ()
+        return Message(works, flat, received, self._group, attributes)
+
+
+def gather_runs(tensors: Sequence[torch.Tensor], *, dim: int, positions: Positions, group: str) -> list[torch.Tensor]:
+    """Return whole tensors in order of positions, of shards [..., local length, ...].
+
+    Collectives: one all-gather of all tensors together, whose result has degree * max_local_length positions.
+    """
+    process_group = torch_compat.process_group(group)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    per_position = sum(math.prod(shape[:dim] + shape[dim + 1 :]) for shape in shapes)
+    size = per_position * positions.max_local_length
+    flat = packed(tensors)
+    if flat.numel() < size:
+        flat = torch.cat([flat, flat.new_zeros(size - flat.numel())])
+    every = flat.new_empty(positions.degree * size)
+    with torch_compat.operator_span("all_gather", process_group, bytes=every.nbytes):
+        torch_compat.all_gather_single(every, flat, group=process_group)
+    wholes = [
+        tensor.new_empty(_resized(shape, dim, positions.length)) for tensor, shape in zip(tensors, shapes, strict=True)
+    ]
+    for rank, runs in enumerate(positions.runs):
+        local = [_resized(shape, dim, positions.local_lengths[rank]) for shape in shapes]
+        for whole, shard in zip(wholes, unpacked(every[rank * size :], local), strict=True):
+            _copy_runs(whole, shard, dim=dim, runs=runs, is_to_whole=True)
+    return wholes
+
+
+def scatter_runs(wholes: Sequence[torch.Tensor], *, dim: int, positions: Positions, group: str) -> list[torch.Tensor]:
+    """Return this rank's shards of the sums over ranks of whole tensors: the adjoint of `gather_runs`.
+
+    Collectives: one reduce-scatter of all tensors together.
+    """
+    process_group = torch_compat.process_group(group)
+    shapes = [tuple(whole.shape) for whole in wholes]
+    size = positions.max_local_length * sum(math.prod(shape[:dim] + shape[dim + 1 :]) for shape in shapes)
+    every = (
+        wholes[0].new_empty(positions.degree * size)
+        if positions.is_even
+        else wholes[0].new_zeros(positions.degree * size)
+    )
+    for rank, runs in enumerate(positions.runs):
+        local = [_resized(shape, dim, positions.local_lengths[rank]) for shape in shapes]
+        for whole, shard in zip(wholes, unpacked(every[rank * size :], local), strict=True):
+            _copy_runs(whole, shard, dim=dim, runs=runs, is_to_whole=False)
+    mine = every.new_empty(size)
+    with torch_compat.operator_span("reduce_scatter", process_group, bytes=every.nbytes):
+        torch_compat.reduce_scatter_single(mine, every, group=process_group)
+    length = positions.local_lengths[dist.get_rank(process_group)]
+    return [shard.clone() for shard in unpacked(mine, [_resized(shape, dim, length) for shape in shapes])]
+
+
+def positions_to_heads(x_BHLE: torch.Tensor, *, positions: Positions, group: str) -> torch.Tensor:
+    """Return all positions, in order, of this rank's heads [B, H / degree, S, E].
+
+    Collectives: one all-to-all of the shard's bytes.
+    """
+    process_group, degree = torch_compat.process_group(group), positions.degree
+    batch, heads, _, width = x_BHLE.shape
+    sent = x_BHLE.unflatten(1, (degree, -1)).movedim(1, 0).reshape(-1)
+    sizes = [batch * (heads // degree) * length * width for length in positions.local_lengths]
+    received = sent.new_empty(sum(sizes))
+    with torch_compat.operator_span("all_to_all", process_group, bytes=sent.nbytes):
+        dist.all_to_all_single(received, sent, sizes, [sent.numel() // degree] * degree, group=process_group)
+    whole = sent.new_empty(batch, heads // degree, positions.length, width)
+    local = [(batch, heads // degree, length, width) for length in positions.local_lengths]
+    for runs, shard in zip(positions.runs, unpacked(received, local), strict=True):
+        _copy_runs(whole, shard, dim=2, runs=runs, is_to_whole=True)
+    return whole
+
+
+def heads_to_positions(x_BhSE: torch.Tensor, *, positions: Positions, group: str) -> torch.Tensor:
+    """Return all heads of this rank's positions [B, h * degree, L, E]: the inverse and adjoint of the other way.
+
+    Collectives: one all-to-all of the bytes of all positions of the rank's heads.
+    """
+    process_group, degree = torch_compat.process_group(group), positions.degree
+    batch, heads, _, width = x_BhSE.shape
+    local = [(batch, heads, length, width) for length in positions.local_lengths]
+    sent = x_BhSE.new_empty(x_BhSE.numel())
+    for runs, shard in zip(positions.runs, unpacked(sent, local), strict=True):
+        _copy_runs(x_BhSE, shard, dim=2, runs=runs, is_to_whole=False)
+    length = positions.local_lengths[dist.get_rank(process_group)]
+    received = sent.new_empty(degree * batch * heads * length * width)
+    sizes = [math.prod(shape) for shape in local]
+    with torch_compat.operator_span("all_to_all", process_group, bytes=sent.nbytes):
+        dist.all_to_all_single(received, sent, [received.numel() // degree] * degree, sizes, group=process_group)
+    return received.view(degree, batch, heads, length, width).movedim(0, 1).reshape(batch, -1, length, width)
+
+
+def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*shape[:dim], size, *shape[dim + 1 :])
+
+
+def _copy_runs(whole: torch.Tensor, shard: torch.Tensor, *, dim: int, runs: Sequence[Run], is_to_whole: bool) -> None:
+    at = 0
+    for start, end in runs:
+        of_whole, of_shard = whole.narrow(dim, start, end - start), shard.narrow(dim, at, end - start)
+        if is_to_whole:
+            of_whole.copy_(of_shard)
+        else:
+            of_shard.copy_(of_whole)
+        at += end - start

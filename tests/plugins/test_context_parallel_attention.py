@@ -1,0 +1,343 @@
+"""The attention of sharded sequences against one device: numbers, collectives, order of actions, masks, lengths."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from composer3d_plugins.sharding.context_parallel.attention_blocks import hops
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method
+from composer3d_plugins.sharding.context_parallel.attention_traffic import exchanges
+from composer3d_plugins.sharding.context_parallel.positions import Positions, balanced_documents, contiguous, zigzag
+from composer3d_plugins.sharding.context_parallel.sequence_attention import (
+    Attention,
+    SequenceGroup,
+    attend,
+    local_attention,
+)
+from support.sequence_cases import (
+    PATTERNS,
+    Case,
+    error,
+    inputs,
+    mask_of,
+    one_device,
+    sequence_group,
+    sharded,
+)
+
+from composer3d import torch_compat
+from composer3d.testing import count_collectives, fake_world, pairwise, run_ranks
+
+# Sums of at most 48 products in float64, in another order.
+TOLERANCE = 1e-14
+METHODS = {2: ("gather", "ring", "ulysses", "universal"), 4: ("gather", "ring", "ulysses", "usp", "universal")}
+OPTIONS = {
+    "pattern": tuple(PATTERNS),
+    "mask": ("none", "documents", "padding", "head", "tail"),
+    "kv_heads": (2, 8, 4, 1),
+    "balanced": (True, False),
+}
+SCATTERED = Positions.of([[5, 6, 0, 30], [1, 2, 3, 4, 7, 8, 9], [*range(10, 30)], [*range(31, 48)]])
+
+# What a pattern, a mask, heads and two lengths do to shards that differ, which no model's layout makes unlikely.
+PARTICULAR = [
+    Case(rows=contiguous(197, 4), pattern="full"),
+    Case(rows=zigzag(50, 4)),
+    Case(rows=contiguous(3, 4)),
+    Case(rows=contiguous(3, 4), pattern="full", mask="tail"),
+    Case(rows=SCATTERED),
+    Case(rows=SCATTERED, pattern="window", mask="documents"),
+    Case(rows=contiguous(30, 4), columns=zigzag(49, 4), pattern="full"),
+    Case(rows=contiguous(30, 4), columns=contiguous(49, 4), pattern="causal"),
+    Case(rows=contiguous(49, 4), columns=contiguous(30, 4), mask="documents"),
+    Case(rows=balanced_documents([20, 3, 25], 4), mask="documents"),
+    Case(mask="bias", kv_heads=4),
+    Case(mask="bias of two dims", pattern="full"),
+    Case(mask="least values", pattern="full"),
+    Case(value_dim=12, scale=0.3),
+    Case(value_dim=4, scale=1.7, kv_heads=8),
+    Case(softcap=2.0, mask="padding"),
+    Case(softcap=2.0, mask="bias", kv_heads=8, pattern="window"),
+]
+
+
+def errors_of(cases):
+    group = sequence_group()
+    return [error(case, group) for case in cases]
+
+
+def assert_exact(cases, world_size):
+    ranks = run_ranks(errors_of, world_size, cases, timeout_s=300)
+    worst = {case: max(found[index] for found in ranks) for index, case in enumerate(cases)}
+    assert {case: found for case, found in worst.items() if not found <= TOLERANCE} == {}
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_results_and_gradients_are_those_of_one_device(world_size):
+    rows = pairwise({"method": METHODS[world_size], **OPTIONS})
+    assert_exact([Case(**row) for row in rows], world_size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("method", METHODS[4])
+def test_every_combination_is_that_of_one_device(world_size, method):
+    if method not in METHODS[world_size]:
+        pytest.skip("usp needs a degree that is no prime")
+    names, values = zip(*OPTIONS.items(), strict=True)
+    cases = [Case(method=method, **dict(zip(names, chosen, strict=True))) for chosen in itertools.product(*values)]
+    assert_exact(cases, world_size)
+
+
+def test_any_lengths_masks_and_assignments_are_those_of_one_device():
+    assert_exact([replace(case, method=method) for case in PARTICULAR for method in METHODS[4]], 4)
+
+
+def counted(cases):
+    group = sequence_group()
+    found = []
+    for case in cases:
+        _, collectives = sharded(case, group)
+        found.append(sorted((row.op, len(row.ranks), row.bytes) for row in collectives.rows if row.op != "recv"))
+    received = [sum(row.op == "recv" for row in sharded(case, group)[1].rows) for case in cases]
+    return found, received
+
+
+def by_formula(case, degree, rank):
+    layout = case.layout(degree, inner_degree=2 if case.method == "usp" else 1)
+    rows = exchanges(Method(case.method), case.shape(), layout, rank=rank)
+    return sorted((row.op, row.degree, row.bytes) for row in rows)
+
+
+def test_collectives_and_bytes_are_those_of_the_formula():
+    cases = [Case(method=method, kv_heads=kv_heads) for method in METHODS[4] for kv_heads in (8, 2)]
+    cases += [Case(method=method, rows=contiguous(50, 4), kv_heads=1) for method in METHODS[4]]
+    cases += [Case(method="ring", pattern="window", balanced=balanced) for balanced in (True, False)]
+    cases += [Case(method="ring", dtype=torch.bfloat16), Case(method="universal", dtype=torch.bfloat16)]
+    for rank, (found, received) in enumerate(run_ranks(counted, 4, cases)):
+        assert found == [by_formula(case, 4, rank) for case in cases]
+        assert received == [sum(op == "send" for op, _, _ in rows) for rows in found]
+
+
+def test_counts_of_methods():
+    ops = {
+        case.method: [op for op, _, _ in by_formula(case, 4, 0)]
+        for case in [Case(method=method) for method in METHODS[4]]
+    }
+    assert {method: {op: found.count(op) for op in sorted(set(found))} for method, found in ops.items()} == {
+        "gather": {"all_gather": 2, "reduce_scatter": 1},
+        "ring": {"send": 3 * 4 - 2},
+        "ulysses": {"all_to_all": 8},
+        "usp": {"all_to_all": 8, "send": 3 * 2 - 2},
+        "universal": {"all_gather": 2, "reduce_scatter": 2},
+    }
+
+
+def test_windows_shorten_the_way_around_the_ring():
+    window, length = PATTERNS["window"], 8 * 48
+    ways = [
+        hops(positions, positions, pattern)
+        for positions in (contiguous(length, 8), zigzag(length, 8))
+        for pattern in (PATTERNS["causal"], window)
+    ]
+    # A chunk's neighbours are on the next rank and, where the sequence is folded, on the one before.
+    assert [(way.onwards, way.back) for way in ways] == [(7, 0), (1, 0), (7, 0), (1, 1)]
+
+
+def actions(method):
+    """Return what one forward and backward does, in order."""
+    order = []
+
+    def handle(operator, types, args, kwargs):
+        name = operator.name()
+        if name in ("c10d::send", "c10d::recv_"):
+            order.append("post" if name == "c10d::send" else "")
+        elif "flash_attention" in name:
+            order.append("block")
+        return operator(*args, **kwargs)
+
+    case = Case(method=method, length=64, pattern="full", balanced=False)
+    with torch_compat.dispatch_mode(handle):
+        sharded(case, sequence_group())
+    return [action for action in order if action]
+
+
+def test_messages_are_posted_before_the_block_they_hide_behind():
+    forward = ["post", "block"] * 3 + ["block"]
+    backward = ["post", "block", *["post", "post", "block"] * 2, "post", "block", "post"]
+    for order in run_ranks(actions, 4, "ring"):
+        assert order[: len(forward)] == forward
+        assert order[len(forward) :] == backward
+
+
+def low_precision(cases):
+    group, found = sequence_group(), []
+    for case in cases:
+        mine, _ = sharded(case, group)
+        rows, columns = case.positions(group.degree)
+        reference = one_device(case, group.degree)
+        alone = on_one_device(case, group.degree)
+        of = (rows, rows, columns, columns)
+        apart = [
+            max(
+                float((x.double() - y[:, :, p.index(group.rank)]).abs().max() / y.abs().max())
+                for x, y, p in zip(results, reference, of, strict=True)
+            )
+            for results in (mine, [x[:, :, p.index(group.rank)] for x, p in zip(alone, of, strict=True)])
+        ]
+        found.append(tuple(apart))
+    return found
+
+
+def on_one_device(case, degree):
+    q, k, v, grad = (x.to(case.dtype) for x in inputs(case, degree))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    output = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    output.backward(grad)
+    return [output.detach(), q.grad, k.grad, v.grad]
+
+
+def test_low_precision_errs_as_one_device_in_it_does():
+    cases = [
+        Case(method=method, kv_heads=8, dtype=dtype)
+        for method in METHODS[4]
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    ]
+    ranks = run_ranks(low_precision, 4, cases)
+    for index, case in enumerate(cases):
+        mine, alone = (max(found[index][which] for found in ranks) for which in (0, 1))
+        # One rounding of each result more than on one device, where blocks are joined.
+        assert mine <= 2 * alone + torch.finfo(case.dtype).eps, case
+
+
+def bias_gradients():
+    group, found = sequence_group(), {}
+    for method in ("universal", "gather", "ulysses"):
+        case = Case(method=method, mask="bias", kv_heads=4)
+        rows, _ = case.positions(group.degree)
+        bias = mask_of("bias", rows.length, rows.length).requires_grad_()
+        mine, _ = sharded(case, group, mask=bias)
+        dist.all_reduce(bias.grad)
+        whole = mask_of("bias", rows.length, rows.length).requires_grad_()
+        q, k, v, grad = inputs(case, group.degree)
+        seen = PATTERNS["causal"].mask(*[torch.arange(rows.length)] * 2)
+        masked = whole.masked_fill(~seen, float("-inf"))
+        output = F.scaled_dot_product_attention(q, k, v, masked, enable_gqa=True)
+        output.backward(grad)
+        mine_is = (mine[0] - output[:, :, rows.index(group.rank)]).abs().max()
+        found[method] = float((bias.grad - whole.grad).abs().max()), float(mine_is)
+    return found
+
+
+def test_a_bias_has_the_gradient_of_one_device():
+    for found in run_ranks(bias_gradients, 4):
+        assert {method: error for method, error in found.items() if max(error) > TOLERANCE} == {}
+
+
+def dropped():
+    group, case = sequence_group(), Case(kv_heads=8, pattern="full")
+    rows, _ = case.positions(group.degree)
+    torch.manual_seed(7)
+    mine, _ = sharded(case, group, dropout=0.5)
+    q, k, v, _ = inputs(case, group.degree)
+    torch.manual_seed(7)
+    expected = F.scaled_dot_product_attention(q[:, :, rows.index(group.rank)], k, v, dropout_p=0.5)
+    return float((mine[0] - expected).abs().max())
+
+
+def test_dropout_drops_weights_of_the_whole_row():
+    assert max(run_ranks(dropped, 2)) <= TOLERANCE
+
+
+def whole_keys():
+    group = sequence_group()
+    case = Case(rows=contiguous(30, group.degree), columns=contiguous(49, group.degree), pattern="full", mask="tail")
+    q, k, v, grad = inputs(case, group.degree)
+    index = case.rows.index(group.rank)
+    q, k, v = (x.requires_grad_() for x in (q[:, :, index], k, v))
+    attention = Attention(mask=mask_of("tail", 30, 49))
+    with count_collectives() as collectives:
+        output = local_attention(q, k, v, attention, rows=case.rows, rank=group.rank)
+        output.backward(grad[:, :, index])
+    for gradient in (k.grad, v.grad):
+        dist.all_reduce(gradient)
+    expected = one_device(case, group.degree)
+    expected[:2] = [x[:, :, index] for x in expected[:2]]
+    found = (output, q.grad, k.grad, v.grad)
+    return [float((x - y).abs().max()) for x, y in zip(found, expected, strict=True)], collectives.rows
+
+
+def test_keys_that_every_rank_has_need_no_exchange():
+    for errors, rows in run_ranks(whole_keys, 2):
+        assert max(errors) <= TOLERANCE * 10
+        assert rows == ()
+
+
+def test_a_fake_world_counts_what_ranks_exchange():
+    with fake_world(8, rank=3):
+        for method in ("gather", "ring", "ulysses", "universal"):
+            case = Case(method=method, length=64, mask="documents")
+            with torch_compat.fake_tensors():
+                group = SequenceGroup.of(dist.group.WORLD)
+                _, collectives = sharded(case, group)
+            found = sorted((row.op, len(row.ranks), row.bytes) for row in collectives.rows if row.op != "recv")
+            assert found == by_formula(case, 8, 3)
+
+
+def recomputed(policy):
+    from torch.utils.checkpoint import checkpoint
+
+    group, case = sequence_group(), Case()
+    rows, _ = case.positions(group.degree)
+    q, k, v, grad = (x[:, :, rows.index(group.rank)] for x in inputs(case, group.degree))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+
+    def block(*tensors):
+        doubled = (x * 2 for x in tensors)
+        attention = Attention(pattern=PATTERNS["causal"])
+        return attend(*doubled, attention, method=Method.GATHER, group=group, rows=rows, columns=rows) * 3
+
+    options = {}
+    if policy:
+        kept = torch_compat.custom_operators("attention")
+        options = {"context_fn": lambda: torch_compat.selective_contexts(kept)}
+    with count_collectives() as collectives:
+        checkpoint(block, *leaves, use_reentrant=False, **options).backward(grad)
+    plain = [x.clone().requires_grad_() for x in (q, k, v)]
+    block(*plain).backward(grad)
+    return collectives.count(), [torch.equal(x.grad, y.grad) for x, y in zip(leaves, plain, strict=True)]
+
+
+@pytest.mark.parametrize(("policy", "count"), [(False, 4), (True, 3)], ids=["recomputed", "saved"])
+def test_recomputation_gathers_again_unless_attention_is_saved(policy, count):
+    for found in run_ranks(recomputed, 2, policy):
+        assert found == (count, [True] * 3)
+
+
+def masked_of_its_own():
+    """Compare a mask of this rank's rows with the whole one."""
+    group, case = sequence_group(), Case(method="ring", mask="documents")
+    rows, _ = case.positions(group.degree)
+    whole, _ = sharded(case, group)
+    mine, _ = sharded(case, group, mask=mask_of("documents", 48, 48)[:, :, rows.index(group.rank)])
+    return [torch.equal(x, y) for x, y in zip(whole, mine, strict=True)]
+
+
+def test_a_mask_may_hold_the_rows_of_the_rank_alone():
+    assert run_ranks(masked_of_its_own, 2) == [[True] * 4] * 2
+
+
+def cast_by_autocast():
+    group, case = sequence_group(), Case(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, _ = sharded(case, group)
+    return [x.dtype for x in found]
+
+
+def test_autocast_casts_what_attention_is_given():
+    assert run_ranks(cast_by_autocast, 2)[0] == [torch.bfloat16, *[torch.float32] * 3]
