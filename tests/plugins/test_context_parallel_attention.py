@@ -12,12 +12,17 @@ import torch.nn.functional as F
 from composer3d_plugins.sharding.context_parallel.attention_blocks import hops
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method
 from composer3d_plugins.sharding.context_parallel.attention_traffic import exchanges
-from composer3d_plugins.sharding.context_parallel.positions import Positions, balanced_documents, contiguous, zigzag
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
     SequenceGroup,
     attend,
     local_attention,
+)
+from composer3d_plugins.sharding.context_parallel.sequence_positions import (
+    Positions,
+    balanced_documents,
+    contiguous,
+    zigzag,
 )
 from support.sequence_cases import (
     PATTERNS,

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
-from composer3d_plugins.sharding.context_parallel.positions import Positions, contiguous, zigzag
 from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention, SequenceGroup, attend
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, contiguous, zigzag
 
 from composer3d.testing import count_collectives
 

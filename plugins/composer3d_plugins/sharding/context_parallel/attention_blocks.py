@@ -15,7 +15,7 @@ import torch
 
 from composer3d import torch_compat
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Kind, Pattern
-from composer3d_plugins.sharding.context_parallel.positions import Positions, Run
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run
 
 __all__ = ["Block", "Hops", "blocks_between", "bias_of", "hops", "seen_blocks"]
 

@@ -7,7 +7,7 @@ from enum import Enum
 
 import torch
 
-from composer3d_plugins.sharding.context_parallel.positions import Run
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Run
 
 __all__ = ["Kind", "Pattern"]
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from composer3d_plugins.sharding.context_parallel.attention_blocks import hops
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, head_repeats
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
-from composer3d_plugins.sharding.context_parallel.positions import Positions
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["AttentionShape", "Exchange", "Layout", "exchanges", "held_bytes", "moved_bytes"]
 

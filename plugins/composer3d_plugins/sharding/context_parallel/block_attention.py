@@ -36,7 +36,6 @@ from composer3d_plugins.sharding.context_parallel.block_kernels import (
     kernel_for,
     merge_,
 )
-from composer3d_plugins.sharding.context_parallel.positions import Positions, Run
 from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     Message,
     Ring,
@@ -45,6 +44,7 @@ from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     scatter_runs,
     unpacked,
 )
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run
 
 __all__ = ["Sharded", "backward_gathered", "backward_ring", "forward_gathered", "forward_ring"]
 
@@ -150,8 +150,9 @@ def backward_ring(
         with visit.block_span():
             gradients = rows.add(visit.pair, call.columns.runs[visit.source])
         home.send_on(visit, gradients)
-    d_k, d_v = home.result()
-    return Gradients(rows.d_q.to(q_BHLE.dtype), d_k.to(k_BKME.dtype), d_v.to(v_BKMF.dtype))
+    # Operators return tensors of their own, and gradients that came home are two views of one message.
+    d_k, d_v = (x.to(q_BHLE.dtype, copy=True) for x in home.result())
+    return Gradients(rows.d_q.to(q_BHLE.dtype), d_k, d_v)
 
 
 class _Forward:

@@ -19,12 +19,12 @@ import torch.nn.functional as F
 from composer3d import torch_compat
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, head_repeats
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
-from composer3d_plugins.sharding.context_parallel.positions import Positions
 from composer3d_plugins.sharding.context_parallel.sequence_operators import (
     block_attention,
     exchange_heads,
     gather_sequence,
 )
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["Attention", "SequenceGroup", "attend", "local_attention"]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d import torch_compat
-from composer3d_plugins.sharding.context_parallel.positions import Positions, Run
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run
 
 __all__ = [
     "Message",

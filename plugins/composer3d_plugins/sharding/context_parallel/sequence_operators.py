@@ -24,13 +24,13 @@ from composer3d_plugins.sharding.context_parallel.block_attention import (
     forward_ring,
 )
 from composer3d_plugins.sharding.context_parallel.block_kernels import Result
-from composer3d_plugins.sharding.context_parallel.positions import Positions
 from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     gather_runs,
     heads_to_positions,
     positions_to_heads,
     scatter_runs,
 )
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["block_attention", "exchange_heads", "gather_sequence"]
 
@@ -119,8 +119,7 @@ def _attention_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     known, is_ring = _sharded(*call)
     found = (backward_ring if is_ring else backward_gathered)(grad, (q, k, v), Result(o, lse), mask, known)
-    # Operators return tensors of their own, and gradients that came home are two views of one message.
-    return found.q_BHLE, *(x.clone() if x._is_view() else x for x in (found.k_BKME, found.v_BKMF))
+    return found.q_BHLE, found.k_BKME, found.v_BKMF
 
 
 def _attention_backward_fake(

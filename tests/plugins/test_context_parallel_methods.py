@@ -1,0 +1,145 @@
+"""Positions of a sequence on ranks, and the choice between methods of attention with its figures."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method, head_repeats, inner_degrees, unfit
+from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
+from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
+from composer3d_plugins.sharding.context_parallel.method_choice import Link, choose
+from composer3d_plugins.sharding.context_parallel.sequence_positions import (
+    Positions,
+    balanced_documents,
+    contiguous,
+    padded_length,
+    zigzag,
+)
+
+
+@pytest.mark.parametrize("length", [0, 1, 3, 16, 50, 197])
+@pytest.mark.parametrize("degree", [1, 2, 3, 8])
+@pytest.mark.parametrize("assigned", [contiguous, zigzag])
+def test_every_position_is_on_one_rank(assigned, degree, length):
+    positions = assigned(length, degree)
+    assert sorted(positions.order().tolist()) == list(range(length))
+    assert positions.degree == degree
+    assert sum(positions.local_lengths) == length
+    assert max(positions.local_lengths) - min(positions.local_lengths) <= 2
+    assert [positions.order()[at].item() for at in positions.inverse()] == list(range(length))
+    assert Positions.decoded(positions.encoded) == positions
+
+
+def test_zigzag_pairs_chunks_from_both_ends():
+    assert zigzag(16, 4).runs == (((0, 2), (14, 16)), ((2, 4), (12, 14)), ((4, 6), (10, 12)), ((6, 10),))
+
+
+def work(positions, documents):
+    """Return by rank the pairs of query and key that are visible under a causal mask inside of documents."""
+    starts = torch.cat([torch.full((length,), sum(documents[:n])) for n, length in enumerate(documents)])
+    return [int((index - starts[index] + 1).sum()) for index in map(positions.index, range(positions.degree))]
+
+
+@pytest.mark.parametrize("documents", [[4096], [64] * 64, [1000, 3, 2000, 77, 1016]])
+def test_documents_are_balanced_one_by_one(documents):
+    found = work(balanced_documents(documents, 4), documents)
+    assert max(found) / (sum(found) / 4) < 1.02
+    lengths = balanced_documents(documents, 4).local_lengths
+    assert max(lengths) - min(lengths) <= 2 * len(documents)
+
+
+def test_contiguous_documents_are_not_balanced():
+    found = work(contiguous(4096, 4), [4096])
+    assert max(found) / (sum(found) / 4) > 1.7
+
+
+def test_positions_that_two_ranks_have_are_refused():
+    with pytest.raises(ValueError, match="positions from 3 on are held by no rank, or by two"):
+        Positions.of([[0, 1, 2], [2, 3]])
+
+
+def test_groups_have_their_positions_in_order():
+    positions = zigzag(16, 4)
+    assert positions.grouped(2).runs == (((0, 4), (12, 16)), ((4, 12),))
+    assert positions.within(0, 2).runs == (((0, 2), (6, 8)), ((2, 4), (4, 6)))
+
+
+@pytest.mark.parametrize(("length", "balanced", "padded"), [(16, True, 16), (17, True, 24), (17, False, 20)])
+def test_padded_lengths_are_the_next_that_all_ranks_share(length, balanced, padded):
+    assert padded_length(length, 4, is_balanced=balanced) == padded
+
+
+def test_key_heads_are_repeated_as_often_as_a_degree_needs():
+    assert [head_repeats(8, kv, degree) for kv, degree in [(8, 4), (2, 4), (1, 8), (4, 2)]] == [1, 2, 8, 1]
+    assert head_repeats(24, 6, 4) == 2
+
+
+def shape(num_heads=32, num_kv_heads=8):
+    return AttentionShape(
+        batch=1, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=128, value_dim=128, element_bytes=2
+    )
+
+
+def layout(degree, length=32768, pattern=None, inner_degree=1):
+    positions = zigzag(length, degree)
+    pattern = Pattern.causal() if pattern is None else pattern
+    return Layout(rows=positions, columns=positions, pattern=pattern, inner_degree=inner_degree)
+
+
+@pytest.mark.parametrize(
+    ("shape", "layout", "method"),
+    [
+        (shape(num_kv_heads=2), layout(2), Method.GATHER),
+        (shape(num_kv_heads=32), layout(8), Method.ULYSSES),
+        (shape(num_heads=9, num_kv_heads=9), layout(16), Method.RING),
+        (shape(num_heads=12, num_kv_heads=12), layout(8), Method.USP),
+        (shape(num_heads=9, num_kv_heads=9), layout(8, pattern=Pattern.causal(1024)), Method.RING),
+    ],
+    ids=["few key heads", "many heads", "heads that no degree divides", "heads that a part divides", "window"],
+)
+def test_the_method_that_moves_fewest_bytes_is_chosen(shape, layout, method):
+    chosen = choose(shape, layout)
+    assert chosen.method is method
+    possible = {each: found for each, found in chosen.figures.items() if found.unfit is None}
+    assert f"{possible[method].moved_bytes:,} bytes sent an attention" in chosen.reason
+    assert all(
+        f"{each} {possible[each].moved_bytes:,}" in chosen.reason
+        for each in possible
+        if each not in (method, Method.UNIVERSAL)
+    )
+
+
+def test_links_decide_by_what_no_block_hides():
+    slow = choose(shape(num_kv_heads=2), layout(2), link=Link(bytes_per_s=1e9, latency_s=1e-5, flops_per_s=1e12))
+    assert slow.method is Method.RING  # minutes of blocks hide it
+    fast = choose(shape(num_kv_heads=2), layout(2, length=64), link=Link(bytes_per_s=1e12, latency_s=1e-5))
+    assert fast.method is Method.GATHER  # latency decides
+    assert fast.figures[Method.GATHER].exposed_s < fast.figures[Method.RING].exposed_s
+
+
+def test_what_needs_autograd_is_left_to_torch():
+    assert choose(shape(num_kv_heads=1), layout(2), needs_autograd="dropout").method is Method.UNIVERSAL
+
+
+def test_methods_that_do_not_fit_say_what_does():
+    assert unfit(Method.ULYSSES, num_heads=12, degree=8) == (
+        'method = "ulysses" gives each of 8 ranks the same number of heads, and there are 12; '
+        'write method = "usp" with inner_degree = 4'
+    )
+    assert unfit(Method.ULYSSES, num_heads=3, degree=2) == (
+        'method = "ulysses" gives each of 2 ranks the same number of heads, and there are 3; '
+        'write method = "gather" or "ring"'
+    )
+    assert unfit(Method.USP, num_heads=9, degree=8) == (
+        'method = "usp" needs a divisor of cp = 8, other than 1 and 8, that divides the 9 heads, and there is none; '
+        'write method = "gather" or "ring"'
+    )
+    assert unfit(Method.USP, num_heads=12, degree=8, inner_degree=3) == (
+        "inner_degree = 3 is not one of 4, 2, which divide cp and heads"
+    )
+    assert unfit(Method.RING, num_heads=4, degree=2, needs_autograd="a bias with a gradient") == (
+        'method = "ring" computes blocks with kernels that take no bias with a gradient; '
+        'write method = "universal", or "ulysses" where the degree divides the heads'
+    )
+    assert unfit(Method.GATHER, num_heads=3, degree=8) is None
+    assert inner_degrees(12, 8) == [4, 2]
