@@ -15,6 +15,7 @@ from composer3d_plugins.sharding.context_parallel.attention_traffic import excha
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
     SequenceGroup,
+    SequencePlan,
     attend,
     local_attention,
 )
@@ -267,7 +268,7 @@ def whole_keys():
     q, k, v = (x.requires_grad_() for x in (q[:, :, index], k, v))
     attention = Attention(mask=mask_of("tail", 30, 49))
     with count_collectives() as collectives:
-        output = local_attention(q, k, v, attention, rows=case.rows, rank=group.rank)
+        output = local_attention(q, k, v, attention, rows=case.rows, columns=Positions.whole(49), rank=group.rank)
         output.backward(grad[:, :, index])
     for gradient in (k.grad, v.grad):
         dist.all_reduce(gradient)
@@ -301,11 +302,12 @@ def recomputed(policy):
     rows, _ = case.positions(group.degree)
     q, k, v, grad = (x[:, :, rows.index(group.rank)] for x in inputs(case, group.degree))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    plan = SequencePlan.of(Method.GATHER, group, rows)
 
     def block(*tensors):
         doubled = (x * 2 for x in tensors)
         attention = Attention(pattern=PATTERNS["causal"])
-        return attend(*doubled, attention, method=Method.GATHER, group=group, rows=rows, columns=rows) * 3
+        return attend(*doubled, attention, plan) * 3
 
     options = {}
     if policy:

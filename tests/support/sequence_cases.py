@@ -10,7 +10,12 @@ import torch.nn.functional as F
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
-from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention, SequenceGroup, attend
+from composer3d_plugins.sharding.context_parallel.sequence_attention import (
+    Attention,
+    SequenceGroup,
+    SequencePlan,
+    attend,
+)
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, contiguous, zigzag
 
 from composer3d.testing import count_collectives
@@ -136,7 +141,7 @@ def sharded(case, group, **replaced):
     )
     attention = replace(attention, **replaced)
     with count_collectives() as collectives:
-        output = attend(q, k, v, attention, method=Method(case.method), group=group, rows=rows, columns=columns)
+        output = attend(q, k, v, attention, SequencePlan.of(Method(case.method), group, rows, columns))
         output.backward(grad[:, :, of_rows])
     return [output.detach(), q.grad, k.grad, v.grad], collectives
 

@@ -9,7 +9,7 @@ Source: Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Fang and Zhao, USP, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from composer3d_plugins.sharding.context_parallel.sequence_operators import (
 )
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
-__all__ = ["Attention", "SequenceGroup", "attend", "local_attention"]
+__all__ = ["Attention", "SequenceGroup", "SequencePlan", "attend", "local_attention"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,10 +88,57 @@ class Attention:
         return self.dropout > 0 or (self.mask is not None and self.mask.requires_grad)
 
 
+@dataclass(frozen=True, kw_only=True)
+class SequencePlan:
+    """What of sharded attention does not depend on values; made once, outside of what is compiled.
+
+    Args:
+        method: How; not `auto`.
+        group: The ranks.
+        rows: Positions of queries by rank.
+        columns: Positions of keys by rank.
+        whole: All positions of keys, on one rank.
+        exchanged: Of ulysses and usp, of queries and of keys: where the positions of a rank's inner group lie in it.
+        grouped: Of ulysses and usp, of queries and of keys: the positions of all inner groups.
+    """
+
+    method: Method
+    group: SequenceGroup
+    rows: Positions
+    columns: Positions
+    whole: Positions
+    exchanged: tuple[Positions, Positions]
+    grouped: tuple[Positions, Positions]
+
+    @classmethod
+    def of(
+        cls, method: Method, group: SequenceGroup, rows: Positions, columns: Positions | None = None
+    ) -> SequencePlan:
+        """Return the plan of a method.
+
+        Args:
+            method: How; not `auto`.
+            group: The ranks.
+            rows: Positions of queries by rank.
+            columns: Positions of keys by rank, where they are another sequence.
+        """
+        columns = columns or rows
+        degree = group.inner_degree if method is Method.USP else group.degree
+        first = group.rank - group.rank % degree
+        return cls(
+            method=method,
+            group=group,
+            rows=rows,
+            columns=columns,
+            whole=Positions.whole(columns.length),
+            exchanged=(rows.within(first, degree), columns.within(first, degree)),
+            grouped=(rows.grouped(degree), columns.grouped(degree)),
+        )
+
+
 def attend(
-    q_BHLE: torch.Tensor, k_BKME: torch.Tensor, v_BKMF: torch.Tensor, attention: Attention,
-    *, method: Method, group: SequenceGroup, rows: Positions, columns: Positions,
-) -> torch.Tensor:  # fmt: skip
+    q_BHLE: torch.Tensor, k_BKME: torch.Tensor, v_BKMF: torch.Tensor, attention: Attention, plan: SequencePlan
+) -> torch.Tensor:
     """Return the output [B, H, L, F] of this rank's queries, attending to the keys and values of all ranks.
 
     Dropout and biases with a gradient are computed by `universal`, and by `ulysses`, whatever else is asked for.
@@ -107,42 +154,46 @@ def attend(
         k_BKME: Keys of this rank.
         v_BKMF: Values of this rank.
         attention: What is computed.
-        method: How; not `auto`.
-        group: The ranks.
-        rows: Positions of queries.
-        columns: Positions of keys; those of the queries where both are one sequence.
+        plan: How.
     """
     q, k, v = _autocast(q_BHLE, k_BKME, v_BKMF)
-    mask = _four_dims(attention.mask)
-    known = _Known(attention, mask, _scale(attention, q), group, rows, columns)
-    if method is Method.ULYSSES:
-        return _exchanged(q, k, v, known, inner=group.name, inner_degree=group.degree, outer="")
-    if method is Method.USP and not attention.needs_autograd:
-        return _exchanged(q, k, v, known, inner=group.inner, inner_degree=group.inner_degree, outer=group.outer)
+    group, method = plan.group, plan.method
+    if method is Method.ULYSSES or (method is Method.USP and not attention.needs_autograd):
+        return _exchanged(q, k, v, attention, plan)
     if method is Method.UNIVERSAL or attention.needs_autograd:
-        k, v = (gather_sequence(x, dim=2, positions=columns, group=group.name) for x in (k, v))
-        return local_attention(q, k, v, attention, rows=rows, rank=group.rank)
+        k, v = (gather_sequence(x, dim=2, positions=plan.columns, group=group.name) for x in (k, v))
+        return local_attention(q, k, v, attention, rows=plan.rows, columns=plan.whole, rank=group.rank)
     return block_attention(
-        q, k, v, mask, rows=rows, columns=columns, rank=group.rank, pattern=attention.pattern, scale=known.scale,
-        softcap=attention.softcap, is_ring=method is Method.RING, group=group.name,
+        q, k, v, _four_dims(attention.mask), rows=plan.rows, columns=plan.columns, rank=group.rank,
+        pattern=attention.pattern, scale=_scale(attention, q), softcap=attention.softcap,
+        is_ring=method is Method.RING, group=group.name,
     )  # fmt: skip
 
 
 def local_attention(
     q_BHLE: torch.Tensor, k_BKTE: torch.Tensor, v_BKTF: torch.Tensor, attention: Attention,
-    *, rows: Positions, rank: int,
+    *, rows: Positions, columns: Positions, rank: int,
 ) -> torch.Tensor:  # fmt: skip
     """Return the output [B, H, L, F] of this rank's queries, where all keys and values are here in order of positions.
 
     Where they are the same on all ranks (an encoder that was not sharded), their gradients are this rank's part.
     Collectives: none.
+
+    Args:
+        q_BHLE: Queries of this rank.
+        k_BKTE: All keys.
+        v_BKTF: All values.
+        attention: What is computed.
+        rows: Positions of queries by rank.
+        columns: `Positions.whole(T)`.
+        rank: This rank's place in `rows`.
     """
     q, k, v = _autocast(q_BHLE, k_BKTE, v_BKTF)
     mask, scale = _four_dims(attention.mask), _scale(attention, q)
     if not attention.needs_autograd:
         return block_attention(
-            q, k, v, mask, rows=rows, columns=Positions.whole(k.shape[2]), rank=rank, pattern=attention.pattern,
-            scale=scale, softcap=attention.softcap,
+            q, k, v, mask, rows=rows, columns=columns, rank=rank, pattern=attention.pattern, scale=scale,
+            softcap=attention.softcap,
         )  # fmt: skip
     index = rows.index(rank).to(q.device)
     if mask is not None and mask.shape[2] == rows.length and rows.degree > 1:
@@ -157,43 +208,30 @@ def local_attention(
     )
 
 
-@dataclass(frozen=True)
-class _Known:
-    attention: Attention
-    mask: torch.Tensor | None
-    scale: float
-    group: SequenceGroup
-    rows: Positions
-    columns: Positions
-
-
 def _exchanged(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, known: _Known, *, inner: str, inner_degree: int, outer: str
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, attention: Attention, plan: SequencePlan
 ) -> torch.Tensor:
     """Exchange positions for heads within groups of neighbouring ranks, attend, and exchange back."""
-    attention, group, num_heads = known.attention, known.group, q.shape[1]
-    if (repeats := head_repeats(num_heads, k.shape[1], inner_degree)) > 1:
+    group, num_heads, (of_rows, of_columns) = plan.group, q.shape[1], plan.exchanged
+    is_ring, degree = plan.method is Method.USP, of_rows.degree
+    name, scale = group.inner if is_ring else group.name, _scale(attention, q)
+    if (repeats := head_repeats(num_heads, k.shape[1], degree)) > 1:
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
-    place, first = group.rank % inner_degree, group.rank - group.rank % inner_degree
-    of_rows, of_columns = (p.within(first, inner_degree) for p in (known.rows, known.columns))
-    q = exchange_heads(q, positions=of_rows, group=inner, to_heads=True)
-    k, v = (exchange_heads(x, positions=of_columns, group=inner, to_heads=True) for x in (k, v))
-    mask = known.mask
+    q = exchange_heads(q, positions=of_rows, group=name, to_heads=True)
+    k, v = (exchange_heads(x, positions=of_columns, group=name, to_heads=True) for x in (k, v))
+    mask = _four_dims(attention.mask)
     if mask is not None and mask.shape[1] > 1:
-        mask = mask.narrow(1, place * (num_heads // inner_degree), num_heads // inner_degree)
-    rows, columns = (p.grouped(inner_degree) for p in (known.rows, known.columns))
-    if attention.needs_autograd:
-        of_heads = Attention(
-            pattern=attention.pattern, mask=mask, scale=known.scale, softcap=attention.softcap,
-            dropout=attention.dropout,
-        )  # fmt: skip
-        o = local_attention(q, k, v, of_heads, rows=rows, rank=0)
-    else:
+        mask = mask.narrow(1, group.rank % degree * (num_heads // degree), num_heads // degree)
+    rows, columns = plan.grouped
+    if is_ring:
         o = block_attention(
-            q, k, v, mask, rows=rows, columns=columns, rank=group.rank // inner_degree, pattern=attention.pattern,
-            scale=known.scale, softcap=attention.softcap, is_ring=bool(outer), group=outer,
+            q, k, v, mask, rows=rows, columns=columns, rank=group.rank // degree, pattern=attention.pattern,
+            scale=scale, softcap=attention.softcap, is_ring=True, group=group.outer,
         )  # fmt: skip
-    return exchange_heads(o, positions=of_rows, group=inner, to_heads=False)
+    else:
+        of_heads = replace(attention, mask=mask, scale=scale)
+        o = local_attention(q, k, v, of_heads, rows=rows, columns=columns, rank=0)
+    return exchange_heads(o, positions=of_rows, group=name, to_heads=False)
 
 
 def _written_out(

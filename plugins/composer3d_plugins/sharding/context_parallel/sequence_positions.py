@@ -32,6 +32,9 @@ class Positions:
             if start != at or end <= start:
                 raise ValueError(f"positions from {at} on are held by no rank, or by two: a run [{start}, {end})")
             at = end
+        # Computed here, since the compiler does not enter the locks of properties that are not computed yet.
+        assert self.degree == len(self.encoded) - 2 * sum(map(len, self.runs))
+        assert self.length >= self.max_local_length
 
     @classmethod
     def of(cls, indices: Iterable[Sequence[int]]) -> Positions:
@@ -58,12 +61,12 @@ class Positions:
         """Positions that each rank holds."""
         return tuple(sum(end - start for start, end in rank) for rank in self.runs)
 
-    @property
+    @functools.cached_property
     def max_local_length(self) -> int:
         """Positions of the rank that holds most."""
         return max(self.local_lengths)
 
-    @property
+    @functools.cached_property
     def is_even(self) -> bool:
         """Whether all ranks hold equally many."""
         return len(set(self.local_lengths)) == 1
