@@ -11,8 +11,9 @@ __all__ = ["custom_operator", "custom_operators", "operator_python", "operator_s
 
 Span = Callable[..., AbstractContextManager[None]]
 
-# As torch's own registry of operators, for the process.
+# As torch's own registry of operators, for the process; an operator is gone with its library.
 _MADE: dict[str, list[Any]] = {}
+_LIBRARIES: list[Any] = []
 # Operators take tensors, numbers and names, so what opens spans cannot be handed to them; None where nobody records.
 _WATCHED: list[Span] = []
 
@@ -30,7 +31,7 @@ def custom_operator(
     """Define an operator that the compiler and selective checkpoints see as one, and counters of operators see into.
 
     `dispatch_mode` runs the operator's own function under the mode again, so that kernels and collectives in it are
-    counted, on fake tensors too. How an operator holds its overload is private (torch 2.11-2.15).
+    counted, on fake tensors too.
 
     Args:
         name: `namespace::name`.
@@ -45,11 +46,16 @@ def custom_operator(
     """
     import torch
 
-    definition: Any = torch.library.custom_op(name, function, mutates_args=(), schema=schema)
-    definition.register_fake(fake)
+    namespace, short = name.split("::")
+    library: Any = torch.library.Library(namespace, "FRAGMENT")
+    _LIBRARIES.append(library)
+    # Not `torch.library.custom_op`, which imports the compiler with the first call and checks every result.
+    library.define(short + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    library.impl(short, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, fake, lib=library)
     if backward is not None:
-        definition.register_autograd(backward, setup_context=setup_context)
-    operator = definition._opoverload
+        torch.library.register_autograd(name, backward, setup_context=setup_context, lib=library)
+    operator: Any = getattr(getattr(torch.ops, namespace), short).default
     operator.composer3d_python = function
     _MADE.setdefault(kind, []).append(operator)
     return operator

@@ -166,7 +166,7 @@ def positions_to_heads(x_BHLE: torch.Tensor, *, positions: Positions, group: str
     """
     process_group, degree = torch_compat.process_group(group), positions.degree
     batch, heads, _, width = x_BHLE.shape
-    sent = x_BHLE.unflatten(1, (degree, -1)).movedim(1, 0).reshape(-1)
+    sent = x_BHLE.unflatten(1, (degree, heads // degree)).movedim(1, 0).reshape(-1)
     sizes = [batch * (heads // degree) * length * width for length in positions.local_lengths]
     received = sent.new_empty(sum(sizes))
     with torch_compat.operator_span("all_to_all", process_group, bytes=sent.nbytes):
@@ -194,7 +194,9 @@ def heads_to_positions(x_BhSE: torch.Tensor, *, positions: Positions, group: str
     sizes = [math.prod(shape) for shape in local]
     with torch_compat.operator_span("all_to_all", process_group, bytes=sent.nbytes):
         dist.all_to_all_single(received, sent, [received.numel() // degree] * degree, sizes, group=process_group)
-    return received.view(degree, batch, heads, length, width).movedim(0, 1).reshape(batch, -1, length, width)
+    return (
+        received.view(degree, batch, heads, length, width).movedim(0, 1).reshape(batch, degree * heads, length, width)
+    )
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
