@@ -22,16 +22,21 @@ from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d.propagation.module_kinds import Kind, kind_of
 from composer3d.propagation.propagated_module import PropagatedModule
+from composer3d.propagation.propagated_sequence import PropagatedSequence, Sharded
 from composer3d.propagation.random_functions import eagerly, site_of
+from composer3d.propagation.sequence_mode import AttentionCall, SequencePropagation, SequenceRules
 from composer3d.propagation.shards import (
     SEQUENCE,
+    TENSOR_AXIS,
     Cut,
     Marks,
     PropagationError,
     Ranges,
+    attach,
     copy_mark,
     cut_of,
     mark,
+    restated,
     strip,
     unmark,
 )
@@ -39,6 +44,7 @@ from composer3d.propagation.view_shapes import Placed
 from composer3d.propagation.whole_operands import is_in_place
 
 __all__ = [
+    "AttentionCall",
     "Call",
     "Cut",
     "Flow",
@@ -48,6 +54,7 @@ __all__ = [
     "Placed",
     "Products",
     "PropagatedModule",
+    "PropagatedSequence",
     "Propagation",
     "PropagationError",
     "Ranges",
@@ -55,9 +62,14 @@ __all__ = [
     "Recorder",
     "SEQUENCE",
     "SMALL",
+    "SequencePropagation",
+    "SequenceRules",
+    "Sharded",
+    "TENSOR_AXIS",
     "Traced",
     "VALUES",
     "activation_of",
+    "attach",
     "blocks_of",
     "copy_mark",
     "cut_of",
@@ -74,6 +86,7 @@ __all__ = [
     "patched",
     "plain",
     "replaced",
+    "restated",
     "site_of",
     "strip",
     "trace",

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.shards import ATTRIBUTE, Cut, cut_of
+from composer3d.propagation.shards import TENSOR_AXIS, Cut, attach, cut_of
 
-__all__ = ["Products", "bias_of", "keep_weight", "summed_size"]
+__all__ = ["Products", "bias_of", "keep_weight", "operands_of", "summed_size"]
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
 
@@ -30,10 +30,12 @@ class Products:
     Attributes:
         summed: Sources of those that were summed over all ranks.
         multiplied: Sharded parameters that were multiplied with something whole.
+        axis: Of the marks.
     """
 
     summed: set[str] = field(default_factory=set)
     multiplied: set[str] = field(default_factory=set)
+    axis: str = TENSOR_AXIS
 
     def is_partial(self, name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
         """Return whether a function sums over a dim by which an activation and a weight are sharded alike.
@@ -47,7 +49,7 @@ class Products:
         if found is None:
             return False
         (one, other), output, operands = found
-        first, second = (cut_of(operand) for operand in operands)
+        first, second = (cut_of(operand, self.axis) for operand in operands)
         if first is None or second is None:
             self.multiplied |= {source for cut in (first, second) if cut and cut.is_weight for source in cut.sources}
             return False
@@ -69,21 +71,36 @@ def keep_weight(result: Any, cuts: Sequence[Cut], arguments: Sequence[Any]) -> N
     """
     if all(cut.is_weight for cut in cuts) and len(cuts) == sum(isinstance(leaf, Tensor) for leaf in arguments):
         for leaf in torch_compat.tree_leaves(result):
-            if (cut := cut_of(leaf)) is not None:
-                setattr(leaf, ATTRIBUTE, replace(cut, is_weight=True))
+            if (cut := cut_of(leaf, cuts[0].axis)) is not None:
+                attach(leaf, replace(cut, is_weight=True))
 
 
-def summed_size(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> int | None:
+def summed_size(name: str, args: Sequence[Any], options: Mapping[str, Any], axis: str = TENSOR_AXIS) -> int | None:
     """Return the size of a sharded dim over which a product with a tensor that is whole sums; else None."""
     found = _terms(name, args, options)
     if found is None:
         return None
     terms, output, operands = found
     for term, operand in zip(terms, operands, strict=True):
-        cut = cut_of(operand)
+        cut = cut_of(operand, axis)
         if cut is not None and not cut.is_weight and term[cut.placed.dim] not in output:
             return int(cut.shadow.shape[cut.placed.dim])
     return None
+
+
+def operands_of(
+    name: str, args: Sequence[Any]
+) -> tuple[tuple[str, str], str, tuple[Tensor, Tensor], Callable[[Tensor], list[Any]]] | None:
+    """Return a product as einsum's letters of both operands and of the result, and what replaces the second operand."""
+    if name == "__rmatmul__":
+        found = _terms("matmul", [args[1], args[0]], {})
+        return None if found is None else (*found, lambda second: [second, *args[1:]])
+    found = _terms(name, args, {})
+    if found is None or name == "linear":
+        return None
+    if name == "einsum":
+        return (*found, lambda second: [args[0], found[2][0], second])
+    return (*found, lambda second: [args[0], second, *args[2:]])
 
 
 def _terms(

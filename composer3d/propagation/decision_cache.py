@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.shards import ATTRIBUTE, Cut, cut_of
+from composer3d.propagation.shards import TENSOR_AXIS, Cut, attach, cut_of
 
 __all__ = ["Decision", "Memory"]
 
@@ -27,15 +27,20 @@ Decision = Callable[[Any, Sequence[Any], dict[str, Any]], Any]
 
 
 class Memory:
-    """The decisions of one propagated module."""
+    """The decisions of one propagated module.
 
-    def __init__(self) -> None:
+    Args:
+        axis: Of the marks.
+    """
+
+    def __init__(self, axis: str = TENSOR_AXIS) -> None:
+        self._axis = axis
         self._decisions: dict[Any, Decision] = {}
 
     def key(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Return the key of a call; None if its arguments have no reliable key."""
         key: list[Any] = [func, torch.is_grad_enabled()]
-        if not (_describe(args, key) and _describe(tuple(options), key) and _describe(tuple(options.values()), key)):
+        if not all(_describe(each, key, self._axis) for each in (args, tuple(options), tuple(options.values()))):
             return None
         return tuple(key)
 
@@ -54,10 +59,10 @@ class Memory:
         if len(self._decisions) >= MOST:
             self._decisions.clear()
         if isinstance(result, Tensor):
-            self._decisions[key] = _Single(work, cut_of(result))
+            self._decisions[key] = _Single(work, cut_of(result, self._axis))
             return
         with torch_compat.without_torch_functions():
-            cuts = [cut_of(leaf) for leaf in torch_compat.tree_leaves(result)]
+            cuts = [cut_of(leaf, self._axis) for leaf in torch_compat.tree_leaves(result)]
         self._decisions[key] = _Several(work, cuts)
 
     def keep_answer(self, key: Any, answer: Any) -> None:
@@ -74,7 +79,7 @@ class _Single:
         with torch_compat.without_torch_functions():
             result = self._work(func, args, options)
             if self._cut is not None:
-                setattr(result, ATTRIBUTE, self._cut)
+                attach(result, self._cut)
             return result
 
 
@@ -88,15 +93,15 @@ class _Several:
             result = self._work(func, args, options)
             for leaf, cut in zip(torch_compat.tree_leaves(result), self._cuts, strict=True):
                 if cut is not None:
-                    setattr(leaf, ATTRIBUTE, cut)
+                    attach(leaf, cut)
             return result
 
 
-def _describe(values: Sequence[Any], key: list[Any]) -> bool:
+def _describe(values: Sequence[Any], key: list[Any], axis: str) -> bool:
     """Append to a key what distinguishes arguments; return False if nothing does."""
     for value in values:
         if isinstance(value, Tensor):
-            cut = getattr(value, ATTRIBUTE, None)
+            cut = cut_of(value, axis)
             with torch_compat.without_torch_functions():
                 key += (cut, value.shape, value.dtype, value.requires_grad, value.is_meta)
         elif isinstance(value, NUMBERS):
@@ -106,11 +111,11 @@ def _describe(values: Sequence[Any], key: list[Any]) -> bool:
             key.append(value)
         elif isinstance(value, list | tuple):
             key += (type(value), len(value))
-            if not _describe(value, key):
+            if not _describe(value, key, axis):
                 return False
         elif isinstance(value, slice):
             key.append(slice)
-            if not _describe((value.start, value.stop, value.step), key):
+            if not _describe((value.start, value.stop, value.step), key, axis):
                 return False
         else:
             return False

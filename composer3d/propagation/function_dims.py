@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["CASTS", "EXPANDS", "JOINS", "SIZES", "SPLITS", "VIEWS", "dims_of", "mixes", "name_of", "narrowed"]
+__all__ = ["CASTS", "EXPANDS", "JOINS", "OBJECT", "SIZES", "SPLITS", "VIEWS", "dims_of", "mixes", "name_of", "narrowed"]
 
 # Answered by the shadow: the code is to see whole sizes.
 SIZES = frozenset({"shape", "size", "numel", "nelement", "__len__"})
@@ -15,12 +15,19 @@ SPLITS = frozenset({"split", "split_with_sizes", "chunk", "unsafe_chunk", "unsaf
 CASTS = frozenset(
     {"to", "type", "type_as", "cuda", "cpu", "float", "double", "half", "bfloat16", "contiguous", "clone"}
 )
+# Asked of the tensor object itself: hooks of FSDP2 and others run inside of a model's forward.
+OBJECT = frozenset(
+    "register_hook register_post_accumulate_grad_hook requires_grad requires_grad_ grad_fn grad is_leaf retain_grad "
+    "retains_grad data_ptr untyped_storage storage_offset stride is_contiguous _version output_nr device dtype layout "
+    "is_meta is_cuda is_cpu is_sparse is_quantized is_nested is_complex is_floating_point element_size itemsize "
+    "__hash__ _backward_hooks _post_accumulate_grad_hooks record_stream is_shared is_inference has_names".split()
+)
 JOINS = frozenset({"cat", "concat", "concatenate"})
 # Same shape, other meaning: they go along a dim, the argument at this place, or this one where it is not given.
 ALONG: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp flip".split(), (1, None)),
     **dict.fromkeys("gather scatter scatter_add scatter_reduce index_select index_add index_copy".split(), (1, None)),
-    **dict.fromkeys("index_fill renorm".split(), (1, None)),
+    **dict.fromkeys("index_fill renorm gather_along".split(), (1, None)),
     **dict.fromkeys("sort argsort".split(), (1, -1)),
     **dict.fromkeys("diff topk".split(), (2, -1)),
     **dict.fromkeys("roll take_along_dim".split(), (2, None)),

@@ -11,10 +11,11 @@ from torch import Tensor
 from composer3d import torch_compat
 from composer3d.propagation.function_dims import JOINS
 from composer3d.propagation.shards import (
-    ATTRIBUTE,
+    TENSOR_AXIS,
     Cut,
     PropagationError,
     Ranges,
+    attach,
     common_parts,
     sources_of,
 )
@@ -31,7 +32,7 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
         whole: What it returned for the shadows.
         cuts: Metadata of its sharded arguments.
         name: Of the function, for messages.
-        degree: Ranks along tp.
+        degree: Ranks along the axis.
 
     Raises:
         PropagationError: The results do not differ by one dim that is `degree` times as long in the whole.
@@ -59,7 +60,8 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
         alike = {(cut.start, cut.scale, cut.whole) for cut in cuts if cut.sources == cuts[0].sources}
         start, scale, gathered = alike.pop() if len(alike) == 1 else (0, 1, frozenset())
         placed = Placed(dim=dim, parts=parts)
-        marked(one, other, placed, sources_of(cuts), start=start, scale=scale, gathered=gathered)
+        kept: dict[str, Any] = {"start": start, "scale": scale, "gathered": gathered, "axis": cuts[0].axis}
+        marked(one, other, placed, sources_of(cuts), degree=degree, **kept)
     return share
 
 
@@ -69,12 +71,14 @@ def marked(
     placed: Placed,
     sources: frozenset[str],
     *,
+    degree: int,
     start: int = 0,
     scale: int = 1,
     gathered: Ranges = frozenset(),
+    axis: str = TENSOR_AXIS,
 ) -> Tensor:
     """Mark a tensor as a local shard of one with the shape of `whole`, and return it."""
     shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
-    cut = Cut(shadow=shadow, placed=placed, sources=sources, start=start, scale=scale, whole=gathered)
-    setattr(share, ATTRIBUTE, cut)
-    return share
+    kept: dict[str, Any] = {"start": start, "scale": scale, "whole": gathered, "axis": axis, "degree": degree}
+    cut = Cut(shadow=shadow, placed=placed, sources=sources, **kept)
+    return attach(share, cut)

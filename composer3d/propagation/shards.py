@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,25 +14,32 @@ from composer3d.errors import TransformError
 from composer3d.propagation.view_shapes import Placed
 
 __all__ = [
-    "ATTRIBUTE",
+    "AXES",
     "SEQUENCE",
+    "TENSOR_AXIS",
     "Cut",
     "Marks",
     "Ranges",
     "PropagationError",
+    "attach",
     "common_parts",
     "copy_mark",
     "cut_of",
     "cuts_in",
     "mark",
     "ranges_of",
+    "restated",
     "run_of",
     "sources_of",
     "strip",
     "unmark",
 ]
 
-ATTRIBUTE = "composer3d_cut"
+PREFIX = "composer3d_shard_"
+# The mesh axis of marks that name none.
+TENSOR_AXIS = "tp"
+# Axes over which activations are sharded, outermost first: what an inner one shards is a local shard of the outer one.
+AXES = ("cp", TENSOR_AXIS)
 Ranges = frozenset[tuple[int, int]]
 # Source of a mark along the sequence.
 SEQUENCE = "the sequence"
@@ -51,6 +58,8 @@ class Cut:
         scale: See `start`.
         whole: Ranges of features of that result that are all-gathered where code takes them.
         is_weight: Whether it was computed from sharded parameters alone.
+        axis: The mesh axis over whose ranks it is sharded; a tensor has one mark for each that shards it.
+        degree: Ranks along it.
     """
 
     shadow: Tensor
@@ -60,6 +69,8 @@ class Cut:
     scale: int = 1
     whole: Ranges = frozenset()
     is_weight: bool = False
+    axis: str = TENSOR_AXIS
+    degree: int = 1
 
     @property
     def is_sequence(self) -> bool:
@@ -110,7 +121,7 @@ class PropagationError(TransformError):
         return self.number is None
 
 
-def cuts_in(*values: Any) -> list[Cut]:
+def cuts_in(*values: Any, axis: str = TENSOR_AXIS) -> list[Cut]:
     """Return the metadata of sharded tensors among arguments, in order, also inside lists, tuples and dicts.
 
     Without torch's trees of anything, since it runs before every function that is propagated.
@@ -118,19 +129,25 @@ def cuts_in(*values: Any) -> list[Cut]:
     found: list[Cut] = []
     for value in values:
         if isinstance(value, Tensor):
-            cut = getattr(value, ATTRIBUTE, None)
+            cut = getattr(value, PREFIX + axis, None)
             if cut is not None:
                 found.append(cut)
         elif isinstance(value, list | tuple):
-            found += cuts_in(*value)
+            found += cuts_in(*value, axis=axis)
         elif isinstance(value, dict):
-            found += cuts_in(*value.values())
+            found += cuts_in(*value.values(), axis=axis)
     return found
 
 
-def cut_of(tensor: Any) -> Cut | None:
-    """Return a tensor's sharding metadata; None if it is replicated."""
-    return getattr(tensor, ATTRIBUTE, None) if isinstance(tensor, Tensor) else None
+def cut_of(tensor: Any, axis: str = TENSOR_AXIS) -> Cut | None:
+    """Return a tensor's sharding metadata over one axis; None if it is replicated there."""
+    return getattr(tensor, PREFIX + axis, None) if isinstance(tensor, Tensor) else None
+
+
+def attach(tensor: Tensor, cut: Cut) -> Tensor:
+    """Mark a tensor, and return it."""
+    setattr(tensor, PREFIX + cut.axis, cut)
+    return tensor
 
 
 def mark(
@@ -141,23 +158,25 @@ def mark(
     sources: frozenset[str] = frozenset(),
     whole: Ranges = frozenset(),
     is_weight: bool = False,
+    axis: str = TENSOR_AXIS,
 ) -> Tensor:
     """Mark a tensor as a local shard along one dim, and return it."""
     shape = list(tensor.shape)
     shape[placed.dim] *= degree
     shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    setattr(tensor, ATTRIBUTE, Cut(shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight))
-    return tensor
+    cut = Cut(shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight, axis=axis, degree=degree)
+    return attach(tensor, cut)
 
 
 class Marks:
     """Marks tensors; those that are sharded alike share one mark.
 
     Args:
-        degree: Ranks along tp.
+        degree: Ranks along the axis.
         sources: As in `Cut`.
         whole: As in `Cut`.
         is_weight: As in `Cut`.
+        axis: As in `Cut`.
     """
 
     def __init__(
@@ -167,8 +186,10 @@ class Marks:
         whole: Ranges = frozenset(),
         *,
         is_weight: bool = False,
+        axis: str = TENSOR_AXIS,
     ) -> None:
         self._degree, self._sources, self._whole, self._is_weight = degree, sources, whole, is_weight
+        self._axis = axis
         self._known: dict[Any, Cut] = {}
 
     def mark(self, tensor: Tensor, placed: Placed) -> Tensor:
@@ -176,8 +197,7 @@ class Marks:
         key = (tuple(tensor.shape), tensor.dtype, placed)
         cut = self._known.get(key)
         if cut is not None:
-            setattr(tensor, ATTRIBUTE, cut)
-            return tensor
+            return attach(tensor, cut)
         mark(
             tensor,
             placed=placed,
@@ -185,34 +205,58 @@ class Marks:
             sources=self._sources,
             whole=self._whole,
             is_weight=self._is_weight,
+            axis=self._axis,
         )
-        self._known[key] = getattr(tensor, ATTRIBUTE)
+        self._known[key] = getattr(tensor, PREFIX + self._axis)
         return tensor
 
 
 def copy_mark(marked: Tensor, other: Any) -> Any:
-    """Copy the mark of one tensor to another, and return that."""
-    setattr(other, ATTRIBUTE, getattr(marked, ATTRIBUTE))
+    """Copy the marks of one tensor to another, and return that."""
+    for axis in AXES:
+        cut = cut_of(marked, axis)
+        if cut is not None:
+            attach(other, cut)
     return other
 
 
 def strip(tensor: Tensor) -> Tensor:
     """Return an unmarked tensor: the same one, or one that shares its memory and graph."""
-    if cut_of(tensor) is None:
+    if not any(cut_of(tensor, axis) is not None for axis in AXES):
         return tensor
     with torch_compat.without_torch_functions():
         return tensor.view_as(tensor)
 
 
-def unmark(tensor: Any) -> None:
-    """Remove a tensor's mark, if it has one."""
-    if cut_of(tensor) is not None:
-        delattr(tensor, ATTRIBUTE)
+def unmark(tensor: Any, axis: str = TENSOR_AXIS) -> None:
+    """Remove a tensor's mark of one axis, if it has one."""
+    if cut_of(tensor, axis) is not None:
+        delattr(tensor, PREFIX + axis)
 
 
 def sources_of(cuts: Sequence[Cut]) -> frozenset[str]:
     """Return the projections that marked tensors were computed from."""
     return frozenset().union(*(cut.sources for cut in cuts))
+
+
+def restated(tensor: Tensor) -> Tensor:
+    """Restate the marks of outer axes after one of an inner axis was made or removed, and return the tensor.
+
+    A rank's shard over an outer axis is what the inner ones are shards of, so its global size follows from theirs.
+    """
+    with torch_compat.without_torch_functions():
+        shape = list(tensor.shape)
+        for axis in reversed(AXES):
+            cut = cut_of(tensor, axis)
+            if cut is None:
+                continue
+            dim = cut.placed.dim
+            shape[dim] *= cut.degree
+            if list(cut.shadow.shape) != shape:
+                parts = tuple(part * shape[dim] // cut.shadow.shape[dim] for part in cut.placed.parts)
+                shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
+                attach(tensor, replace(cut, shadow=shadow, placed=Placed(dim=dim, parts=parts)))
+    return tensor
 
 
 def ranges_of(cuts: Sequence[Cut]) -> list[tuple[str, int, int]]:

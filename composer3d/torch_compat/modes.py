@@ -16,6 +16,7 @@ __all__ = [
     "call_within",
     "dispatch_mode",
     "function_mode",
+    "function_modes",
     "hide_compiler_warnings",
     "hide_profiler_warnings",
     "import_torchao",
@@ -84,6 +85,13 @@ def no_torch_function() -> Any:
     return torch._C._disabled_torch_function_impl
 
 
+def function_modes() -> list[Any]:
+    """Return the modes of torch functions that are on, innermost last; the stack of modes is private (2.11-2.15)."""
+    from torch import overrides
+
+    return list(overrides._get_current_function_mode_stack())
+
+
 def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> Any:
     """Call a function inside `without_torch_functions` so that all modes that are on see it but those of one class.
 
@@ -93,7 +101,7 @@ def call_beside(kind: type, func: Any, args: Any, options: dict[str, Any]) -> An
     import torch
     from torch import overrides
 
-    stack: list[Any] = overrides._get_current_function_mode_stack()
+    stack = function_modes()
     others = [mode for mode in stack if not isinstance(mode, kind)]
     if not others:
         return func(*args, **options)

@@ -1,0 +1,194 @@
+"""A model whose activations are sharded along the sequence: its forwards, each of which can be entered by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from composer3d import torch_compat
+from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.random_functions import eagerly
+from composer3d.propagation.sequence_mode import SequencePropagation, SequenceRules
+from composer3d.propagation.shards import SEQUENCE, PropagationError, attach, cut_of, cuts_in, mark, restated, unmark
+from composer3d.propagation.view_shapes import Placed
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["PropagatedSequence", "Sharded"]
+
+# Of each tensor among a call's arguments, in order: the dim along which it is sharded, or None.
+Sharded = tuple[int | None, ...]
+
+
+class PropagatedSequence:
+    """A model whose forwards are replaced, keeping their names.
+
+    The root marks its inputs. A block marks what it takes by what it took in the dry run, where the marks are lost:
+    a later stage of a pipeline receives it, or it is recomputed when nothing around it is at work any more.
+
+    Args:
+        degree: Ranks along the axis.
+        rules: Of the plugin.
+        blocks: What the repeated blocks are given, by FQN.
+        inputs: Returns the dims along which a call's arguments are sharded.
+        rowwise: FQNs of modules that do the same with every position, whatever their code: it sees local shards.
+        mesh: Of one dim, the axis; None in a dry run on meta.
+        axis: Its name.
+
+    Attributes:
+        watch: Called with the mark of each tensor that the root returns, or None.
+    """
+
+    def __init__(
+        self,
+        *,
+        degree: int,
+        rules: SequenceRules,
+        blocks: Mapping[str, Sharded],
+        inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[int | str, int]],
+        rowwise: Collection[str] = (),
+        mesh: DeviceMesh | None = None,
+        axis: str = "cp",
+    ) -> None:
+        self._degree, self._rules, self._mesh, self._axis = degree, rules, mesh, axis
+        self._blocks, self._inputs = blocks, inputs
+        self._memory = Memory(axis)
+        self._at_work: SequencePropagation | None = None
+        self._rowwise = frozenset(rowwise)
+        self.watch: Callable[[Any], None] = lambda output: None
+
+    def install(self, model: nn.Module) -> None:
+        """Replace the forwards of a model, or of a part of it that keeps its FQNs."""
+        for module, _, forward in self.forwards(model):
+            module.forward = forward
+        for fqn in self._rowwise:
+            if (module := dict(model.named_modules()).get(fqn)) is not None:
+                self._pass_through(module, fqn)
+
+    def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
+        """Yield the modules whose forwards are replaced, with their FQNs and other forwards."""
+        inside = tuple(f"{fqn}." for fqn in self._rowwise)
+        for fqn, module in model.named_modules():
+            if fqn not in self._rowwise and not fqn.startswith(inside):
+                yield module, fqn, self._around(module.forward, fqn)
+
+    @contextlib.contextmanager
+    def hooked(self, model: nn.Module) -> Iterator[None]:
+        """Let rowwise modules pass through inside, for a dry run."""
+        held = dict(model.named_modules())
+        handles = [each for fqn in self._rowwise if fqn in held for each in self._pass_through(held[fqn], fqn)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _around(self, forward: Callable[..., Any], fqn: str) -> Callable[..., Any]:
+        @functools.wraps(forward)
+        def propagating(*args: Any, **kwargs: Any) -> Any:
+            if not fqn and self._at_work is None:
+                args, kwargs = self._marked_inputs(args, kwargs)
+            elif fqn in self._blocks:
+                args, kwargs = self._marked_again(self._blocks[fqn], args, kwargs)
+            if self._at_work is not None:
+                return forward(*args, **kwargs)
+            if not cuts_in(args, kwargs, axis=self._axis):
+                return forward(*args, **kwargs)
+            output = self._propagate(forward, fqn, args, kwargs)
+            if not fqn or fqn in self._blocks:
+                with torch_compat.without_torch_functions():
+                    for leaf in torch_compat.tree_leaves(output):
+                        self.watch(cut_of(leaf, self._axis))
+                        unmark(leaf, self._axis)
+            return output
+
+        return eagerly(propagating)
+
+    def _propagate(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        mode = SequencePropagation(
+            self._degree, fqn, rules=self._rules, mesh=self._mesh, axis=self._axis, memory=self._memory
+        )
+        self._at_work = mode
+        try:
+            with mode:
+                return forward(*args, **kwargs)
+        finally:
+            self._at_work = None
+
+    # ---- marks -------------------------------------------------------------------------------------------------------
+
+    def _mark(self, x: Tensor, dim: int) -> Tensor:
+        with torch_compat.without_torch_functions():
+            view = x.view_as(x)
+            placed = Placed(dim=dim, parts=(x.shape[dim] * self._degree,))
+            mark(view, placed=placed, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
+        return view
+
+    def _marked_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dims = self._inputs(args, kwargs)
+        given = tuple(self._mark(x, dims[at]) if at in dims else x for at, x in enumerate(args))
+        return given, {name: self._mark(x, dims[name]) if name in dims else x for name, x in kwargs.items()}
+
+    def _marked_again(
+        self, sharded: Sharded, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        leaves = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if isinstance(leaf, Tensor)]
+        if len(leaves) != len(sharded):
+            return args, kwargs
+        lost = {
+            id(leaf): dim
+            for leaf, dim in zip(leaves, sharded, strict=True)
+            if dim is not None and cut_of(leaf, self._axis) is None
+        }
+        if not lost:
+            return args, kwargs
+        again, options = torch_compat.tree_map(
+            lambda leaf: self._mark(leaf, lost[id(leaf)]) if id(leaf) in lost else leaf, [list(args), kwargs]
+        )
+        return tuple(again), options
+
+    # ---- rowwise modules ---------------------------------------------------------------------------------------------
+
+    def _pass_through(self, module: nn.Module, fqn: str) -> list[RemovableHandle]:
+        """Let a module work on local shards, its hooks included, and mark its results as its input is."""
+        entered: list[tuple[SequencePropagation | None, Any]] = []
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            cuts = cuts_in(args, kwargs, axis=self._axis)
+            mode = self._at_work if cuts else None
+            if mode is not None:
+                mode.num_paused += 1
+            entered.append((mode, cuts[0] if cuts else None))
+
+        def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            mode, cut = entered.pop()
+            if mode is not None:
+                mode.num_paused -= 1
+            if cut is None or output is None:
+                return
+            with torch_compat.without_torch_functions():
+                for leaf in torch_compat.tree_leaves(output):
+                    if isinstance(leaf, Tensor):
+                        self._keep(leaf, cut, fqn)
+
+        return [
+            module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+            module.register_forward_hook(after, with_kwargs=True, always_call=True),
+        ]
+
+    def _keep(self, leaf: Tensor, cut: Any, fqn: str) -> None:
+        dim = cut.placed.dim
+        if leaf.ndim <= dim:
+            raise PropagationError(f'"{fqn}" is to do the same with every position, and returns {list(leaf.shape)}')
+        shape = [1] * leaf.ndim
+        shape[dim] = cut.shadow.shape[dim]
+        shadow = torch.empty(shape, dtype=leaf.dtype, device="meta")
+        restated(attach(leaf, replace(cut, shadow=shadow)))

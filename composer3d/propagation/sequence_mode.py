@@ -1,0 +1,315 @@
+"""Propagation of activations that are sharded along the sequence over a mesh axis that averages gradients, such as cp.
+
+Every rank's loss is a part of the objective, and every exchange has its adjoint as backward: what is gathered has its
+gradient reduce-scattered, and what is replicated has partial gradients, which data-parallel plugins sum. So nothing
+else sums over the axis.
+
+Shapes: B batch, H heads, S queries, T keys, E head dim, D model dim; a rank's shards are x_B(S/cp)D, q_BH(S/cp)E.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from composer3d.propagation.contractions import operands_of
+from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.function_dims import OBJECT, name_of
+from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.random_functions import draws
+from composer3d.propagation.shards import SEQUENCE, PropagationError
+from composer3d.propagation.view_shapes import Placed
+from composer3d.propagation.whole_operands import Meeting
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["AttentionCall", "SequencePropagation", "SequenceRules"]
+
+ATTENTION = "scaled_dot_product_attention"
+# Losses whose sum over a rank's positions is its part of the objective.
+LOSSES = frozenset({"cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "kl_div"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One call of attention on local shards.
+
+    Args:
+        q_BHSE: This rank's queries; all of them if `q_length` is None.
+        k_BKTE: This rank's keys, of K heads that divide H; all of them if `k_length` is None.
+        v_BKTF: This rank's values, as the keys.
+        q_length: Global number of queries where they are sharded; else None.
+        k_length: Global number of keys where they are sharded; else None.
+        mask: Boolean (True is seen) or added to scores, broadcast to [B, H, S, T]; all columns; None without one.
+        has_own_rows: Whether the mask's rows are this rank's alone; otherwise they are all queries' (or one for all).
+        is_causal: As of torch's function.
+        scale: As of torch's function.
+        dropout_p: As of torch's function.
+    """
+
+    q_BHSE: Tensor
+    k_BKTE: Tensor
+    v_BKTF: Tensor
+    q_length: int | None
+    k_length: int | None
+    mask: Tensor | None = None
+    has_own_rows: bool = False
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+
+
+class SequenceRules(Protocol):
+    """Operations of a plugin that shards the sequence; in a dry run they are called with tensors on meta."""
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        """Return this rank's positions of a sequence of a global length, int64."""
+
+    def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
+        """Return all positions in order, from this rank's; the gradient is reduce-scattered."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return o_BHSF of this rank's queries."""
+
+    def note(self, what: str, name: str) -> None:
+        """Take note that a function was `sharded`, `gathered`, or a product, or draws on replicated tensors.
+
+        Raises:
+            PropagationError: It is to be refused.
+        """
+
+
+class SequenceOperands(Meeting):
+    """Replicated operands of functions on a sharded sequence: each rank takes its positions of them by index."""
+
+    def __init__(self, degree: int, mesh: DeviceMesh | None, rules: SequenceRules) -> None:
+        super().__init__(degree, mesh)
+        self._rules = rules
+
+    def _with_summed_gradient(self, whole: Tensor) -> Tensor:
+        return whole
+
+    def narrowed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
+        """Return this rank's positions of a replicated tensor."""
+        self.num_acts += 1
+        self.num_moves += 1
+        pieces = [
+            piece.index_select(dim, self._rules.index(size, piece.device))
+            for piece, size in zip(whole.split(list(parts), dim), parts, strict=True)
+        ]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def gathered(self, share: Tensor, placed: Placed, *, is_summed: bool) -> Tensor:
+        """Gather all positions; the gradient is reduce-scattered whatever is done with them."""
+        self.num_acts += 1
+        self.num_moves += 1
+        dim, num = placed.dim, len(placed.parts)
+        if num > 1:
+            share, dim = share.unflatten(dim, (num, -1)), dim + 1
+        whole = gather_along(share, dim, placed.parts[0], self._rules)
+        return whole.flatten(dim - 1, dim) if num > 1 else whole
+
+
+def gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tensor:
+    """Gather all positions of a tensor; an inner axis that shards the same dim gathers its own shards first."""
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(_gather_along, (x,), x, dim, length, rules)
+        return result
+    return _gather_along(x, dim, length, rules)
+
+
+def _gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tensor:
+    if x.is_meta:
+        return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]], requires_grad=x.requires_grad)
+    return rules.gather(x, dim=dim, length=length)
+
+
+_gather_along.__name__ = "gather_along"
+
+
+class SequencePropagation(Propagation):
+    """Propagates a sharded sequence; attention is the plugin's rule.
+
+    Args:
+        degree: Ranks along the axis.
+        where: FQN, for messages.
+        rules: Of the plugin that shards the sequence.
+        mesh: Of one dim, the axis; None in a dry run on meta.
+        axis: Its name.
+        memory: Decisions of earlier forwards.
+    """
+
+    def __init__(
+        self,
+        degree: int,
+        where: str,
+        *,
+        rules: SequenceRules,
+        mesh: DeviceMesh | None = None,
+        axis: str = "cp",
+        memory: Memory | None = None,
+    ) -> None:
+        meeting = SequenceOperands(degree, mesh, rules)
+        super().__init__(degree, where, mesh=mesh, memory=memory, axis=axis, meeting=meeting)
+        self._rules = rules
+        # Rowwise modules at work, whose code sees its local shard.
+        self.num_paused = 0
+        self._is_busy = False
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function on local shards, unless a rowwise module or this propagation itself calls it."""
+        if self._is_busy or self.num_paused:
+            return func(*args, **(kwargs or {}))
+        self._is_busy = True
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        finally:
+            self._is_busy = False
+
+    def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run one function; where nothing is sharded, as it is.
+
+        Raises:
+            PropagationError: It cannot be run on local shards.
+        """
+        name = name_of(func)
+        if name in OBJECT:
+            return func(*args, **options)
+        cuts = self._cuts_in(args, options)
+        if not cuts:
+            if draws(name, args, options):
+                self._rules.note("drawn", name)
+            return func(*args, **options)
+        if name == ATTENTION:
+            self._forget()
+            return self._attention(*args, **options)
+        if name in LOSSES and options.get("reduction") == "sum" and len(cuts) > 1:
+            self._forget()
+            with self._within():
+                return self._local(func, args, options)
+        args = self._product(name, args)
+        return super().run(func, args, options)
+
+    def _gathered(
+        self, name: str, args: Sequence[Any], options: dict[str, Any], *, is_summed: bool
+    ) -> tuple[list[Any], dict[str, Any]]:
+        self._rules.note("gathered", name)
+        return super()._gathered(name, args, options, is_summed=True)
+
+    def _whole(self, x: Tensor) -> Tensor:
+        cut = self._cut_of(x)
+        if cut is None:
+            return x
+        with self._within():
+            return self._meeting.gathered(x, cut.placed, is_summed=True)
+
+    # ---- products ----------------------------------------------------------------------------------------------------
+
+    def _product(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
+        """Return a product's arguments: of two that are sharded, the rows of the first stay so, the second is whole."""
+        found = operands_of(name, args)
+        if found is None:
+            return args
+        (one, other), output, operands, place = found
+        first, second = (self._cut_of(operand) for operand in operands)
+        if first is None or second is None:
+            return args
+        row, column = one[first.placed.dim], other[second.placed.dim]
+        if row == column and row in output:
+            return args  # the same positions of both, as of a batch
+        if row not in output or row == column:
+            return args
+        self._rules.note("products", name)
+        return place(self._whole(operands[1]))
+
+    # ---- attention ---------------------------------------------------------------------------------------------------
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        cuts = [self._cut_of(x) for x in (query, key, value)]
+        for x, cut in zip((query, key, value), cuts, strict=True):
+            if cut is not None and (cut.placed.dim != x.ndim - 2 or len(cut.placed.parts) > 1):
+                raise PropagationError(f'"{self._where}": attention over another dim than the sequence')
+        if cuts[0] is None:
+            # All ranks do the same with all queries.
+            self._rules.note("gathered", ATTENTION)
+            key, value, cuts = self._whole(key), self._whole(value), [None, None, None]
+        elif (cuts[1] is None) != (cuts[2] is None):
+            key, value, cuts = self._whole(key), self._whole(value), [cuts[0], None, None]
+        lengths = [None if cut is None else int(cut.shadow.shape[-2]) for cut in cuts]
+        mask, has_own_rows = self._mask(attn_mask, lengths[0])
+        self._rules.note("attention", ATTENTION)
+        with self._within():
+            call = AttentionCall(
+                q_BHSE=query,
+                k_BKTE=key,
+                v_BKTF=value,
+                q_length=lengths[0],
+                k_length=lengths[1],
+                mask=mask,
+                has_own_rows=has_own_rows,
+                is_causal=is_causal,
+                scale=scale,
+                dropout_p=dropout_p,
+            )
+            result = attend_by(call, self._rules, enable_gqa)
+            if cuts[0] is None:
+                return result
+            shape = [*cuts[0].shadow.shape[:-1], value.shape[-1]]
+            shape[:-2] = result.shape[:-2]
+            placed = Placed(dim=result.ndim - 2, parts=cuts[0].placed.parts)
+            return self._marked(result, torch.empty(shape, device="meta"), placed, frozenset({SEQUENCE}))
+
+    def _mask(self, mask: Tensor | None, length: int | None) -> tuple[Tensor | None, bool]:
+        """Return the mask with all columns, and whether its rows are this rank's alone."""
+        cut = self._cut_of(mask)
+        if mask is None or cut is None:
+            return mask, False
+        if cut.placed.dim == mask.ndim - 2 and length is not None:
+            return mask, True
+        return self._whole(mask), False
+
+
+def attend_by(call: AttentionCall, rules: SequenceRules, enable_gqa: bool) -> Tensor:
+    """Attend by a plugin's rule; where an inner axis shards heads, on this rank's."""
+
+    def attention(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        is_causal: bool,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if query.is_meta:
+            heads = query.shape[:-1]
+            return query.new_empty([*heads, value.shape[-1]], requires_grad=query.requires_grad)
+        local = AttentionCall(**{**vars(call), "q_BHSE": query, "k_BKTE": key, "v_BKTF": value, "mask": attn_mask})
+        return rules.attend(local)
+
+    attention.__name__ = ATTENTION
+    args: tuple[Any, ...] = (call.q_BHSE, call.k_BKTE, call.v_BKTF, call.mask, call.dropout_p, call.is_causal)
+    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": enable_gqa}
+    if has_torch_function(args[:3]):
+        result: Tensor = handle_torch_function(attention, args[:3], *args, **options)
+        return result
+    return attention(*args, **options)

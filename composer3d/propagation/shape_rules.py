@@ -1,0 +1,210 @@
+"""Functions on local shards by the sharded dim: views, splits, indices, repetitions and convolutions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from composer3d import torch_compat
+from composer3d.propagation.decision_cache import Decision
+from composer3d.propagation.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
+from composer3d.propagation.function_dims import EXPANDS, SPLITS, VIEWS, dims_of, mixes, narrowed
+from composer3d.propagation.result_shards import marked, pair
+from composer3d.propagation.shards import Cut, PropagationError, cut_of, cuts_in, run_of
+from composer3d.propagation.view_shapes import Placed, inside, regroup
+from composer3d.propagation.whole_operands import Meeting
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["ShapeRules"]
+
+
+class ShapeRules(TorchFunctionMode):
+    """Runs one function on local shards with arguments that fit them, and marks its results.
+
+    Args:
+        degree: Ranks along the axis.
+        mesh: Of one dim, the axis; None in a dry run on meta.
+        axis: The mesh axis over which marked tensors are sharded.
+        meeting: Makes replicated operands fit.
+    """
+
+    def __init__(self, degree: int, *, mesh: DeviceMesh | None, axis: str, meeting: Meeting) -> None:
+        super().__init__()
+        self.axis, self.mesh = axis, mesh
+        self._degree, self._meeting = degree, meeting
+        # Propagations of inner axes that are entered inside this one: what is local here is whole to them.
+        self.inside: list[ShapeRules] = []
+        # What the function at hand comes to on local shards, if that can be done again.
+        self._work: Decision | None = None
+
+    def _on_shares(
+        self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
+    ) -> Any:
+        if name in CONVOLUTIONS and (convolved := self._convolved(func, args, options, whole, cuts)) is not None:
+            return convolved
+        if any(mixes(name, args, options, ndim=cut.shadow.ndim, dim=cut.placed.dim) for cut in cuts):
+            raise PropagationError("it goes along the dim that is cut")
+        x, cut = args[0] if args else None, self._cut_of(args[0]) if args else None
+        if cut is not None and isinstance(x, Tensor):
+            if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == cut.shadow.numel():
+                return self._view(name, x, cut, whole)
+            if name in EXPANDS:
+                sizes = list(whole.shape)
+                dim = cut.placed.dim + whole.ndim - x.ndim
+                if sizes[dim] == cut.shadow.shape[cut.placed.dim]:
+                    sizes[dim] = x.shape[cut.placed.dim]
+                self._work = lambda func, args, options: args[0].expand(sizes)
+                return self._paired(x.expand(sizes), whole, cuts, name)
+            if name in SPLITS:
+                dim = options.get("dim", args[2] if len(args) > 2 else 0)
+                if dim % x.ndim == cut.placed.dim:
+                    return self._split(x, cut, whole)
+            if name in ("__getitem__", "narrow"):
+                index = args[1] if name == "__getitem__" else narrowed(args, options, x.ndim)
+                return self._take(x, cut, index, whole, cuts)
+            if name in ("repeat", "tile"):
+                return self._repeat(func, x, cut, args, options, whole)
+            if name == "__setitem__":
+                self._refuse_indices(args[1], x.ndim, cut)
+            if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
+                return self._glu(func, x, cut, args, options, whole)
+        self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, self._hidden)
+        return self._paired(self._local(func, args, options), whole, cuts, name)
+
+    def _within(self) -> AbstractContextManager[None]:
+        """Return the context of work on local shards, whose sizes are those that inner axes see."""
+        return contextlib.nullcontext() if self.inside else torch_compat.without_torch_functions()
+
+    @property
+    def _hidden(self) -> type[TorchFunctionMode]:
+        """Modes that do not see work on local shards; those of others see runs, and no rehearsal."""
+        return TorchFunctionMode if self.mesh is None else ShapeRules
+
+    def _local(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        if self.inside:
+            return func(*args, **options)
+        return torch_compat.call_beside(self._hidden, func, args, options)
+
+    def _convolved(
+        self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
+    ) -> Any:
+        given, cut = arguments_of(args, options), cuts[0]
+        dim, channels = cut.placed.dim, cut.shadow.shape[cut.placed.dim]
+        if len(cuts) > 1 or self._cut_of(given["input"]) is None or not keeps_apart(given, channels=channels, dim=dim):
+            return None
+        for name in ("weight", "bias"):
+            if given.get(name) is not None:
+                given[name] = self._meeting.narrowed(given[name], 0, cut.placed.parts)
+        return self._paired(func(**{**given, "groups": channels // self._degree}), whole, cuts, "convolution")
+
+    def _view(self, name: str, x: Tensor, cut: Cut, whole: Tensor) -> Tensor:
+        placed = regroup(cut.shadow.shape, cut.placed, whole.shape, degree=self._degree)
+        shape = list(whole.shape)
+        shape[placed.dim] //= self._degree
+        strictly = name in ("view", "view_as")
+        self._work = lambda func, args, options: args[0].view(shape) if strictly else args[0].reshape(shape)
+        result = self._work(None, [x], {})
+        scale = cut.scale * sum(cut.placed.parts) // sum(placed.parts) if len(cut.placed.parts) == 1 else cut.scale
+        return self._marked(
+            result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1), gathered=cut.whole
+        )
+
+    def _split(self, x: Tensor, cut: Cut, whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        dim = cut.placed.dim
+        result, start = [], 0
+        for piece in whole:
+            stop = start + piece.shape[dim]
+            result.append(self._range(x, cut, start, stop, piece))
+            start = stop
+        runs = [run_of(x, piece, dim) for piece in result]
+        self._work = lambda func, args, options: tuple(args[0].narrow(dim, *run) for run in runs)
+        return tuple(result)
+
+    def _range(self, x: Tensor, cut: Cut, start: int, stop: int, whole: Tensor) -> Tensor:
+        share = inside(cut.placed, start, stop, self._degree)
+        if share is None:
+            size = cut.shadow.shape[cut.placed.dim]
+            edge = cut.features(start, stop)
+            raise PropagationError(f"{start}:{stop} of {size} is no whole part", sources=cut.sources, edge=edge)
+        first, last, parts = share
+        piece, placed = x.narrow(cut.placed.dim, first, last - first), Placed(dim=cut.placed.dim, parts=parts)
+        if len(set(parts)) == 1 and cut.is_gathered(start, stop):
+            # What comes of it is the same on all ranks, until it meets sharded features: its gradient is whole, too.
+            return self._meeting.gathered(piece, placed, is_summed=False)
+        begin, _ = cut.features(start, stop)
+        return self._marked(piece, whole, placed, cut.sources, start=begin, scale=cut.scale, gathered=cut.whole)
+
+    def _repeat(
+        self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
+    ) -> Tensor:
+        """Repeat: along the sharded dim the parts come one after another again."""
+        dim = cut.placed.dim + whole.ndim - x.ndim
+        times = whole.shape[dim] // cut.shadow.shape[cut.placed.dim]
+        return self._marked(func(*args, **options), whole, Placed(dim=dim, parts=cut.placed.parts * times), cut.sources)
+
+    def _glu(
+        self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
+    ) -> Tensor:
+        """Gate the first half of the sharded dim by the second, which have to be two parts."""
+        half = whole.shape[cut.placed.dim]
+        if cut.placed.parts != (half, half):
+            raise PropagationError(
+                "its halves are no parts", sources=cut.sources, edge=(cut.start, cut.start + half * cut.scale)
+            )
+        return self._marked(func(*args, **options), whole, Placed(dim=cut.placed.dim, parts=(half,)), cut.sources)
+
+    def _take(self, x: Tensor, cut: Cut, index: Any, whole: Any, cuts: Sequence[Cut]) -> Any:
+        entries = list(index) if isinstance(index, tuple) else [index]
+        dims = dims_of(entries, x.ndim)
+        position = next((at for at, dim in dims.items() if dim == cut.placed.dim), None)
+        entry = slice(None) if position is None else entries[position]
+        run: tuple[int, int] | None = None
+        if isinstance(entry, slice) and entry != slice(None):
+            start, stop, step = entry.indices(cut.shadow.shape[cut.placed.dim])
+            if step != 1:
+                raise PropagationError("it takes a step along the dim that is cut")
+            shape = list(cut.shadow.shape)
+            shape[cut.placed.dim] = stop - start
+            taken = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
+            if self._cut_of(taken) is None:
+                entries[position or 0] = slice(None)
+                return taken[tuple(entries)]
+            run, x = run_of(x, taken, cut.placed.dim), taken
+            entries[position or 0] = slice(None)
+        elif isinstance(entry, Tensor | int | list):
+            raise PropagationError("it picks elements along the dim that is cut")
+        if not any(isinstance(entry, Tensor | list) for entry in entries):
+            dim = cut.placed.dim
+            self._work = lambda func, args, options: (args[0] if run is None else args[0].narrow(dim, *run))[
+                tuple(entries)
+            ]
+        return self._paired(
+            x[tuple(entries)], whole, [c for c in (self._cut_of(x), *cuts) if c is not None], "__getitem__"
+        )
+
+    def _paired(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
+        return pair(share, whole, cuts, name, degree=self._degree)
+
+    def _refuse_indices(self, index: Any, ndim: int, cut: Cut) -> None:
+        entries = list(index) if isinstance(index, tuple) else [index]
+        at = next((at for at, dim in dims_of(entries, ndim).items() if dim == cut.placed.dim), None)
+        if (at is not None and entries[at] != slice(None)) or any(isinstance(entry, Tensor) for entry in entries):
+            raise PropagationError("it writes into some of the dim that is cut")
+
+    def _cut_of(self, value: Any) -> Cut | None:
+        return cut_of(value, self.axis)
+
+    def _cuts_in(self, *values: Any) -> list[Cut]:
+        return cuts_in(*values, axis=self.axis)
+
+    def _marked(self, share: Tensor, whole: Tensor, placed: Placed, sources: frozenset[str], **options: Any) -> Tensor:
+        return marked(share, whole, placed, sources, axis=self.axis, degree=self._degree, **options)
