@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from support.daily_part import header, is_of_day  # noqa: E402
 from support.temporary_folders import leaving_nothing, own_temporary_folder  # noqa: E402
+from support.tiers import COLLECTED, Collected, is_chosen, read_choice  # noqa: E402
 
 from composer3d.processes.forking import prewarm  # noqa: E402
 
@@ -55,6 +58,41 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device and -m gpu, and torch.cuda.is_available() is False here")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--daily", action="store_true", help="of the slow tests those of the day; see -m slow")
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return header() if config.getoption("daily") else None
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    choice = read_choice()
+    for item in items:
+        if is_chosen(choice, item.nodeid):
+            item.add_marker(pytest.mark.slow)
+    config.stash[COLLECTED] = Collected(items)
+    if config.getoption("daily"):
+        days = {item for item in items if is_of_day(scope_of(config, item.nodeid))}
+        kept = [item for item in items if item in days or not item.get_closest_marker("slow")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+        items[:] = kept
+
+
+def scope_of(config: pytest.Config, nodeid: str) -> str:
+    """Return what stays together: a file if its tests share a fixture, and else the test itself."""
+    file = nodeid.partition("::")[0]
+    return file if file in sharing_files(config.rootpath) else nodeid
+
+
+@cache
+def sharing_files(root: Path) -> frozenset[str]:
+    """Return the files whose tests share a fixture."""
+    files = (root / "tests").rglob("test_*.py")
+    return frozenset(str(path.relative_to(root)) for path in files if 'scope="module"' in path.read_text())
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file on one worker if its tests share a fixture: two workers would start what it starts twice."""
@@ -64,7 +102,6 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         """Files with fixtures of their own first, as a whole; after them test by test, so that no worker waits."""
 
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if 'scope="module"' in (Path(config.rootpath) / file).read_text() else nodeid
+            return scope_of(config, nodeid)
 
     return Scheduling(config, log)

@@ -1,9 +1,8 @@
 """The matrix of all installed plugins: a part of its cells that changes by the day, and every one that once failed.
 
 A part holds cells of which it is on record that they are proven: no day brings one that nobody has seen. The fast tests
-take what took few seconds when it was recorded, and one long one a day of what once failed; the slow ones take any, and
-all that once failed. `COMPOSER3D_MATRIX_PART=7 pytest
-tests/test_plugin_matrix.py` runs the part of another day.
+take what took few seconds when it was recorded, and of what once failed a few each day; the slow ones take any, and
+all that once failed. `COMPOSER3D_MATRIX_PART=7 pytest tests/test_plugin_matrix.py` runs the part of another day.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ from itertools import chain
 import pytest
 from plugin_matrix import RESULT, known_refusals, neutral_left_out, once_failed, rows_of, whole
 from plugin_matrix_cells import EXCLUDED, PERMITTED, check, judge, options, say_row
-from support.daily_part import PART
+from support.daily_part import NUM_PARTS, PART
 from support.documents import read, tables
 
 # Cells have what torch warns of: models that return views, options of DistributedDataParallel that exclude each other.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 
-NUM_QUICK, QUICK_S = 3, 10.0  # of a fast part: cells, and seconds that one took
+NUM_QUICK, QUICK_S = 2, 10.0  # of a fast part: cells, and seconds that one took
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
-SHORT_S = 15.0  # that a cell took which once failed and is run every day
+SHORT_S = 15.0  # that a cell took which once failed and is in a day's fast tests
 NUM_CELLS = 6  # of a slow part; each takes up to 30 s on 2 cores
 
 
@@ -40,11 +39,10 @@ MENDED = [
     for entry in once_failed()
     if entry["row"] not in [cell["row"] for cell in CELLS if cell["outcome"] == "failed"]
 ]
-# What takes few seconds is run every day; of the rest another one each day. What is compiled on one rank is run every
-# day as the compiler traces it, without the kernels, whose cache is cold.
-EAGER = [entry for entry in MENDED if "scheduling.compile" not in entry["row"]]
-LONG = [entry["row"] for entry in EAGER if entry["wall_s"] > SHORT_S]
-DAILY = [entry["row"] for entry in EAGER if entry["row"] not in LONG or entry["row"] == LONG[PART % len(LONG)]]
+# Of what takes few seconds the fast tests run another part each day. What is compiled on one rank is run as the
+# compiler traces it, without the kernels, whose cache is cold.
+SHORT = [entry["row"] for entry in MENDED if "scheduling.compile" not in entry["row"] and entry["wall_s"] <= SHORT_S]
+DAILY = SHORT[PART % NUM_PARTS :: NUM_PARTS]
 
 TRACED = [
     {**entry["row"], "scheduling.compile.backend": '"aot_eager"'}
@@ -80,7 +78,13 @@ def test_a_cell_that_once_failed(row):
     assert verdict.outcome in ("proven", "refused"), verdict.detail
 
 
-@pytest.mark.parametrize("row", TRACED, ids=say_row)
+@pytest.mark.parametrize(
+    "row",
+    [
+        pytest.param(row, id=say_row(row), marks=[] if number == PART % len(TRACED) else [pytest.mark.slow])
+        for number, row in enumerate(TRACED)
+    ],
+)
 def test_a_compiled_cell_that_once_failed_without_its_kernels(row):
     verdict = judge(whole(row))
     assert verdict.outcome in ("proven", "refused"), verdict.detail
