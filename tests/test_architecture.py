@@ -215,6 +215,15 @@ def is_private(dotted: str) -> bool:
     return re.match(r"torch(\.\w+)*\._(?!_)", dotted) is not None
 
 
+def dotted_name(node: ast.AST) -> list[str]:
+    """Return the parts of `first.second.third`; something that begins otherwise begins with nothing."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id if isinstance(node, ast.Name) else "", *reversed(parts)]
+
+
 def private_torch_names(path: Path) -> Iterator[str]:
     """Find private names that are imported, reached by attributes, or given to an importer as text."""
     tree = parse(path)
@@ -232,8 +241,8 @@ def private_torch_names(path: Path) -> Iterator[str]:
         elif isinstance(node, ast.ImportFrom):
             dotted = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Attribute):
-            first, _, rest = ast.unparse(node).partition(".")
-            dotted = [f"{torch_names[first]}.{rest}"] if first in torch_names else []
+            first, *rest = dotted_name(node)
+            dotted = [".".join((torch_names[first], *rest))] if first in torch_names else []
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"[\w.]+", node.value):
             dotted = [node.value]
         for name in filter(is_private, dotted):
