@@ -29,17 +29,18 @@ def test_a_worker_has_a_temporary_folder_of_its_own(tmp_path):
 
 def test_what_a_test_leaves_is_named(own, monkeypatch):
     monkeypatch.setattr("support.temporary_folders.ENDING_S", 0.0)
-    (own / "before").mkdir()
+    (own / "composer3d-before").mkdir()
     with pytest.raises(AssertionError) as caught, leaving_nothing():
-        (own / "left").mkdir()
-        (own / "left" / "file").touch()
-    assert str(caught.value) == f"stays behind in {own}: {{'left': ['file']}}"
+        (own / "composer3d-left").mkdir()
+        (own / "composer3d-left" / "file").touch()
+        (own / "of-a-browser").mkdir()
+    assert str(caught.value) == f"stays behind in {own}: {{'composer3d-left': ['file']}}"
 
 
 def test_what_goes_in_time_is_no_fault(own):
     with leaving_nothing():
         tempfile.mkdtemp(dir=session_folder())
-        with tempfile.TemporaryDirectory():
+        with tempfile.TemporaryDirectory(prefix="composer3d-"):
             pass
 
 

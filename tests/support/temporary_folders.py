@@ -16,8 +16,9 @@ from composer3d.processes.temporary_folder import remove_if_abandoned, temporary
 __all__ = ["leaving_nothing", "own_temporary_folder", "session_folder"]
 
 SESSION = "until-the-session-ends"
-# Of `user_folder` and `session_folder`.
-KEPT = frozenset({f"composer3d-{os.getuid()}", f"composer3d-ranks-{os.getuid()}", SESSION})
+# What other libraries and programs leave goes with the worker's folder.
+OURS = ("composer3d-", "torchelastic_")
+KEPT = frozenset({f"composer3d-{os.getuid()}", f"composer3d-ranks-{os.getuid()}"})  # of `user_folder`, there for good
 ENDING_S = 10.0  # that processes which were killed in a test may take to end
 
 
@@ -61,7 +62,7 @@ def _use(folder: str | None) -> None:
 
 @contextmanager
 def leaving_nothing() -> Iterator[None]:
-    """Raise AssertionError for what is in the temporary folder afterwards and was not there before.
+    """Raise AssertionError for what composer3d or torchrun have in the temporary folder afterwards and had not before.
 
     A folder of a launcher that was killed is removed, as the next start on the machine would.
     """
@@ -80,4 +81,4 @@ def leaving_nothing() -> Iterator[None]:
 
 
 def _names(folder: Path) -> set[str]:
-    return set(os.listdir(folder)) - KEPT
+    return {name for name in os.listdir(folder) if name.startswith(OURS)} - KEPT
