@@ -174,9 +174,12 @@ def watch_operators(context: RunContext, acting: Acting) -> Callable[[], None]:
             names[key] = _axes_of(group, context)
         return context.span(name, axis=names[key], **acting.attributes(), **attributes)
 
+    def of_operator(name: str, group: Any, **attributes: Any) -> AbstractContextManager[None]:
+        return context.span(name, **attributes) if group is None else span(name, group, **attributes)
+
     ends = (
         torch_compat.watch_operator_collectives(span),
-        torch_compat.watch_custom_operators(span),
+        torch_compat.watch_custom_operators(of_operator),
         torch_compat.watch_group_collectives(span, acting.needs_span),
     )
 

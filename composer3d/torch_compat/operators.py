@@ -76,7 +76,7 @@ def operator_span(name: str, group: Any, **attributes: Any) -> AbstractContextMa
 
     Args:
         name: As of other spans: `all_gather`, `wait`, `exchange`.
-        group: Process group, which gives the axis.
+        group: Process group, which gives the axis; None for what is no communication.
     """
     return _WATCHED[-1](name, group, **attributes) if _WATCHED else contextlib.nullcontext()
 

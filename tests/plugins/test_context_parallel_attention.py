@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from composer3d_plugins.sharding.context_parallel.attention_blocks import hops
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method
-from composer3d_plugins.sharding.context_parallel.attention_traffic import exchanges
+from composer3d_plugins.sharding.context_parallel.attention_traffic import exchanges, saved_bytes
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
     SequenceGroup,
@@ -181,6 +182,26 @@ def test_messages_are_posted_before_the_block_they_hide_behind():
         assert order[len(forward) :] == backward
 
 
+def spans():
+    """Return the spans of one forward and backward around a ring."""
+    found = []
+
+    def span(name, group, **attributes):
+        found.append((name, "axis" if group is not None else "", attributes.get("what", ""), attributes["hop"]))
+        return contextlib.nullcontext()
+
+    end = torch_compat.watch_custom_operators(span)
+    sharded(Case(method="ring"), sequence_group())
+    end()
+    return found
+
+
+def test_waits_for_messages_are_spans_beside_the_blocks_that_hide_them():
+    forward = [("attention_block", "", "", 0), ("wait", "axis", "keys", 1), ("attention_block", "", "", 1)]
+    gradients = [("wait", "axis", "gradients", 1), ("wait", "axis", "gradients", 2)]
+    assert run_ranks(spans, 2) == [[*forward, *forward, *gradients]] * 2
+
+
 def low_precision(cases):
     group, found = sequence_group(), []
     for case in cases:
@@ -293,6 +314,38 @@ def test_a_fake_world_counts_what_ranks_exchange():
                 _, collectives = sharded(case, group)
             found = sorted((row.op, len(row.ranks), row.bytes) for row in collectives.rows if row.op != "recv")
             assert found == by_formula(case, 8, 3)
+
+
+def saved(case, degree, rank):
+    """Return the bytes of the storages that one attention keeps for its backward."""
+    group, plan_of = SequenceGroup.of(dist.group.WORLD), case.positions(degree)
+    q, k, v, _ = inputs(case, degree)
+    leaves = [
+        x[:, :, positions.index(rank)].contiguous().requires_grad_()
+        for x, positions in zip((q, k, v), (plan_of[0], plan_of[1], plan_of[1]), strict=True)
+    ]
+    kept = {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        attention = Attention(pattern=PATTERNS[case.pattern])
+        output = attend(*leaves, attention, SequencePlan.of(Method(case.method), group, *plan_of))
+    return sum(tensor.nbytes for tensor in kept.values()), output
+
+
+@pytest.mark.parametrize("method", ["gather", "ring", "ulysses", "universal"])
+def test_what_is_kept_for_the_backward_falls_with_the_degree(method):
+    kept = {}
+    for degree in (1, 2, 4, 8):
+        case = Case(method=method, kv_heads=8, length=64)
+        with fake_world(degree, rank=degree - 1):
+            kept[degree], _ = saved(case, degree, degree - 1)
+        assert kept[degree] == saved_bytes(Method(method), case.shape(), case.layout(degree), rank=degree - 1)
+    if method != "universal":
+        assert [kept[1] // kept[degree] for degree in kept] == [1, 2, 4, 8]
 
 
 def recomputed(policy):

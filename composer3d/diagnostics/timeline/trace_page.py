@@ -16,6 +16,7 @@ _COLORS = {
     "backward": "#8fcf8f",
     "backward_input": "#8fcf8f",
     "backward_weight": "#e8c16a",
+    "attention_block": "#4f86c6",
     "optimizer": "#b39ddb",
     "data_wait": "#ef9a9a",
     "checkpoint": "#bcaaa4",

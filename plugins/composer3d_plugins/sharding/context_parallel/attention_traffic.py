@@ -23,7 +23,7 @@ from composer3d_plugins.sharding.context_parallel.attention_methods import Metho
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
-__all__ = ["AttentionShape", "Exchange", "Layout", "exchanges", "held_bytes", "moved_bytes"]
+__all__ = ["AttentionShape", "Exchange", "Layout", "exchanges", "held_bytes", "moved_bytes", "saved_bytes"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +165,25 @@ def _exchanged(shape: AttentionShape, layout: Layout, *, rank: int, inner_degree
 def moved_bytes(exchange: Exchange) -> float:
     """Return what a rank sends: all of a message, and of a collective all but its own part."""
     return exchange.bytes if exchange.op == "send" else exchange.bytes * (exchange.degree - 1) / exchange.degree
+
+
+def saved_bytes(method: Method, shape: AttentionShape, layout: Layout, *, rank: int) -> int:
+    """Return the bytes that an attention keeps for its backward: queries, keys, values, output, and log-sum-exp.
+
+    With equal shards and `gather`, `ring`, `ulysses` or `usp` that is 1 / cp of what one device keeps, key heads that
+    are repeated aside; `universal` keeps all keys and values.
+    """
+    inner = {Method.ULYSSES: layout.rows.degree, Method.USP: layout.inner_degree}.get(method, 1)
+    first = rank - rank % inner
+    num_rows, num_columns = (
+        sum(positions.local_lengths[first : first + inner]) for positions in (layout.rows, layout.columns)
+    )
+    repeats = head_repeats(shape.num_heads, shape.num_kv_heads, inner)
+    if method is Method.UNIVERSAL:
+        num_columns = layout.columns.length
+    heads, kv_elements = shape.batch * shape.num_heads // inner, shape.kv_elements * repeats // inner
+    wide = heads * num_rows * (shape.head_dim + shape.value_dim) + kv_elements * num_columns
+    return wide * shape.element_bytes + heads * num_rows * shape.accumulated_bytes
 
 
 def held_bytes(method: Method, shape: AttentionShape, layout: Layout) -> int:

@@ -222,19 +222,16 @@ class _Visit:
         direction: 1 where they came onwards, -1 where they came back, 0 for the rank's own.
         hop: How many ranks they have come.
         pair: Keys and values.
-        group: Name of its process group.
     """
 
     source: int
     direction: int
     hop: int
     pair: _Pair
-    group: str
 
     def block_span(self) -> contextlib.AbstractContextManager[None]:
-        """Return the span of the block that is computed with them."""
-        group = torch_compat.process_group(self.group)
-        return torch_compat.operator_span("attention_block", group, source=self.source, hop=self.hop)
+        """Return the span of the block that is computed with them, while the next ones are under way."""
+        return torch_compat.operator_span("attention_block", None, source=self.source, hop=self.hop)
 
 
 def _visits(pair: _Pair, call: Sharded) -> Iterator[_Visit]:
@@ -246,7 +243,7 @@ def _visits(pair: _Pair, call: Sharded) -> Iterator[_Visit]:
         for direction, distance in distances.items()
         if distance
     }
-    yield _Visit(ring.rank, 0, 0, pair, call.group)
+    yield _Visit(ring.rank, 0, 0, pair)
     for hop in range(1, max(way.onwards, way.back) + 1):
         for direction in [direction for direction in (1, -1) if hop <= distances[direction]]:
             flat = posted.pop(direction).wait()
@@ -254,7 +251,7 @@ def _visits(pair: _Pair, call: Sharded) -> Iterator[_Visit]:
                 posted[direction] = _post_keys(ring, flat, direction, hop + 1, pair, call)
             source = (ring.rank - direction * hop) % ring.degree
             k, v = unpacked(flat, _shapes(pair, call, source))
-            yield _Visit(source, direction, hop, (k, v), call.group)
+            yield _Visit(source, direction, hop, (k, v))
 
 
 def _post_keys(ring: Ring, flat: torch.Tensor, direction: int, hop: int, pair: _Pair, call: Sharded) -> Message:
