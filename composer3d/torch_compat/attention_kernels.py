@@ -76,10 +76,11 @@ def cuda_flash_attention_backward(
 
     q, k, _ = inputs
     no_lengths = torch.empty(0, dtype=torch.int32, device=q.device)
-    state = torch.zeros(2, dtype=torch.int64, device=q.device)  # of random numbers, read only where there is dropout
+    # Of random numbers, read only where there is dropout.
+    state, no_offset = (torch.empty(size, dtype=torch.int64, device=q.device) for size in (2, 0))
     d_q, d_k, d_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
         grad_BHLE, *inputs, *outputs, no_lengths, no_lengths, q.shape[2], k.shape[2], 0.0, is_causal,
-        state, state[:0], scale=scale,
+        state, no_offset, scale=scale,
     )  # fmt: skip
     return d_q, d_k, d_v
 
@@ -97,7 +98,7 @@ def cuda_efficient_attention(
     o, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
         q_BHLE, k_BHME, v_BHMF, bias, True, 0.0, is_causal, scale=scale
     )
-    return o, lse[..., : q_BHLE.shape[2]]  # it is padded to a multiple of 32 rows
+    return o, lse.narrow(-1, 0, q_BHLE.shape[2])  # it is padded to a multiple of 32 rows
 
 
 def cuda_efficient_attention_backward(

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from composer3d_plugins.sharding.context_parallel.attention_blocks import hops
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method
 from composer3d_plugins.sharding.context_parallel.attention_traffic import exchanges, saved_bytes
+from composer3d_plugins.sharding.context_parallel.block_kernels import BlockCall, kernel_for
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
     SequenceGroup,
@@ -256,7 +257,7 @@ def bias_gradients():
         masked = whole.masked_fill(~seen, float("-inf"))
         output = F.scaled_dot_product_attention(q, k, v, masked, enable_gqa=True)
         output.backward(grad)
-        mine_is = (mine[0] - output[:, :, rows.index(group.rank)]).abs().max()
+        mine_is = (mine[0] - output.detach()[:, :, rows.index(group.rank)]).abs().max()
         found[method] = float((bias.grad - whole.grad).abs().max()), float(mine_is)
     return found
 
@@ -295,7 +296,7 @@ def whole_keys():
         dist.all_reduce(gradient)
     expected = one_device(case, group.degree)
     expected[:2] = [x[:, :, index] for x in expected[:2]]
-    found = (output, q.grad, k.grad, v.grad)
+    found = (output.detach(), q.grad, k.grad, v.grad)
     return [float((x - y).abs().max()) for x, y in zip(found, expected, strict=True)], collectives.rows
 
 
@@ -380,16 +381,20 @@ def test_recomputation_gathers_again_unless_attention_is_saved(policy, count):
 
 
 def masked_of_its_own():
-    """Compare a mask of this rank's rows with the whole one."""
-    group, case = sequence_group(), Case(method="ring", mask="documents")
-    rows, _ = case.positions(group.degree)
-    whole, _ = sharded(case, group)
-    mine, _ = sharded(case, group, mask=mask_of("documents", 48, 48)[:, :, rows.index(group.rank)])
-    return [torch.equal(x, y) for x, y in zip(whole, mine, strict=True)]
+    """Compare masks of this rank's rows with whole ones."""
+    group, found = sequence_group(), {}
+    for method, mask in itertools.product(METHODS[4], ("documents", "bias")):
+        case = Case(method=method, mask=mask)
+        rows, _ = case.positions(group.degree)
+        whole, _ = sharded(case, group)
+        mine, _ = sharded(case, group, mask=mask_of(mask, 48, 48)[:, :, rows.index(group.rank)])
+        found[method, mask] = all(torch.equal(x, y) for x, y in zip(whole, mine, strict=True))
+    return found
 
 
 def test_a_mask_may_hold_the_rows_of_the_rank_alone():
-    assert run_ranks(masked_of_its_own, 2) == [[True] * 4] * 2
+    for found in run_ranks(masked_of_its_own, 4):
+        assert [case for case, is_equal in found.items() if not is_equal] == []
 
 
 def cast_by_autocast():
@@ -401,3 +406,31 @@ def cast_by_autocast():
 
 def test_autocast_casts_what_attention_is_given():
     assert run_ranks(cast_by_autocast, 2)[0] == [torch.bfloat16, *[torch.float32] * 3]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bias", "softcap", "kernel"),
+    [
+        (torch.bfloat16, False, 0.0, "CudaFlash"),
+        (torch.bfloat16, True, 0.0, "CudaEfficient"),
+        (torch.float32, False, 0.0, "CudaEfficient"),
+        (torch.float64, False, 0.0, "Plain"),
+        (torch.bfloat16, False, 5.0, "Plain"),
+    ],
+)
+def test_blocks_on_cuda_are_given_to_the_kernel_that_takes_them(dtype, has_bias, softcap, kernel):
+    with torch_compat.fake_tensors(), torch.no_grad():
+        q, k, v = (torch.empty(2, heads, 48, width, dtype=dtype, device="cuda") for heads, width in SIZES)
+        bias = torch.empty(2, 1, 48, 48, dtype=dtype, device="cuda").expand(2, 8, 48, 48) if has_bias else None
+        call = BlockCall(bias=bias, is_causal=False, scale=0.3, softcap=softcap)
+        found = kernel_for(q, v, has_bias=has_bias, softcap=softcap)
+        result = found.forward(q, k, v, call)
+        gradients = found.backward(torch.empty_like(result.o_BHLF), q, k, v, result, call)
+    assert type(found).__name__ == kernel
+    assert (*result.o_BHLF.shape,) == (2, 8, 48, 20) and (*result.lse_BHL.shape,) == (2, 8, 48)
+    found = (gradients.q_BHLE, gradients.k_BKME, gradients.v_BKMF)
+    assert [x.shape for x in found] == [q.shape, k.shape, v.shape]
+
+
+# Heads and widths of queries, keys and values: widths that no kernel takes as they are.
+SIZES = ((8, 12), (2, 12), (2, 20))

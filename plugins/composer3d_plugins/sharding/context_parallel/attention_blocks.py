@@ -224,5 +224,5 @@ def bias_of(
 def _part(mask: torch.Tensor, block: Block, *, has_whole_rows: bool) -> torch.Tensor:
     """Return a mask's rows and columns of a block, a view."""
     rows = block.queries if has_whole_rows else block.rows
-    part = mask if mask.shape[-2] == 1 else mask[..., rows[0] : rows[1], :]
-    return part if mask.shape[-1] == 1 else part[..., block.keys[0] : block.keys[1]]
+    part = mask if mask.shape[-2] == 1 else mask.narrow(-2, rows[0], rows[1] - rows[0])
+    return part if mask.shape[-1] == 1 else part.narrow(-1, block.keys[0], block.keys[1] - block.keys[0])

@@ -76,7 +76,7 @@ class Pattern:
         """
         if self.is_full:
             return None
-        offset_LM = keys[None, :] - queries[:, None]
+        offset_LM = keys.unsqueeze(0) - queries.unsqueeze(1)
         seen_LM = torch.ones_like(offset_LM, dtype=torch.bool)
         if self.behind is not None:
             seen_LM = seen_LM & (offset_LM >= -self.behind)

@@ -35,6 +35,7 @@ from composer3d_plugins.sharding.context_parallel.block_kernels import (
     finite,
     kernel_for,
     merge_,
+    positions_of,
 )
 from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     Message,
@@ -169,8 +170,8 @@ class _Forward:
     def add(self, pair: _Pair, keys: tuple[Run, ...]) -> None:
         """Add the blocks of some keys [B, K, M, E] and values [B, K, M, F], given their positions."""
         for block in self._call.blocks(keys, self._mask, self._q.device):
-            q = self._q[:, :, slice(*block.rows)]
-            k, v = (x[:, :, slice(*block.columns)] for x in pair)
+            q = positions_of(self._q, block.rows)
+            k, v = (positions_of(x, block.columns) for x in pair)
             block_call = _block_call(block, self._mask, self._q, self._call)
             kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
             merge_(self._rows, kernel.forward(q, k, v, block_call), block.rows)
@@ -194,16 +195,16 @@ class _Backward:
         """Add the blocks of some keys and values; return this rank's part of their gradients, in float32 or better."""
         d_k, d_v = (x.new_zeros(x.shape, dtype=self.d_q.dtype) for x in pair)
         for block in self._call.blocks(keys, self._mask, self._q.device):
-            rows, columns = slice(*block.rows), slice(*block.columns)
-            q, grad = self._q[:, :, rows], self._grad[:, :, rows]
-            k, v = (x[:, :, columns] for x in pair)
-            whole = Result(self._whole.o_BHLF[:, :, rows], self._whole.lse_BHL[:, :, rows])
+            q, grad, o, lse = (
+                positions_of(x, block.rows) for x in (self._q, self._grad, self._whole.o_BHLF, self._whole.lse_BHL)
+            )
+            k, v = (positions_of(x, block.columns) for x in pair)
             block_call = _block_call(block, self._mask, self._q, self._call)
             kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
-            gradients = kernel.backward(grad, q, k, v, whole, block_call)
-            self.d_q[:, :, rows] += gradients.q_BHLE
-            d_k[:, :, columns] += gradients.k_BKME
-            d_v[:, :, columns] += gradients.v_BKMF
+            gradients = kernel.backward(grad, q, k, v, Result(o, lse), block_call)
+            positions_of(self.d_q, block.rows).add_(gradients.q_BHLE)
+            positions_of(d_k, block.columns).add_(gradients.k_BKME)
+            positions_of(d_v, block.columns).add_(gradients.v_BKMF)
         return d_k, d_v
 
 

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 from composer3d import torch_compat
 
-__all__ = ["BlockCall", "Gradients", "Kernel", "Result", "finite", "kernel_for", "merge_"]
+__all__ = ["BlockCall", "Gradients", "Kernel", "Result", "finite", "kernel_for", "merge_", "positions_of"]
 
 _INFINITY = float("inf")
 # CUDA's kernels take heads up to this wide; aligned to so many elements, and masks to twice as many.
@@ -105,8 +105,8 @@ class Plain:
         """Return the block's output and log-sum-exp."""
         scores_BKGLM, _ = self._scores(q, k, call)
         lse = torch.logsumexp(scores_BKGLM, -1)
-        weights = (scores_BKGLM - finite(lse)[..., None]).exp()
-        o = weights @ v[:, :, None].to(weights.dtype)
+        weights = (scores_BKGLM - finite(lse).unsqueeze(-1)).exp()
+        o = weights @ v.unsqueeze(2).to(weights.dtype)
         return Result(o.flatten(1, 2).to(q.dtype), lse.flatten(1, 2))
 
     def backward(
@@ -116,8 +116,8 @@ class Plain:
         scores_BKGLM, slope = self._scores(q, k, call)
         dtype, num_groups = scores_BKGLM.dtype, q.shape[1] // k.shape[1]
         grad, q, o = (x.to(dtype).unflatten(1, (-1, num_groups)) for x in (grad, q, whole.o_BHLF))
-        k, v = k.to(dtype)[:, :, None], v.to(dtype)[:, :, None]
-        weights = (scores_BKGLM - whole.lse_BHL.to(dtype).unflatten(1, (-1, num_groups))[..., None]).exp()
+        k, v = k.to(dtype).unsqueeze(2), v.to(dtype).unsqueeze(2)
+        weights = (scores_BKGLM - whole.lse_BHL.to(dtype).unflatten(1, (-1, num_groups)).unsqueeze(-1)).exp()
         d_v = weights.transpose(-1, -2) @ grad
         d_scores = weights * (grad @ v.transpose(-1, -2) - (grad * o).sum(-1, keepdim=True))
         d_scores = (d_scores if slope is None else d_scores * slope) * call.scale
@@ -127,7 +127,7 @@ class Plain:
         """Return scores [B, K, G, L, M] of G heads a key head, and the slope of soft-capping at each."""
         dtype, num_groups = torch.promote_types(q.dtype, torch.float32), q.shape[1] // k.shape[1]
         q_BKGLE = q.to(dtype).unflatten(1, (-1, num_groups))
-        scores = q_BKGLE @ k.to(dtype)[:, :, None].transpose(-1, -2) * call.scale
+        scores = q_BKGLE @ k.to(dtype).unsqueeze(2).transpose(-1, -2) * call.scale
         slope = None
         if call.softcap:
             capped = torch.tanh(scores / call.softcap)
@@ -137,7 +137,7 @@ class Plain:
             scores = scores.masked_fill(hidden, -_INFINITY)
         if call.bias is not None:
             bias = call.bias.to(dtype)
-            heads = bias[:, :, None] if bias.shape[1] == 1 else bias.unflatten(1, (-1, num_groups))
+            heads = bias.unsqueeze(2) if bias.shape[1] == 1 else bias.unflatten(1, (-1, num_groups))
             scores = scores + heads
         return scores, slope
 
@@ -151,7 +151,7 @@ class CpuFlash:
         o, lse = torch_compat.cpu_flash_attention(
             *(_wide(x, width) for x in (q, k, v)), bias=call.bias, is_causal=call.is_causal, scale=call.scale
         )
-        return _without_hidden_rows(Result(o[..., : v.shape[-1]], lse), call)
+        return _without_hidden_rows(Result(_narrow(o, v.shape[-1]), lse), call)
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole: Result, call: BlockCall
@@ -163,7 +163,7 @@ class CpuFlash:
             grad, (inputs[0], inputs[1], inputs[2]), (o, whole.lse_BHL),
             bias=call.bias, is_causal=call.is_causal, scale=call.scale,
         )  # fmt: skip
-        return Gradients(d_q[..., : q.shape[-1]], d_k[..., : k.shape[-1]], d_v[..., : v.shape[-1]])
+        return Gradients(_narrow(d_q, q.shape[-1]), _narrow(d_k, k.shape[-1]), _narrow(d_v, v.shape[-1]))
 
 
 class CudaFlash:
@@ -175,7 +175,7 @@ class CudaFlash:
         o, lse = torch_compat.cuda_flash_attention(
             *(_wide(x, width) for x in (q, k, v)), is_causal=call.is_causal, scale=call.scale
         )
-        return Result(o[..., : v.shape[-1]], lse)
+        return Result(_narrow(o, v.shape[-1]), lse)
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole: Result, call: BlockCall
@@ -187,7 +187,7 @@ class CudaFlash:
             grad, (inputs[0], inputs[1], inputs[2]), (o, whole.lse_BHL.float()),
             is_causal=call.is_causal, scale=call.scale,
         )  # fmt: skip
-        return Gradients(d_q[..., : q.shape[-1]], d_k[..., : k.shape[-1]], d_v[..., : v.shape[-1]])
+        return Gradients(_narrow(d_q, q.shape[-1]), _narrow(d_k, k.shape[-1]), _narrow(d_v, v.shape[-1]))
 
 
 class CudaEfficient:
@@ -201,7 +201,7 @@ class CudaEfficient:
         o, lse = torch_compat.cuda_efficient_attention(
             *self._inputs(q, k, v), bias=self._bias(call, q, k), is_causal=call.is_causal, scale=call.scale
         )
-        return _without_hidden_rows(Result(o[..., : v.shape[-1]], lse), call)
+        return _without_hidden_rows(Result(_narrow(o, v.shape[-1]), lse), call)
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, whole: Result, call: BlockCall
@@ -213,7 +213,7 @@ class CudaEfficient:
             bias=self._bias(call, q, k), is_causal=call.is_causal, scale=call.scale,
         )  # fmt: skip
         d_k, d_v = (x.unflatten(1, (-1, num_groups)).sum(2) if num_groups > 1 else x for x in (d_k, d_v))
-        return Gradients(d_q[..., : q.shape[-1]], d_k[..., : k.shape[-1]], d_v[..., : v.shape[-1]])
+        return Gradients(_narrow(d_q, q.shape[-1]), _narrow(d_k, k.shape[-1]), _narrow(d_v, v.shape[-1]))
 
     def _inputs(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -228,7 +228,7 @@ class CudaEfficient:
             return None
         length = call.bias.shape[-1]
         padded = F.pad(call.bias, (0, _aligned(length, 2 * _CUDA_ALIGNMENT) - length))
-        return padded[..., :length].expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        return _narrow(padded, length).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
 def merge_(whole: Result, block: Result, rows: tuple[int, int]) -> None:
@@ -239,12 +239,17 @@ def merge_(whole: Result, block: Result, rows: tuple[int, int]) -> None:
         block: Of one block.
         rows: Where its queries lie.
     """
-    o, lse = (x[:, :, rows[0] : rows[1]] for x in (whole.o_BHLF, whole.lse_BHL))
+    o, lse = (positions_of(x, rows) for x in (whole.o_BHLF, whole.lse_BHL))
     lse_block = block.lse_BHL.to(lse.dtype)
     merged = torch.logaddexp(lse, lse_block)
     shift = finite(merged)
-    o.mul_((lse - shift).exp_()[..., None]).add_((lse_block - shift).exp_()[..., None] * block.o_BHLF)
+    o.mul_((lse - shift).exp_().unsqueeze(-1)).add_((lse_block - shift).exp_().unsqueeze(-1) * block.o_BHLF)
     lse.copy_(merged)
+
+
+def positions_of(tensor: torch.Tensor, run: tuple[int, int]) -> torch.Tensor:
+    """Return a run of the positions of [B, H, L, ...], a view; fake tensors of absent devices cannot be indexed."""
+    return tensor.narrow(2, run[0], run[1] - run[0])
 
 
 def finite(lse: torch.Tensor) -> torch.Tensor:
@@ -257,13 +262,17 @@ def _without_hidden_rows(result: Result, call: BlockCall) -> Result:
     if call.bias is None:
         return result
     hidden = (call.bias == -_INFINITY).all(-1)
-    return Result(result.o_BHLF.masked_fill(hidden[..., None], 0.0), result.lse_BHL.masked_fill(hidden, -_INFINITY))
+    return Result(result.o_BHLF.masked_fill(hidden.unsqueeze(-1), 0.0), result.lse_BHL.masked_fill(hidden, -_INFINITY))
 
 
 def _wide(tensor: torch.Tensor, width: int) -> torch.Tensor:
     """Return a tensor with zeros up to a head dim; scores and gradients are the same with them."""
     missing = width - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _narrow(tensor: torch.Tensor, width: int) -> torch.Tensor:
+    return tensor.narrow(-1, 0, width)
 
 
 def _aligned(size: int, unit: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method
 from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention, SequencePlan, attend
 from composer3d_plugins.sharding.context_parallel.sequence_operators import gather_sequence
 
@@ -44,7 +45,12 @@ def attend_flexibly(
         scale: Factor of scores; default 1 / sqrt(E).
     """
     if score_mod is None:
-        mask = None if block_mask is None else _visible(block_mask, plan, q_BHLE.device)
+        mask = None
+        if block_mask is not None:
+            # Where heads are exchanged this rank has the queries of others too.
+            has_all = plan.method in (Method.ULYSSES, Method.USP)
+            rows = torch.arange(plan.rows.length) if has_all else plan.rows.index(plan.group.rank)
+            mask = _visible(block_mask, rows.to(q_BHLE.device), plan)
         return attend(q_BHLE, k_BKME, v_BKMF, Attention(mask=mask, scale=scale), plan)
     k, v = (gather_sequence(x, dim=2, positions=plan.columns, group=plan.group.name) for x in (k_BKME, v_BKMF))
     index = plan.rows.index(plan.group.rank).to(q_BHLE.device)
@@ -54,7 +60,7 @@ def attend_flexibly(
 
     if q_BHLE.device.type == "cuda":
         return _by_torch(q_BHLE, k, v, moved, block_mask, plan, scale)
-    mask = None if block_mask is None else _visible(block_mask, plan, q_BHLE.device)
+    mask = None if block_mask is None else _visible(block_mask, index, plan)
     return _written_out(q_BHLE, k, v, score_mod, mask, index, scale)
 
 
@@ -78,12 +84,11 @@ def _mask_function(block_mask: Any, index: torch.Tensor) -> Callable[..., torch.
     return visible
 
 
-def _visible(block_mask: Any, plan: SequencePlan, device: torch.device) -> torch.Tensor:
-    """Return a mask's rows of this rank, bool [B|1, H|1, L, T]."""
-    index = plan.rows.index(plan.group.rank).to(device)
+def _visible(block_mask: Any, index: torch.Tensor, plan: SequencePlan) -> torch.Tensor:
+    """Return a mask's rows at some positions, bool [B|1, H|1, L, T]."""
     batch, heads = block_mask.shape[:2]
     functions = _over_all(_mask_function(block_mask, index), num_scores=0)
-    places = (torch.arange(size, device=device) for size in (batch, heads, len(index), plan.columns.length))
+    places = (torch.arange(size, device=index.device) for size in (batch, heads, len(index), plan.columns.length))
     mask: torch.Tensor = functions(*places)
     return mask.expand(batch, heads, len(index), plan.columns.length)
 

@@ -70,7 +70,8 @@ class Attention:
     Args:
         pattern: Visibility by position.
         mask: bool, True where a key is visible, or additive: [B|1, H|1, S|L|1, T|1], of fewer dims too. Its rows are
-            the whole sequence's, which are taken by position, or this rank's; its columns are the whole sequence's.
+            the whole sequence's, which are taken by position, or this rank's, which ulysses and usp gather; its columns
+            are the whole sequence's.
         scale: Factor of scores; default 1 / sqrt(E).
         softcap: c of c * tanh(score / c); 0 for none.
         dropout: Probability with which weights become 0.
@@ -219,7 +220,7 @@ def _exchanged(
         k, v = (x.repeat_interleave(repeats, 1) for x in (k, v))
     q = exchange_heads(q, positions=of_rows, group=name, to_heads=True)
     k, v = (exchange_heads(x, positions=of_columns, group=name, to_heads=True) for x in (k, v))
-    mask = _four_dims(attention.mask)
+    mask = _all_rows(_four_dims(attention.mask), plan)
     if mask is not None and mask.shape[1] > 1:
         mask = mask.narrow(1, group.rank % degree * (num_heads // degree), num_heads // degree)
     rows, columns = plan.grouped
@@ -232,6 +233,14 @@ def _exchanged(
         of_heads = replace(attention, mask=mask, scale=scale)
         o = local_attention(q, k, v, of_heads, rows=rows, columns=columns, rank=0)
     return exchange_heads(o, positions=of_rows, group=name, to_heads=False)
+
+
+def _all_rows(mask: torch.Tensor | None, plan: SequencePlan) -> torch.Tensor | None:
+    """Return a mask with the rows of the whole sequence: with heads exchanged, this rank has queries of other ranks."""
+    if mask is None or mask.shape[2] in (1, plan.rows.length):
+        return mask
+    own = mask.to(torch.uint8) if mask.dtype == torch.bool else mask
+    return gather_sequence(own, dim=2, positions=plan.rows, group=plan.group.name).to(mask.dtype)
 
 
 def _written_out(

@@ -42,7 +42,7 @@ def unpacked(flat: torch.Tensor, shapes: Shapes) -> list[torch.Tensor]:
     views, at = [], 0
     for shape in shapes:
         size = math.prod(shape)
-        views.append(flat[at : at + size].view(*shape))
+        views.append(flat.narrow(0, at, size).view(*shape))
         at += size
     return views
 
@@ -130,7 +130,7 @@ def gather_runs(tensors: Sequence[torch.Tensor], *, dim: int, positions: Positio
     ]
     for rank, runs in enumerate(positions.runs):
         local = [_resized(shape, dim, positions.local_lengths[rank]) for shape in shapes]
-        for whole, shard in zip(wholes, unpacked(every[rank * size :], local), strict=True):
+        for whole, shard in zip(wholes, unpacked(every.narrow(0, rank * size, size), local), strict=True):
             _copy_runs(whole, shard, dim=dim, runs=runs, is_to_whole=True)
     return wholes
 
@@ -150,7 +150,7 @@ def scatter_runs(wholes: Sequence[torch.Tensor], *, dim: int, positions: Positio
     )
     for rank, runs in enumerate(positions.runs):
         local = [_resized(shape, dim, positions.local_lengths[rank]) for shape in shapes]
-        for whole, shard in zip(wholes, unpacked(every[rank * size :], local), strict=True):
+        for whole, shard in zip(wholes, unpacked(every.narrow(0, rank * size, size), local), strict=True):
             _copy_runs(whole, shard, dim=dim, runs=runs, is_to_whole=False)
     mine = every.new_empty(size)
     with torch_compat.operator_span("reduce_scatter", process_group, bytes=every.nbytes):
