@@ -168,9 +168,8 @@ def by_hand(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    store = tempfile.mkdtemp()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}/store", rank=0, world_size=1)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     torch.manual_seed(0)
     model = build().to(device)
     if cell.recipe is not None:
@@ -213,9 +212,10 @@ def composed(
         lines.append("[scheduling.compile]")
     if cell.recipe is not None:
         lines += ["[precision.float8]", f'recipe = "{cell.recipe}"', 'modules = ["layers"]']
-    path = Path(tempfile.mkdtemp()) / "gpu.toml"
-    path.write_text("\n".join(lines) + "\n")
-    run = composer3d.compose(build, path, loss_fn=sum_loss, device=device)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "gpu.toml"
+        path.write_text("\n".join(lines) + "\n")
+        run = composer3d.compose(build, path, loss_fn=sum_loss, device=device)
     optimizer = run.optimizer(torch.optim.AdamW, lr=LR, fused=True)
 
     def step(number: int) -> Any:
