@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 import torch
 from support.models import composed, mine, padded, seeded
 
@@ -45,21 +46,21 @@ def trained(text, steps=3):
     return weights, found
 
 
-def compared():
-    return {mode: (trained(table(more)), trained(table(more) + WATCHED)) for mode, more in MODES.items()}
+def compared(more):
+    return trained(table(more)), trained(table(more) + WATCHED)
 
 
-def test_every_bucket_is_in_a_span_and_nothing_changes():
+@pytest.mark.parametrize("mode", MODES)
+def test_every_bucket_is_in_a_span_and_nothing_changes(mode):
     """Three ranks: what is divided by three shows whether it is done as the reducer does it."""
-    for results in run_ranks(compared, 3):
-        for mode, ((expected, before), (weights, found)) in results.items():
-            assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True)), mode
-            assert [issued for issued, _ in found] == [issued for issued, _ in before], mode
-            formed = [number for number, (_, told) in enumerate(found) if told["broadcast", "buckets"]]
-            assert formed == ([] if mode == "unused" else [1])
-            for number, (issued, told) in enumerate(found):
-                compare(mode, number, issued, told)
-            assert found[-1][1]["all_reduce", "buckets"] > (5 if "many" in mode else 0)
+    for (expected, before), (weights, found) in run_ranks(compared, 3, MODES[mode]):
+        assert all(torch.equal(one, other) for one, other in zip(weights, expected, strict=True))
+        assert [issued for issued, _ in found] == [issued for issued, _ in before]
+        formed = [number for number, (_, told) in enumerate(found) if told["broadcast", "buckets"]]
+        assert formed == ([] if mode == "unused" else [1])
+        for number, (issued, told) in enumerate(found):
+            compare(mode, number, issued, told)
+        assert found[-1][1]["all_reduce", "buckets"] > (5 if "many" in mode else 0)
 
 
 def compare(mode, number, issued, told):

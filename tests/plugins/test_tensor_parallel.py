@@ -34,8 +34,9 @@ def assert_equal_to_one_device(world_size, cases):
 # ---- numerics --------------------------------------------------------------------------------------------------------
 
 
-def test_gradients_equal_one_device():
-    assert_equal_to_one_device(2, [(family, tp(family)) for family in FAMILIES] + [("bert", tp("bert", 2, SP))])
+@pytest.mark.parametrize("families", [("llama", "bert"), tuple(FAMILIES)], ids=["two families", "families"])
+def test_gradients_equal_one_device(families):
+    assert_equal_to_one_device(2, [(family, tp(family)) for family in families] + [("bert", tp("bert", 2, SP))])
 
 
 def test_gradients_equal_one_device_in_every_setting():

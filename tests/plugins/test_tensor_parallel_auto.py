@@ -39,7 +39,9 @@ def plans(cases):
 # ---- numerics --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("names", [list(FAMILIES), list(MODELS)], ids=["families", "blocks"])
+@pytest.mark.parametrize(
+    "names", [["llama", "gpt2"], list(FAMILIES), list(MODELS)], ids=["two families", "families", "blocks"]
+)
 def test_gradients_equal_one_device(names):
     cases = [(name, auto()) for name in names]
     for results in run_ranks(steps_of, 2, cases):
