@@ -101,28 +101,22 @@ def _pieces(run: Run, place: Run, size: int) -> list[tuple[Run, Run]]:
 
 
 def _joined(blocks: list[Block]) -> list[Block]:
-    """Join blocks without masks whose rows are the same and columns adjacent, or the other way round."""
+    """Join blocks without masks whose rows are the same and columns adjacent, then the other way round."""
     plain = [block for block in blocks if block.kind is Kind.ALL and not block.is_masked]
     others = [block for block in blocks if block.kind is not Kind.ALL or block.is_masked]
-    for same, adjacent in (("rows", "columns"), ("columns", "rows")):
-        plain = _joined_along(plain, same, adjacent)
-    return sorted([*plain, *others], key=lambda block: (block.rows, block.columns))
-
-
-def _joined_along(blocks: list[Block], same: str, adjacent: str) -> list[Block]:
-    joined: list[Block] = []
-    for block in sorted(blocks, key=lambda block: (getattr(block, same), getattr(block, adjacent))):
-        last = joined[-1] if joined else None
-        if (
-            last is not None
-            and getattr(last, same) == getattr(block, same)
-            and getattr(last, adjacent)[1] == getattr(block, adjacent)[0]
-        ):
-            ends = {adjacent: (getattr(last, adjacent)[0], getattr(block, adjacent)[1])}
-            joined[-1] = replace(last, **ends)
+    wide: list[Block] = []
+    for block in sorted(plain, key=lambda block: (block.rows, block.columns)):
+        if wide and wide[-1].rows == block.rows and wide[-1].columns[1] == block.columns[0]:
+            wide[-1] = replace(wide[-1], columns=(wide[-1].columns[0], block.columns[1]))
         else:
-            joined.append(block)
-    return joined
+            wide.append(block)
+    high: list[Block] = []
+    for block in sorted(wide, key=lambda block: (block.columns, block.rows)):
+        if high and high[-1].columns == block.columns and high[-1].rows[1] == block.rows[0]:
+            high[-1] = replace(high[-1], rows=(high[-1].rows[0], block.rows[1]))
+        else:
+            high.append(block)
+    return sorted([*high, *others], key=lambda block: (block.rows, block.columns))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ rank's own queries, keys, values and outputs take. With them it is the one with 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
@@ -77,7 +77,17 @@ class Choice:
         return self.figures[self.method].inner_degree
 
 
-def choose(shape: AttentionShape, layout: Layout, *, link: Link | None = None, needs_autograd: str = "") -> Choice:
+METHODS = (Method.GATHER, Method.RING, Method.ULYSSES, Method.USP, Method.UNIVERSAL)
+
+
+def choose(
+    shape: AttentionShape,
+    layout: Layout,
+    *,
+    link: Link | None = None,
+    needs_autograd: str = "",
+    methods: Sequence[Method] = METHODS,
+) -> Choice:
     """Return the method for one attention; a pure function, the same on all ranks.
 
     Args:
@@ -85,15 +95,13 @@ def choose(shape: AttentionShape, layout: Layout, *, link: Link | None = None, n
         layout: Positions; an `inner_degree` above 1 is the only one that usp may have.
         link: Figures of the links, where there are any.
         needs_autograd: What has to be computed by torch's own function, see `unfit`.
+        methods: Those that there are; usp needs process groups of its own.
     """
-    figures = {
-        method: _figures(method, shape, layout, link, needs_autograd)
-        for method in (Method.GATHER, Method.RING, Method.ULYSSES, Method.USP, Method.UNIVERSAL)
-    }
+    figures = {method: _figures(method, shape, layout, link, needs_autograd) for method in methods}
     own = _own_bytes(shape, layout)
     possible = [method for method, found in figures.items() if found.unfit is None]
-    if not needs_autograd:
-        possible.remove(Method.UNIVERSAL)  # as gather, with less kernels
+    if not needs_autograd and len(possible) > 1:
+        possible = [method for method in possible if method is not Method.UNIVERSAL]  # more bytes than gather
     lean = [method for method in possible if figures[method].held_bytes <= _MAX_HELD * own]
     if link is not None:
         method = min(lean or possible, key=lambda each: (figures[each].exposed_s, list(Method).index(each)))
@@ -148,7 +156,7 @@ def _exposed(rows: list[Exchange], shape: AttentionShape, layout: Layout, link: 
 
 def _flops(shape: AttentionShape, layout: Layout) -> float:
     rows, columns = layout.rows.max_local_length, layout.columns.length
-    seen = min(layout.pattern.window or columns, columns)
+    seen: float = min(layout.pattern.window or columns, columns)
     if layout.pattern.ahead == 0 and layout.pattern.behind is None:
         seen = columns / 2
     products = shape.batch * shape.num_heads * rows * seen * (shape.head_dim + shape.value_dim)
