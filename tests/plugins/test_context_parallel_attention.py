@@ -16,11 +16,11 @@ from composer3d_plugins.sharding.context_parallel.attention_traffic import excha
 from composer3d_plugins.sharding.context_parallel.block_kernels import BlockCall, kernel_for
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
-    SequenceGroup,
     SequencePlan,
     attend,
     local_attention,
 )
+from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup
 from composer3d_plugins.sharding.context_parallel.sequence_positions import (
     Positions,
     balanced_documents,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, head_repeats, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
 from composer3d_plugins.sharding.context_parallel.method_choice import Link, choose
-from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention, SequenceGroup
+from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention
+from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
 from composer3d_plugins.sharding.context_parallel.sequence_plans import SequencePlans
 from composer3d_plugins.sharding.context_parallel.sequence_positions import (
     Positions,
@@ -17,6 +19,10 @@ from composer3d_plugins.sharding.context_parallel.sequence_positions import (
     padded_length,
     zigzag,
 )
+from torch.distributed.device_mesh import init_device_mesh
+
+from composer3d import torch_compat
+from composer3d.testing import fake_world
 
 
 @pytest.mark.parametrize("length", [0, 1, 3, 16, 50, 197])
@@ -121,6 +127,19 @@ def test_links_decide_by_what_no_block_hides():
 
 def test_what_needs_autograd_is_left_to_torch():
     assert choose(shape(num_kv_heads=1), layout(2), needs_autograd="dropout").method is Method.UNIVERSAL
+
+
+def test_groups_of_usp_divide_an_axis_wherever_it_lies():
+    found = {}
+    for rank in range(16):
+        with fake_world(16, rank=rank):
+            mesh = init_device_mesh("cpu", (2, 4, 2), mesh_dim_names=("dp_shard", "cp", "tp"))
+            group = divided_group(mesh, axis="cp", inner_degree=2)
+            names = (group.name, group.inner, group.outer)
+            found[rank] = [dist.get_process_group_ranks(torch_compat.process_group(name)) for name in names]
+            assert (group.rank, group.degree, group.inner_degree) == (rank // 2 % 4, 4, 2)
+    assert found[0] == [[0, 2, 4, 6], [0, 2], [0, 4]]
+    assert found[15] == [[9, 11, 13, 15], [13, 15], [11, 15]]
 
 
 def test_each_attention_of_a_model_has_the_method_of_its_sizes():

@@ -12,11 +12,12 @@ from composer3d_plugins.sharding.context_parallel.attention_pattern import Patte
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
-    SequenceGroup,
     SequencePlan,
     attend,
 )
+from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, contiguous, zigzag
+from torch.distributed.device_mesh import init_device_mesh
 
 from composer3d.testing import count_collectives
 
@@ -162,9 +163,6 @@ def error(case, group):
 
 def sequence_group():
     """Return all ranks as one group; four of them also as two inner groups of two."""
-    rank, degree = dist.get_rank(), dist.get_world_size()
-    if degree != 4:
+    if dist.get_world_size() != 4:
         return SequenceGroup.of(dist.group.WORLD)
-    inner = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
-    return SequenceGroup.of(dist.group.WORLD, inner=inner, outer=outer)
+    return divided_group(init_device_mesh("cpu", (4,), mesh_dim_names=("cp",)), axis="cp", inner_degree=2)

@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from composer3d import torch_compat
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, head_repeats
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
+from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup
 from composer3d_plugins.sharding.context_parallel.sequence_operators import (
     block_attention,
     exchange_heads,
@@ -26,41 +24,7 @@ from composer3d_plugins.sharding.context_parallel.sequence_operators import (
 )
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
-__all__ = ["Attention", "SequenceGroup", "SequencePlan", "attend", "local_attention"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class SequenceGroup:
-    """The ranks that share a sequence.
-
-    Args:
-        name: Of their process group.
-        rank: This rank's place.
-        degree: How many there are.
-        inner: Process group of the neighbouring ranks that exchange heads for positions; usp only.
-        inner_degree: How many there are of them; usp only.
-        outer: Process group of the ranks with the same place in theirs, which are a ring; usp only.
-    """
-
-    name: str
-    rank: int
-    degree: int
-    inner: str = ""
-    inner_degree: int = 1
-    outer: str = ""
-
-    @classmethod
-    def of(cls, group: Any, *, inner: Any = None, outer: Any = None) -> SequenceGroup:
-        """Return what process groups are; `inner` and `outer` divide the group for usp."""
-        names = [torch_compat.group_name(each) if each is not None else "" for each in (inner, outer)]
-        return cls(
-            name=torch_compat.group_name(group),
-            rank=dist.get_rank(group),
-            degree=dist.get_world_size(group),
-            inner=names[0],
-            inner_degree=dist.get_world_size(inner) if inner is not None else 1,
-            outer=names[1],
-        )
+__all__ = ["Attention", "SequencePlan", "attend", "local_attention"]
 
 
 @dataclass(frozen=True, kw_only=True)

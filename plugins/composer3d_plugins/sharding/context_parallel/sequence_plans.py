@@ -10,7 +10,8 @@ from composer3d_plugins.sharding.context_parallel.attention_methods import Metho
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
 from composer3d_plugins.sharding.context_parallel.method_choice import Choice, Link, choose
-from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention, SequenceGroup, SequencePlan
+from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention, SequencePlan
+from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, contiguous, zigzag
 
 __all__ = ["SequencePlans", "shape_of"]
