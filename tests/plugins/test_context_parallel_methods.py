@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType, SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ from composer3d_plugins.sharding.context_parallel.attention_methods import Metho
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
 from composer3d_plugins.sharding.context_parallel.method_choice import Link, choose
+from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
 from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention
 from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
 from composer3d_plugins.sharding.context_parallel.sequence_plans import SequencePlans
@@ -182,3 +185,48 @@ def test_methods_that_do_not_fit_say_what_does():
     )
     assert unfit(Method.GATHER, num_heads=3, degree=8) is None
     assert inner_degrees(12, 8) == [4, 2]
+
+
+def flash_attn_func(q, k, v):
+    """Stand for a binding of CUDA code."""
+    raise AssertionError("nothing is called")
+
+
+flash_attn_func.__module__ = "flash_attn.flash_attn_interface"
+
+
+class Bound(torch.nn.Module):
+    def forward(self, x):
+        return flash_attn_func(x, x, x)
+
+
+xops = ModuleType("xformers.ops")
+xops.memory_efficient_attention = xops.fused_norm = flash_attn_func
+
+
+class BoundByModule(torch.nn.Module):
+    def forward(self, x):
+        return xops.memory_efficient_attention(x, x, xops.fused_norm(x))
+
+
+class Normed(torch.nn.Module):
+    def forward(self, x):
+        return xops.fused_norm(x)
+
+
+class Configured(torch.nn.Module):
+    def __init__(self, implementation):
+        super().__init__()
+        self.config = SimpleNamespace(_attn_implementation=implementation)
+        self.plain = torch.nn.MultiheadAttention(4, 2)
+
+
+def test_kernels_that_cannot_be_seen_into_are_named():
+    assert opaque_kernels(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ModuleList([Bound(), Bound()]))) == [
+        ("1.0", "flash_attn.flash_attn_interface.flash_attn_func", "torch.nn.functional.scaled_dot_product_attention")
+    ]
+    assert opaque_kernels(Configured("flash_attention_2")) == [
+        ("", "flash_attention_2", 'attn_implementation = "sdpa"')
+    ]
+    assert [kernel.name for kernel in opaque_kernels(BoundByModule())] == ["xformers.ops.memory_efficient_attention"]
+    assert opaque_kernels(Normed()) == opaque_kernels(Configured("sdpa")) == []

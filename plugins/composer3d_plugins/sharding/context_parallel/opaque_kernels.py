@@ -1,0 +1,94 @@
+"""Attention kernels that are called past torch's operators, so that nobody sees which positions they mix."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
+
+from torch import nn
+
+__all__ = ["OpaqueKernel", "opaque_kernels"]
+
+# Packages whose attention is a binding of their own, below torch's operators.
+_PACKAGES = ("flash_attn", "flash_attn_interface", "xformers", "transformer_engine", "sageattention")
+# What transformers calls its attention implementations that torch computes itself.
+_SEEN = ("eager", "sdpa", "flex_attention")
+
+
+class OpaqueKernel(NamedTuple):
+    """One kernel and who calls it.
+
+    Args:
+        fqn: Of the module.
+        name: Of the function or the implementation.
+        instead: What to write.
+    """
+
+    fqn: str
+    name: str
+    instead: str
+
+
+def opaque_kernels(model: nn.Module) -> list[OpaqueKernel]:
+    """Return the kernels of a model that context parallelism cannot see into, of each the first module that has it.
+
+    A module's own code is read for functions of the packages that bind such kernels, and the configuration of a model
+    of transformers for the implementation of its attention. Nothing is called.
+
+    Args:
+        model: Whole, on any device.
+    """
+    found: dict[str, OpaqueKernel] = {}
+    for fqn, module in model.named_modules():
+        for kernel in (*_by_config(fqn, module), *_by_code(fqn, module)):
+            found.setdefault(kernel.name, kernel)
+    return list(found.values())
+
+
+def _by_config(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:
+    name = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if isinstance(name, str) and name.removeprefix("paged|") not in _SEEN:
+        yield OpaqueKernel(fqn, name, 'attn_implementation = "sdpa"')
+
+
+def _by_code(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:
+    for name in _names(type(module)):
+        yield OpaqueKernel(fqn, name, "torch.nn.functional.scaled_dot_product_attention")
+
+
+@functools.lru_cache(maxsize=1024)
+def _names(cls: type[nn.Module]) -> tuple[str, ...]:
+    """Return the attention of such packages that a class is, or that its methods name."""
+    if _is_of_package(cls) and _is_attention(cls.__qualname__):
+        return (f"{cls.__module__}.{cls.__qualname__}",)
+    methods = [
+        method
+        for base in cls.__mro__
+        if not base.__module__.startswith("torch.")
+        for method in vars(base).values()
+        if isinstance(method, FunctionType)
+    ]
+    return tuple(dict.fromkeys(name for method in methods for name in _named_by(method)))
+
+
+def _named_by(method: FunctionType) -> Iterator[str]:
+    names = method.__code__.co_names
+    for name in names:
+        value = method.__globals__.get(name)
+        if value is None or not _is_of_package(value):
+            continue
+        if isinstance(value, ModuleType):
+            yield from (f"{value.__name__}.{each}" for each in names if _is_attention(each) and hasattr(value, each))
+        elif _is_attention(called := getattr(value, "__qualname__", name)):
+            yield f"{value.__module__}.{called}"
+
+
+def _is_attention(name: str) -> bool:
+    return "attn" in name.lower() or "attention" in name.lower()
+
+
+def _is_of_package(value: Any) -> bool:
+    module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return isinstance(module, str) and module.split(".")[0] in _PACKAGES
