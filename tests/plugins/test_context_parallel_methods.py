@@ -12,9 +12,7 @@ from composer3d_plugins.sharding.context_parallel.attention_pattern import Patte
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
 from composer3d_plugins.sharding.context_parallel.method_choice import Link, choose
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
-from composer3d_plugins.sharding.context_parallel.sequence_attention import Attention
-from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
-from composer3d_plugins.sharding.context_parallel.sequence_plans import SequencePlans
+from composer3d_plugins.sharding.context_parallel.sequence_groups import divided_group
 from composer3d_plugins.sharding.context_parallel.sequence_positions import (
     Positions,
     balanced_documents,
@@ -145,22 +143,10 @@ def test_groups_of_usp_divide_an_axis_wherever_it_lies():
     assert found[15] == [[9, 11, 13, 15], [13, 15], [11, 15]]
 
 
-def test_each_attention_of_a_model_has_the_method_of_its_sizes():
-    group = SequenceGroup(name="cp", rank=1, degree=8)
-    plans = SequencePlans(group=group, method=Method.AUTO, is_balanced=True)
-
-    def method(num_heads, num_kv_heads, **what):
-        q, k = (torch.empty(1, heads, 4, 64, device="meta") for heads in (num_heads, num_kv_heads))
-        return plans.plan(q, k, k, Attention(**what), num_rows=64, num_columns=64).method
-
-    assert method(32, 32) is Method.ULYSSES
-    assert method(9, 1) is Method.GATHER
-    assert method(9, 9, dropout=0.1) is Method.UNIVERSAL
-    assert method(12, 12) is Method.GATHER  # without process groups of its own there is no usp
-    asked = SequencePlans(group=group, method=Method.RING, is_balanced=False)
-    q = torch.empty(1, 32, 4, 64, device="meta")
-    plan = asked.plan(q, q, q, Attention(), num_rows=64, num_columns=16)
-    assert (plan.method, plan.rows, plan.columns) == (Method.RING, contiguous(64, 8), contiguous(16, 8))
+def test_only_the_methods_that_there_are_are_chosen_among():
+    few = (Method.RING, Method.UNIVERSAL)
+    assert choose(shape(num_kv_heads=2), layout(2), methods=few).method is Method.RING
+    assert choose(shape(num_kv_heads=2), layout(2), methods=few, needs_autograd="dropout").method is Method.UNIVERSAL
 
 
 def test_methods_that_do_not_fit_say_what_does():
