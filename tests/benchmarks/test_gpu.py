@@ -15,7 +15,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "gpu.py"
 
 def run(*arguments):
     done = subprocess.run(
-        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, SCRIPT, *arguments], capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
