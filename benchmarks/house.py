@@ -1,4 +1,4 @@
-"""Shape of the source tree: loose files, names that occur twice, cycles, large plugins, docstrings, lines by package.
+"""Shape of the source tree: loose files, names that occur twice, cycles, private imports, large plugins, lines by package.
 
 A loose file lies in composer3d/ itself. A name is a module's, anywhere in the core and the plugins, but for commands,
 which are named for what they call. A cycle is of imports, those of type checkers included. A plugin is a file or a
@@ -19,13 +19,51 @@ from pathlib import Path
 from typing import Any
 
 from harness import conditions, say, with_marked
-from source_tree import CORE, PLUGINS, ROOT, length, module_graph, parse, plugin_of, reachable, sources
+from source_tree import CORE, PLUGINS, ROOT, imports, length, module_graph, parse, place, plugin_of, reachable, sources
 
-__all__ = ["LARGE", "MAX_LOOSE", "cycles", "figures", "summary"]
+__all__ = ["ABOVE_COMPOSITION", "LARGE", "MAX_LOOSE", "cycles", "figures", "private_imports", "summary"]
 
 LARGE, MAX_LOOSE = 400, 12
+# Written on what the other packages list in `__all__`, as a user would write it.
+ABOVE_COMPOSITION = (
+    "models",
+    "huggingface",
+    "runner",
+    "checking",
+    "verification",
+    "planning",
+    "testing",
+    "diagnostics",
+    "cli",
+)
 RESULT, README = ROOT / "benchmarks" / "results" / "house.json", ROOT / "benchmarks" / "README.md"
 OPENING = re.compile(r"(What|Who|How|Where|Which|From what)\b")
+
+
+def public_names(module: str) -> frozenset[str]:
+    """Return `__all__` of a subject: a package, or a module directly in composer3d; of any other module nothing."""
+    folder = CORE.parent.joinpath(*module.split("."))
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    if not folder.is_dir() and folder.parent != CORE:
+        return frozenset()
+    listed = [
+        node.value for node in parse(file).body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)
+    ]
+    return frozenset(ast.literal_eval(listed[0])) if listed else frozenset()
+
+
+def private_imports() -> list[str]:
+    """Return what packages above composition/ import of other packages that these do not list in `__all__`."""
+    found = []
+    for package in ABOVE_COMPOSITION:
+        for path in sources(CORE / package):
+            for item in imports(parse(path), typed=True):
+                own = f"{item.module}.".startswith((f"composer3d.{package}.", "composer3d_plugins."))
+                subject = item.module == "composer3d" and (item.name is None or (CORE / item.name).is_dir())
+                is_ours = item.module.split(".")[0] == "composer3d"
+                if is_ours and not own and not subject and item.name not in public_names(item.module):
+                    found.append(f"{place(path, item.line)}: {item.module} {item.name or ''}".rstrip())
+    return found
 
 
 def cycles() -> list[list[str]]:
@@ -101,6 +139,7 @@ def figures() -> dict[str, Any]:
         "loose": sorted(path.name for path in CORE.glob("*.py")),
         "twice": names_twice(),
         "cycles": cycles(),
+        "private_imports": private_imports(),
         "large_plugins": large_plugins(),
         "question_openings": question_openings(),
         "modules": len(modules),
@@ -119,6 +158,7 @@ def summary(found: dict[str, Any]) -> str:
         ("loose files in composer3d/", len(found["loose"]), MAX_LOOSE),
         ("module names that occur twice", len(found["twice"]), 0),
         ("cycles of imports, those of type checkers included", len(found["cycles"]), 0),
+        ("imports above composition/ of names that are not public", len(found["private_imports"]), 0),
         ("share of module docstrings that open with What, Who, How or Where", f"{share:.0%}".replace("%", " %"), "0 %"),
         ("longest file", f"{found['longest']} lines", "400 lines"),
         ("lines of the core", f"{core:,}", "none"),

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from composer3d.planning.suggesting.manifest_suggestions import suggest_for as suggest
     from composer3d.processes.json_exchange import all_gather_json, broadcast_json
     from composer3d.registry import plugin
-    from composer3d.runner.start import RunResult, run
+    from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import Evaluation
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
@@ -76,7 +76,7 @@ _MODULES = {
     "checking.checked": ("CheckResult", "check"),
     "planning.manifest_plan": ("PlanResult", "plan"),
     "planning.suggesting.manifest_suggestions": ("SuggestResult",),
-    "runner.start": ("RunResult", "run"),
+    "runner.run": ("RunResult", "run"),
     "verification.verify": ("VerifyResult", "verify"),
     "step.microbatches": ("map_tensors", "units_of"),
     "composition.compose": ("compose",),

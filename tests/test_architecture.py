@@ -161,6 +161,15 @@ def test_no_text_of_the_core_names_a_plugin():
     assert naming == []
 
 
+def test_what_stands_above_composition_is_written_on_public_names():
+    assert house.private_imports() == []
+
+
+def test_every_package_above_composition_is_counted():
+    later = [name for names in LAYERS[LAYERS.index(("composer3d",)) + 1 :] for name in names]
+    assert set(later) == set(house.ABOVE_COMPOSITION)
+
+
 def allowed_in_plugin(item: Import, plugin: str) -> bool:
     if item.module == "composer3d":
         return item.name in composer3d.__all__ or item.name == "torch_compat"

@@ -8,7 +8,7 @@ from typing import Any
 
 from composer3d.errors import ComposerError, Problem, ReferenceFailure, describe_error, is_interrupt
 from composer3d.manifest import Document, Manifest, resolve_reference
-from composer3d.processes.foreign_code import running
+from composer3d.processes import running
 
 __all__ = ["builtin_refusal", "metric_problems", "schedule_callable_problems"]
 

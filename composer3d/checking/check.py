@@ -13,12 +13,12 @@ from composer3d.errors import ComposerError, ManifestError, Problem
 if TYPE_CHECKING:
     import torch
 
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.hooks import Hooks
     from composer3d.interfaces import Example
     from composer3d.manifest import InspectedManifest, Manifest
     from composer3d.mesh import Layout
-    from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner import ModelFactory
 
 __all__ = ["Inspection", "collected_rarely", "device_of", "inspect", "open_manifest"]
 
@@ -73,7 +73,7 @@ def open_manifest(source: str, overrides: Sequence[str]) -> InspectedManifest:
         ManifestError: It cannot be read at all.
     """
     from composer3d.manifest import inspect_manifest, read
-    from composer3d.runner.runner_tables import TABLES
+    from composer3d.runner import TABLES
 
     return inspect_manifest(read(source, overrides), tables=TABLES)
 
@@ -82,7 +82,7 @@ def device_of(manifest: Manifest) -> torch.device:
     """Return where the manifest's run computes: what `[run] device` says, else what the machine has."""
     import torch
 
-    from composer3d.processes.process_group import default_device
+    from composer3d.processes import default_device
 
     stated = manifest.tables["run"].device if "run" in manifest.tables else "auto"
     return default_device() if stated == "auto" else torch.device(stated)
@@ -108,8 +108,7 @@ def inspect(
     from composer3d.checking.layout_problems import layout_problems
     from composer3d.checking.sizes import output_problems, schedule_problems
     from composer3d.hooks import Hooks
-    from composer3d.runner.runner_tables import ModelTable
-    from composer3d.runner.tokenizer import with_tokenizer
+    from composer3d.runner import ModelTable, with_tokenizer
 
     manifest = _completed(inspected.manifest)
     result = Inspection(problems=list(inspected.problems))
@@ -160,7 +159,7 @@ def _at_named_table(message: str, manifest: Manifest) -> Problem:
 
 def _completed(manifest: Manifest) -> Manifest:
     """Return the manifest with a `[train]` that only lacked its number of steps, which nothing here depends on."""
-    from composer3d.runner.runner_tables import TrainTable
+    from composer3d.runner import TrainTable
 
     train = manifest.tables.get("train")
     if train is None or isinstance(train, TrainTable):
@@ -170,7 +169,7 @@ def _completed(manifest: Manifest) -> Manifest:
 
 def _lay_out(result: Inspection, inspected: InspectedManifest, hooks: Hooks, world_size: int | None) -> int | None:
     """Resolve the degrees; where only the world does not fit, go on with the one that the degrees multiply to."""
-    from composer3d.composition.preparing import layout_of
+    from composer3d.composition import layout_of
 
     for size in dict.fromkeys((world_size, None)):
         try:
@@ -195,7 +194,7 @@ def _prepare(
     """Join manifest and model, and let every plugin say what it would do."""
     from composer3d.checking.rules import name_problems, optimizer_answer_problems, step_problems
     from composer3d.checking.sizes import microbatch_problems
-    from composer3d.composition.preparing import prepare
+    from composer3d.composition import prepare
 
     try:
         model = factory.build()

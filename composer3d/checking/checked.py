@@ -16,7 +16,7 @@ from composer3d.checking.step_plan import StepRow, step_rows
 from composer3d.errors import ManifestError, OrderError, Problem
 
 if TYPE_CHECKING:
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
 
 __all__ = ["CheckResult", "check"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-    from composer3d.step.random_streams import Site
+    from composer3d.step import Site
 
 __all__ = ["Foreign", "recorded_draws"]
 
@@ -48,9 +48,7 @@ def recorded_draws(model: nn.Module, *, num_samples: int) -> Iterator[list[Site]
         num_samples: Of the batch it is called with.
     """
     from composer3d import torch_compat
-    from composer3d.step.call_sites import caller
-    from composer3d.step.random_streams import Site
-    from composer3d.step.sample_draws import draw_of
+    from composer3d.step import Site, caller, draw_of
 
     names = {id(module): fqn for fqn, module in model.named_modules()}
     found: dict[str, Site] = {}

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.drawn import Foreign, recorded_draws
 from composer3d.errors import ComposerError, ForkError, Problem
-from composer3d.processes.foreign_code import running
+from composer3d.processes import running
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.manifest import Manifest
-    from composer3d.runner.model_factory import ModelFactory
-    from composer3d.step.random_streams import Site
+    from composer3d.runner import ModelFactory
+    from composer3d.step import Site
 
 __all__ = ["first_forward_problems"]
 
@@ -45,7 +45,7 @@ def first_forward_problems(
     Returns:
         Problems, and why nothing is known of the first forward, or less than with values: None if all is.
     """
-    from composer3d.processes.child import Child, ChildError, ForeignCodeError
+    from composer3d.processes import Child, ChildError, ForeignCodeError
 
     try:
         found = Child(lambda: _look(manifest, factory, preparation)).result()
@@ -72,7 +72,7 @@ def first_forward_problems(
 def _look(manifest: Manifest, factory: ModelFactory, preparation: Preparation) -> Mapping[str, Any]:
     import torch
 
-    from composer3d.runner.data.example import first_samples
+    from composer3d.runner.data import first_samples
 
     torch.set_num_threads(1)
     data, document = manifest.tables["data"], manifest.document
@@ -91,7 +91,7 @@ def _call(
     """Call model and loss."""
     import torch
 
-    from composer3d.runner.data.inputs import call_of
+    from composer3d.runner.data import call_of
 
     inputs, targets = samples
     model, has_values = _with_values(preparation, manifest.train.seed)
@@ -203,8 +203,8 @@ def _refuse_unknown_reduction(factory: ModelFactory, output: Any, targets: Any) 
     """Raise a LossError for a scalar of which nobody can tell whether it is a sum or a mean."""
     import torch
 
-    from composer3d.step.loss import reduction_of
-    from composer3d.step.microbatches import map_tensors
+    from composer3d import map_tensors
+    from composer3d.step import reduction_of
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
@@ -216,7 +216,7 @@ def _refuse_unknown_reduction(factory: ModelFactory, output: Any, targets: Any) 
 
 
 def _row(value: Any, place: int) -> Any:
-    from composer3d.step.microbatches import map_tensors
+    from composer3d import map_tensors
 
     return map_tensors(lambda tensor: tensor[place : place + 1] if tensor.dim() else tensor, value)
 
@@ -250,7 +250,7 @@ def _bytes(model: nn.Module) -> int:
 
 
 def _on_meta(value: Any) -> Any:
-    from composer3d.step.microbatches import map_tensors
+    from composer3d import map_tensors
 
     return map_tensors(lambda tensor: tensor.to("meta"), value)
 
@@ -270,7 +270,7 @@ def _said(error: Exception) -> str:
 
 
 def _described(args: Any, kwargs: Mapping[str, Any]) -> str:
-    from composer3d.runner.data.inputs import Inputs, named_leaves
+    from composer3d.runner.data import Inputs, named_leaves
 
     shown = []
     for name, tensor in named_leaves(Inputs(args=args, kwargs=kwargs), "input"):

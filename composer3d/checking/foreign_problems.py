@@ -8,7 +8,7 @@ from typing import Any
 
 from composer3d.errors import ForkError, ManifestError, Problem
 from composer3d.manifest import read
-from composer3d.processes.child import Child, ForeignCodeError
+from composer3d.processes import Child, ForeignCodeError
 
 __all__ = ["names_foreign_code", "problem_of", "watched"]
 

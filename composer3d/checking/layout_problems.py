@@ -10,7 +10,7 @@ from composer3d.errors import ComposerError, ForkError, Problem
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.manifest import Manifest
 
 __all__ = ["layout_problems"]
@@ -26,7 +26,7 @@ def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Proble
         manifest: Typed, and without a problem so far.
         preparation: Of its model.
     """
-    from composer3d.processes.child import Child, ChildError
+    from composer3d.processes import Child, ChildError
 
     if not preparation.attachments.depend_on_layout:
         return []
@@ -49,9 +49,8 @@ def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Proble
 def _compose(preparation: Preparation, rank: int) -> Mapping[str, Any]:
     """Compose as one rank; the process ends with what that leaves behind."""
     from composer3d import torch_compat
-    from composer3d.composition.applying import apply_transforms, give_memory
-    from composer3d.composition.assembling import build_mesh
-    from composer3d.testing.fake_world import fake_world
+    from composer3d.composition import apply_transforms, build_mesh, give_memory
+    from composer3d.processes import fake_world
 
     with fake_world(preparation.context.world_size, rank), preparation.context.as_rank(rank):
         build_mesh(preparation)

@@ -9,8 +9,7 @@ from typing import Any
 from composer3d.checking.stated_refusals import stated_refusals
 from composer3d.errors import PluginError
 from composer3d.hookspecs import HookSpecs
-from composer3d.manifest.descriptions import describe_keys, fields, summary
-from composer3d.manifest.wording import expected
+from composer3d.manifest import describe_keys, expected, fields, summary
 from composer3d.registry import Catalogue, info_of
 from composer3d.transform import Phase, StepPoint
 

@@ -20,15 +20,15 @@ from composer3d.errors import (
     ReferenceFailure,
     did_you_mean,
 )
-from composer3d.manifest.regular_expressions import search
+from composer3d.manifest import search
 from composer3d.mesh import Layout, Role
 
 if TYPE_CHECKING:
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.context import RunContext
     from composer3d.manifest import Document, Manifest
+    from composer3d.runner import ModelFactory
     from composer3d.runner.data import DataTable
-    from composer3d.runner.model_factory import ModelFactory
 
 __all__ = [
     "batch_problems",
@@ -47,7 +47,7 @@ _READ_BYTES = 1 << 26
 
 def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:
     """Return the model's factory with its arguments, or what is wrong with the reference or the arguments."""
-    from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner import ModelFactory
 
     document, table, data = manifest.document, manifest.tables["model"], manifest.tables["data"]
     if table.hf is not None:
@@ -78,7 +78,7 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
 
 def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:
     """Return the factory of a folder's model, or what is wrong with the folder, or with the data for it."""
-    from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner import ModelFactory
 
     document, data = manifest.document, manifest.tables["data"]
     try:
@@ -119,7 +119,7 @@ def vocab_size_of(data: DataTable, folder: Path) -> int | None:
 
 def _size_of_tokenizer(path: str) -> int | None:
     """Return what the tokens of a tokenizer.json are below; None where `data_problems` tells why not."""
-    from composer3d.runner.data.bpe import read_tokenizer
+    from composer3d.runner.data import read_tokenizer
 
     try:
         return max(read_tokenizer(Path(path)).get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -194,10 +194,17 @@ def _probe(table: DataTable, folder: Path) -> None:
     """Raise a DataError for text or token files that are missing, empty, of another kind, or too short."""
     import numpy as np
 
-    from composer3d.runner.data.bpe import bpe_key, read_tokenizer, tokenizer_key
-    from composer3d.runner.data.paths import locate
-    from composer3d.runner.data.text import Text, python_docs
-    from composer3d.runner.data.tokens import MappedTokens, held_out, map_token_file
+    from composer3d.runner.data import (
+        MappedTokens,
+        Text,
+        bpe_key,
+        held_out,
+        locate,
+        map_token_file,
+        python_docs,
+        read_tokenizer,
+        tokenizer_key,
+    )
 
     if table.tokenizer == "bpe":
         bpe_key("", table.vocab_size or 0)  # says which extra is missing
@@ -221,7 +228,7 @@ def _probe(table: DataTable, folder: Path) -> None:
 
 def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
     """Check that global batches divide into micro-batches of all data-parallel ranks."""
-    from composer3d.runner.batch_size import BatchSize
+    from composer3d.runner import BatchSize
 
     try:
         BatchSize(manifest.tables["train"], degree=layout.degree(Role.BATCH)).check(manifest)
@@ -232,8 +239,7 @@ def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
 
 def optimizer_problems(manifest: Manifest) -> list[Problem]:
     """Import the optimizer, the schedule and the metrics that are named, and check what they are called with."""
-    from composer3d.runner.optimizer_arguments import refused_arguments
-    from composer3d.runner.optimizer_groups import optimizer_class
+    from composer3d.runner import optimizer_class, refused_arguments
 
     document, problems = manifest.document, []
     if "optimizer" in manifest.tables:
@@ -259,7 +265,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
         manifest: With the runner's tables.
         preparation: The model on meta; its hooks are called.
     """
-    from composer3d.runner.optimizer_groups import optimizer_class
+    from composer3d.runner import optimizer_class
 
     asked = preparation.hooks.implementing("composer3d_optimizer")
     if "optimizer" not in manifest.tables or not asked:
@@ -285,7 +291,7 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
 
 def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
     """Check that nothing needs what an optimizer that steps in the backward leaves nothing of."""
-    from composer3d.runner.optimizer_groups import in_backward_problems
+    from composer3d.runner import in_backward_problems
 
     if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
         return []

@@ -14,7 +14,7 @@ from composer3d.errors import ComposerError, Problem
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.manifest import Manifest
 
 __all__ = ["microbatch_problems", "output_problems", "schedule_problems"]
@@ -70,7 +70,7 @@ def schedule_problems(manifest: Manifest) -> list[Problem]:
 
 def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
     """Check that a step has as many micro-batches as the schedule of a pipeline needs; no batch may be stated."""
-    from composer3d.runner.batch_size import BatchSize
+    from composer3d.runner import BatchSize
 
     hooks, context = preparation.hooks, preparation.context
     asked = hooks.implementing("composer3d_actions")

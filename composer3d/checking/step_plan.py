@@ -9,7 +9,7 @@ from composer3d.errors import ComposerError, ReferenceFailure, describe_error
 from composer3d.transform import StepAction, StepPoint, order
 
 if TYPE_CHECKING:
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.manifest import Manifest
 
 __all__ = ["StepRow", "step_rows"]
@@ -48,7 +48,7 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
     Raises:
         OrderError: Actions cannot be ordered.
     """
-    from composer3d.composition.applying import gradient_hooks
+    from composer3d.composition import gradient_hooks
     from composer3d.interfaces import Part
 
     context = preparation.context
@@ -86,7 +86,7 @@ def _with_optimizer(rows: list[StepRow], preparation: Preparation) -> list[StepR
 
 
 def _optimizer(manifest: Manifest, preparation: Preparation) -> StepRow | None:
-    from composer3d.runner.optimizer_groups import optimizer_class
+    from composer3d.runner import optimizer_class
 
     table = manifest.tables.get("optimizer")
     if table is None:

@@ -29,7 +29,7 @@ from composer3d.cli import (
 )
 from composer3d.cli.output import complain, print_problems, say
 from composer3d.errors import ComposerError, ForkError, ManifestError, did_you_mean
-from composer3d.processes.machine_errors import machine_error
+from composer3d.processes import machine_error
 
 __all__ = ["build_parser", "main"]
 

@@ -13,7 +13,7 @@ from composer3d.cli.output import say
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
-    from composer3d.planning.hardware.calibration import Measurement
+    from composer3d.planning.hardware import Measurement
 
 __all__ = ["add", "execute"]
 
@@ -53,10 +53,9 @@ def _minutes(text: str) -> float:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Measure and write; on other ranks than the first, measure only."""
-    from composer3d.manifest.toml_writer import dump
-    from composer3d.planning.hardware.calibration import hardware_tables, mean_of
-    from composer3d.planning.hardware.file_rules import problems_of
-    from composer3d.processes.process_group import default_device
+    from composer3d.manifest import dump
+    from composer3d.planning.hardware import hardware_tables, mean_of, problems_of
+    from composer3d.processes import default_device
 
     device = default_device()
     seconds = 60 * arguments.minutes
@@ -85,7 +84,7 @@ def _forked(num_ranks: int, seconds: float) -> list[Measurement]:
     """Measure on ranks of this machine, each on one thread."""
     import torch
 
-    from composer3d.planning.hardware.calibration import measure
+    from composer3d.planning.hardware import measure
     from composer3d.testing import run_ranks
 
     def rank() -> Measurement:
@@ -96,9 +95,9 @@ def _forked(num_ranks: int, seconds: float) -> list[Measurement]:
 
 def _joined(device: Any, seconds: float) -> list[Measurement]:
     """Measure on the ranks of a launcher, or on one device alone."""
-    from composer3d.planning.hardware.calibration import Measurement, measure
-    from composer3d.processes.json_exchange import all_gather_json
-    from composer3d.processes.process_group import join_world
+    from composer3d import all_gather_json
+    from composer3d.planning.hardware import Measurement, measure
+    from composer3d.processes import join_world
 
     release = join_world(device)
     try:

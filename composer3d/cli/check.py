@@ -32,7 +32,7 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Check, and print; 2 if something is wrong."""
-    from composer3d.checking.checked import check
+    from composer3d import check
 
     found = check(
         arguments.manifest,

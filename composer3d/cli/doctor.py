@@ -61,8 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _replayed(evidence: Evidence) -> Evidence:
-    from composer3d.diagnostics.doctor import replay
-    from composer3d.diagnostics.doctor.run_folder import read_anomalies
+    from composer3d.diagnostics.doctor import read_anomalies, replay
 
     error = evidence.error
     if error is None or error["error"] != "StabilityError" or error["step"] is None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from composer3d.checkpoint import TensorInfo
     from composer3d.context import ExportForm
-    from composer3d.huggingface.export import Exporter
-    from composer3d.runner.merged_weights import MergedWeights
+    from composer3d.huggingface import Exporter
+    from composer3d.runner import MergedWeights
 
 __all__ = ["add", "execute", "export", "find_description"]
 
@@ -74,8 +74,7 @@ def execute(arguments: argparse.Namespace) -> int:
     import torch
 
     from composer3d.checkpoint import find_checkpoint
-    from composer3d.runner.merged_weights import MergedWeights
-    from composer3d.runner.quantised_weights import find_form
+    from composer3d.runner import MergedWeights, find_form
 
     path = find_checkpoint(arguments.source)
     dtype, description = getattr(torch, arguments.dtype) if arguments.dtype else None, find_description(path)
@@ -230,7 +229,7 @@ def _write(file: Path, tensors: dict[str, Tensor], metadata: Mapping[str, str]) 
 
 
 def _exporter(description: Path, to: Path, trust_remote_code: bool) -> Exporter:
-    from composer3d.huggingface.export import Exporter
+    from composer3d.huggingface import Exporter
 
     if to.suffix == ".safetensors":
         raise CheckpointError(

@@ -30,7 +30,7 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Copy one, or list all; never overwrites."""
-    from composer3d.manifest.sources import shipped
+    from composer3d.manifest import shipped
 
     manifests = {name: content.read_text(encoding="utf-8") for name, content in shipped().items()}
     if arguments.name is None and arguments.to is None:

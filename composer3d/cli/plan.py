@@ -11,7 +11,7 @@ from composer3d.cli.output import coloured, print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
-    from composer3d.planning.plan import Plan
+    from composer3d.planning import Plan
 
 __all__ = ["add", "execute"]
 
@@ -75,15 +75,15 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.diff is not None:
         return _diff(arguments, found)
     if arguments.html is not None:
-        from composer3d.planning.reports.plan_page import plan_to_html
+        from composer3d.planning.reports import plan_to_html
 
         _write(arguments.html, plan_to_html(found, title=arguments.manifest))
     if arguments.json:
-        from composer3d.planning.reports.plan_json import plan_to_json
+        from composer3d.planning.reports import plan_to_json
 
         say_json(plan_to_json(found))
     else:
-        from composer3d.planning.reports.plan_text import show_plan
+        from composer3d.planning.reports import show_plan
 
         say("\n".join(map(_coloured, show_plan(found).split("\n"))) if found.verdict is not None else show_plan(found))
     return DOES_NOT_FIT if found.verdict == "does not fit" else 0
@@ -96,7 +96,7 @@ def _coloured(line: str) -> str:
 
 
 def _diff(arguments: argparse.Namespace, plan: Plan) -> int:
-    from composer3d.planning.reports.plan_difference import difference_to_json, show_difference
+    from composer3d.planning.reports import difference_to_json, show_difference
 
     other = _plan(arguments, arguments.diff)
     if other is None:
@@ -117,7 +117,7 @@ def _write(path: Path, text: str) -> None:
 
 def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
     """Return the plan of a manifest; None after printing what is wrong with it."""
-    from composer3d.planning.manifest_plan import plan
+    from composer3d import plan
 
     try:
         return plan(

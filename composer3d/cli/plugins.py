@@ -30,7 +30,7 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """List all plugins, or describe one; one that cannot be imported is listed with the reason."""
-    from composer3d.checking.plugin_descriptions import describe_plugin
+    from composer3d.checking import describe_plugin
     from composer3d.registry import Catalogue
 
     catalogue = Catalogue.installed()
@@ -57,7 +57,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _others(entry: dict[str, Any]) -> list[str]:
     """Return the hooks, by their short names, that neither phases nor points of a step stand for."""
-    from composer3d.checking.plugin_descriptions import BESIDES, PHASES
+    from composer3d.checking import BESIDES, PHASES
 
     shown = {*PHASES, *BESIDES, *(["composer3d_step_actions"] if entry["points"] else [])}
     return [hook.removeprefix("composer3d_") for hook in entry["hooks"] if hook not in shown]
@@ -123,6 +123,6 @@ def _indented(text: str) -> None:
 
 
 def _default(option: dict[str, Any]) -> str:
-    from composer3d.manifest.toml_writer import inline
+    from composer3d.manifest import inline
 
     return "none" if option["default"] is None else inline(option["default"])

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add", "execute"]
 
-WRONG, FAILED = 2, 3
+FAILED = 3
 
 
 def add(subparsers: Subparsers) -> None:
@@ -46,71 +46,38 @@ def add(subparsers: Subparsers) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Join the world that torchrun has started, or start one."""
-    from composer3d.runner.launcher import under_torchrun
-
-    return _join(arguments) if under_torchrun() else _start(arguments)
-
-
-def _join(arguments: argparse.Namespace) -> int:
-    """Be one rank."""
-    from composer3d.runner.start import join
-
-    is_first = os.environ["RANK"] == "0"
-    try:
-        outcome = join(
-            arguments.manifest, arguments.overrides, arguments.resume, strict=arguments.strict, report=complain
-        )
-    except LockError as error:
-        complain(str(error))
-        return FAILED
-    if is_first:
-        _tell(outcome)
-    return 0
-
-
-def _start(arguments: argparse.Namespace) -> int:
-    """Check, then start the ranks of this machine and wait for them."""
-    from composer3d.processes.child import ChildError
-    from composer3d.runner.start import start, startable
+    """Join the world that torchrun has started, or check and start one; print how it ended."""
+    from composer3d import run
+    from composer3d.runner import under_torchrun
 
     try:
-        checked = startable(
+        result = run(
             arguments.manifest,
-            arguments.overrides,
-            resume=arguments.resume,
+            overrides=arguments.overrides,
             nproc_per_node=arguments.nproc_per_node,
+            resume=arguments.resume,
             strict=arguments.strict,
+            on_problems=print_problems,
+            report=complain,
         )
-    except ManifestError as error:
-        print_problems(error.problems)
-        return WRONG
-    except ChildError as error:
-        complain(str(error))
-        return FAILED
-    if checked.problems:
-        print_problems(checked.problems)
-    if not checked.ok:
-        return WRONG
-    if checked.unknown is not None:
-        complain(f"the first forward was not tried in full: {checked.unknown}")
-    complain(f"starting {checked.num_ranks} rank{'s' * (checked.num_ranks > 1)} on {checked.device}")
-    try:
-        result = start(checked)
+    except ManifestError:
+        raise  # a mistake of the user, unlike what a machine or another run makes fail
     except ComposerError as error:
+        if under_torchrun() and not isinstance(error, LockError):
+            raise
         complain(str(error))
         return FAILED
     if result.failure is not None:
         complain(coloured(result.failure.render(Path(result.output)).rstrip(), good=False, stream=sys.stderr))
-    elif result.outcome is not None:
-        _tell(result.outcome)
-    else:
+    elif result.outcome is None:
         say(coloured(f"{result.status} before the first step", good=None))
+    elif not under_torchrun() or os.environ["RANK"] == "0":
+        _print_end(result.outcome)
     return result.exit_code
 
 
-def _tell(outcome: Outcome) -> None:
-    """Say how the run ended, where the trainer has not said it."""
+def _print_end(outcome: Outcome) -> None:
+    """Print how the run ended, where the trainer has not."""
     if outcome.status == "finished":
         loss = "" if outcome.loss is None else f", loss {outcome.loss:.4f}"
         say(coloured(f"finished: {outcome.step} steps{loss}; {outcome.output}", good=True))

@@ -6,13 +6,13 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking.check import collected_rarely, device_of, inspect, open_manifest
+from composer3d.checking import collected_rarely, device_of, inspect, open_manifest
 from composer3d.cli.options import Subparsers, add_json, add_manifest, positive
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.planning import Costs, Simulation
 
 __all__ = ["add", "execute"]

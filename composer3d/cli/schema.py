@@ -34,7 +34,7 @@ def schema_text() -> str:
 
     from composer3d.manifest import CORE_TABLES, json_schema, mesh_table
     from composer3d.registry import FAMILIES, Catalogue, info_of
-    from composer3d.runner.runner_tables import TABLES
+    from composer3d.runner import TABLES
 
     catalogue = Catalogue.installed()
     plugins: dict[str, dict[str, type]] = {family: {} for family in FAMILIES}

@@ -41,10 +41,10 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Search and print; 1 if nothing fits, 2 if the manifest is wrong."""
-    from composer3d.planning.suggesting.manifest_suggestions import suggest_for
+    from composer3d import suggest
 
     try:
-        found = suggest_for(
+        found = suggest(
             arguments.manifest,
             world_size=arguments.world_size,
             hardware=arguments.hardware,

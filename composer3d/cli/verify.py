@@ -51,7 +51,8 @@ def add(subparsers: Subparsers) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Check in a child, then prove; 1 if it does not hold."""
-    from composer3d.verification.verify import VerificationError, verify
+    from composer3d import verify
+    from composer3d.verification import VerificationError
 
     try:
         found = verify(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
-from composer3d.step.loss import count_valid
+from composer3d.step import count_valid
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from composer3d.manifest.descriptions import describe_keys, fields, summary
 from composer3d.manifest.document import Document, Place, read, read_text
 from composer3d.manifest.load import InspectedManifest, Manifest, inspect_manifest, load_manifest, type_manifest
 from composer3d.manifest.positions import KeyPath, locate
 from composer3d.manifest.references import resolve_reference
+from composer3d.manifest.regular_expressions import Expression, SlowExpression, search
 from composer3d.manifest.schema import json_schema
-from composer3d.manifest.sources import shipped
+from composer3d.manifest.secret import Secret, hide
+from composer3d.manifest.sources import kind_of_file, shipped
 from composer3d.manifest.tables import (
     CORE_TABLES,
     TABLE_CONFIG,
@@ -18,27 +21,41 @@ from composer3d.manifest.tables import (
     table,
     validate,
 )
+from composer3d.manifest.toml_writer import dump, inline
+from composer3d.manifest.wording import expected
 
 __all__ = [
     "CORE_TABLES",
-    "TABLE_CONFIG",
     "Document",
+    "Expression",
     "InspectedManifest",
     "KeyPath",
     "Manifest",
     "MeshTable",
     "ModelTable",
     "Place",
+    "Secret",
+    "SlowExpression",
+    "TABLE_CONFIG",
     "TrainTable",
+    "describe_keys",
+    "dump",
+    "expected",
+    "fields",
+    "hide",
+    "inline",
     "inspect_manifest",
     "json_schema",
+    "kind_of_file",
     "load_manifest",
     "locate",
     "mesh_table",
     "read",
     "read_text",
     "resolve_reference",
+    "search",
     "shipped",
+    "summary",
     "table",
     "type_manifest",
     "validate",

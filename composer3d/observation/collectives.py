@@ -165,7 +165,7 @@ def count_collectives(mesh: DeviceMesh | None = None) -> Iterator[Collectives]:
 
     Memory: a row a collective. Collectives: none.
 
-    >>> from composer3d.testing import fake_world
+    >>> from composer3d.processes import fake_world
     >>> with fake_world(4), count_collectives() as collectives:
     ...     dist.all_reduce(torch.ones(6))
     >>> collectives.summary()

@@ -2,7 +2,34 @@
 
 from __future__ import annotations
 
-from composer3d.planning.schedules.drawing import draw_svg, draw_text
-from composer3d.planning.schedules.simulation import Cell, Costs, Simulation, simulate
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Cell", "Costs", "Simulation", "draw_svg", "draw_text", "simulate"]
+if TYPE_CHECKING:
+    from composer3d.planning.plan import Plan
+    from composer3d.planning.schedules.drawing import draw_svg, draw_text
+    from composer3d.planning.schedules.simulation import Cell, Costs, Simulation, simulate
+
+_MODULES = {
+    "plan": ("Plan",),
+    "schedules.drawing": ("draw_svg", "draw_text"),
+    "schedules.simulation": ("Cell", "Costs", "Simulation", "simulate"),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "Cell",
+    "Costs",
+    "Plan",
+    "Simulation",
+    "draw_svg",
+    "draw_text",
+    "simulate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: some of these modules import torch, which takes a second."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

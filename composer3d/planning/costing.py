@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from composer3d import units_of
 from composer3d.errors import ComposerError
 from composer3d.mesh import Role
 from composer3d.planning.costs.time_report import time_report
 from composer3d.planning.costs.timing import estimate, training
 from composer3d.planning.tracing.traced import RankTrace
-from composer3d.step.microbatches import tensors, units_of
+from composer3d.step import tensors
 
 if TYPE_CHECKING:
     from composer3d.interfaces import Action
@@ -97,7 +98,7 @@ def advice_on(
         memory_bytes: Of a device.
         planned_bytes: What the fullest rank needs of it.
     """
-    from composer3d.composition.blocks import find_blocks
+    from composer3d.composition import find_blocks
     from composer3d.planning.formulas.lint import lint
     from composer3d.planning.formulas.manifest_setup import setup_of
     from composer3d.planning.formulas.model_shape import shape_of

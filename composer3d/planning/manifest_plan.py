@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking.check import Inspection, collected_rarely, inspect, open_manifest
+from composer3d.checking import Inspection, collected_rarely, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def plan_of(
     Raises:
         ComposerError: The form of its batches is not known beforehand, or it cannot be composed.
     """
+    from composer3d import units_of
     from composer3d.planning.plan import make_plan
-    from composer3d.step.microbatches import units_of
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"
     job = _job(inspected, found)
@@ -148,10 +148,10 @@ def plan_of(
 
 def _job(inspected: InspectedManifest, found: Inspection) -> Job:
     """Return what is traced, with the form of its batches."""
-    from composer3d.checking.rules import find_factory
+    from composer3d.checking import find_factory
     from composer3d.planning.tracing.job import job_of
+    from composer3d.runner import with_tokenizer
     from composer3d.runner.data import foreseen_batch
-    from composer3d.runner.tokenizer import with_tokenizer
 
     assert found.layout is not None, "inspected without errors"
     manifest = with_tokenizer(inspected.manifest)

@@ -1,1 +1,39 @@
 """Processes and their groups: forks, stores in which ranks meet, JSON between ranks, private folders."""
+
+from __future__ import annotations
+
+from composer3d.processes.child import Child, ChildError, ForeignCodeError
+from composer3d.processes.fake_process_group import fake_world
+from composer3d.processes.foreign_code import running
+from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prewarm, refuse_unsafe_fork
+from composer3d.processes.json_exchange import all_gather_json, broadcast_json
+from composer3d.processes.machine_errors import machine_error
+from composer3d.processes.private_folder import user_folder
+from composer3d.processes.process_group import default_device, join_world
+from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
+from composer3d.processes.temporary_folder import temporary_folder
+
+__all__ = [
+    "Child",
+    "ChildError",
+    "ForeignCodeError",
+    "Gate",
+    "INTERFACES",
+    "LAUNCH",
+    "all_gather_json",
+    "broadcast_json",
+    "default_device",
+    "die_with",
+    "fake_world",
+    "fork",
+    "join_world",
+    "keep_to_loopback",
+    "limit_ranks",
+    "machine_error",
+    "prewarm",
+    "private_attempt",
+    "refuse_unsafe_fork",
+    "running",
+    "temporary_folder",
+    "user_folder",
+]

@@ -2,7 +2,84 @@
 
 from __future__ import annotations
 
-from composer3d.runner.runner_tables import TABLES
-from composer3d.runner.trainer import Outcome, output_folder, train
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["TABLES", "Outcome", "output_folder", "train"]
+if TYPE_CHECKING:
+    from composer3d.runner.batch_size import BatchSize
+    from composer3d.runner.blackbox import ASKED, accounts_folder
+    from composer3d.runner.ema import EMA
+    from composer3d.runner.failures import FailureReport
+    from composer3d.runner.housekeeping import set_timeout
+    from composer3d.runner.launcher import launch_local, under_torchrun
+    from composer3d.runner.lock import attempts_of
+    from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
+    from composer3d.runner.merged_weights import MergedWeights
+    from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner.optimizer_arguments import refused_arguments
+    from composer3d.runner.optimizer_groups import in_backward_problems, make_optimizer, optimizer_class
+    from composer3d.runner.progress import LastSeen
+    from composer3d.runner.quantised_weights import find_form
+    from composer3d.runner.runner_tables import TABLES, ModelTable, TrainTable
+    from composer3d.runner.tokenizer import with_tokenizer
+    from composer3d.runner.trainer import Outcome, output_folder, train
+    from composer3d.runner.warnings_once import warning_once
+
+_MODULES = {
+    "batch_size": ("BatchSize",),
+    "blackbox": ("ASKED", "accounts_folder"),
+    "ema": ("EMA",),
+    "failures": ("FailureReport",),
+    "housekeeping": ("set_timeout",),
+    "launcher": ("launch_local", "under_torchrun"),
+    "lock": ("attempts_of",),
+    "lr_schedule": ("LRSchedule", "multiplier_of"),
+    "merged_weights": ("MergedWeights",),
+    "model_factory": ("ModelFactory",),
+    "optimizer_arguments": ("refused_arguments",),
+    "optimizer_groups": ("in_backward_problems", "make_optimizer", "optimizer_class"),
+    "progress": ("LastSeen",),
+    "quantised_weights": ("find_form",),
+    "runner_tables": ("ModelTable", "TABLES", "TrainTable"),
+    "tokenizer": ("with_tokenizer",),
+    "trainer": ("Outcome", "output_folder", "train"),
+    "warnings_once": ("warning_once",),
+}
+_HOME = {name: module for module, names in _MODULES.items() for name in names}
+
+__all__ = [
+    "ASKED",
+    "BatchSize",
+    "EMA",
+    "FailureReport",
+    "LRSchedule",
+    "LastSeen",
+    "MergedWeights",
+    "ModelFactory",
+    "ModelTable",
+    "Outcome",
+    "TABLES",
+    "TrainTable",
+    "accounts_folder",
+    "attempts_of",
+    "find_form",
+    "in_backward_problems",
+    "launch_local",
+    "make_optimizer",
+    "multiplier_of",
+    "optimizer_class",
+    "output_folder",
+    "refused_arguments",
+    "set_timeout",
+    "train",
+    "under_torchrun",
+    "warning_once",
+    "with_tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name when it is first used: some of these modules import torch, which takes a second."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

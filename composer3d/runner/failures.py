@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from composer3d.errors import CheckpointError, ComposerError, ManifestError
-from composer3d.observation.flight_recorder import lost_a_peer
-from composer3d.processes.machine_errors import machine_error
+from composer3d.observation import lost_a_peer
+from composer3d.processes import machine_error
 from composer3d.runner.progress import LastSeen, left_reason
 
 __all__ = ["Ending", "FailureKind", "FailureReport", "read_failures", "root_cause", "wrong_manifest"]
@@ -344,9 +344,7 @@ def _short(other: FailureReport) -> str:
 
 
 def _where(output: Path) -> str:
-    from composer3d.checkpoint.checkpoint_folder import (
-        latest,  # the package imports torch, which no report needs before this
-    )
+    from composer3d.checkpoint import latest
 
     try:
         checkpoint = latest(output / "checkpoints")

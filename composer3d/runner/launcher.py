@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from composer3d.processes.temporary_folder import temporary_folder
+from composer3d.processes import temporary_folder
 from composer3d.runner.failures import FailureReport, wrong_manifest
 from composer3d.runner.lock import RunLock
 from composer3d.runner.progress import attempt_folder
@@ -25,7 +25,7 @@ from composer3d.runner.signals import interrupt_once
 from composer3d.runner.watch import POLL_S, Ended, Outcome, Restart, Watch
 
 if TYPE_CHECKING:
-    from composer3d.processes.forking import Gate
+    from composer3d.processes import Gate
 
 __all__ = ["LaunchResult", "launch_local", "rank_main", "under_torchrun"]
 
@@ -117,7 +117,7 @@ def launch_local(
 
     Memory: a forked rank shares what is imported. Collectives: none of its own.
     """
-    from composer3d.processes.forking import prewarm, refuse_unsafe_fork
+    from composer3d.processes import prewarm, refuse_unsafe_fork
 
     forked = device == "cpu"
     if forked:
@@ -176,7 +176,7 @@ def _run_agent(
     """
     from torch.distributed.elastic.agent.server.api import WorkerSpec
 
-    from composer3d.processes.forking import Gate
+    from composer3d.processes import Gate
     from composer3d.torch_compat import local_agent, lone_rendezvous
 
     watch.folder.mkdir()
@@ -229,12 +229,12 @@ def _local_rank(
     lock: RunLock | None,
 ) -> NoReturn:
     """Run a rank of the local world: threads first, since the first operator fixes their number."""
-    from composer3d.processes.forking import die_with
+    from composer3d.processes import die_with
 
     die_with(launcher.pid)  # torch asked for SIGINT, which a rank may catch
     import torch
 
-    from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback
+    from composer3d.processes import INTERFACES, LAUNCH, keep_to_loopback
 
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the parent hears it too, and asks for a save

@@ -16,7 +16,7 @@ from types import MappingProxyType, TracebackType
 from typing import Any
 
 from composer3d.errors import LockError
-from composer3d.processes.temporary_folder import is_at, remove_if_abandoned
+from composer3d.processes import is_at, remove_if_abandoned
 
 __all__ = ["RunLock", "attempts_of"]
 

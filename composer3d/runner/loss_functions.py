@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import torch_compat
 from composer3d.errors import LossError, ReferenceFailure
 from composer3d.manifest import resolve_reference
-from composer3d.processes.foreign_code import running
+from composer3d.processes import running
 from composer3d.runner.loss_table import ELEMENTWISE, LossTable
 
 if TYPE_CHECKING:

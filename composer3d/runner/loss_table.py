@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from composer3d.errors import did_you_mean
-from composer3d.manifest.tables import table
+from composer3d.manifest import table
 
 __all__ = ["ELEMENTWISE", "LossTable"]
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.checkpoint import TensorInfo
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
 
@@ -98,7 +98,7 @@ def prepared(path: Path) -> Preparation:
     """
     import torch
 
-    from composer3d.composition.preparing import prepare
+    from composer3d.composition import prepare
     from composer3d.runner.data import open_source
     from composer3d.runner.model_factory import ModelFactory
     from composer3d.runner.tokenizer import with_tokenizer

@@ -17,9 +17,8 @@ from composer3d.errors import (
     describe_error,
     is_interrupt,
 )
-from composer3d.manifest import Manifest, resolve_reference
-from composer3d.manifest.secret import hide
-from composer3d.processes.foreign_code import running
+from composer3d.manifest import Manifest, hide, resolve_reference
+from composer3d.processes import running
 from composer3d.runner.loss_functions import make_loss
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class ModelFactory:
         """Return the model, its frozen parameters marked; see `refuse_unmatched`."""
         import torch
 
-        from composer3d.models.flops import num_flops_per_token
+        from composer3d.models import num_flops_per_token
 
         table = self._manifest.tables["model"]
         # A model that is built with its values, and may read data, takes its time.

@@ -14,7 +14,7 @@ from torch.optim import AdamW
 from composer3d import torch_compat
 from composer3d.errors import PatternError, PluginError
 from composer3d.initialisation import place
-from composer3d.manifest.regular_expressions import search
+from composer3d.manifest import search
 
 if TYPE_CHECKING:
     from torch import Tensor

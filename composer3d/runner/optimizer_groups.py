@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import ComposerError, ManifestError, PatternError, PluginError, Problem
-from composer3d.manifest import Manifest, resolve_reference
-from composer3d.manifest.regular_expressions import search
-from composer3d.step.optimizer_in_backward import exclusions
+from composer3d.manifest import Manifest, resolve_reference, search
+from composer3d.step import exclusions
 
 if TYPE_CHECKING:
     import torch

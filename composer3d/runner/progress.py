@@ -10,7 +10,7 @@ from enum import IntEnum
 from pathlib import Path
 from types import TracebackType
 
-from composer3d.processes.rendezvous import private_attempt
+from composer3d.processes import private_attempt
 
 __all__ = ["LastSeen", "Progress", "RunPhase", "attempt_folder", "left_reason"]
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from composer3d.processes.private_folder import user_folder
+from composer3d.processes import user_folder
 from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause
 from composer3d.runner.progress import LastSeen, Progress, attempt_folder
 

@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d import checkpoint
+from composer3d import broadcast_json, checkpoint
 from composer3d.errors import CheckpointError
-from composer3d.processes.json_exchange import broadcast_json
 
 if TYPE_CHECKING:
     from composer3d import Composition

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from composer3d.huggingface.model import Dtype, Weights
-from composer3d.manifest import tables as core
-from composer3d.manifest.regular_expressions import Expression, SlowExpression
-from composer3d.manifest.tables import table
+from composer3d.huggingface import Dtype, Weights
+from composer3d.manifest import Expression, SlowExpression, table
+from composer3d.manifest import ModelTable as CoreModelTable
+from composer3d.manifest import TrainTable as CoreTrainTable
 from composer3d.runner.data import DataTable
 from composer3d.runner.loss_table import LossTable
 
@@ -66,7 +66,7 @@ class RunTable:
 
 
 @table
-class ModelTable(core.ModelTable):
+class ModelTable(CoreModelTable):
     """The model.
 
     Args:
@@ -124,7 +124,7 @@ class BatchRampTable:
 
 
 @table
-class TrainTable(core.TrainTable):
+class TrainTable(CoreTrainTable):
     """The training loop.
 
     Args:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from composer3d.errors import ManifestError, ModelError, did_you_mean
-from composer3d.huggingface.folder import TOKENIZER, find_folder
+from composer3d.huggingface import TOKENIZER, find_folder
 from composer3d.manifest import Manifest
 
 __all__ = ["with_tokenizer"]

@@ -1,1 +1,42 @@
 """Optimizer step: engine, micro-batches, losses, gradients, guard and optimizer."""
+
+from __future__ import annotations
+
+from composer3d.step.call_sites import caller
+from composer3d.step.criterion import Criterion
+from composer3d.step.evaluation import let_go
+from composer3d.step.full_tensors import full, gather_full
+from composer3d.step.gradients import local
+from composer3d.step.guard import Guard, Totals
+from composer3d.step.loop_state import Decided
+from composer3d.step.loss import as_loss, count_provisionally, count_valid, loss_of_model, reduction_of
+from composer3d.step.microbatches import Digest, cut, map_tensors, tensors, to_device, units_of
+from composer3d.step.optimizer_in_backward import exclusions
+from composer3d.step.random_streams import Site
+from composer3d.step.sample_draws import draw_of
+
+__all__ = [
+    "Criterion",
+    "Decided",
+    "Digest",
+    "Guard",
+    "Site",
+    "Totals",
+    "as_loss",
+    "caller",
+    "count_provisionally",
+    "count_valid",
+    "cut",
+    "draw_of",
+    "full",
+    "gather_full",
+    "exclusions",
+    "let_go",
+    "local",
+    "loss_of_model",
+    "map_tensors",
+    "reduction_of",
+    "tensors",
+    "to_device",
+    "units_of",
+]

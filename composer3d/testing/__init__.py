@@ -8,11 +8,12 @@ others to try: `pairwise`.
 
 from __future__ import annotations
 
-from composer3d.observation.collectives import Collective, Collectives, count_collectives
+from composer3d.observation import Collective, Collectives, count_collectives
+from composer3d.processes import fake_world
+from composer3d.step import full, gather_full
 from composer3d.testing.combining import Combined, Refused, combine
 from composer3d.testing.covering import pairwise
-from composer3d.testing.fake_world import fake_world
-from composer3d.testing.parity import assert_gradients_equal, full, gather_full
+from composer3d.testing.parity import assert_gradients_equal
 from composer3d.testing.plugin_options import Options, Row, installed_options, owners_of
 from composer3d.testing.ranks import run_ranks
 from composer3d.testing.verifying import Parity, assert_parity

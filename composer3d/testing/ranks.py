@@ -20,9 +20,7 @@ import torch
 import torch.distributed as dist
 
 from composer3d.errors import RankError
-from composer3d.processes.forking import fork, limit_ranks, prewarm, refuse_unsafe_fork
-from composer3d.processes.rendezvous import keep_to_loopback
-from composer3d.processes.temporary_folder import temporary_folder
+from composer3d.processes import fork, keep_to_loopback, limit_ranks, prewarm, refuse_unsafe_fork, temporary_folder
 
 __all__ = ["run_ranks"]
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.composition.sampling import local_slice
+from composer3d.composition import local_slice
 from composer3d.errors import BatchError, InitialisationError, RankError
 from composer3d.interfaces import Batch
 from composer3d.manifest import load_manifest
 from composer3d.mesh import Role
-from composer3d.step.microbatches import cut, tensors
+from composer3d.step import cut, tensors
 from composer3d.testing.ranks import run_ranks
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ def _prove(
     """Verify on forked ranks, once the batch is known to divide by them."""
     __tracebackhide__ = True
     # Here, because the proof is written on this package's own parts.
-    from composer3d.composition.preparing import layout_of
+    from composer3d.composition import layout_of
     from composer3d.hooks import Hooks
     from composer3d.verification import prove
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from composer3d.initialisation import named_tensors, reachable_tensors
-from composer3d.step.microbatches import to_device
+from composer3d.step import to_device
 from composer3d.verification.arithmetic import in_double_precision
 from composer3d.verification.comparison import EXACT, difference, relative, scale_of
 from composer3d.verification.one_device import alone, as_loss_of, count_of, microbatches, objective_of

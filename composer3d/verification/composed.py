@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Role
-from composer3d.step.gradients import local
+from composer3d.step import local
 from composer3d.verification.causes.explaining import averages_of, digits_of, late_ones, leftovers_of, updates_of
 from composer3d.verification.causes.gains import Gain, gains_of
 from composer3d.verification.comparison import Limits, difference, fit
@@ -291,7 +291,7 @@ def _step(
     keep: Path | None,
     beginning: _Beginning,
 ) -> RankStep:
-    from composer3d.step.microbatches import Digest
+    from composer3d.step import Digest
 
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)

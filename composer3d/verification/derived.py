@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from composer3d.step.gradients import local
+from composer3d.step import local
 from composer3d.torch_compat import held_tensor
 
 if TYPE_CHECKING:

@@ -7,10 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from composer3d import all_gather_json
 from composer3d.mesh import Role
-from composer3d.processes.json_exchange import all_gather_json
-from composer3d.step.gradients import local
-from composer3d.testing.parity import full, gather_full
+from composer3d.step import full, gather_full, local
 from composer3d.torch_compat import without_torch_functions
 from composer3d.verification.comparison import Limits, difference, fit, scale_of
 

@@ -14,7 +14,7 @@ from composer3d.verification.subject import Subject, without_plugins
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.step.random_streams import Site
+    from composer3d.step import Site
 
 __all__ = ["Drawing", "apart", "draw_alone", "drawing_failures", "drawing_notes"]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
-from composer3d.step.microbatches import to_device
+from composer3d.step import to_device
 from composer3d.verification.causes.activations import Output, Outputs, watched_loss, watching
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.subject import Subject
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from composer3d import Composition
-    from composer3d.observation.collectives import Collective
+    from composer3d.observation import Collective
 
 __all__ = ["Counted", "Row", "compare_collectives", "count_step", "silent_axes", "trace_step"]
 
@@ -88,7 +88,7 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
     """
     import torch
 
-    from composer3d.observation.collectives import count_collectives
+    from composer3d.observation import count_collectives
 
     messages: list[Any] = []
     outputs: dict[str, list[Output]] = {}
@@ -119,7 +119,7 @@ def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequen
         messages: Python objects that this rank received in the real run, in order: shapes, which a fake group does not
             send.
     """
-    from composer3d.testing.fake_world import fake_world
+    from composer3d.processes import fake_world
 
     with fake_world(world_size, rank), _received(messages, replay=True):
         return count_step(subject, alone=True)[0]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from composer3d import Composition, Manifest
+    from composer3d.runner import LRSchedule
     from composer3d.runner.data import Batch as RunBatch
-    from composer3d.runner.lr_schedule import LRSchedule
 
 __all__ = ["read_manifest", "subject_of", "truncate_blocks"]
 
@@ -50,11 +50,9 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
         scratch: Folder for prepared data. The caller removes it: ranks do not live to the end of their interpreter, and
             a rank that is killed removes nothing.
     """
-    from composer3d.processes.process_group import default_device
+    from composer3d.processes import default_device
+    from composer3d.runner import EMA, ModelFactory, make_optimizer
     from composer3d.runner.data import example_of
-    from composer3d.runner.ema import EMA
-    from composer3d.runner.model_factory import ModelFactory
-    from composer3d.runner.optimizer_groups import make_optimizer
 
     manifest = read_manifest(source, overrides)
     opened, read = _reader(manifest, scratch)
@@ -105,7 +103,7 @@ def _bound_waiting(run: Composition, timeout_s: float) -> None:
     """Set the timeout of collectives; a traced rank has none."""
     import torch.distributed as dist
 
-    from composer3d.runner.housekeeping import set_timeout
+    from composer3d.runner import set_timeout
 
     if dist.get_backend() != "fake":
         set_timeout(run, timeout_s)
@@ -113,7 +111,7 @@ def _bound_waiting(run: Composition, timeout_s: float) -> None:
 
 def _schedule(manifest: Manifest, optimizer: torch.optim.Optimizer) -> LRSchedule:
     """Return the run's schedule."""
-    from composer3d.runner.lr_schedule import LRSchedule, multiplier_of
+    from composer3d.runner import LRSchedule, multiplier_of
 
     table, num_steps = manifest.tables["lr_schedule"], manifest.tables["train"].steps
     return LRSchedule(optimizer, multiplier_of(table, num_steps=num_steps, folder=manifest.document.folder))
@@ -133,7 +131,7 @@ def _is_module(value: Any) -> bool:
 
 def _reader(manifest: Manifest, scratch: Path) -> tuple[Any, Callable[[int, int, int], RunBatch]]:
     """Return the data source, and a function that reads its batches."""
-    from composer3d.runner.batch_size import BatchSize
+    from composer3d.runner import BatchSize
     from composer3d.runner.data import Loader, open_source
 
     data, train = manifest.tables["data"], manifest.tables["train"]
@@ -173,7 +171,7 @@ def truncate_blocks(model: nn.Module, pattern: str | None, limit: int) -> nn.Mod
     """
     from torch import nn
 
-    from composer3d.composition.blocks import find_blocks
+    from composer3d.composition import find_blocks
 
     pattern = pattern or find_blocks(model)
     parent = None if pattern is None or not pattern.endswith(".*") else model.get_submodule(pattern[:-2])

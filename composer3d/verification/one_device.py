@@ -9,11 +9,9 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d import checkpoint
+from composer3d import checkpoint, map_tensors
 from composer3d.interfaces import Batch, Loss
-from composer3d.step.loss import as_loss, count_provisionally, loss_of_model, reduction_of
-from composer3d.step.microbatches import cut, map_tensors, to_device
-from composer3d.testing.parity import full
+from composer3d.step import as_loss, count_provisionally, cut, full, loss_of_model, reduction_of, to_device
 from composer3d.verification.subject import Arithmetic, Kept, Subject, without_plugins
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from composer3d.mesh import Layout, Role
-from composer3d.processes.temporary_folder import temporary_folder
+from composer3d.processes import temporary_folder
 from composer3d.verification.causes.diagnose import UNREPEATABLE, diagnose
 from composer3d.verification.drawn_steps import drawing_notes
 from composer3d.verification.reached_parameters import Uneven

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer3d.composition.preparing import layout_of
+from composer3d.composition import layout_of
 from composer3d.errors import ManifestError
 from composer3d.hooks import Hooks
 from composer3d.mesh import Role

@@ -67,7 +67,7 @@ def _leaves(module: Any) -> Mapping[int, str]:
 
 
 def _reached(output: Any, leaves: Mapping[int, str]) -> set[str]:
-    from composer3d.step.microbatches import tensors
+    from composer3d.step import tensors
 
     todo = [tensor.grad_fn for tensor in tensors(output) if tensor.grad_fn is not None]
     seen, found = set(todo), set()

@@ -7,8 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d.step.evaluation import let_go
-from composer3d.step.gradients import local
+from composer3d.step import let_go, local
 from composer3d.torch_compat import is_wrapper_subclass
 from composer3d.verification.causes.gains import gains_of
 from composer3d.verification.comparison import largest_of

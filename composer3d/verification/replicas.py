@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout, Role
-from composer3d.step.gradients import local
+from composer3d.step import local
 
 if TYPE_CHECKING:
     from torch import Tensor

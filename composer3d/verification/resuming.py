@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from composer3d import all_gather_json
 from composer3d.errors import ComposerError
-from composer3d.processes.json_exchange import all_gather_json
-from composer3d.step.gradients import local
+from composer3d.step import local
 from composer3d.verification.causes.random_draws import recording
 from composer3d.verification.comparison import fit
 from composer3d.verification.kept_state import changed, kept_beside

@@ -167,7 +167,7 @@ def reference_rank(
     """Run the reference in every arithmetic and write it to files; on a world of one rank."""
     import torch
 
-    from composer3d.processes.process_group import join_world
+    from composer3d.processes import join_world
 
     subject = make_subject()
     join_world(subject.device)
@@ -224,7 +224,7 @@ def composed_rank(
     import torch
     import torch.distributed as dist
 
-    from composer3d.processes.process_group import join_world
+    from composer3d.processes import join_world
 
     # Gathering a tensor that is sharded twice along one dim is slow, and torch warns of it on every rank.
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)

@@ -200,7 +200,7 @@ def _defaults(reference: str, folder: Path) -> dict[str, int]:
 
 def _configured(manifest: Manifest, *, everything: bool = False) -> dict[str, int]:
     """Return the widths, heads and vocabulary of a Hugging Face model's configuration, or all its whole numbers."""
-    from composer3d.huggingface.folder import CONFIG, find_folder
+    from composer3d.huggingface import CONFIG, find_folder
 
     path = find_folder(str(manifest.tables["model"].hf), beside=manifest.document.folder) / CONFIG
     configured = _whole(json.loads(path.read_text(encoding="utf-8")))

@@ -115,7 +115,7 @@ class Subject:
 
     def _example(self, which: Arithmetic) -> Example | None:
         """Return the example, in float64 if the arithmetic is."""
-        from composer3d.step.microbatches import map_tensors
+        from composer3d import map_tensors
 
         found = self.example() if callable(self.example) else self.example
         if found is None or which == "own":

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking.check import Inspection, device_of, inspect, open_manifest
+from composer3d.checking import Inspection, device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
-from composer3d.processes.temporary_folder import temporary_folder
+from composer3d.processes import temporary_folder
 from composer3d.verification.manifest_run import read_manifest, subject_of
 from composer3d.verification.prove import prove
 from composer3d.verification.proven_world import ProvenWorld, proven_world
@@ -19,7 +19,7 @@ from composer3d.verification.verdict import Verdict
 from composer3d.verification.verdict_report import to_json, to_text
 
 if TYPE_CHECKING:
-    from composer3d.runner.failures import FailureReport
+    from composer3d.runner import FailureReport
 
 __all__ = ["VerificationError", "VerifyResult", "verify"]
 
@@ -148,9 +148,9 @@ def verify(
 
 def _looked(request: _Request, folder: Path) -> dict[str, Any]:
     """Check in a child: this process only imports, and may fork ranks."""
-    from composer3d.checking.foreign_problems import problem_of
-    from composer3d.processes.child import Child, ChildError, ForeignCodeError
-    from composer3d.runner.warnings_once import warning_once
+    from composer3d.checking import problem_of
+    from composer3d.processes import Child, ChildError, ForeignCodeError
+    from composer3d.runner import warning_once
 
     try:
         return Child(lambda: warning_once(folder, _look, (request,))).result()
@@ -194,8 +194,7 @@ def _launch(
     num_ranks: int,
 ) -> list[Any]:
     """Start ranks as a run does."""
-    from composer3d.runner.launcher import launch_local
-    from composer3d.runner.warnings_once import warning_once
+    from composer3d.runner import launch_local, warning_once
     from composer3d.verification.session import reference_rank
 
     alone = function is reference_rank
@@ -223,7 +222,7 @@ def _refuted(report: FailureReport, found: dict[str, Any]) -> Verdict:
 
 
 def _layout(source: str, overrides: Sequence[str]) -> Any:
-    from composer3d.composition.preparing import layout_of
+    from composer3d.composition import layout_of
     from composer3d.hooks import Hooks
 
     manifest = read_manifest(source, overrides)

@@ -82,7 +82,7 @@ def _not_finite(evidence: Evidence) -> Iterable[str]:
 
 
 def _resume(run: Path) -> str:
-    from composer3d.checkpoint.checkpoint_folder import latest
+    from composer3d.checkpoint import latest
 
     try:
         newest = latest(run / "checkpoints")

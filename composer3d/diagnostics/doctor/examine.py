@@ -13,7 +13,7 @@ from composer3d.diagnostics.doctor.failure_kinds import Kind, kind_of
 from composer3d.diagnostics.doctor.lateness import Pace, compare_paces
 from composer3d.diagnostics.doctor.memory_causes import tell_memory, told_request
 from composer3d.diagnostics.doctor.run_folder import Evidence
-from composer3d.observation.hang_report import Account, Collective, Fault, find_fault, told_act
+from composer3d.observation import Account, Collective, Fault, find_fault, told_act
 
 __all__ = ["Diagnosis", "examine"]
 

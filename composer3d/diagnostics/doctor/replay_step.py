@@ -30,7 +30,7 @@ def replay(run: Path, *, step: int, world_size: int) -> Path:
         ComposerError: The run left nothing that could be run again, or the replay failed otherwise.
         ForkError: This process has run tensor operators, so forked ranks would hang.
     """
-    from composer3d.runner.launcher import launch_local
+    from composer3d.runner import launch_local
 
     try:
         text = (run / "manifest.toml").read_text(encoding="utf-8")
@@ -63,7 +63,7 @@ def _folder_of(described: dict[str, Any], run: Path) -> Path:
 
 def _checkpoint_before(run: Path, step: int) -> str:
     """Return what to start from so that the step is run again: a checkpoint, or `never` for the beginning."""
-    from composer3d.checkpoint.checkpoint_folder import complete
+    from composer3d.checkpoint import complete
 
     found = {
         int(path.name.removeprefix("step-")): path

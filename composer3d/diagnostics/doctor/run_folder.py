@@ -12,11 +12,9 @@ from typing import Any
 
 from composer3d.errors import ComposerError, MeshError
 from composer3d.mesh import AXES, Layout, resolve
-from composer3d.observation.hang_report import Account
+from composer3d.observation import Account
 from composer3d.registry import Catalogue
-from composer3d.runner.blackbox import ASKED, accounts_folder
-from composer3d.runner.lock import attempts_of
-from composer3d.runner.progress import LastSeen
+from composer3d.runner import ASKED, LastSeen, accounts_folder, attempts_of
 
 __all__ = ["Evidence", "Span", "Witness", "nonfinite_finders", "read_anomalies", "read_evidence"]
 

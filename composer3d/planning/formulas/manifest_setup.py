@@ -12,8 +12,7 @@ from typing import Any
 
 from composer3d.hooks import Hooks
 from composer3d.interfaces import LayoutOffer, LayoutTraits
-from composer3d.manifest import Manifest
-from composer3d.manifest.toml_writer import inline
+from composer3d.manifest import Manifest, inline
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.registry import FAMILIES, Catalogue
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
+from composer3d.checking import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _inspected(source: str, overrides: Sequence[str], world_size: int) -> tuple[
 
 
 def _shape(manifest: Manifest, model: nn.Module) -> ModelShape:
-    from composer3d.composition.blocks import find_blocks
+    from composer3d.composition import find_blocks
     from composer3d.planning.formulas.model_shape import shape_of
 
     blocks = manifest.model.blocks or find_blocks(model)

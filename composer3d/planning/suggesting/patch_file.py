@@ -7,7 +7,7 @@ from typing import Any
 
 import tomli
 
-from composer3d.manifest.toml_writer import dump
+from composer3d.manifest import dump
 
 __all__ = ["patch_text"]
 

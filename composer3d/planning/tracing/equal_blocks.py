@@ -12,7 +12,7 @@ from composer3d.errors import TransformError
 if TYPE_CHECKING:
     from torch import nn
 
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.interfaces import Part
 
 __all__ = ["BlockCut"]

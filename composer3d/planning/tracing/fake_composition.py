@@ -9,19 +9,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
-from composer3d.composition.agreeing import described, fingerprint
-from composer3d.composition.applying import apply_transforms, give_memory
-from composer3d.composition.assembling import build_mesh, freeze
-from composer3d.composition.composition import Composition
-from composer3d.composition.preparing import Preparation, prepare
+from composer3d import Composition, map_tensors, torch_compat
+from composer3d.composition import (
+    Preparation,
+    apply_transforms,
+    build_mesh,
+    described,
+    fingerprint,
+    freeze,
+    give_memory,
+    prepare,
+)
 from composer3d.errors import ManifestError
 from composer3d.initialisation import Attachments
 from composer3d.planning.tracing.equal_blocks import BlockCut
-from composer3d.step.criterion import Criterion
-from composer3d.step.guard import Guard, Totals
-from composer3d.step.loop_state import Decided
-from composer3d.step.microbatches import map_tensors
+from composer3d.step import Criterion, Decided, Guard, Totals
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +107,7 @@ def composed(
         cut: Truncates this rank's stages to a few blocks.
         memory: Cache of operator results from earlier ranks.
     """
-    from composer3d.testing.fake_world import fake_world
+    from composer3d.processes import fake_world
 
     with fake_world(job.world_size, rank), _aimed(preparation, rank) as aimed:
         build_mesh(aimed)

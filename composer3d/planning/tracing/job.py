@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 from composer3d.planning.tracing.fake_composition import Job
 
 if TYPE_CHECKING:
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
     from composer3d.interfaces import Example
     from composer3d.manifest import Manifest
     from composer3d.mesh import Layout
-    from composer3d.runner.model_factory import ModelFactory
+    from composer3d.runner import ModelFactory
 
 __all__ = ["job_of"]
 
@@ -44,8 +44,7 @@ def job_of(
 
     from composer3d.initialisation import record
     from composer3d.mesh import Role
-    from composer3d.runner.batch_size import BatchSize
-    from composer3d.runner.optimizer_groups import make_optimizer
+    from composer3d.runner import BatchSize, make_optimizer
 
     tables = manifest.tables
     if preparation is not None:

@@ -12,7 +12,7 @@ from composer3d.mesh import Layout, Role
 from composer3d.planning.schedules.simulation import Simulation
 
 if TYPE_CHECKING:
-    from composer3d.composition.preparing import Preparation
+    from composer3d.composition import Preparation
 
 __all__ = ["Contents", "RankChoice", "chosen_ranks", "contents_of", "first_ranks"]
 

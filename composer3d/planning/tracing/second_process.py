@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, BinaryIO, TypeVar
 
 from composer3d.errors import ForkError
-from composer3d.processes.forking import fork, refuse_unsafe_fork
+from composer3d.processes import fork, refuse_unsafe_fork
 
 __all__ = ["Beside", "halve"]
 

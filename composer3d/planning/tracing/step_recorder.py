@@ -15,7 +15,7 @@ from composer3d.planning.tracing.traced import DISPATCH, SegmentKind
 
 if TYPE_CHECKING:
     from composer3d import Composition
-    from composer3d.observation.collectives import Collective
+    from composer3d.observation import Collective
 
 __all__ = ["Calls", "Recording", "Stretch", "record_step"]
 
@@ -88,7 +88,7 @@ class _Observer:
     """Observes every operator and every span of a step."""
 
     def __init__(self, run: Composition, optimizer: Any) -> None:
-        from composer3d.observation.collectives import Collectives
+        from composer3d.observation import Collectives
 
         self.run, self.result, self.place = run, Recording(), Place()
         self._optimizer = optimizer

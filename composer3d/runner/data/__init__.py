@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from composer3d.runner.data.bpe import bpe_key, read_tokenizer, tokenizer_key
 from composer3d.runner.data.collate import Batch
 from composer3d.runner.data.data_source import Source
 from composer3d.runner.data.data_table import DataTable
-from composer3d.runner.data.example import example_of, foreseen_batch, foreseen_example
+from composer3d.runner.data.example import example_of, first_samples, foreseen_batch, foreseen_example
+from composer3d.runner.data.inputs import Inputs, call_of, named_leaves
 from composer3d.runner.data.loader import Loader
 from composer3d.runner.data.open_source import open_source
 from composer3d.runner.data.paths import locate
 from composer3d.runner.data.prepare import prepare_once
 from composer3d.runner.data.stream import STREAM_LOSES
+from composer3d.runner.data.text import Text, python_docs
+from composer3d.runner.data.tokens import MappedTokens, held_out, map_token_file
 
 __all__ = [
-    "STREAM_LOSES",
     "Batch",
     "DataTable",
+    "Inputs",
     "Loader",
+    "MappedTokens",
+    "STREAM_LOSES",
     "Source",
+    "Text",
+    "bpe_key",
+    "call_of",
     "example_of",
+    "first_samples",
     "foreseen_batch",
     "foreseen_example",
+    "held_out",
     "locate",
+    "map_token_file",
+    "named_leaves",
     "open_source",
     "prepare_once",
+    "python_docs",
+    "read_tokenizer",
+    "tokenizer_key",
 ]

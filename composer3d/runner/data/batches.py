@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import torch
 
-from composer3d.composition.sampling import local_slice
+from composer3d.composition import local_slice
 from composer3d.errors import DataError
 from composer3d.runner.data.collate import Batch, collate, padded_width
 from composer3d.runner.data.data_source import IGNORED, Sample, Source

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer3d import map_tensors
 from composer3d.errors import DataError
 from composer3d.runner.data.data_source import IGNORED, Sample
 from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.inputs import Inputs, call_of, named_leaves, stacked
-from composer3d.step.microbatches import map_tensors
 
 __all__ = ["Batch", "check_vocabulary", "collate", "padded_width"]
 

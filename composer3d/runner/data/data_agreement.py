@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d.composition.agreeing import agree, leaves
+from composer3d import all_gather_json
+from composer3d.composition import agree, leaves
 from composer3d.errors import DataError
-from composer3d.processes.json_exchange import all_gather_json
 
 if TYPE_CHECKING:
     from composer3d import RunContext

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from composer3d.manifest.tables import table
+from composer3d.manifest import table
 
 __all__ = ["DataTable"]
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from composer3d import map_tensors
 from composer3d.errors import DataError, describe_error, is_interrupt
-from composer3d.processes.foreign_code import running
+from composer3d.processes import running
 from composer3d.runner.data.collate import collate, padded_width
 from composer3d.runner.data.data_source import Sample, Source
 from composer3d.runner.data.data_table import DataTable
@@ -18,7 +19,6 @@ from composer3d.runner.data.inputs import call_of, num_rows
 from composer3d.runner.data.items import as_sample
 from composer3d.runner.data.stream import StreamSource
 from composer3d.runner.data.user_data import call_user, seeded
-from composer3d.step.microbatches import map_tensors
 
 __all__ = ["Example", "example_of", "first_samples", "foreseen_batch", "foreseen_example"]
 

@@ -8,7 +8,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from composer3d.composition.sampling import indices
+from composer3d.composition import indices
 from composer3d.errors import BatchError
 from composer3d.runner.data.data_table import DataTable
 

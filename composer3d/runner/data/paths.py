@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from composer3d.errors import DataError
-from composer3d.manifest.sources import kind_of_file
+from composer3d.manifest import kind_of_file
 from composer3d.runner.data.data_source import Report
 from composer3d.runner.data.tokens import TOKEN_SUFFIXES
 

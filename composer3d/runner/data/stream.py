@@ -9,9 +9,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from composer3d.composition.sampling import local_slice
+from composer3d.composition import local_slice
 from composer3d.errors import DataError
-from composer3d.manifest.secret import hide
+from composer3d.manifest import hide
 from composer3d.runner.data.collate import Batch, collate, padded_width
 from composer3d.runner.data.data_source import Sample
 from composer3d.runner.data.data_table import DataTable

@@ -16,8 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from composer3d.errors import DataError, ReferenceFailure, describe_error, is_interrupt
-from composer3d.manifest.references import resolve_reference
-from composer3d.manifest.secret import hide
+from composer3d.manifest import hide, resolve_reference
 from composer3d.runner.data.data_source import Report, Sample, Source, num_held_out
 from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.items import as_sample, is_row

@@ -127,7 +127,7 @@ def watched_loss(loss_fn: LossFunction | None, found: dict[str, list[Output]]) -
 def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
     import torch
 
-    from composer3d.step.gradients import local
+    from composer3d.step import local
 
     tensor = output[0] if isinstance(output, tuple | list) and output else output
     is_data = fqn.startswith((INPUTS, TARGETS, LOSS))

@@ -51,7 +51,7 @@ def bias_rank(
     make_subject: Callable[[], Subject], degree: int, loss: float, candidates: Sequence[str], factor: int
 ) -> tuple[str, ...]:
     """Find, on one device, the biases that give a loss once multiplied by `factor`: all, or one alone."""
-    from composer3d.processes.process_group import join_world
+    from composer3d.processes import join_world
 
     subject = make_subject()
     join_world(subject.device)
@@ -79,7 +79,7 @@ def weighing_rank(
     """
     import torch
 
-    from composer3d.processes.process_group import join_world
+    from composer3d.processes import join_world
 
     subject = make_subject()
     join_world(subject.device)

@@ -216,7 +216,7 @@ def _probability(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) ->
 def _note(found: dict[str, Draws], site: str, args: tuple[Any, ...]) -> None:
     import torch
 
-    from composer3d.step.gradients import local
+    from composer3d.step import local
 
     tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
     device = torch.device("cpu") if tensor is None else tensor.device

@@ -1,11 +1,9 @@
-"""Worlds of any size in one process."""
+"""Fake process group: one rank of a world of any size, whose other ranks do not exist."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-import torch.distributed as dist
 
 from composer3d.errors import RankError
 from composer3d.torch_compat import clear_sharding_caches, fake_store, start_autograd
@@ -29,10 +27,13 @@ def fake_world(world_size: int, rank: int = 0) -> Iterator[None]:
 
     Memory: the rank's own shards. Collectives: none.
 
+    >>> import torch.distributed as dist
     >>> with fake_world(512, rank=3):
     ...     dist.get_world_size(), dist.get_rank()
     (512, 3)
     """
+    import torch.distributed as dist
+
     if not 0 <= rank < world_size:
         raise RankError(f"a world of {world_size} ranks has no rank {rank}; its ranks are 0 to {world_size - 1}")
     if dist.is_initialized():

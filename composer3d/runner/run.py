@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from composer3d.checking.check import device_of, inspect, open_manifest
+from composer3d.checking import device_of, inspect, open_manifest
 from composer3d.errors import ComposerError, ManifestError, Problem
-from composer3d.processes.machine_errors import machine_error
+from composer3d.processes import machine_error
 
 if TYPE_CHECKING:
     import torch
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from composer3d.runner.failures import FailureReport
     from composer3d.runner.trainer import Outcome
 
-__all__ = ["RunResult", "Startable", "join", "num_local_ranks", "output_of", "run", "start", "startable"]
+__all__ = ["RunResult", "num_local_ranks", "output_of", "run"]
 
 # What a mistyped degree would fork: each rank takes tens of MiB before its first step.
 _LEAST_RANKS, _RANKS_PER_CORE = 64, 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Startable:
+class _Startable:
     """A manifest that was checked for this machine, and what its launcher must know.
 
     Args:
@@ -99,6 +99,8 @@ def run(
     nproc_per_node: int | None = None,
     resume: str = "auto",
     strict: bool = False,
+    on_problems: Callable[[Sequence[Problem]], None] = lambda problems: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> RunResult:
     """Train what a manifest describes; what `composer3d run` does.
 
@@ -111,28 +113,36 @@ def run(
         nproc_per_node: Ranks to start; default: what the degrees multiply to, and of an open one this machine's GPUs.
         resume: `auto`, `never`, or a checkpoint's path.
         strict: Refuse warnings too.
+        on_problems: Called with the check's warnings before ranks start.
+        report: Called with what is to be said before the first step; under torchrun on rank 0.
 
     Raises:
         ManifestError: The manifest has problems, all of which it has.
         LockError: Another run has the folder.
         ForkError: This process has computed with tensors, so forked ranks would hang.
+        ComposerError: The machine cannot run it: a full disk, a folder that is read-only, too few files.
     """
     from composer3d.runner.launcher import under_torchrun
 
     if under_torchrun():
-        outcome = join(str(manifest), overrides, resume, strict=strict)
+        outcome = _join(str(manifest), overrides, resume, strict=strict, report=report)
         return RunResult(
             status=outcome.status, exit_code=0, outcome=outcome, failure=None, problems=(), output=outcome.output
         )
-    checked = startable(str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, strict=strict)
+    checked = _startable(str(manifest), overrides, resume=resume, nproc_per_node=nproc_per_node, strict=strict)
     if not checked.ok:
         raise ManifestError(checked.problems)
-    return start(checked)
+    if checked.problems:
+        on_problems(checked.problems)
+    if checked.unknown is not None:
+        report(f"the first forward was not tried in full: {checked.unknown}")
+    report(f"starting {checked.num_ranks} rank{'s' * (checked.num_ranks > 1)} on {checked.device}")
+    return _start(checked)
 
 
-def startable(
+def _startable(
     manifest: str, overrides: Sequence[str], *, resume: str, nproc_per_node: int | None, strict: bool
-) -> Startable:
+) -> _Startable:
     """Check a manifest in a child, and import meanwhile what the ranks will need.
 
     Args:
@@ -144,11 +154,10 @@ def startable(
 
     Raises:
         ManifestError: Code that the manifest names hung, or ended its process.
-        ChildError: The check itself failed.
+        ComposerError: The check itself failed.
     """
-    from composer3d.checking.foreign_problems import problem_of
-    from composer3d.processes.child import Child, ForeignCodeError
-    from composer3d.processes.forking import prewarm
+    from composer3d.checking import problem_of
+    from composer3d.processes import Child, ChildError, ForeignCodeError, prewarm
     from composer3d.torch_compat import lazy_modules
 
     child = Child(lambda: _look(manifest, overrides, resume, nproc_per_node, strict=strict))
@@ -160,11 +169,13 @@ def startable(
         found = child.result()
     except ForeignCodeError as error:
         raise ManifestError([problem_of(error, manifest, overrides)]) from error
+    except ChildError as error:
+        raise ComposerError(str(error)) from error
     problems = tuple(Problem(**problem) for problem in found.pop("problems"))
-    return Startable(manifest=manifest, overrides=tuple(overrides), resume=resume, problems=problems, **found)
+    return _Startable(manifest=manifest, overrides=tuple(overrides), resume=resume, problems=problems, **found)
 
 
-def start(checked: Startable) -> RunResult:
+def _start(checked: _Startable) -> RunResult:
     """Start the ranks of this machine and wait for them.
 
     Args:
@@ -178,7 +189,7 @@ def start(checked: Startable) -> RunResult:
 
     output = Path(checked.output)
     if checked.options.get("is_hugging_face") and checked.device == "cpu":
-        from composer3d.huggingface.folder import import_transformers
+        from composer3d.huggingface import import_transformers
 
         import_transformers()  # once, for all ranks that are forked
     try:
@@ -209,7 +220,7 @@ def start(checked: Startable) -> RunResult:
     )
 
 
-def join(
+def _join(
     manifest: str,
     overrides: Sequence[str],
     resume: str,
@@ -229,8 +240,7 @@ def join(
     Raises:
         LockError: Another run has the folder.
     """
-    from composer3d.processes.forking import die_with
-    from composer3d.processes.private_folder import user_folder
+    from composer3d.processes import die_with, user_folder
     from composer3d.runner.launcher import rank_main
     from composer3d.runner.lock import RunLock
 
@@ -320,7 +330,7 @@ def num_local_ranks(manifest: Manifest, device: torch.device) -> int | None:
     """
     import torch
 
-    from composer3d.composition.preparing import layout_of
+    from composer3d.composition import layout_of
     from composer3d.hooks import Hooks
 
     if "mesh" not in manifest.tables:
