@@ -60,7 +60,7 @@ PLANNING = (
     ("costing",),
     ("plan",),
     ("reports",),
-    ("manifest_plan",),
+    ("manifest_plan", "manifest_schedule"),
     ("suggesting",),
 )
 PLANNING_LAYER = {name: index for index, names in enumerate(PLANNING) for name in names}

@@ -1,20 +1,15 @@
-"""`composer3d doctor`: why a run failed, hangs or is slow, from what it left."""
+"""`composer3d doctor`: diagnosis of a run that failed, hangs or is slow, from its folder."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 from composer3d.cli.options import Subparsers, add_json
 from composer3d.cli.output import coloured, complain, say, say_json
-from composer3d.errors import ComposerError
-
-if TYPE_CHECKING:
-    from composer3d.diagnostics.doctor import Evidence
 
 __all__ = ["add", "execute"]
 
@@ -42,12 +37,12 @@ def add(subparsers: Subparsers) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Read, judge, say; 2 if the folder is not one of a run."""
-    from composer3d.diagnostics.doctor import examine, read_evidence
+    """Print the diagnosis of what a run left; 2 if the folder is not one of a run."""
+    from composer3d.diagnostics.doctor import examine, read_evidence, replayed
 
     evidence = read_evidence(arguments.run)
     if arguments.replay:
-        evidence = _replayed(evidence)
+        evidence = replayed(evidence, report=complain)
     diagnosis = examine(evidence)
     if arguments.json:
         say_json(asdict(diagnosis))
@@ -58,17 +53,3 @@ def execute(arguments: argparse.Namespace) -> int:
     for line in diagnosis.advice:
         say(f"try: {line}")
     return 0
-
-
-def _replayed(evidence: Evidence) -> Evidence:
-    from composer3d.diagnostics.doctor import read_anomalies, replay
-
-    error = evidence.error
-    if error is None or error["error"] != "StabilityError" or error["step"] is None:
-        raise ComposerError(f"{evidence.run}: did not end by a loss that is not finite; there is nothing to replay")
-    complain(f"running step {error['step'] + 1} again on {evidence.world_size} ranks")
-    folder = replay(evidence.run, step=error["step"], world_size=evidence.world_size)
-    found = tuple(read_anomalies(folder))
-    if not found:
-        raise ComposerError(f"{evidence.run}: in the replay everything was finite; its random numbers or data differ")
-    return replace(evidence, anomalies=found)

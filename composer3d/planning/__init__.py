@@ -6,11 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from composer3d.planning.manifest_schedule import ScheduleResult, schedule
     from composer3d.planning.plan import Plan
     from composer3d.planning.schedules.drawing import draw_svg, draw_text
     from composer3d.planning.schedules.simulation import Cell, Costs, Simulation, simulate
 
 _MODULES = {
+    "manifest_schedule": ("ScheduleResult", "schedule"),
     "plan": ("Plan",),
     "schedules.drawing": ("draw_svg", "draw_text"),
     "schedules.simulation": ("Cell", "Costs", "Simulation", "simulate"),
@@ -21,9 +23,11 @@ __all__ = [
     "Cell",
     "Costs",
     "Plan",
+    "ScheduleResult",
     "Simulation",
     "draw_svg",
     "draw_text",
+    "schedule",
     "simulate",
 ]
 

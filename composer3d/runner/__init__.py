@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from composer3d.runner.tokenizer import with_tokenizer
     from composer3d.runner.trainer import Outcome, output_folder, train
     from composer3d.runner.warnings_once import warning_once
+    from composer3d.runner.weight_export import Exported, export_checkpoint
 
 _MODULES = {
     "batch_size": ("BatchSize",),
@@ -44,6 +45,7 @@ _MODULES = {
     "tokenizer": ("with_tokenizer",),
     "trainer": ("Outcome", "output_folder", "train"),
     "warnings_once": ("warning_once",),
+    "weight_export": ("Exported", "export_checkpoint"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -51,6 +53,7 @@ __all__ = [
     "ASKED",
     "BatchSize",
     "EMA",
+    "Exported",
     "FailureReport",
     "LRSchedule",
     "LastSeen",
@@ -62,6 +65,7 @@ __all__ = [
     "TrainTable",
     "accounts_folder",
     "attempts_of",
+    "export_checkpoint",
     "find_form",
     "in_backward_problems",
     "launch_local",

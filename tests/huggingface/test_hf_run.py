@@ -12,12 +12,12 @@ from support.training import losses, start
 
 from composer3d import CheckpointError, LossError, checkpoint
 from composer3d.checkpoint import find_checkpoint
-from composer3d.cli.export import export, find_description
 from composer3d.huggingface import model_inputs, model_loss
 from composer3d.huggingface.folder import import_transformers
 from composer3d.manifest import load_manifest
 from composer3d.runner import TABLES
 from composer3d.runner.tokenizer import with_tokenizer
+from composer3d.runner.weight_export import export, find_description
 
 MANIFEST = """\
 composer3d = 1

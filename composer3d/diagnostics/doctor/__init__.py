@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from composer3d.diagnostics.doctor.examine import Diagnosis, examine
-from composer3d.diagnostics.doctor.replay_step import replay
-from composer3d.diagnostics.doctor.run_folder import Evidence, Witness, read_anomalies, read_evidence
+from composer3d.diagnostics.doctor.replay_step import replay, replayed
+from composer3d.diagnostics.doctor.run_folder import Evidence, Witness, read_evidence
 
 __all__ = [
     "Diagnosis",
     "Evidence",
     "Witness",
     "examine",
-    "read_anomalies",
     "read_evidence",
     "replay",
+    "replayed",
 ]

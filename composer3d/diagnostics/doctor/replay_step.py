@@ -1,9 +1,10 @@
-"""Running the step of a failure again from a checkpoint, with eyes on every module."""
+"""Replay of the step that failed, from a checkpoint, with every module watched."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,9 +12,33 @@ from typing import TYPE_CHECKING, Any
 from composer3d.errors import ComposerError
 
 if TYPE_CHECKING:
+    from composer3d.diagnostics.doctor.run_folder import Evidence
     from composer3d.manifest import Manifest
 
-__all__ = ["replay"]
+__all__ = ["replay", "replayed"]
+
+
+def replayed(evidence: Evidence, *, report: Callable[[str], None]) -> Evidence:
+    """Return the evidence with what a replay of the failed step finds that is not finite.
+
+    Args:
+        evidence: Of a run whose loss was not finite.
+        report: Called with the step before it is run.
+
+    Raises:
+        ComposerError: The run did not end by such a loss, or in the replay everything was finite.
+    """
+    from composer3d.diagnostics.doctor.run_folder import read_anomalies
+
+    error = evidence.error
+    if error is None or error["error"] != "StabilityError" or error["step"] is None:
+        raise ComposerError(f"{evidence.run}: did not end by a loss that is not finite; there is nothing to replay")
+    report(f"running step {error['step'] + 1} again on {evidence.world_size} ranks")
+    folder = replay(evidence.run, step=error["step"], world_size=evidence.world_size)
+    found = tuple(read_anomalies(folder))
+    if not found:
+        raise ComposerError(f"{evidence.run}: in the replay everything was finite; its random numbers or data differ")
+    return replace(evidence, anomalies=found)
 
 
 def replay(run: Path, *, step: int, world_size: int) -> Path:
