@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Role
 from composer3d.step import local
-from composer3d.verification.causes.explaining import averages_of, digits_of, late_ones, leftovers_of, updates_of
-from composer3d.verification.causes.gains import Gain, gains_of
-from composer3d.verification.comparison import Limits, difference, fit
-from composer3d.verification.derived import stale_values
-from composer3d.verification.deviations import Deviation, deviations_of, gathered
+from composer3d.verification.comparison import Limits, difference
+from composer3d.verification.evidence import multiples
+from composer3d.verification.evidence.derived_values import stale_values
+from composer3d.verification.evidence.deviations import Deviations, Digits, deviations_of, gathered, related
+from composer3d.verification.evidence.gains import Gain, gains_of
+from composer3d.verification.evidence.reached_parameters import noting_reached
+from composer3d.verification.evidence.replicas import Holding, held_buffers, held_tensors, saved_buffers
+from composer3d.verification.evidence.resuming import Looped, Restored, go_on, resume
 from composer3d.verification.one_device import of_dtype
-from composer3d.verification.reached_parameters import noting_reached
 from composer3d.verification.reference_steps import Reference, ReferenceStep
-from composer3d.verification.replicas import Holding, held_buffers, held_tensors, saved_buffers
-from composer3d.verification.resuming import Looped, Restored, go_on, resume
 from composer3d.verification.subject import Arithmetic, Subject, settled
 
 if TYPE_CHECKING:
@@ -31,52 +32,31 @@ if TYPE_CHECKING:
 
 __all__ = ["RankStep", "RankSteps", "run_composed"]
 
-# Relative difference.
-_CLOSE = 1e-9
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankStep:
-    """One step on one rank.
+    """Evidence of one step on one rank.
 
     Args:
         loss: Loss that the composition returned.
         grad_norm: Gradient norm that the composition returned.
-        gradients: Deviations of gradients, by FQN.
-        clipped: Deviations of gradients by FQN, as the optimizer sees them.
-        parameters: Deviations of parameters by FQN, after the step.
-        clip_factor: Factor of this rank's gradients before the optimizer, if it is a single number.
-        unmoved: Parameters that the step did not change.
-        held: Local shards of this rank, by kind and FQN.
-        batch: Digest of this rank's batch.
-        leftovers: By FQN, the multiple of the gradient of the step before that a wrong one is off by, None if none.
-        updates: By FQN, the multiple of the right update that a wrong one is, None where it is none.
-        decays: By FQN, the multiple of the parameter that a wrong update is off by, None where it is none.
-        late: Wrong gradients that are right ones of the step before.
         count: Valid tokens of the global batch, as agreed by all ranks; None without targets to count.
-        averages: Deviations of moving averages by FQN; empty where a run has none.
-        averaged_with: By FQN, the share of the weights in the last update of a wrong average, None where there is none.
-        narrowed: By FQN, the dtype of fewer digits that holds a gradient, where one device's has more.
+        batch: Digest of this rank's batch.
+        tensors: Deviations from one device by kind and FQN: gradients as the backward leaves them, clipped as the
+            optimizer sees them, parameters and moving averages after the step.
+        scaled: By FQN, the factor of this rank's shard of a gradient between backward and optimizer; None where it is
+            no multiple.
+        held: Local shards of this rank, by kind and FQN.
         gains: Gains of gradients over those of one device; of the first step in the run's dtypes.
     """
 
     loss: float
     grad_norm: float
-    gradients: dict[str, Deviation]
-    clipped: dict[str, Deviation]
-    parameters: dict[str, Deviation]
-    clip_factor: float | None
-    unmoved: tuple[str, ...]
-    held: dict[str, dict[str, Holding]]
-    batch: int
-    leftovers: dict[str, float | None]
-    updates: dict[str, float | None]
-    decays: dict[str, float | None]
-    late: tuple[str, ...]
     count: int | None
-    averages: dict[str, Deviation]
-    averaged_with: dict[str, float | None]
-    narrowed: dict[str, str]
+    batch: int
+    tensors: dict[str, Deviations]
+    scaled: dict[str, float | None]
+    held: dict[str, dict[str, Holding]]
     gains: dict[str, Gain]
 
 
@@ -95,7 +75,7 @@ class RankSteps:
     """
 
     steps: list[RankStep] = field(default_factory=list)
-    initial: dict[str, Deviation] = field(default_factory=dict)
+    initial: Deviations = field(default_factory=dict)
     placements: dict[str, str] = field(default_factory=dict)
     buffers: dict[str, Holding] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
@@ -152,7 +132,7 @@ def _run_steps(
     """Run the steps, note them in `result`, and return the loop's optimizer and averages."""
     optimizer = subject.make_optimizer(run)
     result.placements = {f: h.placement for f, h in held_tensors(run, run.named_parameters()).items()}
-    result.initial = deviations_of(run, _parameters(run), reference.initial, tolerances, "parameters")
+    result.initial = deviations_of(run, _parameters(run), reference.initial, limits=tolerances, kind="parameters")
     averages = None if subject.make_averages is None else subject.make_averages(run)
     previous = None
     for number, expected in enumerate(reference.steps):
@@ -215,9 +195,8 @@ class _Ran:
         grad_norm: As returned by the composition.
         count: Valid tokens of the global batch.
         gradients: Full, by FQN, as the backward leaves them.
-        deviations: Of the gradients, by FQN.
         clipped: Full, by FQN, as the optimizer sees them.
-        clip_factor: As in `RankStep`.
+        scaled: As in `RankStep`.
         before: Parameters before the optimizer's step.
         held: What this rank holds of gradients.
     """
@@ -226,9 +205,8 @@ class _Ran:
     grad_norm: float
     count: int
     gradients: dict[str, Tensor]
-    deviations: dict[str, Deviation]
     clipped: dict[str, Tensor]
-    clip_factor: float | None
+    scaled: dict[str, float | None]
     before: dict[str, Tensor]
     held: dict[str, Holding]
 
@@ -240,7 +218,6 @@ def _run(
     averages: Averages | None,
     number: int,
     batch: Batch,
-    compare: Callable[[dict[str, Tensor]], dict[str, Deviation]],
 ) -> _Ran:
     seen: list[dict[str, Tensor]] = []
     own: list[dict[str, Tensor]] = []
@@ -257,7 +234,6 @@ def _run(
             gradients = _gradients(run)
             own.append(_local_gradients(run))
             held = held_tensors(run, _named_gradients(run))
-            deviations = compare(gradients)
             run.clip_grad_norm_(subject.grad_clip)
             before = _parameters(run)
             optimizer.step()
@@ -271,9 +247,8 @@ def _run(
         grad_norm=float(norm),
         count=state.count,
         gradients=gradients,
-        deviations=deviations,
         clipped=seen[-1] if seen else {},
-        clip_factor=_common_factor(own[-1], own[0]),
+        scaled=multiples.of_shards(own[-1], own[0]),
         before=before,
         held=held,
     )
@@ -295,47 +270,65 @@ def _step(
 
     context = run.context
     batch = of_dtype(subject.batch(number, context.data_parallel_rank, context.data_parallel_degree), which)
-
-    def compare(gradients: dict[str, Tensor]) -> dict[str, Deviation]:
-        found = deviations_of(run, gradients, expected.gradients, tolerances, "gradients")
-        if keep is not None and number == 0 and context.rank == 0 and any(_wrong(found, tolerances)):
-            _keep(gradients, keep)
-        return found
-
-    ran = _run(subject, run, optimizer, averages, number, batch, compare)
+    ran = _run(subject, run, optimizer, averages, number, batch)
     after = _parameters(run)
     averaged = {} if averages is None else averages.state_dict()["averages"]
     held = {"gradients": ran.held, "parameters": held_tensors(run, run.named_parameters())}
     held["averages"] = held_tensors(run, averaged.items())
     averaged = gathered(run, averaged) if averaged else {}
-    parameters = deviations_of(run, after, expected.parameters, tolerances, "parameters")
-    off = [fqn for fqn, found in parameters.items() if not found.rel <= tolerances.of("parameters", fqn)]
-    wrong = _wrong(ran.deviations, tolerances)
+    tensors = _compared(run, ran, after, averaged, expected, beginning, tolerances, which)
+    if keep is not None and number == 0 and context.rank == 0 and _wrong("gradients", tensors, tolerances):
+        _keep(ran.gradients, keep)
     return RankStep(
         loss=ran.loss,
         grad_norm=ran.grad_norm,
-        gradients=ran.deviations,
-        clipped=deviations_of(run, ran.clipped, expected.clipped, tolerances, "clipped"),
-        parameters=parameters,
-        clip_factor=ran.clip_factor,
-        unmoved=tuple(f for f, tensor in after.items() if f in ran.before and bool((tensor == ran.before[f]).all())),
-        held=held,
-        batch=Digest()((batch.args, batch.kwargs, batch.target)),
-        leftovers=leftovers_of(ran.gradients, expected, beginning.previous, wrong),
-        **updates_of(ran.before, after, expected.parameters, beginning.parameters, off),
-        late=late_ones(ran.gradients, beginning.previous, wrong),
         count=None if batch.target is None else ran.count,
-        averages=deviations_of(run, averaged, expected.averages, tolerances, "averages"),
-        averaged_with=averages_of(averaged, after, beginning.averages),
-        narrowed=digits_of(
-            ran.gradients, expected.gradients, beginning.reduce_dtype, wrong if which == "float64" else None
-        ),
+        batch=Digest()((batch.args, batch.kwargs, batch.target)),
+        tensors=tensors,
+        scaled=ran.scaled,
+        held=held,
         gains=gains_of(ran.gradients, expected.gradients) if which == "own" and number == 0 else {},
     )
 
 
-def _wrong(deviations: Mapping[str, Deviation], tolerances: Limits) -> list[str]:
-    return [fqn for fqn, deviation in deviations.items() if not deviation.rel <= tolerances.of("gradients", fqn)]
+def _compared(
+    run: Composition,
+    ran: _Ran,
+    after: Mapping[str, Tensor],
+    averaged: Mapping[str, Tensor],
+    expected: ReferenceStep,
+    beginning: _Beginning,
+    tolerances: Limits,
+    which: Arithmetic,
+) -> dict[str, Deviations]:
+    """Compare all tensors of a step, and relate the wrong ones to those of the step before."""
+    is_narrow = beginning.reduce_dtype is not None and beginning.reduce_dtype.itemsize < 4
+    # What ranks reduce in few digits has few digits.
+    digits: Digits = "wrong" if which == "float64" else "none" if is_narrow else "all"
+    compared = functools.partial(deviations_of, run, limits=tolerances)
+    tensors = {
+        "gradients": compared(ran.gradients, expected.gradients, kind="gradients", digits=digits),
+        "clipped": compared(ran.clipped, expected.clipped, kind="clipped"),
+        "parameters": compared(after, expected.parameters, kind="parameters"),
+        "averages": compared(averaged, expected.averages, kind="averages"),
+    }
+    wrong = {kind: _wrong(kind, tensors, tolerances) for kind in tensors}
+    earlier = {} if beginning.previous is None else beginning.previous.gradients
+    relations = {
+        "gradients": multiples.of_gradients(wrong["gradients"], ran.gradients, expected.gradients, earlier),
+        "parameters": multiples.of_updates(
+            wrong["parameters"], ran.before, after, beginning.parameters, expected.parameters
+        ),
+        "averages": multiples.of_averages(wrong["averages"], averaged, after, beginning.averages),
+    }
+    tensors |= {kind: related(tensors[kind], found) for kind, found in relations.items()}
+    unmoved = {f for f, tensor in after.items() if f in ran.before and bool((tensor == ran.before[f]).all())}
+    tensors["parameters"] = {f: replace(d, is_unmoved=f in unmoved) for f, d in tensors["parameters"].items()}
+    return tensors
+
+
+def _wrong(kind: str, tensors: Mapping[str, Deviations], tolerances: Limits) -> list[str]:
+    return [fqn for fqn, deviation in tensors[kind].items() if not deviation.rel <= tolerances.of(kind, fqn)]
 
 
 def _keep(gradients: Mapping[str, Tensor], keep: Path) -> None:
@@ -358,17 +351,3 @@ def _gradients(run: Composition) -> dict[str, Tensor]:
 
 def _parameters(run: Composition) -> dict[str, Tensor]:
     return gathered(run, run.named_parameters())
-
-
-def _common_factor(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> float | None:
-    """Return the single factor between two sets of tensors; None where there is none."""
-    factors = []
-    for fqn in after.keys() & before.keys():
-        found = fit(after[fqn], before[fqn])
-        if found is not None:
-            if found.residual > 1e-6 and found.factor:
-                return None
-            factors.append(found.factor)
-    if not factors or max(factors) - min(factors) > 1e-6 * max(abs(factor) for factor in factors):
-        return None
-    return factors[0]

@@ -9,8 +9,8 @@ from dataclasses import replace
 from composer3d.mesh import Layout, Role
 from composer3d.processes import temporary_folder
 from composer3d.verification.causes.diagnose import UNREPEATABLE, diagnose
-from composer3d.verification.drawn_steps import drawing_notes
-from composer3d.verification.reached_parameters import Uneven
+from composer3d.verification.evidence.drawn_steps import drawing_notes
+from composer3d.verification.evidence.reached_parameters import Uneven
 from composer3d.verification.restored_run import notes_of_restored
 from composer3d.verification.session import Launch, RankReport, ReferenceReport, Session
 from composer3d.verification.subject import Arithmetic, Subject

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.step import let_go, local
 from composer3d.torch_compat import is_wrapper_subclass
-from composer3d.verification.causes.gains import gains_of
 from composer3d.verification.comparison import largest_of
-from composer3d.verification.kept_state import changed, kept_by_loss
+from composer3d.verification.evidence.gains import gains_of
+from composer3d.verification.evidence.kept_state import changed, kept_by_loss
+from composer3d.verification.evidence.replicas import saved_buffers
 from composer3d.verification.one_device import (
     alone,
     copies,
@@ -22,7 +23,6 @@ from composer3d.verification.one_device import (
     rest_of_divisor,
 )
 from composer3d.verification.reference_steps import Reference, ReferenceStep
-from composer3d.verification.replicas import saved_buffers
 from composer3d.verification.rounding import larger, noise, rounding, signs, unrepeatable
 from composer3d.verification.subject import Arithmetic, Subject
 

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from composer3d.verification.causes.gains import Gain
+    from composer3d.verification.evidence.gains import Gain
 
 __all__ = ["Reference", "ReferenceStep"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from composer3d.mesh import Layout
-from composer3d.verification.resuming import Restored
+from composer3d.verification.evidence.resuming import Restored
 
 if TYPE_CHECKING:
     from composer3d.verification.verdict import Evidence

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
-from composer3d.verification.as_written import AS_WRITTEN, Written, as_written
-from composer3d.verification.causes.activations import Outputs
-from composer3d.verification.causes.gains import Gain
-from composer3d.verification.causes.microbatch_weights import Weights, bias_rank, weighing_rank
-from composer3d.verification.causes.mixed_samples import NOT_MIXED, Mixing, mixing
-from composer3d.verification.causes.probes import first_outputs
-from composer3d.verification.causes.random_draws import Drawn, recording
 from composer3d.verification.comparison import Limits, tolerances
 from composer3d.verification.composed import RankSteps, run_composed
-from composer3d.verification.drawn_steps import Drawing, apart, draw_alone
-from composer3d.verification.expected_collectives import Counted, count_step, trace_step
+from composer3d.verification.evidence.as_written import AS_WRITTEN, Written, as_written
+from composer3d.verification.evidence.drawn_steps import Drawing, apart, draw_alone
+from composer3d.verification.evidence.expected_collectives import Counted, count_step, trace_step
+from composer3d.verification.evidence.gains import Gain
+from composer3d.verification.evidence.microbatch_weights import Weights, bias_rank, weighing_rank
+from composer3d.verification.evidence.mixed_samples import NOT_MIXED, Mixing, mixing
+from composer3d.verification.evidence.module_outputs import Outputs
+from composer3d.verification.evidence.probes import first_outputs
+from composer3d.verification.evidence.random_draws import Drawn, recording
+from composer3d.verification.evidence.reached_parameters import Uneven, noting_reached, uneven
 from composer3d.verification.one_device import of_dtype
-from composer3d.verification.reached_parameters import Uneven, noting_reached, uneven
 from composer3d.verification.reference import make_reference
 from composer3d.verification.reference_steps import Reference
 from composer3d.verification.subject import Arithmetic, Subject, without_plugins

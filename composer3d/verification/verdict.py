@@ -8,15 +8,15 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from composer3d.mesh import Layout, Role
-from composer3d.verification.causes.activations import Difference, Outputs, first_difference
-from composer3d.verification.causes.random_draws import StreamFault, compare_streams
 from composer3d.verification.comparison import relative
-from composer3d.verification.expected_collectives import Row, compare_collectives, silent_axes
-from composer3d.verification.replicas import Drift, compare_replicas
+from composer3d.verification.evidence.expected_collectives import Row, compare_collectives, silent_axes
+from composer3d.verification.evidence.module_outputs import Difference, Outputs, first_difference
+from composer3d.verification.evidence.random_draws import StreamFault, compare_streams
+from composer3d.verification.evidence.replicas import Drift, compare_replicas
 
 if TYPE_CHECKING:
-    from composer3d.verification.causes.microbatch_weights import Weights
-    from composer3d.verification.deviations import Deviation
+    from composer3d.verification.evidence.deviations import Deviation
+    from composer3d.verification.evidence.microbatch_weights import Weights
     from composer3d.verification.session import RankReport, ReferenceReport
 
 __all__ = ["Evidence", "Number", "TableRow", "Verdict", "gather_evidence"]
@@ -153,7 +153,8 @@ class Evidence:
 
     def narrowed(self, which: str) -> dict[str, str]:
         """Return the gradients of fewer digits than one device's, with the dtype that represents them."""
-        return {f: dtype for r in self.ranks for step in r.steps[which].steps for f, dtype in step.narrowed.items()}
+        found = self.deviations("gradients", which)
+        return {fqn: deviation.narrow for _, _, fqn, deviation in found if deviation.narrow and not deviation.is_faint}
 
     def off_buffers(self) -> list[str]:
         """Return the buffers that differ from one device's, where every rank sees all samples."""
@@ -169,7 +170,7 @@ class Evidence:
                     yield 0, rank, fqn, deviation
                 continue
             for number, step in enumerate(report.steps[which].steps):
-                for fqn, deviation in getattr(step, kind).items():
+                for fqn, deviation in step.tensors[kind].items():
                     yield number, rank, fqn, deviation
 
     def limit(self, kind: Kind, which: str, step: int, fqn: str) -> float:
@@ -206,10 +207,10 @@ class Evidence:
                     return number, kind
         return None
 
-    def first_wrong_step(self) -> int | None:
-        """Return the first step whose gradients are wrong in float64, where nothing is wrong before them."""
+    def first_wrong_step(self, kind: Kind) -> int | None:
+        """Return the first wrong step if what is wrong first in it is of this kind."""
         first = self.first_wrong()
-        return first[0] if first is not None and first[1] == "gradients" else None
+        return first[0] if first is not None and first[1] == kind else None
 
     def number(self, name: Literal["loss", "grad_norm"], which: str) -> Number:
         """Return a loss or norm where its deviation is largest."""

@@ -58,7 +58,7 @@ def with_a_lost_hook():
     import composer3d.initialisation.attachments as attachments
     from composer3d.processes.process_group import join_world
     from composer3d.torch_compat import tensors
-    from composer3d.verification.as_written import as_written
+    from composer3d.verification.evidence.as_written import as_written
 
     tensors.take_memory = lambda tensor, memory: False
     attachments.set_gradient_hooks = lambda *_: None

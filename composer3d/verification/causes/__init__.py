@@ -1,1 +1,1 @@
-"""Causes of a difference from one device: evidence that is general, and rules that read it."""
+"""Likely causes of a difference: rules over the evidence, each a function that yields its sentence or nothing."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from composer3d.verification.deviations import Deviation
+from composer3d.verification.evidence.deviations import Deviation
 from composer3d.verification.verdict import Evidence
 
 __all__ = ["SHOWN", "first_gradients", "module_of", "pieces_of_ranks", "some"]
@@ -25,7 +25,7 @@ def module_of(fqn: str) -> str:
 
 def first_gradients(evidence: Evidence) -> dict[str, list[Deviation]]:
     """Return the wrong gradients of the first step that has any, where nothing is wrong before them."""
-    step = evidence.first_wrong_step()
+    step = evidence.first_wrong_step("gradients")
     return {} if step is None else evidence.wrong("gradients", step=step)
 
 
@@ -34,11 +34,12 @@ def pieces_of_ranks(evidence: Evidence, wrong: dict[str, list[Deviation]]) -> st
 
     Empty where all shards are wrong, or without shards.
     """
-    found = {fqn: frozenset(rank for d in deviations for rank in d.pieces) for fqn, deviations in wrong.items()}
+    shards = {fqn: [d.shards for d in found if d.shards is not None] for fqn, found in sorted(wrong.items())}
+    found = {fqn: frozenset(rank for shard in those for rank in shard.ranks) for fqn, those in shards.items()}
     ranks = sorted(set().union(*found.values()))
     if not found or not all(found.values()) or (len(set(found.values())) > 1 and len(ranks) == len(evidence.ranks)):
         return ""
-    rows = {fqn: d.rows for fqn, deviations in sorted(wrong.items()) for d in deviations if d.rows is not None}
+    rows = {fqn: shard.rows for fqn, those in shards.items() for shard in those if shard.rows is not None}
     shown = some([_row(fqn, *span) for fqn, span in rows.items()]) if rows.keys() == wrong.keys() else ""
     who = " and ".join(map(evidence.layout.who, ranks[:SHOWN]))
     return f", only in the pieces of {who}{': ' if shown else ''}{shown}"

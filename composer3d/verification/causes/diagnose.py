@@ -7,14 +7,14 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
-from composer3d.verification.causes.activations import INPUTS, LOSS, TARGETS, Difference
 from composer3d.verification.causes.cause_wording import SHOWN, some
 from composer3d.verification.causes.gradient_causes import GRADIENT_RULES, backward
 from composer3d.verification.causes.microbatch_shares import explain_shares
 from composer3d.verification.causes.scaled_gradients import multiplied
 from composer3d.verification.causes.update_causes import UPDATE_RULES, initial, stale
-from composer3d.verification.deviations import Deviation
-from composer3d.verification.kept_state import LOSS_KEEPS
+from composer3d.verification.evidence.deviations import Deviation
+from composer3d.verification.evidence.kept_state import LOSS_KEEPS
+from composer3d.verification.evidence.module_outputs import INPUTS, LOSS, TARGETS, Difference
 from composer3d.verification.restored_run import causes_of_restored
 from composer3d.verification.verdict import Evidence
 

@@ -7,18 +7,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
 from composer3d.verification.causes.cause_wording import first_gradients, module_of, pieces_of_ranks, some
-from composer3d.verification.deviations import Deviation
+from composer3d.verification.evidence.deviations import AlongAxis, Deviation
+from composer3d.verification.evidence.known_changes import OTHERS
+from composer3d.verification.evidence.multiples import Multiple, common
 from composer3d.verification.verdict import Evidence
 
 __all__ = ["GRADIENT_RULES", "backward"]
 
 _TINY = 1e-9
+# Relative: a factor that is 1, and one that is 1 beside rounding of differences.
+_ONE, _ALIKE = 1e-6, 1e-3
 
 
 def _stage(evidence: Evidence) -> Iterator[str]:
     """Gradients that are missing, or zero, on everything that some stages hold."""
     wrong = first_gradients(evidence)
-    gone = {fqn for fqn, found in wrong.items() if any(d.missing or d.factor == 0.0 for d in found)}
+    gone = {fqn for fqn, found in wrong.items() if any(d.only == "reference" or d.factor == 0.0 for d in found)}
     if not gone:
         return
     for axis in evidence.layout.names(Role.STAGE):
@@ -37,34 +41,38 @@ def _stage(evidence: Evidence) -> Iterator[str]:
 
 def _leftover(evidence: Evidence) -> Iterator[str]:
     """Gradients of a later step that still hold those of the step before."""
-    number = evidence.first_wrong_step()
+    number = evidence.first_wrong_step("gradients")
     if not number:
         return
-    found = [value for r in evidence.ranks for value in r.steps["float64"].steps[number].leftovers.values()]
-    late = {fqn for r in evidence.ranks for fqn in r.steps["float64"].steps[number].late}
-    if late and late == first_gradients(evidence).keys():
+    wrong = first_gradients(evidence)
+    known = [d.multiples for found in wrong.values() for d in found if Multiple.EARLIER in d.multiples]
+    late = {fqn for fqn, found in wrong.items() if any(_is_one(d.multiples.get(Multiple.EARLIER)) for d in found)}
+    times = common(multiples[Multiple.EARLIER_BESIDES] for multiples in known)
+    if late and late == wrong.keys():
         yield f"the gradients of {some(sorted(late))} in step {number} are those of step {number - 1}: used a step late"
-        return
-    known = [value for value in found if value is not None]
-    if known and len(known) == len(found) and max(known) - min(known) <= 1e-3 * abs(known[0]):
-        times = "" if abs(known[0] - 1.0) <= 1e-3 else f"{known[0]:.4g} times "
+    elif times is not None:
+        shown = "" if abs(times - 1.0) <= _ALIKE else f"{times:.4g} times "
         yield (
-            f"the gradients of step {number} hold {times}those of step {number - 1} besides: they are not zeroed, or "
+            f"the gradients of step {number} hold {shown}those of step {number - 1} besides: they are not zeroed, or "
             "kept and added again"
         )
+
+
+def _is_one(factor: float | None) -> bool:
+    return factor is not None and abs(factor - 1.0) <= _ONE
 
 
 def _elements(evidence: Evidence) -> Iterator[str]:
     """Gradients whose right elements were changed elementwise, or that are those of another parameter."""
     groups: dict[str, list[str]] = {}
     for fqn, found in first_gradients(evidence).items():
-        kinds = {f"those of {d.other}" if d.other else d.elements for d in found}
+        kinds = {d.change for d in found}
         if len(kinds) == 1:
             groups.setdefault(kinds.pop(), []).append(fqn)
     # Beside a residual connection right gradients are equal, and some wrong ones are those of another parameter.
     is_everything = not groups.pop("", None)
     for what, fqns in groups.items():
-        if is_everything or not what.startswith("those of "):
+        if is_everything or not what.startswith(OTHERS):
             where = pieces_of_ranks(evidence, {fqn: first_gradients(evidence)[fqn] for fqn in fqns})
             yield f"the gradients of {some(sorted(fqns))} are {what}{where}"
 
@@ -73,7 +81,7 @@ def _extra(evidence: Evidence) -> Iterator[str]:
     """Gradients that one device does not have."""
     there = {fqn for report in evidence.ranks for fqn in report.steps["float64"].initial}
     wrong = first_gradients(evidence)
-    extra = sorted(fqn for fqn, found in wrong.items() if any(d.is_extra for d in found))
+    extra = sorted(fqn for fqn, found in wrong.items() if any(d.only == "run" for d in found))
     if extra:
         yield (
             f"{some(extra)} has a gradient, and none on one device: it is frozen there, or nothing uses it, and "
@@ -121,7 +129,7 @@ def _partial(evidence: Evidence) -> Iterator[str]:
 
 
 def _all(found: Sequence[Deviation], axis: str, how: str) -> bool:
-    return all(getattr(deviation, how).get(axis, 1.0) <= _TINY for deviation in found)
+    return all(getattr(deviation.axes.get(axis, AlongAxis()), how) <= _TINY for deviation in found)
 
 
 def _zero_bubble(evidence: Evidence) -> Iterator[str]:
@@ -164,7 +172,7 @@ def backward(evidence: Evidence, *, is_explained: bool) -> Iterator[str]:
         evidence: Observations of all passes.
         is_explained: Whether there is a cause already; then only sentences that narrow it down are yielded.
     """
-    step, wrong = evidence.first_wrong_step(), first_gradients(evidence)
+    step, wrong = evidence.first_wrong_step("gradients"), first_gradients(evidence)
     if step is None:
         return
     if evidence.is_loss_wrong(step):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from composer3d.verification.causes.gains import ALL, Gain
+from composer3d.verification.evidence.gains import ALL, Gain
 from composer3d.verification.verdict import Evidence
 
 __all__ = ["multiplied"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.verification.causes.probes import loss_with, pieces_of
 from composer3d.verification.comparison import fit
+from composer3d.verification.evidence.probes import loss_with, pieces_of
 from composer3d.verification.reference_steps import Reference
 from composer3d.verification.subject import Subject
 

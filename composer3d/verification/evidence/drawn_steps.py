@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer3d.verification.comparison import EXACT, difference, scale_of
-from composer3d.verification.deviations import gathered
+from composer3d.verification.evidence.deviations import gathered
 from composer3d.verification.one_device import copies, microbatches
 from composer3d.verification.subject import Subject, without_plugins
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from composer3d.verification.causes.activations import Output, Outputs, watched_loss, watching
+from composer3d.verification.evidence.module_outputs import Output, Outputs, watched_loss, watching
 from composer3d.verification.one_device import (
     alone,
     copies,

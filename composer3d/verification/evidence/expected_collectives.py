@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.mesh import Layout
 from composer3d.step import to_device
-from composer3d.verification.causes.activations import Output, Outputs, watched_loss, watching
+from composer3d.verification.evidence.module_outputs import Output, Outputs, watched_loss, watching
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.subject import Subject
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from composer3d import all_gather_json
 from composer3d.errors import ComposerError
 from composer3d.step import local
-from composer3d.verification.causes.random_draws import recording
 from composer3d.verification.comparison import fit
-from composer3d.verification.kept_state import changed, kept_beside
+from composer3d.verification.evidence.kept_state import changed, kept_beside
+from composer3d.verification.evidence.random_draws import recording
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.subject import Arithmetic, Subject
 
