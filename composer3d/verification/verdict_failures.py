@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from composer3d.verification.causes.scaled_gradients import multiplied
+from composer3d.verification.causes.rounding_causes import multiplied
 from composer3d.verification.evidence.drawn_steps import drawing_failures
 from composer3d.verification.restored_run import failures_of_restored
 from composer3d.verification.verdict import KINDS, Evidence, Kind

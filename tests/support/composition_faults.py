@@ -94,11 +94,12 @@ class Gradients:
 
     Args:
         fault: add_up: reduces them once more. scale: multiplies them. unreduced_norms: takes partial sums for whole.
-            lost_stage: zeroes those of the last stage. untied: zeroes the tied head's on the last stage.
-        factor: Of scale.
+            lost_stage: zeroes those of the last stage. untied: zeroes the tied head's on the last stage. clip: clips
+            them by the norm over dp_shard.
+        factor: Of scale; of clip the norm.
     """
 
-    fault: Literal["add_up", "scale", "unreduced_norms", "lost_stage", "untied"]
+    fault: Literal["add_up", "scale", "unreduced_norms", "lost_stage", "untied", "clip"]
     factor: float = 1.0
 
     @hookimpl
@@ -122,6 +123,12 @@ class Gradients:
             grad = parameter.grad
             if isinstance(grad, DTensor) and any(placement.is_partial() for placement in grad.placements):
                 parameter.grad = DTensor.from_local(grad.to_local(), grad.device_mesh, parameter.placements)
+
+    def _clip(self, state):
+        square = sum(local(parameter.grad).square().sum() for parameter in parameters(state))
+        dist.all_reduce(square, group=state.context.mesh.get_group("dp_shard"))
+        for parameter in parameters(state):
+            local(parameter.grad).mul_(self.factor / (square.sqrt() + 1e-6))
 
     def _lost_stage(self, state):
         if state.parts[-1].is_last:

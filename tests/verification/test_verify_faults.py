@@ -39,6 +39,12 @@ def spoilt(fault, factor=1.0):
             id="not divided by accumulation steps",
         ),
         pytest.param(
+            FSDP + spoilt("clip", 0.01),
+            {"grad_clip": 0.01},
+            r"all gradients are \S+ times the right ones; that is grad_clip / the norm = 0.01 / \S+: clipped",
+            id="clipped before",
+        ),
+        pytest.param(
             FSDP + spoilt("scale", 1 / 3),
             {"microbatch": 2},
             r"0.333333 times the right ones; that is 1 / the 3 micro-batches of a rank: .* their number twice",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from composer3d.verification.evidence.deviations import Deviation
 from composer3d.verification.verdict import Evidence
 
-__all__ = ["SHOWN", "first_gradients", "module_of", "pieces_of_ranks", "some"]
+__all__ = ["SHOWN", "first_gradients", "module_of", "names_of", "pieces_of_ranks", "some"]
 
 SHOWN = 4
 
@@ -41,8 +41,12 @@ def pieces_of_ranks(evidence: Evidence, wrong: dict[str, list[Deviation]]) -> st
         return ""
     rows = {fqn: shard.rows for fqn, those in shards.items() for shard in those if shard.rows is not None}
     shown = some([_row(fqn, *span) for fqn, span in rows.items()]) if rows.keys() == wrong.keys() else ""
-    who = " and ".join(map(evidence.layout.who, ranks[:SHOWN]))
-    return f", only in the pieces of {who}{': ' if shown else ''}{shown}"
+    return f", only in the pieces of {names_of(evidence, ranks)}{': ' if shown else ''}{shown}"
+
+
+def names_of(evidence: Evidence, ranks: Sequence[int]) -> str:
+    """Return the first few ranks, each with its place in the mesh."""
+    return " and ".join(map(evidence.layout.who, ranks[:SHOWN]))
 
 
 def _row(fqn: str, first: int, last: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from composer3d.mesh import Role
-from composer3d.verification.causes.cause_wording import SHOWN, pieces_of_ranks, some
+from composer3d.verification.causes.cause_wording import SHOWN, names_of, pieces_of_ranks, some
 from composer3d.verification.evidence.deviations import Deviation
 from composer3d.verification.evidence.multiples import Multiple, common
 from composer3d.verification.verdict import Evidence
@@ -29,7 +29,7 @@ def initial(evidence: Evidence) -> Iterator[str]:
         axes = " and ".join(dict.fromkeys(axis for found in turned.values() for axis in found))
         yield f"the pieces of {some(sorted(turned))} lie in another order along {axes}: ranks hold each other's pieces"
     elif wrong and len(ranks) < len(evidence.ranks):
-        shown = " and ".join(evidence.layout.who(rank) for rank in sorted(ranks)[:SHOWN])
+        shown = names_of(evidence, sorted(ranks))
         what = some(sorted(wrong))
         yield f"{shown} begins with other weights than one device, as {what}: another seed, or no broadcast"
     elif wrong:
@@ -92,7 +92,7 @@ def _how_ranks_differ(evidence: Evidence, fqns: Sequence[str]) -> str:
     ranks = sorted({rank for rank, _, _ in wrong})
     if not ranks or len(ranks) == len(evidence.ranks):
         return _not_handed_over(evidence, fqns) if ranks else ""
-    who = " and ".join(map(evidence.layout.who, ranks[:SHOWN]))
+    who = names_of(evidence, ranks)
     steps = [step.tensors["parameters"] for step in evidence.ranks[ranks[0]].steps["float64"].steps]
     first = next((found for found in steps if any(Multiple.UPDATE in d.multiples for d in found.values())), {})
     if first and all(fqn in first and first[fqn].is_unmoved for fqn in fqns):
