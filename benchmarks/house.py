@@ -1,4 +1,4 @@
-"""Shape of the source tree: loose files, names that occur twice, cycles, private imports, large plugins, lines by package.
+"""Shape of the source tree: loose files, names that occur twice, cycles, private imports, large plugins, lines.
 
 A loose file lies in composer3d/ itself. A name is a module's, anywhere in the core and the plugins, but for commands,
 which are named for what they call. A cycle is of imports, those of type checkers included. A plugin is a file or a
@@ -46,22 +46,21 @@ def public_names(module: str) -> frozenset[str]:
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     if not folder.is_dir() and folder.parent != CORE:
         return frozenset()
-    listed = [
-        node.value for node in parse(file).body if isinstance(node, ast.Assign) and "__all__" in ast.unparse(node)
-    ]
+    assigned = [node for node in parse(file).body if isinstance(node, ast.Assign)]
+    listed = [node.value for node in assigned if ast.unparse(node.targets[0]) == "__all__"]
     return frozenset(ast.literal_eval(listed[0])) if listed else frozenset()
 
 
 def private_imports() -> list[str]:
     """Return what packages above composition/ import of other packages that these do not list in `__all__`."""
     found = []
+    subjects = {path.stem for path in CORE.iterdir()}
     for package in ABOVE_COMPOSITION:
         for path in sources(CORE / package):
             for item in imports(parse(path), typed=True):
-                own = f"{item.module}.".startswith((f"composer3d.{package}.", "composer3d_plugins."))
-                subject = item.module == "composer3d" and (item.name is None or (CORE / item.name).is_dir())
-                is_ours = item.module.split(".")[0] == "composer3d"
-                if is_ours and not own and not subject and item.name not in public_names(item.module):
+                parts = item.module.split(".")
+                is_public = item.name in public_names(item.module) or (len(parts) == 1 and item.name in subjects)
+                if parts[0] == "composer3d" and parts[1:2] != [package] and not is_public:
                     found.append(f"{place(path, item.line)}: {item.module} {item.name or ''}".rstrip())
     return found
 

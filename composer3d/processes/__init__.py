@@ -11,7 +11,7 @@ from composer3d.processes.machine_errors import machine_error
 from composer3d.processes.private_folder import user_folder
 from composer3d.processes.process_group import default_device, join_world
 from composer3d.processes.rendezvous import INTERFACES, LAUNCH, keep_to_loopback, private_attempt
-from composer3d.processes.temporary_folder import temporary_folder
+from composer3d.processes.temporary_folder import is_at, remove_if_abandoned, temporary_folder
 
 __all__ = [
     "Child",
@@ -26,6 +26,7 @@ __all__ = [
     "die_with",
     "fake_world",
     "fork",
+    "is_at",
     "join_world",
     "keep_to_loopback",
     "limit_ranks",
@@ -33,6 +34,7 @@ __all__ = [
     "prewarm",
     "private_attempt",
     "refuse_unsafe_fork",
+    "remove_if_abandoned",
     "running",
     "temporary_folder",
     "user_folder",
