@@ -1,6 +1,6 @@
 """The archive that `torch.save` writes of one tensor, read as data.
 
-A zip of stored records: `data.pkl` says dtype, shape and strides, `data/0` holds the values. torch's own reader unfolds
+A zip of stored records: `data.pkl` has dtype, shape and strides, `data/0` the values. torch's own reader unfolds
 compressed records, whatever they unfold to, and believes the sizes in `data.pkl`. Here the values are a view of the
 bytes, and everything that `torch.save` would not write is refused.
 """
@@ -100,7 +100,7 @@ def tensor_of(data: bytearray, *, dtype: torch.dtype, sizes: tuple[int, ...]) ->
 
 
 def _records(data: bytearray) -> dict[str, tuple[int, int]]:
-    """Return where each record's content lies, by its name without the archive's: its start and its length."""
+    """Return start and length in bytes of each record's content, by its name without the archive's."""
     found: dict[str, tuple[int, int]] = {}
     with zipfile.ZipFile(_View(data)) as archive:
         for info in archive.infolist():

@@ -73,7 +73,7 @@ class DigestedFile:
         self._file.flush()
 
     def fileno(self) -> int:
-        """Return the descriptor, of which everything has been handed to the system."""
+        """Return the descriptor; everything has been flushed to the system."""
         self._file.flush()
         return self._file.fileno()
 
@@ -210,7 +210,7 @@ def _files(data: bytes) -> Any:
 
 
 def _encoded(files: Mapping[str, list[Part]]) -> bytes:
-    """Return the one form in which a list is written, so that a list with any other byte is another one."""
+    """Return the one form in which a list is written, so that a list with any other byte differs."""
     listed = {name: [list(part) for part in parts] for name, parts in sorted(files.items())}
     content = json.dumps({"composer3d": FORMAT, "algorithm": ALGORITHM, "files": listed}, separators=(",", ":"))
     return f'{{"content": {content},\n"digest": "{digest(content.encode())}"}}\n'.encode()

@@ -1,4 +1,4 @@
-"""`.metadata`, torch's index of a checkpoint: which tensor's shard lies where, read as data and checked before use.
+"""`.metadata`, torch's index of a checkpoint: file and offset of every shard, read as data and checked before use.
 
 torch's own reader unpickles it with `pickle.load`: a checkpoint from a stranger is a program.
 """
@@ -244,7 +244,7 @@ def _meet(one: Chunk, other: Chunk) -> bool:
 
 
 def _refuse_shared_bytes(entries: dict[str, Entry]) -> None:
-    """Refuse two chunks that lie in the same bytes: a writer gives each its own."""
+    """Refuse two chunks in the same bytes: a writer gives each its own."""
     by_file: dict[str, list[tuple[int, int, str]]] = {}
     for key, chunk in _all_chunks(entries):
         by_file.setdefault(chunk.file, []).append((chunk.start, chunk.start + chunk.length, key))

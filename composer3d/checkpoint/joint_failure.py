@@ -1,4 +1,4 @@
-"""Doing one thing on all ranks, and failing on all of them alike."""
+"""Joint failure: what raises on one rank raises on all of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def together(group: dist.ProcessGroup | None, place: object, action: Callable[[]
     Args:
         group: Who takes part; None is the default group, or this process alone where there is none.
         place: What the error is about, named first in its text.
-        action: This rank's share of the work; it must not leave a collective half way.
+        action: This rank's work; it must not leave a collective half way.
 
     Raises:
         CheckpointError: With the failed ranks and their reasons.

@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class TensorInfo:
-    """What a checkpoint says about one of its tensors.
+    """Metadata of one tensor of a checkpoint.
 
     Args:
         shape: Of the full tensor, whatever its layout was.

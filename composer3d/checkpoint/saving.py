@@ -122,14 +122,14 @@ class AsyncSaver:
             self._group = None
 
     def _finish(self) -> None:
-        """Close before Python ends, which would cut the save off, or abort the process, without a word of either."""
+        """Close before Python ends, which would truncate the save, or abort the process, without a message."""
         if self._pending is not None and not self._pending.done() and not (self._thread and self._thread.is_alive()):
             return  # a fork of the process that saves: it has no such thread
         self.close(at_most_s=AFTER_ERROR_S if hasattr(sys, "last_value") else None)
 
 
 def _fulfil(pending: futures.Future[None], request: _Request, group: dist.ProcessGroup | None) -> None:
-    """Write, and tell the one who waits for it how that went."""
+    """Write, and pass the outcome to the waiting thread."""
     try:
         _write(request, group)
     except BaseException as error:
@@ -140,7 +140,7 @@ def _fulfil(pending: futures.Future[None], request: _Request, group: dist.Proces
 
 @dataclass(frozen=True, kw_only=True)
 class _Request:
-    """What is to be written; `refusal` is what this rank found wrong with it, told to all ranks when they meet."""
+    """Content of a checkpoint; `refusal` is what this rank found wrong with it, which all ranks exchange."""
 
     path: Path
     tensors: dict[str, Tensor]

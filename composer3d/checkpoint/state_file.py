@@ -33,7 +33,7 @@ def encode_state(state: Mapping[str, Any], name: str = "state") -> str:
 
 
 def write_state(folder: Path, text: str) -> list[Part]:
-    """Write `state.json` into a folder, wait until it is on disk, and return what its list of digests says of it."""
+    """Write `state.json` into a folder, wait until it is on disk, and return its entry in the list of digests."""
     return write_file(folder / STATE, text.encode())
 
 

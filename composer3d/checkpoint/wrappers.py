@@ -1,4 +1,4 @@
-"""Tensors that only wrap others, told from those that are what they seem."""
+"""Wrapper tensors, and the plain tensors inside of them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ __all__ = ["unwrapped"]
 def unwrapped(tensor: Tensor) -> Tensor:
     """Return the plain tensor, or the DTensor of plain tensors, that holds a wrapper's values; what has none as it is.
 
-    Some weights are kept in a wrapper only so that FSDP2 gathers them in another form (float8). Wrappers tell what they
-    hold by the protocol of torch.compile. The memory is shared.
+    Some weights are kept in a wrapper only so that FSDP2 gathers them in another form (float8). Wrappers state their
+    contents by the protocol of torch.compile. The memory is shared.
     """
     from torch.distributed.tensor import DTensor
 

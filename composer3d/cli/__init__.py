@@ -69,7 +69,7 @@ class _Version(argparse.Action):
 
 
 def _misspelt(argv: Sequence[str]) -> str | None:
-    """Return what to say of a first word that is no command; None where it is one, or an option."""
+    """Return the message for a first word that is no command; None where it is one, or an option."""
     names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
     if not argv or argv[0].startswith("-") or argv[0] in names:
         return None
@@ -81,7 +81,7 @@ def _misspelt(argv: Sequence[str]) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code.
 
-    Mistakes of the user are told without a traceback; whatever else goes wrong keeps its own.
+    Mistakes of the user are reported without a traceback; other errors keep theirs.
 
     Args:
         argv: The command line without the program's name; default: this process's.

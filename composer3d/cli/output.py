@@ -32,7 +32,7 @@ def coloured(text: str, *, good: bool | None, stream: TextIO | None = None) -> s
 
     Args:
         text: One line or more; of several the first is coloured.
-        good: What it says.
+        good: Whether the text is good news; None is neither.
         stream: Where it is written; default: standard output.
     """
     stream = sys.stdout if stream is None else stream

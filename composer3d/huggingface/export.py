@@ -1,4 +1,4 @@
-"""A folder that `from_pretrained` loads, made of a checkpoint."""
+"""Export of a checkpoint to a folder that `from_pretrained` loads."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Exporter:
             description: As given to the class.
             to: Exists.
             dtype: Of the weights there, None where it is the run's.
-            more: What the configuration says besides.
+            more: Further entries of the configuration.
         """
         for file in sorted(description.iterdir()):
             if not (to / file.name).exists():

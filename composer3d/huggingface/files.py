@@ -1,4 +1,4 @@
-"""The safetensors files of a folder: what is in them, and parts of it."""
+"""Safetensors files of a folder: their tensors, read whole or in slices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _short(text: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """What a file says of one tensor."""
+    """Metadata of one tensor in a file."""
 
     file: str
     shape: tuple[int, ...]

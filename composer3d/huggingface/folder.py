@@ -21,7 +21,7 @@ _NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 def import_transformers() -> None:
     """Import what every model of transformers needs; 2 s.
 
-    What other packages say while they are imported is left out: transformers imports torchao, which names each of its
+    Warnings of other packages during their import are dropped: transformers imports torchao, which names each of its
     kernels that is for another machine.
 
     Raises:

@@ -14,7 +14,7 @@ __all__ = ["expect_no_packing", "multiply_in_double_precision", "run_on_meta"]
 def expect_no_packing(model: nn.Module) -> None:
     """Keep a model from reading its positions' values to find several sequences packed into one, where it makes them.
 
-    transformers compares positions in every forward without a mask. They count up from zero where nobody hands them
+    transformers compares positions in every forward without a mask. They count up from zero where no caller passes them
     over, so the answer is known; reading it would wait for the accelerator, and on meta, where plugins see how a model
     is made, there is nothing to read. A forward that is given positions or a mask does as ever.
     """

@@ -78,7 +78,7 @@ class HuggingFaceModel:
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer that lies beside the model, if one does."""
+        """The tokenizer beside the model; None without one."""
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
 

@@ -1,4 +1,4 @@
-"""From the names in a folder's files to those of the model, as transformers converts them.
+"""Names of weights in a folder's files and in the model, as transformers converts them.
 
 Everything of transformers that is not documented for users is called here.
 """
@@ -19,7 +19,7 @@ __all__ = ["Group", "Tile", "ignorable", "origins", "reverted", "tied_name", "ti
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """Where a stored tensor lies in a tensor of the model.
+    """Place of a stored tensor in a tensor of the model.
 
     Args:
         name: In the files.
@@ -99,7 +99,7 @@ def origins(model: Any, names: Iterable[str]) -> tuple[list[Group], list[str]]:
 
 
 def ignorable(model: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Return what may be missing in the files, and what may be there for nothing, as the model's class says."""
+    """Return what may be missing in the files, and what may be there for nothing, by the model's class."""
     buffers = [name for name, _ in model.named_buffers()]
     unexpected = set(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     # Buffers that older versions saved with the weights.
@@ -116,7 +116,7 @@ def _any_of(patterns: Iterable[str]) -> re.Pattern[str]:
 
 
 def tiles(group: Group, shapes: Mapping[str, tuple[int, ...]]) -> list[Tile] | None:
-    """Return where a group's tensors lie in the one that they become; None where it takes arithmetic to make it.
+    """Return the places of a group's tensors in the one that they become; None where arithmetic is needed.
 
     Args:
         group: With one target.

@@ -148,7 +148,7 @@ def _spread(held: dict[str, T], group: Sequence[str]) -> None:
 
 
 def _overlap(tile: Tile, ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]] | None:
-    """Return what of a tile lies in the ranges, None if nothing does."""
+    """Return the part of a tile inside the ranges; None if there is none."""
     part = [
         (max(first, begin), min(last, begin + size))
         for (first, last), begin, size in zip(ranges, tile.start, tile.shape, strict=True)

@@ -1,8 +1,8 @@
 """The same model in every layout: weights as a function of the seed and of FQNs, never of ranks.
 
 A factory runs once on meta under a recorder. Each parameter and buffer is then replayed alone, in full, from its own
-history, cut to its placement and freed. So `__init__`, `reset_parameters` and `apply` may all initialise weights, and
-no rank ever holds more than its shards and one full tensor. Weights that lie on disk are read part by part instead.
+history, sharded by its placement and freed. So `__init__`, `reset_parameters` and `apply` may all initialise weights,
+and no rank ever holds more than its shards and one full tensor. Weights on disk are read part by part instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Weights that lie on disk: of each a rank reads only the part that it holds."""
+"""Weights on disk: of each a rank reads only the part that it holds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class WeightsOnDisk(Protocol):
 
 
 class Slab:
-    """A part of a tensor in a source, cut further without being read.
+    """A slice of a tensor in a source, sliced further without being read.
 
     Args:
         source: Where the values are.
@@ -74,7 +74,7 @@ class Slab:
         return self.reordered(dim, [(start, length)])
 
     def chunk(self, chunks: int, dim: int) -> tuple[Slab, ...]:
-        """Cut as torch's `chunk` does, which makes fewer pieces where the dim is short."""
+        """Chunk as torch does, which makes fewer chunks where the dim is short."""
         size = self.shape[dim]
         if size == 0:
             return (self,) * chunks

@@ -1,4 +1,4 @@
-"""Stable seeds, and digests that tell whether ranks hold the same values."""
+"""Stable seeds, and digests by which ranks compare their values."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the elements, however they lie; 0 if some share memory."""
+        """Bytes of the elements, whatever their strides; 0 if some share memory."""
         distinct = all(stride or size <= 1 for size, stride in zip(self.size, self.stride, strict=True))
         count = self.dtype.itemsize
         for size in self.size:

@@ -1,8 +1,8 @@
 """Parameters whose rows or columns are kept in another order than the model's.
 
-Some layouts have no placement: a fused projection is cut per part, so that a rank's share is several runs of rows. Kept
-in an order in which each share is one run, it is an ordinary shard. What enters and leaves a run is in the model's
-order: initial weights, checkpoints, comparisons.
+Some layouts have no placement: a fused projection is sharded per part, so that a local shard is several runs of rows.
+Kept in an order in which each of them is one run, it is an ordinary shard. What enters and leaves a run is in the
+model's order: initial weights, checkpoints, comparisons.
 """
 
 from __future__ import annotations

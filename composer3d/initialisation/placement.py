@@ -1,4 +1,4 @@
-"""From full tensors to what a rank holds of them."""
+"""Placement of full tensors: every rank copies its own shard."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ __all__ = ["give_memory", "materialise", "place"]
 def place(target: Tensor, full: Tensor | Slab) -> None:
     """Write a full tensor into a parameter or buffer, plain or a DTensor of any placements.
 
-    Each rank cuts its own piece out of `full`; the values are those that `target.full_tensor()` gathers. Memory: none
-    but the copy of the piece where device or dtype differ. Collectives: none.
+    Each rank copies its own shard of `full`; the values are those that `target.full_tensor()` gathers. Memory: none
+    but the copy of the shard where device or dtype differ. Collectives: none.
 
     Args:
         target: Sharded evenly or not, over any number of mesh axes; FSDP2's strided shards included.
-        full: The same on all ranks; another dtype is converted. Of a tensor on disk only the piece is read.
+        full: The same on all ranks; another dtype is converted. Of a tensor on disk only the shard is read.
 
     Raises:
         InitialisationError: The shapes do not fit, or a placement is neither a shard nor a replica.
@@ -97,7 +97,7 @@ def materialise(
         seed: Of the run.
         device: Where the tensors go.
         fqns_of: Gives the FQN in the whole model for a name in `module`; by default they are the same.
-        load: Called with every FQN and full tensor before it is cut, a `Slab` where it is on disk; what it returns is
+        load: Called with every FQN and full tensor before it is sharded, a `Slab` where it is on disk; its result is
             placed.
 
     Returns:

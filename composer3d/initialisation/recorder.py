@@ -1,4 +1,4 @@
-"""Running a factory once, on meta, and keeping what it does."""
+"""Recording of a model factory: it runs once, on meta, and its operators are kept for replay."""
 
 from __future__ import annotations
 

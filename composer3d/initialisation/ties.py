@@ -31,9 +31,9 @@ def ties(model: nn.Module) -> tuple[tuple[str, ...], ...]:
 
 
 def restore_ties(model: nn.Module, groups: Sequence[Sequence[str]]) -> tuple[str, ...]:
-    """Make each group one tensor again, the first that `model` holds; return the FQNs that had been cut off it.
+    """Make each group one tensor again, the first that `model` holds; return the FQNs that were no longer it.
 
-    torch's `parallelize_module` and `to_empty` give every module a parameter of its own, which cuts ties silently.
+    torch's `parallelize_module` and `to_empty` give every module a parameter of its own, which breaks ties silently.
 
     Args:
         model: The model, or one stage of it: names that it does not hold are left out.

@@ -1,4 +1,4 @@
-"""Reading a manifest: the file, its bases and `--set` become one tree in which every value knows its place."""
+"""Manifest documents: the file, its bases and `--set` as one tree in which every value knows its file and line."""
 
 from __future__ import annotations
 

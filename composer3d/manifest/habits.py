@@ -1,4 +1,4 @@
-"""Words that other systems have for what a manifest says otherwise, and where it says it."""
+"""Keys of other systems, and the manifest's own for the same thing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One manifest is layers of TOML: bases, the file itself, and the command line; merging keeps each value's place."""
+"""Layers of TOML that merge into one manifest: bases, the file, the command line; each value keeps its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a document to a manifest: every table typed, every plugin found, every mistake collected."""
+"""Typing of a document: every table validated, every plugin found, every mistake collected."""
 
 from __future__ import annotations
 

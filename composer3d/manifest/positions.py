@@ -40,7 +40,7 @@ class NestedTooDeeply(Exception):
 
 
 class _NotToml(Exception):
-    """The text is not valid TOML here; tomli says so better, so the scanner only stops."""
+    """The text is not valid TOML here; tomli's message is better, so the scanner only stops."""
 
 
 def locate(text: str) -> dict[KeyPath, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""From `use = "module:name"` to the object: every Python reference of a manifest goes through here."""
+"""Python references: the object that `use = "module:name"` names in a manifest."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _hidden_by(error: BaseException, folder: Path) -> str | None:
 
 
 def _files(name: str, folder: Path) -> list[Path]:
-    """Return the files of a top-level module that lie in a folder."""
+    """Return the files of a top-level module in a folder."""
     candidates = [folder / f"{name}.py", folder / name / "__init__.py"]
     return [candidate for candidate in candidates if name and candidate.is_file()]
 

@@ -99,7 +99,7 @@ def _inside(argument: Any) -> Iterable[Any]:
 
 
 def _num_repetitions(tree: Any) -> int:
-    """Return how many repetitions follow each other; one that holds a choice or another one counts as too many."""
+    """Return how many repetitions follow each other; one that holds a choice or a repetition counts as too many."""
     total = 0
     for kind, argument in tree:
         inner = [_num_repetitions(part) for part in _inside(argument)]

@@ -85,7 +85,7 @@ class Secret:
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        """Return what editors are told."""
+        """Return the JSON schema that editors read."""
         text = {"type": "string", "minLength": 1}
         sources = [
             {"type": "object", "additionalProperties": False, "required": [key], "properties": {key: text}}

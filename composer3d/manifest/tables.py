@@ -88,7 +88,7 @@ class TrainTable:
 
     Args:
         microbatch: Sequences per forward and data-parallel rank; default: in a run 1, embedded the whole batch that
-            the loop hands over.
+            the loop passes.
         global_batch: Sequences per optimizer step over the whole world; default microbatch x data-parallel degree.
         seed: Of weights, data order and dropout.
         random_numbers: `samples`: what a forward or a loss draws with the samples along its leading dim is drawn for

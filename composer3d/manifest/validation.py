@@ -1,4 +1,4 @@
-"""Typed tables from plain ones: every objection of pydantic becomes a sentence at the line of its key."""
+"""Validation of tables by pydantic: each of its errors becomes a sentence at the line of its key."""
 
 from __future__ import annotations
 

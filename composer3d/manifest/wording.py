@@ -36,7 +36,7 @@ def bare(annotation: Any) -> Any:
 
 
 def alternatives(annotation: Any) -> list[Any]:
-    """Return the members of a union, each as it is annotated; None is left out, for TOML cannot say it."""
+    """Return the members of a union, each as it is annotated; None is left out, for TOML has none."""
     plain = bare(annotation)
     if get_origin(plain) in (Union, UnionType):
         return [leaf for member in get_args(plain) for leaf in alternatives(member) if leaf is not NoneType]
@@ -71,7 +71,7 @@ def expected(annotation: Any) -> str:
 
 
 def describe(value: Any) -> str:
-    """Return what a key got, for example `the string "x"`; long strings are cut."""
+    """Return what a key got, for example `the string "x"`; long strings are shortened."""
     if isinstance(value, bool):
         return inline(value)
     if isinstance(value, str):
@@ -86,7 +86,7 @@ def describe(value: Any) -> str:
 
 
 def shortened(value: Any) -> str:
-    """Return a value as TOML, cut where it is long."""
+    """Return a value as TOML, shortened where it is long."""
     text = inline(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

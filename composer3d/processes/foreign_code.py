@@ -49,7 +49,7 @@ def listen(listener: Listener) -> None:
 
 @contextmanager
 def running(doing: Literal["imported", "called"], reference: str, *, limit_s: float = _LIMIT_S) -> Iterator[None]:
-    """Note that this code runs inside; nothing where nobody listens."""
+    """Note that this code runs inside; nothing where no process listens."""
     listener = _LISTENER.get()
     if listener is None:
         yield

@@ -118,7 +118,7 @@ class Gate:
 
     The server of torch's store resolves the names of those that connect to it, in a thread of the parent. glibc guards
     its resolver by a lock that a fork copies as it is: a rank that is forked while a sister connects may wait for ever
-    at its own first name, inside `getaddrinfo` (2 of 107 forks, glibc 2.36). Behind a gate nobody connects meanwhile.
+    at its own first name, inside `getaddrinfo` (2 of 107 forks, glibc 2.36). Behind a gate no rank connects meanwhile.
     """
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ def _take(folder: Path, num_ranks: int, limit: int, places: ExitStack) -> None:
 
 
 def _native_threads() -> bool:
-    """Return whether there are threads that Python did not start; assume so where /proc does not say."""
+    """Return whether there are threads that Python did not start; assume so where /proc does not show them."""
     tasks = Path("/proc/self/task")
     if not tasks.is_dir():
         return True

@@ -109,7 +109,7 @@ def _advice(number: int, output: Path | None) -> str:
 
 
 def _usage(place: Path | None) -> str:
-    """Return how much of a disk is free, as text for behind its name; empty where nobody can tell."""
+    """Return how much of a disk is free, as text for behind its name; empty where that is unknown."""
     while place is not None:
         try:
             total, _, free = shutil.disk_usage(place)

@@ -65,7 +65,7 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
 
     Returns:
         A function that destroys the group, if this made it. In a group that was there before, those of the mesh stay
-        with it: torch keeps meshes in caches, and a later mesh of the same shape would look for groups that are gone.
+        with it: torch keeps meshes in caches, and a later mesh of the same shape would use destroyed groups.
 
     Raises:
         RendezvousError: Names the ranks that did not come.

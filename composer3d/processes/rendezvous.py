@@ -134,7 +134,7 @@ def _own_keys(store: Any, rank: int) -> Any:
     """Return a view of a store that no world before has written to.
 
     torch numbers process groups from 0 in every world, and the addresses of the last one's ranks still stand under
-    their keys: a rank that reads them before they are written anew connects to nobody, and waits.
+    their keys: a rank that reads them before they are rewritten connects to no peer, and waits.
     """
     import torch.distributed as dist
 

@@ -84,7 +84,7 @@ def is_at(descriptor: int, path: Path) -> bool:
 
 
 def _locked(kind: str) -> tuple[Path, int]:
-    """Make a folder and take its lock; anew where somebody found it without one, and removed it."""
+    """Make a folder and take its lock; again where another process found it without one, and removed it."""
     while True:
         folder = Path(tempfile.mkdtemp(prefix=f"composer3d-{kind}."))
         try:

@@ -35,8 +35,8 @@ def accounts_folder(output: Path) -> Path:
 class BlackBox:
     """Writes what this rank does into the run's folder: when it fails, when another fails, when asked, and at the end.
 
-    A thread looks for failures of others and for questions, so a rank that hangs tells of itself as long as what it
-    hangs in frees the interpreter; one that was killed is told of by the others.
+    A thread watches for failures of others and for requests, so a rank that hangs reports as long as what it hangs in
+    frees the interpreter; a killed one is reported by the others.
 
     Args:
         context: Complete.
@@ -73,7 +73,7 @@ class BlackBox:
                 self._write("running", None)
 
     def _last_asked(self) -> int:
-        """Return when somebody last asked, or failed: both are files of the attempt; 0 for never."""
+        """Return the time in ns of the newest request or failure, both files of the attempt; 0 for none."""
         try:
             with os.scandir(self._attempt) as files:
                 times = [file.stat().st_mtime_ns for file in files if _is_question(file.name)]

@@ -1,4 +1,4 @@
-"""Failure report of a run: the rank that failed first, its traceback, and the ranks that only followed."""
+"""Failure report of a run: the rank that failed first, its traceback, and the ranks that failed because of it."""
 
 from __future__ import annotations
 
@@ -233,7 +233,7 @@ class FailureReport:
         return [other for other in self.others if (other.error, other.message) == (self.error, self.message)]
 
     def _rest(self) -> list[str]:
-        """Return one line for the ranks that failed alike and one for those that followed."""
+        """Return one line for the ranks that failed alike and one for those that failed because of them."""
         same = self._same()
         lines = []
         if same and self.kind not in ("user", "machine"):

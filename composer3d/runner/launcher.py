@@ -92,7 +92,7 @@ def launch_local(
 
     The ranks are started by torch's elastic agent, by fork on CPU, by spawn on CUDA, and meet in a folder that only
     this user can read: nothing listens but their backends, on loopback. When this process dies, the kernel kills them.
-    When one fails, the others get a second to notice and to say so, then SIGTERM and SIGKILL; one that is
+    When one fails, the others get a second to notice and report it, then SIGTERM and SIGKILL; one that is
     saving gets up to `grace_s`. SIGTERM to this process reaches the ranks as SIGTERM, and they have `grace_s` to save
     and return. Ctrl-C ends them; a second one kills them.
 

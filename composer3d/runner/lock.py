@@ -32,9 +32,9 @@ log = logging.getLogger(__name__)
 
 
 class RunLock:
-    """An exclusive hold on a run's folder: flock on a file in it, which says who holds it.
+    """An exclusive hold on a run's folder: flock on a file in it, which names the holder.
 
-    The kernel releases it when the last process that has it is gone, however it ended; ranks, forked or spawned, share
+    The kernel releases it when the last process that has it ends, however it does; ranks, forked or spawned, share
     it with their launcher, so it lasts as long as one of them writes. A run that comes to its end removes the file.
 
     Args:

@@ -1,4 +1,4 @@
-"""The weights of a run that saved only a part of them: what its manifest starts from, with what was trained put in."""
+"""Full weights of a run that saved adapters alone: its first ones, merged with the trained ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MergedWeights:
         """Prepare the run that a checkpoint belongs to; its folder has the manifest.
 
         Raises:
-            CheckpointError: There is nothing to merge, or the run's manifest is gone.
+            CheckpointError: There is nothing to merge, or the run's manifest is missing.
             ManifestError: It does not fit any more.
         """
         preparation = prepared(path)
@@ -93,7 +93,7 @@ def prepared(path: Path) -> Preparation:
     """Return the manifest of the run that a checkpoint belongs to, joined with its model; its folder has the manifest.
 
     Raises:
-        CheckpointError: The run's manifest is gone.
+        CheckpointError: The run's manifest is missing.
         ManifestError: It does not fit any more.
     """
     import torch

@@ -35,7 +35,7 @@ class MetricsFile:
     """Appends rows to `metrics.jsonl`; one rank has it.
 
     Floats are written with the digits that read back as the same float, so two runs can be compared bit for bit; what
-    is not finite becomes null, since JSON has no word for it. Every row is handed to the system in one write: a kill
+    is not finite becomes null, since JSON has no such number. Every row is written in one call: a kill
     leaves at most one row half written, and `keep` drops it.
 
     Args:

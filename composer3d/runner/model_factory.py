@@ -42,7 +42,7 @@ class ModelFactory:
 
     Args:
         manifest: With the runner's tables.
-        vocab_size: Of the data's tokens, None where nobody knows.
+        vocab_size: Of the data's tokens; None where unknown.
 
     Raises:
         ManifestError: The factory cannot be imported.

@@ -29,10 +29,10 @@ Adjustment = Literal["original", "match_rms_adamw"]
 class Muon(AdamW):
     """Step groups with `matrices = True` along their orthogonalised momentum, and the others as AdamW does.
 
-    Orthogonalising needs a whole matrix: of one that is cut, the update is gathered, every rank orthogonalises it alike
+    Orthogonalising needs a whole matrix: of a sharded one the update is gathered, every rank orthogonalises it alike
     and keeps its share, so a run is what `torch.optim.Muon` and AdamW are on one device.
     Memory: one moment of a matrix, AdamW's two of everything else; one whole matrix, and copies of it in bfloat16.
-    Collectives: one all-gather for each matrix and mesh axis over which it is cut.
+    Collectives: one all-gather for each matrix and mesh axis over which it is sharded.
 
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable
     for LLM Training, arXiv:2502.16982.

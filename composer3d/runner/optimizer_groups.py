@@ -110,7 +110,7 @@ def optimizer_class(table: OptimizerTable, folder: Path) -> tuple[type[torch.opt
     """Return the class and its arguments.
 
     AdamW runs fused, in one kernel for all parameters (measured under FSDP2: 0.7 ms where foreach takes 1.3). torch's
-    fused SGD has no rule for DTensors, so SGD runs as foreach. `args` may say another one of the two.
+    fused SGD has no rule for DTensors, so SGD runs as foreach. `args` may choose the other.
 
     Args:
         table: `[optimizer]`.

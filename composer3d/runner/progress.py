@@ -21,7 +21,7 @@ _NO_STEP = -1
 
 
 class RunPhase(IntEnum):
-    """What a rank is doing; the report of a failure says it, and a rank that saves is given more time to end."""
+    """What a rank is doing; failure reports show it, and a rank that saves is given more time to end."""
 
     STARTING = 0
     LOADING = 1

@@ -21,7 +21,7 @@ def find_form(path: Path) -> tuple[ExportForm, Callable[[], Mapping[str, Any]] |
         path: The checkpoint.
 
     Raises:
-        CheckpointError: No plugin of the run says, or the run's manifest is gone.
+        CheckpointError: No plugin of the run states the form, or the run's manifest is missing.
         ManifestError: It does not fit any more.
     """
     from composer3d.runner.merged_weights import prepared

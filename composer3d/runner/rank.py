@@ -30,7 +30,7 @@ def under_torchrun() -> bool:
 def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bool = True) -> Any:
     """Run a function as this rank, and leave behind how it ended.
 
-    When the function returns, a marker says so: a process that is gone without one left early, which torchrun takes
+    When the function returns, it writes a marker: a process that ended without one left early, which torchrun takes
     for success. When it raises, the failure is written to the attempt's folder and to torchrun's error file, and
     the process exits with 2 (a wrong manifest) or 3. With `report`, one rank of the run also writes the report to
     standard error and to `error.json`: the one that failed first, or one that lost it, if it cannot speak any more.
@@ -109,7 +109,7 @@ def _record(record: Callable[[BaseException], None], error: BaseException) -> No
 
 
 def _await_cause(folder: Path, world_size: int) -> None:
-    """Wait until a rank with a failure of its own has told it, or one is seen to have ended without."""
+    """Wait until a rank with a failure of its own has reported it, or has ended without a report."""
     deadline = time.monotonic() + _WAIT_FOR_CAUSE_S
     while time.monotonic() < deadline:
         if any(not failure.consequence for failure in read_failures(folder, world_size).values()):
@@ -149,7 +149,7 @@ def _is_first_to_report(folder: Path) -> bool:
 
 
 def _silently_ended(folder: Path, world_size: int) -> list[Ending]:
-    """Return this host's ranks that are gone and left neither a report nor the marker."""
+    """Return this host's ranks that ended and left neither a report nor the marker."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     first = int(os.environ["RANK"]) - int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
     told = read_failures(folder, world_size)

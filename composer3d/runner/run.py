@@ -114,7 +114,7 @@ def run(
         resume: `auto`, `never`, or a checkpoint's path.
         strict: Refuse warnings too.
         on_problems: Called with the check's warnings before ranks start.
-        report: Called with what is to be said before the first step; under torchrun on rank 0.
+        report: Called with lines for the user before the first step; under torchrun on rank 0.
 
     Raises:
         ManifestError: The manifest has problems, all of which it has.
@@ -235,7 +235,7 @@ def _join(
         overrides: As given to `--set`.
         resume: As given to `--resume`.
         strict: Refuse warnings too.
-        report: Called on rank 0 with what is to be said before the first step.
+        report: Called on rank 0 with lines for the user before the first step.
 
     Raises:
         LockError: Another run has the folder.
@@ -300,7 +300,7 @@ def _train(
         overrides: As given to `--set`.
         resume: As given to `--resume`.
         strict: Whether a warning stops the run; None where the manifest was checked before the ranks were started.
-        report: Called on rank 0 with what is to be said before the first step.
+        report: Called on rank 0 with lines for the user before the first step.
     """
     from composer3d.runner import train
 

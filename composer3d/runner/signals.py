@@ -51,8 +51,8 @@ class Preemption:
     def restore(self) -> None:
         """Give the signals back to whoever had them; once one asked to stop, they are ignored from here on.
 
-        A group of processes is often told twice, by its scheduler and by its parent, and the second signal must not
-        kill a rank that has saved and is about to return.
+        A group of processes often gets a signal twice, by its scheduler and by its parent, and the second must not kill
+        a rank that has saved and is about to return.
         """
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_IGN if self.requested else handler)  # type: ignore[arg-type]
@@ -117,7 +117,7 @@ class ParentSignals:
 def interrupt_once() -> None:
     """Make SIGINT raise KeyboardInterrupt once in this rank.
 
-    A terminal sends Ctrl-C to the ranks, and so does their parent: the second must not cut the cleaning up short. It
+    A terminal sends Ctrl-C to the ranks, and so does their parent: the second must not interrupt the cleaning up. It
     is also what a rank gets when its parent dies.
     """
 

@@ -24,7 +24,7 @@ _OVERFLOW = (
 
 
 class StabilityError(ComposerError):
-    """The loss or the gradient went out of bounds, and the manifest says to stop, or too many steps were skipped."""
+    """The loss or the gradient went out of bounds, and `on_nonfinite` is `stop`, or too many steps were skipped."""
 
     def __init__(self, message: str, *, step: int, loss: float, grad_norm: float) -> None:
         self.step, self.loss, self.grad_norm = step, loss, grad_norm

@@ -16,7 +16,7 @@ __all__ = ["StepClock"]
 
 
 class StepClock:
-    """Times steps and brings together what the ranks have to tell each other at the end of each.
+    """Times steps and reduces what ranks report at the end of each.
 
     Args:
         run: The composition.
@@ -52,7 +52,7 @@ class StepClock:
         return batch
 
     def finish(self, row: dict[str, Any], batch: Batch, stop: bool) -> bool:
-        """Add tokens, or samples where those are the unit, and times to a step's row; tell whether to stop.
+        """Add tokens, or samples where those are the unit, and times to a step's row; return whether to stop.
 
         Tokens are those with a target where every token has one, and all of them else.
 

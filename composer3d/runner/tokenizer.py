@@ -1,4 +1,4 @@
-"""Tokenizer of `[data]`: one that lies in a folder, or beside the model's weights."""
+"""Tokenizer of `[data]`: that of a folder, or the one beside the model's weights."""
 
 from __future__ import annotations
 

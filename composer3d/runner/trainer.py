@@ -72,8 +72,8 @@ def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False, unt
 
     Args:
         manifest: Typed with the runner's `TABLES`.
-        resume: `auto` goes on from the newest checkpoint in the run's folder, `never` starts anew and moves what is
-            there aside, anything else is the path of a checkpoint.
+        resume: `auto` goes on from the newest checkpoint in the run's folder, `never` starts from step 0 and moves what
+            is there aside, anything else is the path of a checkpoint.
         silent: Show nothing.
         until: Steps after which to stop, before those that the manifest states.
 

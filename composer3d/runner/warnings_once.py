@@ -1,4 +1,4 @@
-"""Warnings of many ranks: each that is another one is shown once."""
+"""Warnings of many ranks: equal ones are shown once."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["warning_once"]
 
 
 def warning_once(folder: Path, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """Run a function, in a rank of its own, so that of equal warnings of all ranks the first alone is shown.
+    """Run a function, in a rank of its own, so that of all ranks' equal warnings the first alone is shown.
 
     A proof composes the same model a dozen times, on as many ranks, and a library that warns of it would warn as often.
-    What is equal is told by category and text, or by logger and text, whatever line it comes from; what is said but
-    once differs by nothing. The process is changed: it is to end with the function.
+    Warnings are equal by category and text, log records by logger and text, whatever line they come from. The process
+    is changed: it is to end with the function.
 
     Args:
-        folder: Where it is left what was shown; the same for all who are to say a thing once.
+        folder: Of the record of shown warnings; the same for all processes that share it.
         function: What to run; importable by name where ranks are spawned.
         args: Its arguments.
 

@@ -1,4 +1,4 @@
-"""The parent's eye on a local world: who ended, who was first, and when the others have to go."""
+"""Supervision of a local world by its parent: the ranks that ended, the first of them, and the end of the others."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Ended(Exception):
-    """Leaves the agent's loop: the ranks are gone and will not be started again."""
+    """Leaves the agent's loop: the ranks have ended and are not restarted."""
 
     def __init__(self, outcome: Outcome, report: FailureReport | None = None) -> None:
         self.outcome = outcome
@@ -38,14 +38,14 @@ class Ended(Exception):
 
 
 class Restart(Exception):
-    """Leaves the agent's loop: the ranks are gone, and are to be started again."""
+    """Leaves the agent's loop: the ranks have ended, and are to be restarted."""
 
 
 class Watch:
     """The parent's eye on its ranks, called by the agent before each of its own looks.
 
     The agent reports one failed process, and waits 30 s for the others; here all endings are seen, without being
-    reaped, so that the agent finds them as it expects. A rank is done when its marker says that its function has
+    reaped, so that the agent finds them as it expects. A rank is done when its marker shows that its function has
     returned, however its process ends after that.
     """
 
@@ -166,7 +166,7 @@ class Watch:
         raise Restart
 
     def _end_peers(self) -> None:
-        """Wait for the ranks that lost another to say so, then end them; endings after that mean nothing."""
+        """Wait for the ranks that lost another to report it, then end them; later endings mean nothing."""
         noticed = self._wait(_PEERS_S)
         if noticed:
             return

@@ -107,7 +107,7 @@ def find_description(path: Path) -> Path | None:
     """Return the folder in which the checkpoint's run keeps the description of its Hugging Face model; None without.
 
     Raises:
-        CheckpointError: It is such a run's, and the description is gone.
+        CheckpointError: It is such a run's, and the description is missing.
     """
     from composer3d.checkpoint import read_state, validated_run
 

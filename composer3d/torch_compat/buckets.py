@@ -1,4 +1,4 @@
-"""Seeing what torch's bucketed reducer does, which it does in C++."""
+"""Observation of torch's bucketed reducer, which works in C++."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def watch_buckets(module: Any, span: Callable[..., Any]) -> None:
     The reducer offers one place for Python, its communication hook, which it calls once a bucket. The one that is put
     there issues what the reducer would have, on the same bits. A callback that autograd runs just before the reducer's
     own, in which C++ waits for all buckets, waits for them in its place. The rest is not called through Python: what
-    ranks compare and hand out when the reducer is made, and when it forms its buckets anew after the first backward, is
+    ranks compare and send when the reducer is made, and when it forms its buckets again after the first backward, is
     inside of private functions of two classes (torch 2.11-2.15), around which a span is opened. The first backward of a
     static graph, which the reducer runs as a whole when it has ended, is waited for in there.
 

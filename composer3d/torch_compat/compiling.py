@@ -88,7 +88,7 @@ def _order_saved_states() -> None:
 def _multiply_any_number_of_sizes() -> None:
     """Let a symbolic size be a product of more than two.
 
-    Products of sizes that a graph passes on, those of DTensors, are put together from what sympy says of them. It
+    Products of sizes that a graph passes on, those of DTensors, are built from their sympy expressions. It
     writes a product of any number of factors as one, which torch gives to `operator.mul`, which takes two (torch
     2.11-2.13; sums have a function that takes any number since 2.12).
     """

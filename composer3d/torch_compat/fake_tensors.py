@@ -1,4 +1,4 @@
-"""Runs without values: fake tensors, storages that change their size, what torch asks of other ranks."""
+"""Fake tensors: their modes, storages that change their size, and values that torch asks other ranks for."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def lone_pipeline(
 
     Args:
         preparing: Called with True as the first step begins to learn shapes, and with False after.
-        sent: Called with (stage, to, description) of what a stage says of its outputs.
+        sent: Called with (stage, to, description of the stage's outputs).
         wanted: Called with (stage, from); returns such a description.
     """
     from torch.distributed.pipelining import schedules
@@ -306,7 +306,7 @@ def lone_buckets() -> Iterator[list[Any]]:
     It compares the parameters' shapes over all ranks and hands out rank 0's values, in C++ and by functions that are
     private (torch 2.11-2.15): both are left out. Its reducer takes the reduced bucket from what the collective
     promises, and the `fake` backend promises nothing: a hook of ours hands the bucket back. Buckets stay as they are
-    made, where a run arranges them anew after its first step, by the order in which gradients came: that reads values.
+    made, where a run arranges them again after its first step, by the order in which gradients came: that reads values.
 
     Yields:
         Those that ran inside.

@@ -1,4 +1,4 @@
-"""Spans around collectives that Python code calls for, whichever function of torch.distributed it uses."""
+"""Spans around the collectives of torch.distributed that Python code calls."""
 
 from __future__ import annotations
 

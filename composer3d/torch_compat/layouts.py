@@ -102,8 +102,8 @@ class ShardOf(NamedTuple):
 def shard_of(placement: Any) -> ShardOf | None:
     """Return how a DTensor placement shards, None for replicas and partial sums.
 
-    FSDP2 places a tensor that tensor parallelism has cut before with `_StridedShard`, which is private and, depending
-    on the version, a subclass of Shard or not (torch 2.11-2.15).
+    FSDP2 places a tensor that tensor parallelism has sharded before with `_StridedShard`, which is private and,
+    depending on the version, a subclass of Shard or not (torch 2.11-2.15).
     """
     from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
@@ -189,7 +189,7 @@ def held_tensor(tensor: Any) -> Any:
 
 
 def with_local(tensor: Any, local: Any) -> Any:
-    """Return a DTensor laid out as another one, on memory that `from_local` would move to the mesh's device."""
+    """Return a DTensor with the placements of a second one, on memory that `from_local` would move to its device."""
     from torch.distributed.tensor import DTensor
 
     return DTensor(local, tensor._spec, requires_grad=False)

@@ -1,4 +1,4 @@
-"""Seeing collectives inside of operators, and messages between pipeline stages."""
+"""Observation of collectives inside operators, and of messages between pipeline stages."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def watch_operator_collectives(span: Callable[..., Any]) -> Callable[[], None]:
 
     They have no hook, and below them there is only a dispatch mode, which costs every operator several microseconds:
     so the functions of the private module by which DTensor calls them are replaced, and of another one the exchange of
-    the dim that is cut, which on CPU is one of the former (torch 2.11-2.15). Compiled code calls none of them: there
+    the sharded dim, which on CPU is one of the former (torch 2.11-2.15). Compiled code calls none of them: there
     the operators themselves are watched.
 
     Args:

@@ -232,7 +232,7 @@ def hide_compiler_warnings() -> None:
 
 
 def hide_profiler_warnings() -> None:
-    """Hide that events of earlier cycles are gone, of which torch 2.11 warns every process that profiles some."""
+    """Hide torch 2.11's warning in every process that profiles cycles: that events of earlier ones are dropped."""
     import warnings
 
     warnings.filterwarnings("ignore", message="Warning: Profiler clears events at the end of each cycle")

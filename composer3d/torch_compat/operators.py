@@ -1,4 +1,4 @@
-"""Operators of torch that are made of other operators and of collectives."""
+"""Composite operators: made of other operators and of collectives."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def custom_operator(
         name: `namespace::name`.
         schema: As torch writes it, `(Tensor x, str group) -> Tensor`.
         function: Computes the results, which share no memory with what it is given; runs collectives.
-        kind: What it is to selective checkpoints: `attention`, `collective`, or `backward` of another one.
+        kind: What it is to selective checkpoints: `attention`, `collective`, or `backward` of one of them.
         fake: Returns results of the same shapes, strides and dtypes without values.
         backward: As `torch.library.register_autograd` takes it, with `setup_context`.
 

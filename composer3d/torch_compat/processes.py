@@ -1,4 +1,4 @@
-"""Process groups, stores, launchers and what they record."""
+"""Process groups, stores, launchers, and flight records."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def set_group_timeout(group: Any, timeout: timedelta) -> None:
 
 
 def group_timeout(group: Any, device: Any) -> timedelta | None:
-    """Return after what time a collective of a group fails; None where its backend does not say.
+    """Return after what time a collective of a group fails; None where its backend has no such value.
 
-    Nothing public tells it once the group was made (torch 2.11-2.15).
+    Nothing public returns it once the group was made (torch 2.11-2.15).
 
     Args:
         group: A process group.
@@ -251,7 +251,7 @@ def group_name(group: Any) -> str:
 
 
 def ranks_of_group(name: str) -> tuple[int, ...] | None:
-    """Return the ranks of the process group that stands under a name in flight records; None for one that is gone.
+    """Return the ranks of the process group that stands under a name in flight records; None for a destroyed one.
 
     The lookup by name is private (torch 2.11-2.15).
     """

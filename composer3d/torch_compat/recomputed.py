@@ -1,4 +1,4 @@
-"""Tensors that a module's hooks compute anew before every forward."""
+"""Tensors that a module's hooks recompute before every forward."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ def watch_units(module: Any) -> Units:
     """Let every unit of FSDP2 reduce the gradients of all its parameters, and keep a record of what units send.
 
     FSDP2 packs the gradients that there are: where ranks use other parameters of a unit, as with an expert that no row
-    of a rank goes to, they send other parameters, or other sizes, to each other, and nobody is told. torch 2.13 has a
+    of a rank goes to, they send other parameters, or other sizes, to each other, and no rank notices. torch 2.13 has a
     setter for it, which reduces zeros after each call of a unit that is called several times, and torch 2.11 none. So
     the classes of groups and states, which are private (torch 2.11-2.15), get subclasses.
 

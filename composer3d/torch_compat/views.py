@@ -11,7 +11,7 @@ def keep_output_hooks(module: Any) -> None:
     """Return a module's outputs as tensors that are no views, of the same storage; before it becomes a unit of FSDP2.
 
     FSDP2 gathers a unit's parameters for the backward in hooks on the unit's outputs. Of a view, as a linear layer with
-    a bias returns of `x_BSD`, autograd makes the graph anew when `x += y` changes it, and drops the hook: gradients may
+    a bias returns of `x_BSD`, autograd makes a new graph when `x += y` changes it, and drops the hook: gradients may
     be wrong, and torch 2.13 warns at every such output, changed or not. An alias that autograd takes for a tensor of
     its own keeps the hook, shares the version that detects overwritten values, and no warning is due.
 

@@ -15,7 +15,7 @@ _ORDER = ("input", "output", "gradient", "weight gradient")  # as a step goes
 def first_anomaly(rows: tuple[Mapping[str, Any], ...], step: int | None) -> Mapping[str, Any] | None:
     """Return the earliest finding of a step, or of any if none is of that step.
 
-    Every rank tells of the first that it saw itself. Forwards come before backwards and earlier stages before later
+    Every rank reports the first that it saw itself. Forwards come before backwards and earlier stages before later
     ones; in backwards it is the other way round.
 
     Args:

@@ -27,7 +27,7 @@ class Diagnosis:
 
     Args:
         kind: Of what happened.
-        rank: Who was first, None where that is nobody.
+        rank: The first to fail; None where none was.
         first: Who was first, and what happened to it.
         others: What the others did, or waited for; a line each.
         advice: What to try.
@@ -133,7 +133,7 @@ def _told_fault(evidence: Evidence, fault: Fault) -> _Told:
 
 
 def _aborted(evidence: Evidence, report: Mapping[str, Any], fault: Fault) -> _Told:
-    """Tell of a rank that gloo ended, because another one sent more than it expected: shapes differ."""
+    """Report a rank that gloo ended, because a peer sent more than it expected: shapes differ."""
     waiting = [rank for rank in fault.collective.ranks if rank not in fault.odd]
     sent = " and ".join(evidence.who(rank) for rank in waiting)
     place = report["message"].partition("SIGABRT")[2]
@@ -191,7 +191,7 @@ def _ranks(number: int, many: str, one: str) -> str:
 
 
 def _paced(pace: Pace, evidence: Evidence, verb: str) -> str:
-    """Say that no rank is slow, as far as that is known; nothing of a rank that has nobody beside it."""
+    """Report that no rank is slow, as far as that is known; nothing for a rank without peers."""
     if evidence.world_size == 1:
         return ""
     if pace.known:

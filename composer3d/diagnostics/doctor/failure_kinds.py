@@ -37,7 +37,7 @@ _SHAPES = re.compile(r"Detected mismatch between collectives")
 
 
 def kind_of(report: Mapping[str, Any]) -> Kind | None:
-    """Return the kind of one rank's failure; None for one that lost another and has nothing of its own to tell.
+    """Return the kind of one rank's failure; None for one that lost a peer and has no failure of its own.
 
     Args:
         report: As `error.json` has it.

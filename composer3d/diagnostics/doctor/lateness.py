@@ -63,7 +63,7 @@ class Straggler:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What the times of ranks say of each other.
+    """Comparison of the ranks' times.
 
     Args:
         num_steps: Steps that all ranks are known in, without the first, which allocates.

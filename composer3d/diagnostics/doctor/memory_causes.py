@@ -65,7 +65,7 @@ def _size(num_bytes: int) -> str:
 
 
 def told_request(message: str) -> str:
-    """Return what an allocator's message says was asked for; nothing where it does not say it.
+    """Return a clause on the size that an allocator's message states; empty where it states none.
 
     Args:
         message: Of the exception: CPU's allocator gives bytes, CUDA's a rounded size.

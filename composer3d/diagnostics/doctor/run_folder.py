@@ -1,4 +1,4 @@
-"""Gathering what a run left in its folder; ranks that are alive are asked."""
+"""Evidence in a run's folder, and accounts requested from ranks that are alive."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Witness:
-    """What one rank told of itself.
+    """Account of one rank.
 
     Args:
         rank: It.
         who: With its coordinates.
         host: Where it ran.
         state: `running`, `failed` or `ended`.
-        time_ns: When it told it.
-        account: What it did last; None in a world of one, which nobody waits in.
+        time_ns: Of the account, ns since 1970.
+        account: Its last collectives; None in a world of one.
         opened: The spans that were open, outermost first, with the time when each was opened.
         spans: Those that were closed, the newest last.
         owners: The plugin that owns an axis, by axis.
@@ -128,7 +128,7 @@ def read_evidence(run: Path) -> Evidence:
 
 
 def _layout(run: Path, world_size: int) -> Layout | None:
-    """Return the layout of a run that has none but the core's axes, for ranks that can tell nothing any more."""
+    """Return the layout of a run that has none but the core's axes, for ranks that cannot report any more."""
     degrees = (_json(run / "environment.json") or {}).get("mesh", {})
     try:
         return resolve(degrees, axes=AXES, world_size=world_size, default=None)
@@ -155,7 +155,7 @@ def nonfinite_finders() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
 
 
 def _ask(run: Path) -> tuple[dict[int, LastSeen], bool]:
-    """Return where the living ranks are, and whether one went on, after having asked them to tell of themselves."""
+    """Request accounts of the living ranks; return their last steps and phases, and whether one of them changed."""
     attempts = sorted(attempts_of(run).glob("*/"), key=lambda folder: folder.stat().st_mtime_ns)
     if not attempts:
         return {}, False
@@ -197,7 +197,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _witnesses(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what ranks told, of the newest start alone."""
+    """Return the ranks' accounts, of the newest start alone."""
     found = [content for path in folder.glob("rank-*.json") if (content := _json(path)) is not None]
     newest = max(found, key=lambda content: int(content["time_ns"]), default={"attempt": None})["attempt"]
     return {
@@ -234,7 +234,7 @@ def _json(path: Path) -> dict[str, Any] | None:
 
 
 def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, up to one that was cut off."""
+    """Yield the objects of a file of JSON lines, up to a truncated one."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError:

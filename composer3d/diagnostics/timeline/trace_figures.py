@@ -52,7 +52,7 @@ class Bubble:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a trace says.
+    """Figures of a trace.
 
     Args:
         steps: Numbers of the steps that were measured: all but the first, which allocates and compiles.
@@ -81,7 +81,7 @@ class Report:
 
 
 def statements(report: Report) -> list[str]:
-    """Return what a report says in sentences.
+    """Return a report in sentences.
 
     Args:
         report: As it was measured.

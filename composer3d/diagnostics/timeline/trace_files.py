@@ -45,7 +45,7 @@ class Trace:
         coordinates: Of every rank along the mesh axes.
         memory: Resident bytes of every rank, in order of time.
         rows: Of `metrics.jsonl`, as far as there is one.
-        cut: Files whose last line was cut off, as a kill does.
+        cut: Files whose last line is truncated, as by a kill.
     """
 
     ranks: Mapping[int, tuple[Span, ...]]
@@ -110,7 +110,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> tuple[list[Any], bool]:
-    """Return what the lines hold, up to one that was cut off, and whether there was none."""
+    """Return what the lines hold, up to a truncated one, and whether there was none."""
     result = []
     for line in path.read_text(encoding="utf-8").splitlines():
         try:

@@ -57,7 +57,7 @@ def _library(tokenizer: str) -> str:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """Return the tokenizer of a tokenizer.json, which neither cuts nor fills up.
+    """Return the tokenizer of a tokenizer.json, with truncation and padding off.
 
     Raises:
         DataError: The file is none.
@@ -117,7 +117,7 @@ def write_encoded(blocks: Callable[[], Iterable[bytes]], *, folder: Path, tokeni
 
 
 def read_meta(folder: Path) -> dict[str, Any] | None:
-    """Return what `write_bpe` left behind, None where it is missing or the tokens are cut off."""
+    """Return what `write_bpe` left behind, None where it is missing or the tokens are truncated."""
     if not (folder / "meta.json").exists():
         return None
     meta: dict[str, Any] = json.loads((folder / "meta.json").read_text())
@@ -142,7 +142,7 @@ def _train(pieces: Iterator[str], vocab_size: int) -> Tokenizer:
 
 
 def _pieces(blocks: Iterable[bytes]) -> Iterator[str]:
-    """Yield text in pieces that end at line ends: encoding a large document at once would need many times its size."""
+    """Yield text in blocks that end at line ends: encoding a large document at once would need many times its size."""
     rest = ""
     for text in codecs.iterdecode(blocks, "utf-8"):
         rest += text

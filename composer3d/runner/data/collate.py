@@ -1,4 +1,4 @@
-"""From samples to a batch: padding, and the checks that name the sample at fault."""
+"""Collation of samples into a batch: padding, and checks that name the sample at fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""That all ranks read the same data, wherever it lies on their machines."""
+"""Comparison of the ranks' data: all must read the same samples, from whatever path."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class Source(ABC):
     """Numbered samples of (inputs, targets); for text the targets are the next tokens.
 
     Args:
-        vocab_size: Every token is below it; None where nobody knows.
+        vocab_size: Every token is below it; None where unknown.
         evaluation: The samples held out, None where there are none.
     """
 
@@ -34,7 +34,7 @@ class Source(ABC):
 
     @property
     def lengths(self) -> NDArray[np.int64] | None:
-        """Return the tokens of each sample, None where only reading a sample tells."""
+        """Return the tokens of each sample, None where a sample has to be read to know."""
         return None
 
     @property

@@ -88,7 +88,7 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
         table: The manifest's `[data]`.
         folder: Of the manifest.
         seed: Of the run.
-        vocab_size: Tokens are below it; None where nobody knows.
+        vocab_size: Tokens are below it; None where unknown.
     """
     if table.kind == "user":
         return _first_of_user(table, folder, seed)

@@ -27,7 +27,7 @@ def as_sample(item: Any, *, name: str, use: str) -> Sample:
     """Return (inputs, targets) of an item.
 
     A tuple of tensors in the place of one tensor is several, a list of numbers is a tensor. The inputs of a pair may be
-    a tuple, which is handed to the model by position, or a mapping, handed over by name.
+    a tuple, which is passed to the model by position, or a mapping, passed by name.
 
     Raises:
         DataError: The item is something else, or a row of fewer than two tokens.

@@ -1,4 +1,4 @@
-"""The batches of one data-parallel rank, in any order of asking, read here or ahead by workers."""
+"""Batches of one data-parallel rank, by step in any order, read in this process or ahead by workers."""
 
 from __future__ import annotations
 

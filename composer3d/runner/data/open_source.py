@@ -1,4 +1,4 @@
-"""From `[data]` to a source."""
+"""Data source of a `[data]` table."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class Order:
         return stretch[positions - first]
 
     def _deal(self, number: int) -> dict[int, NDArray[np.int64]]:
-        """Sort a window by length and cut it into the batches of its steps."""
+        """Sort a window by length and divide it into the batches of its steps."""
         num_steps = self._table.bucket
         steps = range(number * num_steps, (number + 1) * num_steps)
         end = self._position_of(steps[-1]) + self._batch_size_of(steps[-1])

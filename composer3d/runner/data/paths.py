@@ -1,4 +1,4 @@
-"""From `[data] use` to files: what is there, what kind it is, and what was probably meant."""
+"""Files of `[data] use`: their place, their kind, and suggestions for a path without any."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ def prepare_once(
 ) -> None:
     """Do work on whichever rank of this node comes first; the others wait until it is done.
 
-    A file lock of the system decides, so no process group is needed, and a rank that dies lets go: the next one sees
-    that the work is not done and does it.
+    A file lock of the system decides, so no process group is needed, and a rank that dies releases it: the next one
+    sees that the work is not done and does it.
 
     Args:
         work: What to do; it must leave a state in which `done` is true.

@@ -1,4 +1,4 @@
-"""`order = "stream"`: the order is the iterable's own, and so is where to go on."""
+"""`order = "stream"`: samples in the order of an iterable, which keeps its own position."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class StreamSource:
         return self._num_items
 
     def record(self) -> dict[str, Any]:
-        """Return the reference and its arguments; nobody knows how many samples there are."""
+        """Return the reference and its arguments; the number of samples is unknown."""
         return {
             "kind": "stream",
             "use": self._table.use,

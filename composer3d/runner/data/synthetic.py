@@ -1,4 +1,4 @@
-"""Tokens that mean nothing: sample i is a function of the seed and i."""
+"""Synthetic tokens: sample i is a function of the seed and i."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ _DEFAULT_BPE = 4096
 
 
 class Text:
-    """UTF-8 text in blocks, read as often as it is gone through and never held whole.
+    """UTF-8 text in blocks, read again in each iteration and never held whole.
 
     Args:
         parts: What opens each document, with its name.

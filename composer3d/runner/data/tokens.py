@@ -188,7 +188,7 @@ def map_token_file(path: Path, table: DataTable) -> MappedTokens:
     """Map one file: `.npy` says its own dtype, `.bin` is raw tokens of `[data] dtype` in this machine's byte order.
 
     Raises:
-        DataError: The file is empty, cut off, or holds something else than one row of unsigned or int32/int64 tokens.
+        DataError: The file is empty, truncated, or holds something else than one row of unsigned or int32/int64 tokens.
     """
     if path.stat().st_size == 0:
         raise DataError(f'[data] use = "{table.use}": {path.name} is empty; give a file of tokens')

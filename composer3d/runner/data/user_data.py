@@ -90,7 +90,7 @@ def seeded(seed: int, position: int) -> Iterator[None]:
 
     Args:
         seed: Of the run.
-        position: Of the sample in the endless stream; the next epoch draws anew.
+        position: Of the sample in the endless stream; the next epoch draws again.
     """
     word = int.from_bytes(blake2b(f"sample {seed} {position}".encode(), digest_size=8).digest(), "little")
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
