@@ -7,30 +7,14 @@ then in the run's own dtypes, and so are replicas, random streams and collective
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from composer3d.verification.manifest_run import read_manifest, subject_of
-    from composer3d.verification.prove import prove
-    from composer3d.verification.proven_world import ProvenWorld, proven_world
-    from composer3d.verification.shrink import shrink
-    from composer3d.verification.subject import Subject
-    from composer3d.verification.verdict import Verdict
-    from composer3d.verification.verdict_report import to_json, to_text
-    from composer3d.verification.verify import VerificationError, VerifyResult
-
-_MODULES = {
-    "manifest_run": ("read_manifest", "subject_of"),
-    "prove": ("prove",),
-    "proven_world": ("ProvenWorld", "proven_world"),
-    "shrink": ("shrink",),
-    "subject": ("Subject",),
-    "verdict": ("Verdict",),
-    "verdict_report": ("to_json", "to_text"),
-    "verify": ("VerificationError", "VerifyResult"),
-}
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
+from composer3d.verification.manifest_run import read_manifest, subject_of
+from composer3d.verification.prove import prove
+from composer3d.verification.proven_world import ProvenWorld, proven_world
+from composer3d.verification.shrink import shrink
+from composer3d.verification.subject import Subject
+from composer3d.verification.verdict import Verdict
+from composer3d.verification.verdict_report import to_json, to_text
+from composer3d.verification.verify import VerificationError, VerifyResult
 
 __all__ = [
     "ProvenWorld",
@@ -46,10 +30,3 @@ __all__ = [
     "to_json",
     "to_text",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: some of these modules import torch, which takes a second."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
