@@ -20,8 +20,8 @@ class Anomaly:
     """Find the first module whose output is not finite, or whose output has a gradient that is not.
 
     Every module's first input, its outputs and their gradients are reduced to one bit each, on the device; the bits are
-    read once a step, when the gradients are there and before anybody judges the loss. What is found is a line of JSON
-    in the run's folder, and a warning; `composer3d doctor` tells it. Stopping is left to `[stability]`. Inside compiled
+    read once a step, when the gradients are there and before the loss is judged. What is found is a line of JSON in the
+    run's folder, and a warning; `composer3d doctor` reports it. Stopping is left to `[stability]`. Inside compiled
     modules nothing is seen: the first that is found is then the one that took their output. With float16 a loss scale
     that is too high is found too; `gradients = false` passes over it.
 
@@ -47,7 +47,7 @@ class Anomaly:
 
     @hookimpl
     def composer3d_step_actions(self, context: RunContext) -> list[StepAction]:
-        """Begin to look at the start of a step; read the bits where nobody has reduced or scaled the gradients yet."""
+        """Begin to look at the start of a step; read the bits before gradients are reduced or scaled."""
         return [
             StepAction(name="anomaly.begin", point=StepPoint.BEGIN, run=self._begin),
             StepAction(name="anomaly.microbatch", point=StepPoint.BEFORE_MICROBATCH, run=self._microbatch),
@@ -56,7 +56,7 @@ class Anomaly:
 
     @hookimpl
     def composer3d_close(self, context: RunContext, error: BaseException | None) -> None:
-        """Read what a step left that broke off; let go of the modules."""
+        """Read what an interrupted step left; release the modules."""
         watch: _Watch | None = context.state.get(self)
         if watch is not None:
             watch.read()

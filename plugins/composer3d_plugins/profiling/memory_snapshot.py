@@ -1,4 +1,4 @@
-"""Memory snapshots: what a rank holds, on request and when it has run out."""
+"""Memory snapshots: a rank's allocations, on request and when it is out of memory."""
 
 from __future__ import annotations
 

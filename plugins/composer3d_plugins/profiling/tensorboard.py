@@ -1,4 +1,4 @@
-"""TensorBoard as a place for metrics."""
+"""Metrics in TensorBoard."""
 
 from __future__ import annotations
 

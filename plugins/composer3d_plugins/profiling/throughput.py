@@ -34,7 +34,7 @@ class Throughput:
     """Report tokens/s or samples/s, percentiles of step times, FLOP/s and utilisation, and what collectives move.
 
     Two conventions, named in the metrics. `model_6n`: 6 operations for every token and every parameter that multiplies
-    (2 forward, 4 backward), without attention and without recomputation; MFU is its share of the peak.
+    (2 forward, 4 backward), without attention and without recomputation; MFU is its ratio to the peak.
     `hardware_counted`: the operations of one real step by torch's formulas, attention and recomputation included; HFU
     is its share. Tokens are all positions of the batch, padding too, since all of them are computed. A model that is
     given anything but tokens, images for example, has `throughput_samples_per_s`, and no `model_6n`: how often a
@@ -203,7 +203,7 @@ class _Transfers:
     """What collectives moved and how long they took, by axis.
 
     On CPU a span is as long as its collective. NCCL returns before the transfer is done: marks in the stream that is
-    current inside of the span then say how long the device took, once it has come to them; nothing waits for that.
+    current inside of the span then measure the device's time, once it reaches them; nothing waits for that.
 
     Args:
         make_event: Makes a mark in the device's stream; None takes the host's time.

@@ -1,4 +1,4 @@
-"""Weights & Biases as a place for metrics."""
+"""Metrics in Weights & Biases."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class OpenTelemetry:
             begins no new file.
         interval_s: Seconds between exports of spans.
         metrics_interval_s: Seconds between exports of metrics, once a run lasts; the first come sooner.
-        queue_size: Spans that wait for export at most; more are dropped, counted and told.
+        queue_size: Spans that wait for export at most; more are dropped, counted and logged.
         timeout_s: Seconds that an export may take, and that closing waits for the last one.
     """
 

@@ -1,4 +1,4 @@
-"""The thread that exports: steps hand batches over and go on; what cannot be kept or is not taken is counted."""
+"""Export thread: steps queue batches and never wait; spans that are dropped or refused are counted."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Delivery:
 
     Args:
         ok: It was sent, and answered.
-        refused: Spans that the answer says were not taken.
-        reason: What the collector says.
+        refused: Spans that the collector did not take, by its answer.
+        reason: The collector's message; empty without one.
     """
 
     ok: bool

@@ -19,7 +19,7 @@ class Exporters:
     """Where this rank's telemetry goes.
 
     Args:
-        spans: Sends spans, and says what became of them.
+        spans: Sends spans, and returns the outcome.
         metrics: Sends the SDK's `MetricsData`.
         close: Releases connections and files.
     """
@@ -92,7 +92,7 @@ def _http(endpoint: str, headers: Mapping[str, str], timeout_s: float) -> Export
 
 
 def _believe(content: bytes, content_type: str) -> Delivery:
-    """Read an answer of status 200: it may say that spans were refused, or be no collector's answer at all."""
+    """Read an answer of status 200: it may report refused spans, or be no collector's answer at all."""
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 
     if not content:
@@ -185,7 +185,7 @@ class RotatedFile:
         self._file = path.open("ab")
 
     def write(self, text: str) -> None:
-        """Append a line in one write: what a kill cuts off is the last line at most."""
+        """Append a line in one write: a kill truncates the last line at most."""
         line = text.encode() + b"\n"
         if self._file.tell() and self._file.tell() + len(line) > self._max_bytes:
             self._rotate()

@@ -1,4 +1,4 @@
-"""Metrics of a run through the SDK: what ranks have brought together, and what each has of its own."""
+"""Metrics of a run through the SDK: those reduced over ranks, and those of each rank."""
 
 from __future__ import annotations
 

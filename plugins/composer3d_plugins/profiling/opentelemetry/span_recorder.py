@@ -62,7 +62,7 @@ class Batch(NamedTuple):
 class SpanRecorder:
     """The recorder of one rank.
 
-    `begin` and `end` append; when a span without a parent ends, or a step does, what has ended is handed over as one
+    `begin` and `end` append; when a span without a parent ends, or a step does, what has ended is queued as one
     batch. A thread that opens its first span (autograd's, on CUDA) hangs it below the innermost span of the thread that
     runs the steps.
 
@@ -106,7 +106,7 @@ class SpanRecorder:
         return record
 
     def end(self, record: Record | None) -> None:
-        """Close a span, and hand over what has ended where nothing is open around it."""
+        """Close a span, and queue what has ended where no span is open around it."""
         if record is None:
             return
         if record.begin_event is not None and self._make_event is not None:

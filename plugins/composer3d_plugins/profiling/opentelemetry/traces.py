@@ -1,4 +1,4 @@
-"""From records to spans of the OpenTelemetry SDK: times, parents, one trace for all ranks, and its rotation."""
+"""Spans of the OpenTelemetry SDK, made of records: times, parents, one trace for all ranks, and its rotation."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class Tracing:
 def merge(records: Sequence[Record], clock: DeviceClock | None, *, together: bool) -> list[_Merged]:
     """Return what becomes spans, parents first, with times in ns of `perf_counter_ns`.
 
-    Merged spans last from the first's start to the last's end; `count` says how many they are, `busy_ns` how long they
+    Merged spans last from the first's start to the last's end; `count` is their number, `busy_ns` how long they
     were in all, `bytes` what they moved in all.
 
     Args:
@@ -231,7 +231,7 @@ def _combine(attributes: dict[str, Any], more: Mapping[str, Any]) -> None:
 
 
 def _ids() -> Any:
-    """Return an id generator that can be told the next ids: those of `run`, on which all ranks have agreed."""
+    """Return an id generator whose next ids can be set: those of `run`, on which all ranks have agreed."""
     from opentelemetry.sdk.trace.id_generator import IdGenerator
 
     class Ids(IdGenerator):

@@ -1,4 +1,4 @@
-"""Prints what watches the metrics: `python -m composer3d_plugins.profiling.prometheus dashboard|rules`."""
+"""Dashboard and alert rules for the metrics: `python -m composer3d_plugins.profiling.prometheus dashboard|rules`."""
 
 from __future__ import annotations
 
