@@ -31,9 +31,9 @@ class Inspection:
 
     Attributes:
         problems: Errors and warnings.
-        layout: The degrees; None where they do not fit, or nobody owns an axis.
+        layout: The degrees; None where they do not fit, or an axis has no owner.
         preparation: The manifest joined with the model; None where it could not be.
-        unknown: Why nothing, or not all, is known of the run's first forward; None where all is, or nobody asked.
+        unknown: Why nothing, or not all, is known of the run's first forward; None where all is.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -79,7 +79,7 @@ def open_manifest(source: str, overrides: Sequence[str]) -> InspectedManifest:
 
 
 def device_of(manifest: Manifest) -> torch.device:
-    """Return where the manifest's run computes: what `[run] device` says, else what the machine has."""
+    """Return where the manifest's run computes: the device of `[run] device`, else the machine's accelerator."""
     import torch
 
     from composer3d.processes import default_device
@@ -93,8 +93,8 @@ def inspect(
 ) -> Inspection:
     """Find every problem that can be found without a process group and without weights.
 
-    A mistake ends only what hangs on it: the data are looked at although the mesh does not fit. What is found in a
-    table that has a mistake already is left out, since it may be the same one.
+    A mistake ends only the checks that depend on it: the data are read although the mesh does not fit. What is found in
+    a table that has a mistake already is left out, since it may be the same one.
 
     Args:
         inspected: From `open_manifest`.
@@ -191,7 +191,7 @@ def _prepare(
     rank: int,
     device: torch.device,
 ) -> list[Problem]:
-    """Join manifest and model, and let every plugin say what it would do."""
+    """Join manifest and model, and collect every plugin's transforms."""
     from composer3d.checking.rules import name_problems, optimizer_answer_problems, step_problems
     from composer3d.checking.sizes import microbatch_problems
     from composer3d.composition import prepare
@@ -218,7 +218,7 @@ def _prepare(
 
 
 def _foreseen_example(manifest: Manifest) -> Example | None:
-    """Return what the run's first forward is called with, as far as that can be told without opening the data."""
+    """Return what the run's first forward is called with, as far as that is known without opening the data."""
     from composer3d.runner.data import foreseen_example
 
     if "data" not in manifest.tables:
@@ -232,7 +232,7 @@ def _foreseen_example(manifest: Manifest) -> Example | None:
 
 
 def _news(problems: Sequence[Problem], inspected: InspectedManifest) -> list[Problem]:
-    """Leave out what only follows from mistakes that are told already."""
+    """Leave out what only follows from mistakes that are reported already."""
     wrong = {problem.table for problem in inspected.problems}
     missing = [f'"{name}"' for _, name in inspected.unresolved]
     return [

@@ -1,4 +1,4 @@
-"""`check` as a call: all problems of a manifest, or its ordered plan, as one value."""
+"""`check`: all problems of a manifest, or its ordered plan, as one value."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check(
     overrides: Sequence[str] = (),
     strict: bool = False,
 ) -> CheckResult:
-    """Find every problem of a manifest, or say what would be done to the model, in order.
+    """Find every problem of a manifest, or return the ordered plan of what would be done to the model.
 
     No process group, no weights. Code of others that the manifest names runs in a child process, which is ended where
     that code hangs.

@@ -1,4 +1,4 @@
-"""One real forward of two samples in a process of its own: what a first step would die of, said by `check`."""
+"""First forward: two real samples in a process of its own, so that `check` reports errors of a first step."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def _value(factory: ModelFactory, output: Any, targets: Any) -> float:
 
 
 def _refuse_unknown_reduction(factory: ModelFactory, output: Any, targets: Any) -> None:
-    """Raise a LossError for a scalar of which nobody can tell whether it is a sum or a mean."""
+    """Raise a LossError for a scalar of which it is unknown whether it is a sum or a mean."""
     import torch
 
     from composer3d import map_tensors
@@ -284,7 +284,7 @@ def _is_index(tensor: Tensor) -> bool:
 
 
 def _defaults(manifest: Manifest) -> str:
-    """Name the values of `[data]` behind the tokens that nobody stated."""
+    """Name the values of `[data]` behind the tokens that are not stated."""
     data, document = manifest.tables["data"], manifest.document
     if data.kind == "user":
         return ""

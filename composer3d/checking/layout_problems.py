@@ -17,10 +17,10 @@ __all__ = ["layout_problems"]
 
 
 def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
-    """Return what the layout cannot keep of what the model hangs on its parameters: in lists, closures, classes.
+    """Return the state attached to parameters (lists, closures, classes) that the layout cannot keep.
 
     In a forked child for each stage of the pipeline, which composes as one of its ranks in a world without others, on
-    fake tensors. Nothing is composed where nothing hangs on parameters.
+    fake tensors. Nothing is composed where no state is attached to parameters.
 
     Args:
         manifest: Typed, and without a problem so far.

@@ -101,7 +101,7 @@ def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Pr
 
 
 def vocab_size_of(data: DataTable, folder: Path) -> int | None:
-    """Return below what the data's tokens are, as far as that can be told without reading them."""
+    """Return below what the data's tokens are, as far as that is known without reading them."""
     if data.kind == "synthetic" or data.tokenizer == "bpe":
         return data.vocab_size or (256 if data.kind == "synthetic" else None)
     if data.kind == "user":
@@ -118,7 +118,7 @@ def vocab_size_of(data: DataTable, folder: Path) -> int | None:
 
 
 def _size_of_tokenizer(path: str) -> int | None:
-    """Return what the tokens of a tokenizer.json are below; None where `data_problems` tells why not."""
+    """Return what the tokens of a tokenizer.json are below; None where `data_problems` reports why not."""
     from composer3d.runner.data import read_tokenizer
 
     try:

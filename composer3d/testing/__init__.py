@@ -1,4 +1,4 @@
-"""The plugin author's kit: ranks as processes, worlds that are only imagined, collectives counted, gradients compared.
+"""The plugin author's kit: ranks as processes, fake process groups, collectives counted, gradients compared.
 
 Every plugin answers four questions with it. Numerics: `assert_parity`, or `run_ranks` and `assert_gradients_equal`.
 Collectives: `count_collectives`, exact, because a plugin that silently does nothing passes every comparison of numbers.

@@ -71,7 +71,7 @@ def combine(
         max_ranks: Of a row's world.
         known: Refusals that were found before, which saves finding them.
         begin: Rows that were made before, the ones to keep first; of what can no longer be, an option that is to blame
-            becomes its default, and what then cannot be is made anew.
+            becomes its default, and what then cannot be is made again.
         note: Told how far it is.
         learned: Handed all refusals that are known, whenever there are more.
 

@@ -19,7 +19,7 @@ def assert_gradients_equal(
     """Assert that the gradients of one model are those of another, parameter by parameter.
 
     The measure is max|actual - reference| / max|reference| of each parameter, computed in float64; a reference of
-    zeros asks for zeros. In float64 correct layouts stay below 1e-12; float32 (2e-7 to 8e-7) cannot tell small errors.
+    zeros asks for zeros. In float64 correct layouts stay below 1e-12; float32 (2e-7 to 8e-7) cannot show small errors.
 
     Args:
         actual: FQN to gradient; DTensors are gathered, so that every rank of their mesh calls this.

@@ -105,7 +105,7 @@ def _importable(catalogue: Catalogue) -> dict[str, type]:
 
 
 def _axes(classes: Mapping[str, type]) -> Iterator[Axis]:
-    """Yield the axes that somebody owns, in the order of the mesh; carved ones are degrees of others' ranks."""
+    """Yield the axes that a plugin owns, in the order of the mesh; carved ones are degrees of others' ranks."""
     infos = [info for cls in classes.values() if (info := info_of(cls)) is not None]
     owned = {axis for info in infos for axis in info.owns}
     known = [*AXES, *(axis for info in infos for axis in info.axes)]

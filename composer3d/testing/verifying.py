@@ -66,12 +66,12 @@ def assert_parity(
 
     Compared are loss, gradient norm, gradients and updated parameters, in float64 and in the default dtype; copies, to
     the last bit; random numbers with what the axes promise; collectives with a trace. The reference is the factory
-    without plugins, its batch cut into the same micro-batches; both start from the weights of a composed factory.
+    without plugins, its batch divided into the same micro-batches; both start from the weights of a composed factory.
 
     Args:
         model_factory: Makes the model. Random numbers that it draws in its forward are switched off for the comparison.
         manifest: A path, with the tables that embedding uses, and `tables`.
-        batch: The global batch of every step, on the CPU; each data-parallel rank takes its cut of dim 0.
+        batch: The global batch of every step, on the CPU; each data-parallel rank takes its slice of dim 0.
         world_size: Ranks, 1 to 8; default: what the manifest's degrees multiply to.
         loss_fn: As for `compose`, and so `count_fn`.
         tolerance: Of every measure in float64, inclusive; more only where an optimizer makes more of a rounding.

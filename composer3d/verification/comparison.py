@@ -38,7 +38,7 @@ def scale_of(tensors: Iterable[Tensor]) -> float:
     """Return the smallest scale by which a difference in one of these tensors is judged.
 
     A gradient that is zero by mathematics (the bias of keys before a softmax) is rounding noise on one device and other
-    noise in a layout; its relative error says nothing. The noise of float64 is 2^-52 of the summands, which are no
+    noise in a layout; its relative error means nothing. The noise of float64 is 2^-52 of the summands, which are no
     larger than the largest value of all tensors: that much, and no more, passes as 1e-12.
     """
     return _FLOOR * max((largest_of(tensor) for tensor in tensors if tensor.numel()), default=0.0)

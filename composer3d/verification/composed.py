@@ -67,7 +67,7 @@ class RankSteps:
     Args:
         steps: One after the other.
         initial: Deviations of the weights before the first step.
-        placements: By FQN, how a parameter lies, as text.
+        placements: Placements of a parameter as text, by FQN.
         buffers: What this rank holds of buffers after the last step and what the loop does before it saves.
         stale: What was computed from other parameters than the last step left.
         off: How far those buffers are from one device's, where every rank sees all samples.

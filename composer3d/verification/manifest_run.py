@@ -94,7 +94,7 @@ def subject_of(source: str, overrides: Sequence[str], max_blocks: int | None, de
 
 
 def _prepare(run: Composition, timeout_s: float) -> None:
-    """Do what a run does before its first step; buffers are averaged where the manifest says so."""
+    """Do what a run does before its first step; buffers are averaged where `[train] sync_buffers` is set."""
     run.averages_buffers = False
     _bound_waiting(run, timeout_s)
 

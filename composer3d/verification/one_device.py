@@ -96,7 +96,7 @@ def as_loss_of(subject: Subject, output: Any, target: Any, count: int, counts: l
 
 
 def objective_of(loss: Loss, counts: list[int], *, backward: bool) -> Tensor:
-    """Return a micro-batch's share of the loss, divided by the global count before the backward, as the run does."""
+    """Return a micro-batch's contribution to the loss, divided by the global count before the backward, as in a run."""
     divisor = max(sum(counts), 1)
     share = loss.sum / divisor
     objective = share if loss.auxiliary is None else share + loss.auxiliary * (loss.count / divisor)

@@ -1,4 +1,4 @@
-"""Verification from launch to verdict."""
+"""`prove`: the reference, the ranks, their comparison and its diagnosis, as one verdict."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ def prove(
             passes=passes,
             launch=launch,
         )
-        told = session.reference()
-        told = told if tolerance is None else _stated(told, tolerance)
+        reference = session.reference()
+        reference = reference if tolerance is None else _stated(reference, tolerance)
         try:
-            ranks = session.composed(told)
+            ranks = session.composed(reference)
         except Uneven as found:
-            causes = (*((UNREPEATABLE,) if told.unrepeatable else ()), str(found))
+            causes = (*((UNREPEATABLE,) if reference.unrepeatable else ()), str(found))
             return Verdict(evidence=None, failures=(found.failure,), diagnosis=causes, reduced=reduced, notes=notes)
-        evidence = gather_evidence(layout, told, ranks, microbatches=microbatches, grad_clip=grad_clip)
+        evidence = gather_evidence(layout, reference, ranks, microbatches=microbatches, grad_clip=grad_clip)
         failures = tuple(failures_of(evidence))
         if failures:
             evidence.weights = session.weigh(_wrong_gradients(evidence))
@@ -82,24 +82,24 @@ def prove(
 
 
 def _notes(evidence: Evidence) -> list[str]:
-    told = evidence.told
+    reference = evidence.reference
     return [
-        *_mixed(told),
-        *_unwritten(told),
-        *_coarse(told),
+        *_mixed(reference),
+        *_unwritten(reference),
+        *_coarse(reference),
         *drawing_notes([report.drawing for report in evidence.ranks]),
         *_untraceable(evidence.ranks),
         *notes_of_restored(evidence),
     ]
 
 
-def _stated(told: ReferenceReport, tolerance: float) -> ReferenceReport:
-    limits = {"float64": told.tolerances["float64"].stated(tolerance)} if "float64" in told.tolerances else {}
-    return replace(told, tolerances={**told.tolerances, **limits})
+def _stated(reference: ReferenceReport, tolerance: float) -> ReferenceReport:
+    limits = {"float64": reference.tolerances["float64"].stated(tolerance)} if "float64" in reference.tolerances else {}
+    return replace(reference, tolerances={**reference.tolerances, **limits})
 
 
 def _wrong_gradients(evidence: Evidence) -> list[str]:
-    return sorted(evidence.wrong("gradients", step=0)) if "float64" in evidence.told.tolerances else []
+    return sorted(evidence.wrong("gradients", step=0)) if "float64" in evidence.reference.tolerances else []
 
 
 def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
@@ -114,31 +114,30 @@ def _biases(session: Session, evidence: Evidence) -> tuple[str, ...]:
     return ()
 
 
-def _mixed(told: ReferenceReport) -> list[str]:
+def _mixed(reference: ReferenceReport) -> list[str]:
     """Return a note if the reference depends on the run's micro-batches, or if that could not be determined."""
-    if told.mixing.unknown:
+    if reference.mixing.unknown:
         return [
             "whether a loss of two micro-batches together is the sum of theirs could not be asked, since they cannot "
-            f"be computed together ({told.mixing.unknown}): a loss that compares samples would not be found"
+            f"be computed together ({reference.mixing.unknown}): a loss that compares samples would not be found"
         ]
-    if not told.mixing.model:
+    if not reference.mixing.model:
         return []
     return [
         "what the model computes of a sample depends on the others of its micro-batch (batch normalisation does that): "
         f"compared with one device that cuts the batch as the run does; two micro-batches together give other outputs, "
-        f"off by {told.mixing.model:.2g}"
+        f"off by {reference.mixing.model:.2g}"
     ]
 
 
-def _unwritten(told: ReferenceReport) -> list[str]:
-    if not told.written.unknown:
-        return []
-    return [f"the factory could not be run as written, to be compared with what is made of it ({told.written.unknown})"]
+def _unwritten(reference: ReferenceReport) -> list[str]:
+    why = reference.written.unknown
+    return [f"the factory could not be run as written, to be compared with what is made of it ({why})"] if why else []
 
 
-def _coarse(told: ReferenceReport) -> list[str]:
+def _coarse(reference: ReferenceReport) -> list[str]:
     """Return a note if the tolerance of the run's own dtypes is too wide to detect most mistakes."""
-    limits = told.tolerances["own"].by_fqn.get("gradients", {}) if "own" in told.tolerances else {}
+    limits = reference.tolerances["own"].by_fqn.get("gradients", {}) if "own" in reference.tolerances else {}
     middle = statistics.median(limits.values()) if limits else 0.0
     if middle <= 1.0:
         return []
@@ -150,5 +149,5 @@ def _coarse(told: ReferenceReport) -> list[str]:
 
 def _untraceable(ranks: Sequence[RankReport]) -> list[str]:
     reasons = sorted({report.untraceable for report in ranks if report.untraceable})
-    told = "collectives were counted, and not compared: the composition cannot be traced"
-    return [f"{told} ({reasons[0]})"] if reasons else []
+    uncompared = "collectives were counted, and not compared: the composition cannot be traced"
+    return [f"{uncompared} ({reasons[0]})"] if reasons else []

@@ -1,4 +1,4 @@
-"""World that a proof composes where a manifest leaves the degree of data parallelism open."""
+"""World of a verification where the manifest leaves the degree of data parallelism open."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ class ProvenWorld:
 def proven_world(manifest: Manifest, *, world_size: int | None, max_ranks: int) -> ProvenWorld:
     """Return the degree of the axis that takes the ranks of a run which are left: that of `world_size`, or 2.
 
-    A world of one rank has neither all-gathers nor averages, so that its proof says nothing of a run on several. Where
+    A world of one rank has neither all-gathers nor averages, so that its proof does not hold for several. Where
     2 does not divide the global batch, the next degree that does is taken.
 
     Args:
         manifest: With the runner's tables.
-        world_size: Ranks of the run that is to be proven; None where nobody states it.
+        world_size: Ranks of the run that is to be proven; None where it is not stated.
         max_ranks: Most ranks that the machine runs.
 
     Raises:

@@ -46,7 +46,7 @@ class Reference:
     Args:
         initial: Parameters before the first step, by FQN.
         replaced: A precision plugin trains other parameters than the model's (adapters).
-        reduce_dtype: In which a run's ranks would sum up gradients; None where nothing says it.
+        reduce_dtype: Dtype in which a run's ranks would reduce gradients; None where no plugin states one.
         steps: One after the other.
         samples: Losses of the first micro-batch at weights that are a little apart from the initial ones.
         rounding: How far this arithmetic is from float64 on the same weights, by what is compared and FQN (empty for

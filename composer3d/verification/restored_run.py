@@ -27,7 +27,7 @@ def _by_rank(evidence: Evidence) -> dict[int, Restored]:
 
 
 def failures_of_restored(evidence: Evidence) -> Iterator[str]:
-    """Yield a line for each stage at which a loaded run is another one."""
+    """Yield a line for each stage at which a loaded run differs."""
     found = _by_rank(evidence)
     failed = next((one.failed for one in found.values() if one.failed), "")
     if failed:
@@ -92,7 +92,7 @@ def text_of_restored(evidence: Evidence) -> list[str]:
 
 
 def _gathered(found: Mapping[int, Restored], name: str) -> dict[str, dict[int, str]]:
-    """Return what is another one, by its name, and how on each rank where it is."""
+    """Return how entries differ, by name and by rank."""
     result: dict[str, dict[int, str]] = {}
     for rank, one in found.items():
         for what, how in getattr(one, name).items():

@@ -124,13 +124,13 @@ class Session:
         report: ReferenceReport = self.launch(reference_rank, args, 1)[0]
         return report
 
-    def composed(self, told: ReferenceReport) -> list[RankReport]:
+    def composed(self, reference: ReferenceReport) -> list[RankReport]:
         """Run all ranks.
 
         Raises:
             Uneven: Ranks failed, and some parameters were not reached on all of them.
         """
-        args = (self.make_subject, self.folder, self.passes, told.tolerances)
+        args = (self.make_subject, self.folder, self.passes, reference.tolerances)
         try:
             return self.launch(composed_rank, args, self.layout.world_size)
         except Exception as error:

@@ -61,7 +61,7 @@ class Evidence:
 
     Args:
         layout: Axes and degrees of the composition.
-        told: Report of the reference.
+        reference: Report of the reference.
         ranks: Reports by rank.
         microbatches: Micro-batches per rank and step.
         grad_clip: Norm to which the run clips gradients.
@@ -74,7 +74,7 @@ class Evidence:
     """
 
     layout: Layout
-    told: ReferenceReport
+    reference: ReferenceReport
     ranks: Sequence[RankReport]
     microbatches: int
     grad_clip: float
@@ -98,8 +98,8 @@ class Evidence:
         for rank, report in enumerate(self.ranks):
             if report.happened is not None:
                 groups.setdefault(self.layout.index(rank, Role.BATCH), {})[rank] = report.happened.outputs
-        found = [first_difference(self.told.outputs[index], ranks) for index, ranks in groups.items()]
-        order = list(self.told.outputs[0])
+        found = [first_difference(self.reference.outputs[index], ranks) for index, ranks in groups.items()]
+        order = list(self.reference.outputs[0])
         differences = sorted(filter(None, found), key=lambda one: order.index(one.fqn) if one.fqn in order else 0)
         if not differences:
             return None
@@ -110,14 +110,14 @@ class Evidence:
 
     def first_loss(self) -> float:
         """Return the loss of the first step in float64, of the rank with the largest deviation."""
-        right = self.told.losses["float64"][0]
+        right = self.reference.losses["float64"][0]
         return max((report.steps["float64"].steps[0].loss for report in self.ranks), key=lambda loss: abs(loss - right))
 
     def is_loss_wrong(self, step: int = 0) -> bool:
         """Return whether the forward of a step is wrong in float64; in the first, nothing was updated before."""
-        if "float64" not in self.told.tolerances:
+        if "float64" not in self.reference.tolerances:
             return False
-        right, limit = self.told.losses["float64"][step], self.told.tolerances["float64"]["loss"]
+        right, limit = self.reference.losses["float64"][step], self.reference.tolerances["float64"]["loss"]
         return any(not relative(report.steps["float64"].steps[step].loss, right) <= limit for report in self.ranks)
 
     def uncut_biases(self, axis: str) -> list[str]:
@@ -148,7 +148,7 @@ class Evidence:
         """
         if self.layout.degree(Role.INDEPENDENT) > 1:
             return None
-        found, right = next(iter(self.ranks[0].steps.values())).steps[0].count, sum(self.told.counts)
+        found, right = next(iter(self.ranks[0].steps.values())).steps[0].count, sum(self.reference.counts)
         return None if found is None or found == right else (found, 0, right)
 
     def narrowed(self, which: str) -> dict[str, str]:
@@ -158,7 +158,7 @@ class Evidence:
 
     def off_buffers(self) -> list[str]:
         """Return the buffers that differ from one device's, where every rank sees all samples."""
-        limits = self.told.tolerances["float64"]
+        limits = self.reference.tolerances["float64"]
         steps = [report.steps["float64"] for report in self.ranks]
         return sorted({fqn for own in steps for fqn, rel in own.off.items() if not rel <= limits.of("buffers", fqn)})
 
@@ -176,12 +176,12 @@ class Evidence:
     def limit(self, kind: Kind, which: str, step: int, fqn: str) -> float:
         """Return the tolerance of a tensor in a step; updates of earlier steps carry rounding into later ones."""
         name = "parameters" if kind == "initial" else "later" if step and kind in ("gradients", "clipped") else kind
-        limit = self.told.tolerances[which].of(name, fqn)
+        limit = self.reference.tolerances[which].of(name, fqn)
         # A norm that is right within its own limit scales all of them.
         return limit + self._norm_apart(which, step) if kind == "clipped" and which == "own" else limit
 
     def _norm_apart(self, which: str, step: int) -> float:
-        right, limits = self.told.grad_norms[which][step], self.told.tolerances[which]
+        right, limits = self.reference.grad_norms[which][step], self.reference.tolerances[which]
         found = max(relative(report.steps[which].steps[step].grad_norm, right) for report in self.ranks)
         return found if found <= limits["grad_norm"] else 0.0
 
@@ -201,7 +201,7 @@ class Evidence:
 
     def first_wrong(self) -> tuple[int, Kind] | None:
         """Return the step and kind of the first wrong quantity in float64: all later ones may follow from it."""
-        for number in range(len(self.told.losses.get("float64", ()))):
+        for number in range(len(self.reference.losses.get("float64", ()))):
             for kind in KINDS[1:] if number else KINDS:
                 if self.wrong(kind, step=number):
                     return number, kind
@@ -214,7 +214,7 @@ class Evidence:
 
     def number(self, name: Literal["loss", "grad_norm"], which: str) -> Number:
         """Return a loss or norm where its deviation is largest."""
-        expected = self.told.losses[which] if name == "loss" else self.told.grad_norms[which]
+        expected = self.reference.losses[which] if name == "loss" else self.reference.grad_norms[which]
         found = [
             Number(reference=reference, composed=getattr(step, name))
             for report in self.ranks
@@ -263,7 +263,7 @@ class Verdict:
         evidence = self.evidence
         if evidence is None:
             return []
-        which = next(iter(evidence.told.tolerances))
+        which = next(iter(evidence.reference.tolerances))
         worst: dict[str, dict[str, float]] = {"gradients": {}, "parameters": {}}
         for kind in ("gradients", "parameters"):
             for _, _, fqn, deviation in evidence.deviations(kind, which):
@@ -286,7 +286,7 @@ class Verdict:
 
 def gather_evidence(
     layout: Layout,
-    told: ReferenceReport,
+    reference: ReferenceReport,
     ranks: Sequence[RankReport],
     *,
     microbatches: int,
@@ -297,15 +297,15 @@ def gather_evidence(
 
     Args:
         layout: Axes and degrees of the composition.
-        told: Report of the reference.
+        reference: Report of the reference.
         ranks: Reports by rank.
         microbatches: Micro-batches per rank and step.
         grad_clip: Norm to which the run clips gradients.
         has_batch_buffers: Whether buffers must be equal on ranks that read other samples.
     """
-    evidence = Evidence(layout=layout, told=told, ranks=ranks, microbatches=microbatches, grad_clip=grad_clip)
-    for which in told.tolerances:
-        for number in range(len(told.losses[which])):
+    evidence = Evidence(layout=layout, reference=reference, ranks=ranks, microbatches=microbatches, grad_clip=grad_clip)
+    for which in reference.tolerances:
+        for number in range(len(reference.losses[which])):
             for what in ("gradients", "parameters", "averages"):
                 found = compare_replicas(what, [r.steps[which].steps[number].held.get(what, {}) for r in ranks], layout)
                 known = {(drift.what, drift.fqn) for drift in evidence.drifts}
@@ -314,7 +314,7 @@ def gather_evidence(
             found = compare_replicas("buffers", [report.steps[which].buffers for report in ranks], layout)
             known = {(drift.what, drift.fqn) for drift in evidence.drifts}
             evidence.drifts += [drift for drift in found if (drift.what, drift.fqn) not in known]
-    evidence.streams = compare_streams([report.draws for report in ranks], told.draws, layout)
+    evidence.streams = compare_streams([report.draws for report in ranks], reference.draws, layout)
     happened = [report.happened for report in ranks if report.happened is not None]
     traced = [report.traced for report in ranks if report.traced is not None]
     if len(traced) == len(happened) == len(ranks):

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from composer3d.verification.causes.rounding_causes import multiplied
 from composer3d.verification.evidence.drawn_steps import drawing_failures
 from composer3d.verification.restored_run import failures_of_restored
 from composer3d.verification.verdict import KINDS, Evidence, Kind
 
+if TYPE_CHECKING:
+    from composer3d.verification.session import ReferenceReport
+
 __all__ = ["failures_of"]
 
 
 def failures_of(evidence: Evidence) -> Iterator[str]:
     """Yield a line for everything that does not hold."""
-    if evidence.told.unrepeatable:
-        yield f"one device computes another first step when it is run again, off by {evidence.told.unrepeatable:.3g}"
-    if evidence.told.mixing.loss:
-        yield f"the loss of two micro-batches together is not the sum of theirs, off by {evidence.told.mixing.loss:.3g}"
+    yield from _of_one_device(evidence.reference)
     yield from _apart_from_written(evidence)
     counted = evidence.other_count()
     if counted is not None:
         yield "the ranks count {} valid tokens in step {}, and one device {}".format(*counted)
-    for which, limits in evidence.told.tolerances.items():
+    for which, limits in evidence.reference.tolerances.items():
         label = "in float64" if which == "float64" else "in the run's dtypes"
         for name, what in (("loss", "the loss"), ("grad_norm", "the gradient norm")):
             number = evidence.number(name, which)  # type: ignore[arg-type]
@@ -73,8 +74,15 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         yield f"{axis} = {evidence.layout.degrees[axis]}, and no plugin communicated over {axis}"
 
 
+def _of_one_device(reference: ReferenceReport) -> Iterator[str]:
+    if reference.unrepeatable:
+        yield f"one device computes another first step when it is run again, off by {reference.unrepeatable:.3g}"
+    if reference.mixing.loss:
+        yield f"the loss of two micro-batches together is not the sum of theirs, off by {reference.mixing.loss:.3g}"
+
+
 def _apart_from_written(evidence: Evidence) -> Iterator[str]:
-    written = evidence.told.written
+    written = evidence.reference.written
     if written.loss:
         yield f"one device has another loss with the factory as written, off by {written.loss:.3g} (in float64)"
     if written.gradients:

@@ -28,7 +28,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
     if evidence is None:
         empty: dict[str, Any] = {"loss": None, "gradients": None, "grad_norm": None, "collectives": [], "tolerance": {}}
         return base | empty | tail
-    which = next(iter(evidence.told.tolerances))
+    which = next(iter(evidence.reference.tolerances))
     return _plain(
         {
             **base,
@@ -62,7 +62,7 @@ def to_json(verdict: Verdict) -> dict[str, Any]:
                 {"site": fault.site, "kind": fault.kind, "axis": fault.axis, "ranks": list(fault.ranks)}
                 for fault in evidence.streams
             ],
-            "tolerance": {name: dict(limits) for name, limits in evidence.told.tolerances.items()},
+            "tolerance": {name: dict(limits) for name, limits in evidence.reference.tolerances.items()},
             "own_dtype": _own(evidence),
             "resumed": next(iter(text_of_restored(evidence)), None),
             "degrees": dict(evidence.layout.degrees),
@@ -85,7 +85,7 @@ def _numbers(evidence: Evidence, which: str) -> dict[str, Any]:
 
 
 def _own(evidence: Evidence) -> dict[str, Any] | None:
-    if "own" not in evidence.told.tolerances:
+    if "own" not in evidence.reference.tolerances:
         return None
     largest = {kind: {"max_rel": evidence.largest(kind, "own")} for kind in ("gradients", "parameters")}
     return {**_numbers(evidence, "own"), **largest}
@@ -129,7 +129,7 @@ def to_text(verdict: Verdict) -> str:
 
 def _text_of_numbers(evidence: Evidence) -> list[str]:
     lines = []
-    for which, limits in evidence.told.tolerances.items():
+    for which, limits in evidence.reference.tolerances.items():
         label = "float64" if which == "float64" else "own dtype"
         numbers = _numbers(evidence, which)
         found = {
@@ -152,7 +152,7 @@ def _nearest(evidence: Evidence, kind: Kind, which: str) -> tuple[float, float]:
     return max(
         found,
         key=lambda pair: pair[0] / (pair[1] or sys.float_info.min),
-        default=(0.0, evidence.told.tolerances[which][kind]),
+        default=(0.0, evidence.reference.tolerances[which][kind]),
     )
 
 

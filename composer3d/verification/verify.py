@@ -1,4 +1,4 @@
-"""`verify` as a call: the composition of a manifest on real ranks against one device."""
+"""`verify`: the composition of a manifest on real ranks against one device."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class VerificationError(ComposerError):
 
 
 class _Failed(Exception):
-    """The ranks failed; `report` says how, and `alone` that it was the one device, which has no plugins."""
+    """Failure of the ranks, or with `alone` of the one device, which has no plugins; `report` describes it."""
 
     def __init__(self, report: FailureReport, *, alone: bool) -> None:
         super().__init__(report.message)

@@ -156,8 +156,8 @@ def test_precision_plugins_are_compared_in_their_own_dtypes():
     path = write_manifest(SCALED)
     parity = assert_parity(Net, path, global_batch(), loss_fn=sum_loss, microbatch=4, own_dtype=True)
     own = parity.verdict.evidence
-    assert set(own.told.tolerances) == {"float64", "own"}
-    assert 0.0 <= own.largest("gradients", "own") <= own.told.tolerances["own"]["gradients"] < 1e-4
+    assert set(own.reference.tolerances) == {"float64", "own"}
+    assert 0.0 <= own.largest("gradients", "own") <= own.reference.tolerances["own"]["gradients"] < 1e-4
 
 
 def test_the_collectives_of_the_step_are_counted():

@@ -12,8 +12,11 @@ CAUSES = ROOT / "composer3d" / "verification" / "causes"
 TESTS = [ROOT / "tests" / name for name in ("verification", "testing", "cli", "step", "plugins", "runner", "core")]
 # Words in a row of a sentence that a test has to have, since tests leave out what differs between machines.
 ROW = 3
-# Said where nothing is found.
-UNREACHED = {"the targets, their mask or the loss, or what cannot be compared"}
+# Said where nothing is found, and where two faults meet.
+UNREACHED = {
+    "the targets, their mask or the loss, or what cannot be compared",
+    "nothing of the others gets there",
+}
 
 
 def texts(tree: ast.Module) -> Iterator[str]:
@@ -35,6 +38,10 @@ def rows(text: str) -> set[str]:
     return {" ".join(words[start : start + ROW]).strip(".,:;") for words, start in starts}
 
 
+def is_sentence(text: str) -> bool:
+    return len(text.split()) > ROW and bool(rows(text)) and text not in UNREACHED
+
+
 def test_every_sentence_is_expected_by_a_test():
     expected = " ".join(
         text.replace("\\", "")
@@ -47,6 +54,6 @@ def test_every_sentence_is_expected_by_a_test():
         f"{path.name}: {text}"
         for path in sorted(CAUSES.glob("*.py"))
         for text in texts(ast.parse(path.read_text(encoding="utf-8")))
-        if rows(text) and not any(row in expected for row in rows(text)) and text not in UNREACHED
+        if is_sentence(text) and not any(row in expected for row in rows(text))
     ]
     assert missing == []

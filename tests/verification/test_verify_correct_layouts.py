@@ -50,7 +50,7 @@ def proven(text, *, factory=with_dropout, batch=batch, **options):
 def test_a_right_composition_is_proven(text, options):
     found = proven(text, **options)
     assert all(row.ok for row in found.evidence.rows) and found.notes == ()
-    assert found.evidence.told.draws.sites.keys() == {"layers.0.dropout:dropout", "layers.1.dropout:dropout"}
+    assert found.evidence.reference.draws.sites.keys() == {"layers.0.dropout:dropout", "layers.1.dropout:dropout"}
 
 
 @pytest.mark.parametrize(

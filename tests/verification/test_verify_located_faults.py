@@ -195,5 +195,5 @@ def test_a_gradient_that_is_zero_by_mathematics_is_no_alarm():
     factory = functools.partial(Even, block=Grouped)
     path = write_manifest("[mesh]\ndp_replicate = 2\n[sharding.ddp]\n")
     verdict = assert_parity(factory, path, batch(), loss_fn=sum_loss, microbatch=3, own_dtype=False).verdict
-    limits = verdict.evidence.told.tolerances["float64"]
+    limits = verdict.evidence.reference.tolerances["float64"]
     assert limits.of("parameters", "layers.0.k.bias") > 1e-12 >= limits.of("parameters", "layers.0.o.weight")

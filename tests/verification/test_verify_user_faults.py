@@ -260,34 +260,43 @@ def half(step, rank, degree):
 
 
 @pytest.mark.parametrize(
-    ("make_averages", "cause"),
+    ("text", "make_averages", "cause"),
     [
-        pytest.param(lambda run: EMA(run, decay=0.75), "", id="right", marks=SLOW),
+        pytest.param(FSDP, lambda run: EMA(run, decay=0.75), "", id="right", marks=SLOW),
         pytest.param(
+            FSDP,
             lambda run: EMA(run, decay=0.5),
             "are wrong in step 0, of right weights: they take in 0.5 of the weights in step 0, another decay",
             id="another decay",
         ),
         pytest.param(
+            FSDP,
             lambda run: EMA(run, decay=0.75, every=3),
             "of right weights: they are not updated",
             id="not updated",
             marks=SLOW,
         ),
         pytest.param(
+            FSDP,
             lambda run: Forgetful(run, decay=0.75),
             "only in the pieces of rank 1 (dp_shard 1)",
             id="on one rank",
             marks=SLOW,
         ),
+        pytest.param(
+            DDP,
+            lambda run: Forgetful(run, decay=0.75),
+            "differ along dp_replicate, of equal weights",
+            id="on one replica",
+        ),
     ],
 )
-def test_moving_averages_are_those_of_one_device(make_averages, cause):
+def test_moving_averages_are_those_of_one_device(text, make_averages, cause):
     from composer3d.verification import prove
 
     verdict = prove(
-        functools.partial(averaging, FSDP, make_averages),
-        layout=layout_of(FSDP),
+        functools.partial(averaging, text, make_averages),
+        layout=layout_of(text),
         launch=launch,
         num_steps=2,
         microbatches=1,

@@ -22,7 +22,7 @@ UNREPEATABLE = (
 
 def diagnose(evidence: Evidence) -> list[str]:
     """Return the likely causes, each once, the most telling first."""
-    if evidence.told.unrepeatable:
+    if evidence.reference.unrepeatable:
         return [*kept_by_loss(evidence)] or [UNREPEATABLE]
     first = (*INPUT_RULES, initial, stale, explain_shares, *GRADIENT_RULES)
     lines = [line for rule in first for line in rule(evidence)]

@@ -46,7 +46,7 @@ def _of_degrees(evidence: Evidence) -> Iterator[tuple[float, str]]:
 
 
 def _of_clipping(evidence: Evidence) -> Iterator[tuple[float, str]]:
-    norm = evidence.told.grad_norms["float64"][0] if "float64" in evidence.told.grad_norms else 0.0
+    norm = evidence.reference.grad_norms["float64"][0] if "float64" in evidence.reference.grad_norms else 0.0
     if evidence.grad_clip < norm:
         shown = f"{evidence.grad_clip:g} / {norm:.4g}"
         yield evidence.grad_clip / (norm + 1e-6), f"grad_clip / the norm = {shown}: clipped before the core clips"

@@ -19,7 +19,7 @@ def forward(evidence: Evidence) -> Iterator[str]:
         return
     if weights is not None and weights.residual <= 1e-6 and any(abs(value - 1.0) > 1e-5 for value in weights.values):
         return  # the micro-batches' weights say what there is to say
-    right = evidence.told.losses["float64"][0]
+    right = evidence.reference.losses["float64"][0]
     off = abs(evidence.first_loss() - right) / abs(right) if right else abs(evidence.first_loss())
     if not evidence.wrong("gradients", step=0):
         yield f"all gradients are right, and only the loss that is returned is another one (off by {off:.3g})"
@@ -46,12 +46,12 @@ def _first_wrong(evidence: Evidence, found: Difference | None) -> str:
             "cut or shift before the first module"
         )
     if found is not None and found.fqn not in (TARGETS, LOSS):
-        calls = max(len(evidence.told.outputs[0].get(found.fqn, ())) // evidence.microbatches, 1)
+        calls = max(len(evidence.reference.outputs[0].get(found.fqn, ())) // evidence.microbatches, 1)
         number = found.call // calls
         when = f", first in micro-batch {number}" if number else ""
         if found.due is not None and found.due // calls != number:
             when += f", where it computes what is due in micro-batch {found.due // calls}"
-        kept = [fqn for fqn in evidence.told.kept if fqn.startswith(f"{found.fqn}.")]
+        kept = [fqn for fqn in evidence.reference.kept if fqn.startswith(f"{found.fqn}.")]
         if kept:
             when += (
                 f"; its forwards change {some(kept)}: if what it returns depends on them, it depends on the layout, "

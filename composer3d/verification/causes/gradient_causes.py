@@ -1,4 +1,4 @@
-"""Diagnosis rules for wrong gradients after a correct forward."""
+"""Rules for wrong gradients after a correct forward."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _extra(evidence: Evidence) -> Iterator[str]:
 
 def _narrow(evidence: Evidence) -> Iterator[str]:
     """Gradients that have fewer digits than their dtype; where everything is in float64, casts do nothing."""
-    for which in evidence.told.tolerances:
+    for which in evidence.reference.tolerances:
         narrow, wrong = evidence.narrowed(which), evidence.wrong("gradients", which, step=0)
         # Where only some are, each micro-batch was rounded separately, and their sum has more digits.
         if narrow and 2 * len(wrong.keys() & narrow) >= len(wrong):
@@ -209,7 +209,7 @@ def backward(evidence: Evidence, *, is_explained: bool) -> Iterator[str]:
 
 def _in_order(evidence: Evidence, fqns: set[str]) -> Mapping[str, int]:
     """Return the position in the forward of each parameter's module; unknown ones come last."""
-    places = {fqn: place for place, fqn in enumerate(evidence.told.outputs[0])}
+    places = {fqn: place for place, fqn in enumerate(evidence.reference.outputs[0])}
 
     def place(fqn: str) -> int:
         while fqn:

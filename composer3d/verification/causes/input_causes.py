@@ -14,7 +14,7 @@ __all__ = ["INPUT_RULES", "kept_by_loss"]
 
 def _not_finite(evidence: Evidence) -> Iterator[str]:
     """A reference that is not finite."""
-    for which, losses in evidence.told.losses.items():
+    for which, losses in evidence.reference.losses.items():
         if not all(map(math.isfinite, losses)):
             label = "float64" if which == "float64" else "the run's dtypes"
             yield f"one device's own loss is not finite in {label}: there is nothing to compare the composition with"
@@ -55,7 +55,7 @@ def _counts(evidence: Evidence) -> Iterator[str]:
 
 def _mixing(evidence: Evidence) -> Iterator[str]:
     """A loss that is no sum over samples or tokens."""
-    if evidence.told.mixing.loss:
+    if evidence.reference.mixing.loss:
         yield (
             "the loss is no sum over samples: what it makes of one depends on the others of its micro-batch, as in a "
             "contrastive loss, a mean with class weights, or a mean over other targets than are counted (an "
@@ -66,8 +66,8 @@ def _mixing(evidence: Evidence) -> Iterator[str]:
 
 def kept_by_loss(evidence: Evidence) -> Iterator[str]:
     """A loss that depends on what it has computed before."""
-    kept = [name for name in evidence.told.kept if name.startswith(LOSS_KEEPS)]
-    if kept and (evidence.told.unrepeatable or evidence.is_loss_wrong()):
+    kept = [name for name in evidence.reference.kept if name.startswith(LOSS_KEEPS)]
+    if kept and (evidence.reference.unrepeatable or evidence.is_loss_wrong()):
         yield (
             f"the loss changes {some(kept)} while it computes, and what it returns depends on that: on how many "
             "micro-batches a rank has computed before, which is another number in every layout; the model is not to "
@@ -77,7 +77,7 @@ def kept_by_loss(evidence: Evidence) -> Iterator[str]:
 
 def _written(evidence: Evidence) -> Iterator[str]:
     """A model that loses something when its factory is recorded."""
-    written = evidence.told.written
+    written = evidence.reference.written
     if written.loss or written.gradients:
         what = f", at {some([fqn for fqn, _ in written.gradients])}" if written.gradients else ""
         yield (

@@ -232,7 +232,7 @@ def _common_factor(evidence: Evidence) -> Iterator[str]:
     for fqn, found in sorted(wrong.items()):
         known = {None if d.factor is None else float(f"{d.factor:.5g}") for d in found}
         factor = known.pop() if len(known) == 1 else None
-        # What is off by less than is told apart here is 1.
+        # What is off by less than five digits show is 1.
         if factor not in (None, 0.0, 1.0):
             factors.setdefault(factor, []).append(fqn)
     if len(factors) == 1:

@@ -27,7 +27,7 @@ def multiplied(evidence: Evidence) -> Iterator[str]:
     """Yield gradients that are scaled in the run's dtypes, where everything is right in float64."""
     if evidence.first_wrong() is not None:
         return
-    gains = evidence.told.gains
+    gains = evidence.reference.gains
     factors = {fqn: gain.factor for fqn, gain in gains.items() if _is_multiplied_alone(fqn, gain)}
     if factors:
         yield _said(factors, "of one device with its precision plugins", "it has in float64")
@@ -37,7 +37,7 @@ def multiplied(evidence: Evidence) -> Iterator[str]:
         for fqn, gain in beside.items():
             units, apart = (_UNITS, _APART) if fqn == ALL else (_UNITS_ALONE, _APART_ALONE)
             usual = gains[fqn].off if fqn in gains else 0.0
-            if gain.is_multiple and gain.off > max(units * evidence.told.unit, _FINE, usual, apart * gain.rest):
+            if gain.is_multiple and gain.off > max(units * evidence.reference.unit, _FINE, usual, apart * gain.rest):
                 found.setdefault(fqn, gain.factor)
     if found:
         yield _said(found, "of the ranks", "one device has")
@@ -64,7 +64,7 @@ _MORE_THAN_ROUNDED = 0.25
 
 def roundings(evidence: Evidence) -> Iterator[str]:
     """Yield the cause of differences in the run's own dtypes, where nothing is wrong in float64."""
-    if "own" not in evidence.told.tolerances or evidence.first_wrong() is not None or evidence.is_loss_wrong():
+    if "own" not in evidence.reference.tolerances or evidence.first_wrong() is not None or evidence.is_loss_wrong():
         return
     if any(multiplied(evidence)):
         yield (

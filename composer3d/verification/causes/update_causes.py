@@ -120,7 +120,7 @@ def _clipping(evidence: Evidence) -> Iterator[str]:
     number = evidence.first_wrong_step("clipped")
     if number is None:
         return
-    right = min(1.0, evidence.grad_clip / (evidence.told.grad_norms["float64"][number] + 1e-6))
+    right = min(1.0, evidence.grad_clip / (evidence.reference.grad_norms["float64"][number] + 1e-6))
     steps = [report.steps["float64"].steps[number] for report in evidence.ranks]
     factors = [common(step.scaled.values(), rel=_ONE_FACTOR) for step in steps]
     wrong = {rank: f for rank, f in enumerate(factors) if f is None or abs(f - right) > _CLOSE * right}

@@ -1,4 +1,4 @@
-"""A step with its random numbers, on one device and on the ranks: layouts draw the same, or it is said where not."""
+"""A step with its random numbers, on one device and on the ranks, and the call sites at which layouts differ."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def draw_alone(subject: Subject, folder: Path, *, degree: int) -> None:
 
     Args:
         subject: What to run.
-        folder: Where the file lies.
+        folder: Of the file.
         degree: Data-parallel degree.
     """
     import torch

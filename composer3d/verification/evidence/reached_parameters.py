@@ -26,8 +26,8 @@ class Uneven(Exception):
     @property
     def failure(self) -> str:
         """Message of the ranks' own failure."""
-        told = next(iter(str(self.__cause__).splitlines()), "")
-        return f"the ranks do not get through a step: {told[:200] or type(self.__cause__).__name__}"
+        message = next(iter(str(self.__cause__).splitlines()), "")
+        return f"the ranks do not get through a step: {message[:200] or type(self.__cause__).__name__}"
 
 
 @contextlib.contextmanager
@@ -84,18 +84,18 @@ def _reached(output: Any, leaves: Mapping[int, str]) -> set[str]:
 
 def uneven(folder: Path, layout: Layout) -> str:
     """Return a sentence on parameters reached on one rank and not on another of the same stage; empty if none."""
-    told: dict[int, Reached] = {}
+    reached: dict[int, Reached] = {}
     for rank in range(layout.world_size):
         file = folder / f"reached-{rank}.json"
         with contextlib.suppress(OSError, ValueError):  # a rank that was killed while it wrote
-            told[rank] = json.loads(file.read_text())
+            reached[rank] = json.loads(file.read_text())
     peers: dict[int, list[int]] = {}
-    for rank in told:
+    for rank in reached:
         peers.setdefault(layout.index(rank, Role.STAGE), []).append(rank)
     for ranks in peers.values():
         for one in ranks:
             for other in ranks:
-                for number, (here, there) in enumerate(zip(told[one], told[other], strict=False)):
+                for number, (here, there) in enumerate(zip(reached[one], reached[other], strict=False)):
                     missing = sorted(set(here) - set(there))
                     if missing:
                         return _sentence(layout, missing, one, other, number)

@@ -24,7 +24,7 @@ class Holding:
     """One rank's shard of a tensor.
 
     Args:
-        piece: (axis, index) of every axis along which it is sharded, and the local shape.
+        piece: Which shard it is: (axis, index) of every axis along which it is sharded, and the local shape.
         placement: As text, for the report.
         digest: Of the local bytes.
     """

@@ -1,7 +1,7 @@
-"""A run that is saved, loaded by a fresh one, and goes on: beside itself, going on without, to the last bit.
+"""A run that is saved, and a fresh one that loads and continues it, compared to the last bit.
 
-Right after the load the two are compared in all that a checkpoint has, and after one more step again. What is another
-one at once was restored wrongly; what differs only after the step rests on something that no checkpoint has.
+Right after the load the two are compared in all that a checkpoint has, and after one more step again. What differs at
+once was restored wrongly; what differs only after the step depends on something that no checkpoint has.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Restored:
     Args:
         refused: Why it could not be saved; empty where it was.
         failed: Why it could not be loaded, or did not get through its step; empty where it did.
-        loaded: By name, what is another one right after the load, and how.
+        loaded: By name, how an entry differs right after the load.
         stepped: The same after one more step, where nothing was before it.
         draws: Call sites at which that step draws other random numbers.
-        unsaved: What no checkpoint has of the model and the loss, and was another one when the step began.
+        unsaved: State of the model and the loss that no checkpoint has, and that differed when the step began.
         inexact: How far the updates are apart where two resumed runs are too, as a share; 0 where all is equal.
     """
 
@@ -147,7 +147,7 @@ def go_on(subject: Subject, which: Arithmetic, run: Composition, loop: Looped, *
 
 
 def resume(subject: Subject, which: Arithmetic, gone: Gone) -> Restored:
-    """Compose anew, load, step, and compare. Collectives: those of a load and a step, and one of a few numbers."""
+    """Compose again, load, step, and compare. Collectives: those of a load and a step, and one of a few numbers."""
     if gone.saved is None or gone.stepped is None:
         return Restored(refused=gone.refused)
     try:
@@ -251,7 +251,7 @@ def _short(run: Composition, optimizer: torch.optim.Optimizer, folder: Path) -> 
 
 
 def _apart(found: _Snapshot, right: _Snapshot) -> dict[str, str]:
-    """Return what is another one, by what a user would call it, and how."""
+    """Return how entries differ, by a user's name for them."""
     # Where one rank steps a parameter for all that hold it, a load gives all of them the optimizer's state.
     of_others = {
         key
@@ -325,7 +325,7 @@ def _how(key: str, found: Tensor | None, right: Tensor, saved: _Snapshot) -> str
 
 
 def _share(found: _Snapshot, right: _Snapshot, before: _Snapshot) -> float:
-    """Return how far the parameters are apart after the step, as a share of the way they went in it."""
+    """Return how far the parameters are apart after the step, relative to the norm of their update in it."""
     apart = gone = 0.0
     for key, tensor in right.tensors.items():
         if key.startswith(_PART) and tensor.is_floating_point() and key in found.tensors:
