@@ -131,10 +131,11 @@ def of_averages(
 
 def of_shards(after: Mapping[str, Tensor], before: Mapping[str, Tensor]) -> dict[str, float | None]:
     """Relate this rank's shards of gradients before the optimizer to those that the backward left, by FQN."""
+    fits = {fqn: fit(tensor, before[fqn]) for fqn, tensor in after.items() if fqn in before}
     return {
-        fqn: multiple_of(tensor, before[fqn], residual=_EXACT)
-        for fqn, tensor in after.items()
-        if fqn in before and fit(tensor, before[fqn]) is not None
+        fqn: None if found.residual > _EXACT and found.factor else found.factor
+        for fqn, found in fits.items()
+        if found is not None
     }
 
 
