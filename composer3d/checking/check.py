@@ -97,7 +97,7 @@ def inspect(
     a table that has a mistake already is left out, since it may be the same one.
 
     Args:
-        inspected: From `open_manifest`.
+        inspected: A manifest and its problems so far, from `open_manifest`.
         world_size: Ranks; None takes what the manifest's degrees multiply to.
         rank: Whose view is taken.
         device: Where the run would put parameters.

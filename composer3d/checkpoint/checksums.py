@@ -113,7 +113,7 @@ class Checksums:
     """The digests of one checkpoint.
 
     Args:
-        folder: The checkpoint.
+        folder: Of the checkpoint, complete.
         files: The parts of each file, by its name.
     """
 
@@ -156,9 +156,9 @@ class Checksums:
         """Compare what was read of a file with what was written.
 
         Args:
-            name: The file.
+            name: Of the file in the checkpoint's folder.
             data: One part of it, whole.
-            offset: The part's first byte.
+            offset: The part's first byte in the file.
 
         Raises:
             CheckpointError: They differ, or no such part was written.

@@ -32,7 +32,7 @@ class Chunk:
         offsets: Of its first element in the tensor.
         sizes: Of the box.
         file: The name of a file of the checkpoint.
-        start: First byte.
+        start: First byte in the file.
         length: Bytes, with those of the archive around the values.
     """
 
@@ -49,7 +49,7 @@ class Entry:
 
     Args:
         shape: Of the full tensor, whatever its layout was.
-        dtype: As saved.
+        dtype: In which it was saved.
         chunks: Boxes that hold each element once.
     """
 

@@ -39,7 +39,7 @@ class TensorInfo:
 
     Args:
         shape: Of the full tensor, whatever its layout was.
-        dtype: As saved.
+        dtype: In which it was saved.
     """
 
     shape: tuple[int, ...]

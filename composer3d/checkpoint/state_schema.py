@@ -55,7 +55,7 @@ def validated_composition(path: Path, state: Mapping[str, Any]) -> Mapping[str, 
 
     Args:
         path: The checkpoint, for errors.
-        state: As read.
+        state: Content of `state.json`, not yet validated.
 
     Raises:
         CheckpointError: It has another form, with the place of the first difference.
@@ -69,7 +69,7 @@ def validated_run(path: Path, state: Mapping[str, Any]) -> Mapping[str, Any] | N
 
     Args:
         path: The checkpoint, for errors.
-        state: As read.
+        state: Content of `state.json`, not yet validated.
 
     Raises:
         CheckpointError: It has another form, with the place of the first difference.

@@ -90,7 +90,7 @@ class Exporter:
 
         Args:
             description: As given to the class.
-            to: Exists.
+            to: Folder, which exists; its files are not overwritten.
             dtype: Of the weights there, None where it is the run's.
             more: Further entries of the configuration.
         """

@@ -78,10 +78,10 @@ class _Attached:
     Args:
         fqn: Its first name.
         shape: Of the full tensor.
-        dtype: Its own.
-        cls: Its class.
-        attributes: Python attributes.
-        before: Gradient hooks.
+        dtype: Of the elements.
+        cls: Subclass of Tensor or Parameter that it was.
+        attributes: Python attributes that the model set on it, by name.
+        before: Hooks that run on its gradient before it is accumulated.
         after: Hooks that run after a gradient is accumulated.
         original: Returns the tensor while it lives.
     """

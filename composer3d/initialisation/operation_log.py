@@ -27,7 +27,7 @@ class TensorSpec:
 
     Args:
         storage: Number of the storage in its log.
-        size: Shape.
+        size: Length of every dim.
         stride: In elements.
         offset: In elements.
         dtype: Element type.

@@ -19,9 +19,9 @@ def await_all(store: Any, *, place: str, rank: int, world_size: int, timeout: ti
     Args:
         store: Where ranks meet.
         place: Names it in the message, and in the store: each is waited for once a store.
-        rank: This rank.
+        rank: This rank's, from 0.
         world_size: Number of ranks.
-        timeout: How long to wait.
+        timeout: After which the ranks that have not come are named.
 
     Raises:
         RendezvousError: Names the ranks that have not come.

@@ -30,8 +30,8 @@ class ForeignCodeError(ChildError):
     """Code that the manifest names hung, or ended the child's process.
 
     Args:
-        code: What ran.
-        how: What became of it.
+        code: The reference that was running, and what it was called for.
+        how: What the code did, as a verb phrase of the message.
         hung: Whether it had to be ended.
     """
 

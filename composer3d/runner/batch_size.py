@@ -19,8 +19,8 @@ class BatchSize:
     """The global batch of every step.
 
     Args:
-        table: `[train]`.
-        degree: Data-parallel degree.
+        table: `[train]`, with `global_batch`, `microbatch` and `batch_ramp`.
+        degree: Data-parallel degree: ranks that share the global batch.
 
     >>> from composer3d.runner.runner_tables import BatchRampTable, TrainTable
     >>> ramp = BatchRampTable(start=2, step=4, every=3)

@@ -39,7 +39,7 @@ class BlackBox:
     frees the interpreter; a killed one is reported by the others.
 
     Args:
-        context: Complete.
+        context: Of the composition, with its mesh and recorders.
         output: The run's folder.
 
     Memory: none. Collectives: none.

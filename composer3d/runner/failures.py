@@ -41,7 +41,7 @@ class Ending:
     """How a rank's process ended, as its parent saw it.
 
     Args:
-        rank: The rank.
+        rank: Of the world, from 0.
         exit_code: As in `subprocess`: negative for a signal; None where only the parent of all knows (torchrun).
         time_ns: When it was seen, `time.time_ns`.
     """
@@ -59,8 +59,8 @@ class FailureReport:
         rank: The rank; None where no rank is to blame (Ctrl-C).
         world_size: Ranks there were.
         host: Where it ran.
-        pid: Its process.
-        time_ns: When, `time.time_ns`.
+        pid: Of the rank's process, on `host`.
+        time_ns: Time of the failure, ns since 1970.
         kind: `user` is a ComposerError, shown without a traceback and never restarted; so is `machine`, a full disk, a
             folder that is gone or read-only, or too few open files; `crash` any other exception;
             `killed` a signal; `left` a process that ended, or a function that returned, before the others; `stuck`

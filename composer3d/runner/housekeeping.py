@@ -81,8 +81,8 @@ def set_timeout(run: Composition, timeout_s: float | None) -> None:
     """Set after how many seconds a collective fails, for the world and for every axis; None leaves torch's.
 
     Args:
-        run: The composition.
-        timeout_s: Seconds.
+        run: The composition, whose process groups get it.
+        timeout_s: In seconds; None leaves torch's.
     """
     from datetime import timedelta
 
@@ -137,7 +137,7 @@ def environment(manifest: Manifest, run: Composition, data: Mapping[str, Any]) -
 
     Args:
         manifest: Of the run.
-        run: The composition.
+        run: The composition, for its layout and device.
         data: The data source's record.
     """
     import torch

@@ -37,7 +37,7 @@ class _Launcher:
     """What a rank knows of the process that started it.
 
     Args:
-        pid: Its process.
+        pid: Of the launcher's process; its death ends the rank.
         private: Its private folder.
         restart: How often it restarted the ranks.
     """

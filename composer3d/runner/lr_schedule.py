@@ -28,7 +28,7 @@ def multiplier_of(table: LRScheduleTable, *, num_steps: int, folder: Path) -> Ca
     a cosine, which it reaches in the step after the last one; `wsd` stays at 1 before it falls in a straight line.
 
     Args:
-        table: `[lr_schedule]`.
+        table: `[lr_schedule]`, with its kind, warmup and final rate.
         num_steps: Of the whole run.
         folder: Of the manifest, for a callable.
 

@@ -40,15 +40,15 @@ class Muon(AdamW):
     Args:
         params: Parameters or groups; `matrices` of a group says which of the two it is.
         lr: Learning rate of both.
-        betas: Of AdamW.
-        eps: Of AdamW.
+        betas: Of AdamW: decays of its first and second moments.
+        eps: Of AdamW, added to the root of the second moment.
         weight_decay: Of both, decoupled.
         momentum: Of the matrices.
         nesterov: Whether their update looks ahead.
         ns_steps: Of the Newton-Schulz iteration.
         adjust_lr: How a matrix' rate depends on its shape: so that updates are as large as AdamW's and one rate fits
             both, or as in the original.
-        fused: Of AdamW.
+        fused: Whether AdamW runs as one kernel.
 
     Raises:
         ValueError: `ns_steps` is below 1, or `momentum` is not in [0, 1).

@@ -45,7 +45,7 @@ class LastSeen:
 
         Args:
             folder: The attempt's folder, see `attempt_folder`.
-            rank: The rank.
+            rank: Of the world, from 0.
         """
         try:
             with _file(folder, rank).open("rb", buffering=0) as file:
@@ -138,7 +138,7 @@ def left_reason(folder: Path, rank: int) -> str:
 
     Args:
         folder: The attempt's folder, see `attempt_folder`.
-        rank: The rank.
+        rank: Of the world, from 0.
     """
     start = _LAYOUT.size + _LENGTH.size
     try:

@@ -37,7 +37,7 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
 
     Args:
         function: What to run.
-        args: Its arguments.
+        args: Positional arguments of `function`.
         output: The run's output folder, the same for all ranks.
         report: False where a parent reports for all ranks.
 

@@ -74,7 +74,7 @@ def train(manifest: Manifest, *, resume: str = "auto", silent: bool = False, unt
         manifest: Typed with the runner's `TABLES`.
         resume: `auto` goes on from the newest checkpoint in the run's folder, `never` starts from step 0 and moves what
             is there aside, anything else is the path of a checkpoint.
-        silent: Show nothing.
+        silent: Neither progress nor results are printed; metrics are written all the same.
         until: Steps after which to stop, before those that the manifest states.
 
     Raises:
@@ -97,7 +97,7 @@ class Trainer:
     Args:
         manifest: Typed with the runner's `TABLES`.
         stack: Closes what was opened, in reverse.
-        silent: Show nothing.
+        silent: Neither progress nor results are printed; metrics are written all the same.
     """
 
     def __init__(self, manifest: Manifest, stack: contextlib.ExitStack, *, silent: bool = False) -> None:

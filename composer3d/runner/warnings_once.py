@@ -22,7 +22,7 @@ def warning_once(folder: Path, function: Callable[..., Any], args: Sequence[Any]
     Args:
         folder: Of the record of shown warnings; the same for all processes that share it.
         function: What to run; importable by name where ranks are spawned.
-        args: Its arguments.
+        args: Positional arguments of `function`.
 
     Memory: a file of no bytes for each warning. Collectives: none.
     """

@@ -115,7 +115,7 @@ class Watch:
         """Leave, after a signal that came before any rank could have had something to save.
 
         Args:
-            number: The signal.
+            number: SIGINT interrupts; any other preempts.
         """
         if number is signal.SIGINT:
             self._interrupt()

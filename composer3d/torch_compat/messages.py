@@ -270,8 +270,8 @@ def bounded_messages(group: Any, device: Any) -> Iterator[None]:
     functions of their modules, one of them private (torch 2.11-2.15). NCCL's have its watchdog.
 
     Args:
-        group: The stages'.
-        device: Of what they send.
+        group: Process group of the pipeline's stages.
+        device: Of the tensors that they send.
     """
     from torch.distributed import distributed_c10d
     from torch.distributed.pipelining import schedules

@@ -80,8 +80,8 @@ def held_graph(stage: Any, microbatch: int, kept: dict[int, Any]) -> Iterator[No
     stage keeps of its forwards and between the halves is private.
 
     Args:
-        stage: The pipeline's.
-        microbatch: Its number.
+        stage: torch's pipeline stage.
+        microbatch: Index of the micro-batch in the step.
         kept: Graphs by micro-batch; the caller takes them out when the second half is done.
     """
     import torch

@@ -97,7 +97,7 @@ def run_composed(
 
     Args:
         subject: What to run.
-        which: The arithmetic.
+        which: Float64, or the run's own dtypes.
         reference: Of one device, in the same arithmetic.
         tolerances: By what is compared; only what is beyond is examined further.
         folder: Where it is left which parameters the forwards reach.

@@ -22,7 +22,7 @@ class ProvenWorld:
     """The open degree of a proof.
 
     Args:
-        overrides: For `--set`.
+        overrides: `table.key=value`, as given to `--set`.
         notes: For the report, a line each.
     """
 

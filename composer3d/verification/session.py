@@ -77,10 +77,10 @@ class RankReport:
     """Report of one rank.
 
     Args:
-        steps: By arithmetic.
+        steps: Its steps, by arithmetic.
         draws: What it drew in one step.
         drawing: The first step with random numbers, beside one device's.
-        happened: Its collectives.
+        happened: Collectives of one step.
         traced: Those of the same rank in a fake process group; None where that could not be run.
         untraceable: Known reason why not; empty otherwise.
         trace_error: Exception of the trace, where the reason is not known.

@@ -35,7 +35,7 @@ class Shrunk:
     """Reduction of a manifest.
 
     Args:
-        overrides: For `--set`.
+        overrides: `table.key=value`, as given to `--set`.
         reduced: Reduced quantities, one line each.
     """
 

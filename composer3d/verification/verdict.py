@@ -43,7 +43,7 @@ class TableRow:
     """One parameter of the report.
 
     Args:
-        fqn: Its name.
+        fqn: Name of the parameter.
         placement: Its placements on the first rank that holds it.
         gradient: The error of its gradient in float64, of the worst step and rank.
         update: The same of the updated parameter.
@@ -243,7 +243,7 @@ class Verdict:
         diagnosis: Likely causes, one line each.
         reduced: Quantities reduced below the manifest's, one line each.
         notes: Omitted checks, with reasons.
-        num_steps: Steps compared.
+        num_steps: Optimizer steps that were compared.
     """
 
     evidence: Evidence | None

@@ -107,7 +107,7 @@ def verify(
 
     Args:
         manifest: Path, or the name of a shipped manifest.
-        steps: Optimizer steps.
+        steps: Optimizer steps to compare.
         max_blocks: Repeated blocks to keep; None keeps all.
         max_dim: The model's sizes and the sequence are halved until none is larger.
         world_size: Ranks of the run; default: 2 on a data-parallel axis that the manifest leaves open.

@@ -40,7 +40,7 @@ class Straggler:
     """The rank that the others wait for.
 
     Args:
-        rank: It.
+        rank: Of the world, from 0.
         phase: In which it loses most.
         own_s: Seconds a step that it works in that phase, median over the steps.
         others_s: What the other ranks need there, their median.

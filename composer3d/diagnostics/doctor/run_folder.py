@@ -36,7 +36,7 @@ class Witness:
     """Account of one rank.
 
     Args:
-        rank: It.
+        rank: Of the world, from 0.
         who: With its coordinates.
         host: Where it ran.
         state: `running`, `failed` or `ended`.
@@ -46,7 +46,7 @@ class Witness:
         spans: Those that were closed, the newest last.
         owners: The plugin that owns an axis, by axis.
         memory: Bytes by kind.
-        device: Its type.
+        device: Type of the device that the rank computes on: `cpu` or `cuda`.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Evidence:
     """What there is to judge by.
 
     Args:
-        run: The folder.
+        run: The run's folder, `[run] output`.
         error: `error.json`, None where no failure was written down.
         witnesses: By rank, of the newest start.
         seen: Where ranks are that have not ended, by rank; empty for a run that has ended.
@@ -101,7 +101,7 @@ def read_evidence(run: Path) -> Evidence:
     """Read a run's folder; ask the ranks that are alive, which takes 3 s if one does not answer.
 
     Args:
-        run: The folder.
+        run: The run's folder, `[run] output`.
 
     Raises:
         ComposerError: It is not one of a run.
@@ -140,7 +140,7 @@ def read_anomalies(run: Path) -> Iterable[Mapping[str, Any]]:
     """Yield what plugins wrote of modules whose outputs were not finite.
 
     Args:
-        run: The folder.
+        run: The run's folder, `[run] output`.
     """
     for _, name, _ in nonfinite_finders():
         for path in sorted((run / name).glob("rank-*.jsonl")):

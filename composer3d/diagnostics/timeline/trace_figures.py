@@ -56,7 +56,7 @@ class Report:
 
     Args:
         steps: Numbers of the steps that were measured: all but the first, which allocates and compiles.
-        ranks: By rank.
+        ranks: Times of every rank, by rank.
         straggler: The rank that computes longest.
         straggler_ratio: Its computing time over the mean of the others; 1 where there are none.
         bubble: None without a pipeline, or without its actions in the trace.

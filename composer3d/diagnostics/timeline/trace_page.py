@@ -39,8 +39,8 @@ def draw_svg(trace: Trace, steps: Sequence[int], *, title: str) -> str:
     after the other.
 
     Args:
-        trace: As it was read.
-        steps: Their numbers.
+        trace: Spans of all ranks.
+        steps: Numbers of the steps that are drawn.
         title: Above the picture.
     """
     shown = {rank: list(_inside(spans, set(steps))) for rank, spans in trace.ranks.items()}
@@ -129,9 +129,9 @@ def draw_page(trace: Trace, report: Report, steps: Sequence[int], *, title: str)
     """Return the page: the picture, what was measured, and the run's curves.
 
     Args:
-        trace: As it was read.
-        report: Of it.
-        steps: Of the picture.
+        trace: Spans of all ranks.
+        report: Figures of the trace.
+        steps: Numbers of the steps in the picture.
         title: Of the page.
     """
     lines = [*statements(report), *(f"{name} was cut off: its rank was killed" for name in trace.cut)]

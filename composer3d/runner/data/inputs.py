@@ -18,7 +18,7 @@ class Inputs:
 
     Args:
         args: By position: tensors, or nested tuples and dicts of them.
-        kwargs: By name.
+        kwargs: Tensors by the name of the forward's argument.
     """
 
     args: tuple[Any, ...] = ()

@@ -137,7 +137,7 @@ def open_text(
         files: The documents; None is the text inside Python.
         table: The manifest's `[data]`.
         cache: Folder for tokenised text and trained tokenizers.
-        report: Takes messages.
+        report: Called with a line for the user before work that takes long.
         rank: Of this process, for the messages.
 
     Raises:

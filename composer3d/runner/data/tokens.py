@@ -78,7 +78,7 @@ class TokenSource(Source):
     Sequences do not cross from one array into the next; up to seq_len tokens at the end of each array are not used.
 
     Args:
-        arrays: The tokens.
+        arrays: Token ids, 1-D each, in memory or mapped.
         seq_len: Tokens per sequence.
         vocab_size: Every token is below it.
         facts: What the record says of the tokens.

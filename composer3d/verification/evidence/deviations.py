@@ -123,7 +123,7 @@ def deviations_of(
         run: The composition, on every rank.
         actual: Full tensors by FQN.
         reference: Those of one device.
-        limits: Tolerances.
+        limits: Tolerances by kind and FQN.
         kind: What is compared, as the tolerances name it.
         digits: Tensors among which narrow dtypes are looked for. With `all` among right ones too: a single rounding
             error is within the tolerance of the run's own dtypes; the loss of all further digits is not.

@@ -157,8 +157,8 @@ def compare_collectives(happened: Sequence[Counted], traced: Sequence[Counted]) 
     """Return one row for each kind and axis, of the rank where the two differ most.
 
     Args:
-        happened: By rank.
-        traced: By rank.
+        happened: Collectives of real ranks, by rank.
+        traced: Those of the same ranks in a fake process group.
     """
     keys = sorted({key for counted in (*happened, *traced) for key in counted.totals})
     rows = []
@@ -189,7 +189,7 @@ def silent_axes(happened: Sequence[Counted], layout: Layout) -> list[str]:
     A collective over several axes counts for each of them, and one over the whole world for all.
 
     Args:
-        happened: By rank.
+        happened: Collectives of real ranks, by rank.
         layout: Axes and degrees of the run.
     """
     seen = {axis for counted in happened for axis, number in counted.of_plugins.items() if number}

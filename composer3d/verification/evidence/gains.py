@@ -29,7 +29,7 @@ class Gain:
     """A tensor as a multiple of another.
 
     Args:
-        factor: Least-squares factor.
+        factor: Least-squares factor of the one to the other.
         rest: Norm of the residual, relative to that of the other.
     """
 
@@ -53,8 +53,8 @@ def gains_of(
     """Return the gain of all gradients together, and of each with many elements; none where all are zero.
 
     Args:
-        actual: By FQN.
-        reference: By FQN.
+        actual: Gradients by FQN.
+        reference: Those that they are compared with.
         skip_zeros: Leave out elements that are zero: in float16 small ones are.
     """
     sums: dict[str, tuple[float, float, float]] = {}

@@ -25,7 +25,7 @@ def change_of(fqn: str, actual: Tensor, reference: Mapping[str, Tensor], *, elem
     """Return a phrase for the known change from right values to the actual ones; empty where none fits.
 
     Args:
-        fqn: The parameter.
+        fqn: Name of the parameter.
         actual: Its wrong tensor.
         reference: Right tensors of the parameters whose values it may have, its own among them.
         elementwise: Look for elementwise changes too.
@@ -87,7 +87,7 @@ def few_digits_say_little(actual: Tensor, reference: Tensor, *, largest: float) 
     noise, multiples of one unit.
 
     Args:
-        actual: The tensor.
+        actual: A tensor that a narrower dtype represents exactly.
         reference: Of one device.
         largest: Of all of the reference's tensors.
     """

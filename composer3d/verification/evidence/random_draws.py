@@ -44,7 +44,7 @@ class Draws:
         forward: Digest of the generator's state before each draw of a forward.
         again: The same of each draw inside a backward: a recomputation.
         before: The same of each draw of a forward of the step before.
-        probabilities: Dropout probabilities.
+        probabilities: Every dropout probability with which it is called.
         is_idle: Whether all dropped values were zero already.
     """
 

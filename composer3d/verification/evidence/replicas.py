@@ -99,7 +99,7 @@ def compare_replicas(what: str, ranks: Sequence[Mapping[str, Holding]], layout: 
 
     Args:
         what: parameters, gradients or buffers.
-        ranks: By rank.
+        ranks: Shards of every rank, by rank and FQN.
         layout: Axes and degrees of the run.
     """
     holders: dict[tuple[str, Any], list[int]] = defaultdict(list)

@@ -66,9 +66,9 @@ class Looped:
     """What a loop has beside its composition.
 
     Args:
-        optimizer: Made.
-        averages: None where the loop keeps none.
-        schedule: The same.
+        optimizer: Of the composition.
+        averages: Moving averages; None where the loop keeps none.
+        schedule: Learning rates; None where they stay.
     """
 
     optimizer: torch.optim.Optimizer
@@ -123,10 +123,10 @@ def go_on(subject: Subject, which: Arithmetic, run: Composition, loop: Looped, *
 
     Args:
         subject: What is proven.
-        which: The arithmetic.
+        which: Float64, or the run's own dtypes.
         run: After its proven steps.
-        loop: Around it.
-        step: The next one.
+        loop: Optimizer, averages and schedule of the run.
+        step: Number of the step after the save.
         folder: Of this proof, for the checkpoint.
 
     Memory: two copies of this rank's parameters and optimizer state. Collectives: those of a save and a step.
@@ -181,7 +181,7 @@ def _resumed(
 
     Args:
         subject: What is proven.
-        which: The arithmetic.
+        which: Float64, or the run's own dtypes.
         gone: The run that was saved.
         is_warm: Take a step before the load.
     """
