@@ -166,6 +166,7 @@ class _Forward:
             q_BHLE.new_zeros((*q_BHLE.shape[:-1], width), dtype=wide),
             q_BHLE.new_full(q_BHLE.shape[:-1], float("-inf"), dtype=wide),
         )
+        self._begun: list[Run] = []
 
     def add(self, pair: _Pair, keys: tuple[Run, ...]) -> None:
         """Add the blocks of some keys [B, K, M, E] and values [B, K, M, F], given their positions."""
@@ -174,7 +175,9 @@ class _Forward:
             k, v = (positions_of(x, block.columns) for x in pair)
             block_call = _block_call(block, self._mask, self._q, self._call)
             kernel = kernel_for(q, v, has_bias=block_call.bias is not None, softcap=block_call.softcap)
-            merge_(self._rows, kernel.forward(q, k, v, block_call), block.rows)
+            is_first = all(end <= block.rows[0] or start >= block.rows[1] for start, end in self._begun)
+            self._begun.append(block.rows)
+            merge_(self._rows, kernel.forward(q, k, v, block_call), block.rows, is_first=is_first)
 
     def result(self) -> Result:
         """Return what all blocks make, the output in the dtype of the queries."""

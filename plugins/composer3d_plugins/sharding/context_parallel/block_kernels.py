@@ -231,15 +231,20 @@ class CudaEfficient:
         return _narrow(padded, length).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
 
 
-def merge_(whole: Result, block: Result, rows: tuple[int, int]) -> None:
+def merge_(whole: Result, block: Result, rows: tuple[int, int], *, is_first: bool) -> None:
     """Add a block to the results so far of its rows, in place; both are softmaxes over their own keys.
 
     Args:
         whole: Results so far, in float32 or better.
         block: Of one block.
         rows: Where its queries lie.
+        is_first: Whether there is nothing of these rows so far.
     """
     o, lse = (positions_of(x, rows) for x in (whole.o_BHLF, whole.lse_BHL))
+    if is_first:
+        o.copy_(block.o_BHLF)
+        lse.copy_(block.lse_BHL)
+        return
     lse_block = block.lse_BHL.to(lse.dtype)
     merged = torch.logaddexp(lse, lse_block)
     shift = finite(merged)

@@ -59,7 +59,7 @@ def _by_code(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names(cls: type[nn.Module]) -> tuple[str, ...]:
+def _names(cls: Any) -> tuple[str, ...]:
     """Return the attention of such packages that a class is, or that its methods name."""
     if _is_of_package(cls) and _is_attention(cls.__qualname__):
         return (f"{cls.__module__}.{cls.__qualname__}",)
