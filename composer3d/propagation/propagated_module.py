@@ -12,7 +12,7 @@ from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.random_functions import Drawing, eagerly
-from composer3d.propagation.shards import SEQUENCE, Marks, cut_of, cuts_in, unmark
+from composer3d.propagation.shards import SEQUENCE, Marks, copy_mark, cut_of, cuts_in, restated, unmark
 from composer3d.propagation.view_shapes import Placed
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class PropagatedModule:
             for leaf in torch_compat.tree_leaves(output):
                 if (cut := cut_of(leaf)) is not None and cut.is_sequence:
                     unmark(leaf)
+                    restated(leaf)
             return output
 
         return eagerly(following)
@@ -85,5 +86,8 @@ class PropagatedModule:
         assert self._cut is not None, "asked only then"
         if cut_of(value) is not None:
             return value
-        size = value.shape[self._cut] * self._mesh.size()
-        return self._marks.mark(value.view_as(value), Placed(dim=self._cut, parts=(size,)))
+        # An outer axis may shard it too.
+        with torch_compat.without_torch_functions():
+            size = value.shape[self._cut] * self._mesh.size()
+            view = copy_mark(value, value.view_as(value))
+            return restated(self._marks.mark(view, Placed(dim=self._cut, parts=(size,))))

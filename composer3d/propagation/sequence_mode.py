@@ -9,22 +9,25 @@ Shapes: B batch, H heads, S queries, T keys, E head dim, D model dim; a rank's s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
+from composer3d import torch_compat
 from composer3d.propagation.contractions import operands_of
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_dims import OBJECT, name_of
 from composer3d.propagation.function_mode import Propagation
+from composer3d.propagation.multihead_attention import NAME, attend_with_heads, call_of
 from composer3d.propagation.random_functions import draws
-from composer3d.propagation.shards import SEQUENCE, PropagationError
+from composer3d.propagation.shards import SEQUENCE, Cut, PropagationError
 from composer3d.propagation.view_shapes import Placed
-from composer3d.propagation.whole_operands import Meeting
+from composer3d.propagation.whole_operands import BATCHED, PAIRED, Meeting, is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -66,7 +69,7 @@ class AttentionCall:
 
 
 class SequenceRules(Protocol):
-    """Operations of a plugin that shards the sequence; in a dry run they are called with tensors on meta."""
+    """Operations of a plugin that shards the sequence; `index` and `attend` are called with tensors on meta too."""
 
     def index(self, length: int, device: torch.device) -> Tensor:
         """Return this rank's positions of a sequence of a global length, int64."""
@@ -191,12 +194,27 @@ class SequencePropagation(Propagation):
         if name == ATTENTION:
             self._forget()
             return self._attention(*args, **options)
+        if name == NAME and (given := call_of(args, options)) is not None:
+            self._forget()
+            return self._inside(given)
         if name in LOSSES and options.get("reduction") == "sum" and len(cuts) > 1:
             self._forget()
             with self._within():
                 return self._local(func, args, options)
+        if name in PAIRED and len({place(cut) for cut in cuts}) > 1:
+            args, options = self._aligned(name, args, options)
         args = self._product(name, args)
         return super().run(func, args, options)
+
+    def _inside(self, given: Mapping[str, Any]) -> Any:
+        """Run attention with its projections, each function of which is propagated."""
+        self._is_busy = False
+        TorchFunctionMode.__enter__(self)
+        try:
+            return attend_with_heads(given)
+        finally:
+            TorchFunctionMode.__exit__(self, None, None, None)
+            self._is_busy = True
 
     def _gathered(
         self, name: str, args: Sequence[Any], options: dict[str, Any], *, is_summed: bool
@@ -212,6 +230,24 @@ class SequencePropagation(Propagation):
             return self._meeting.gathered(x, cut.placed, is_summed=True)
 
     # ---- products ----------------------------------------------------------------------------------------------------
+
+    def _aligned(self, name: str, args: Sequence[Any], options: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        """Return arguments paired by position, of which the largest stays sharded, and what differs from it is whole.
+
+        So a mask by key that code makes of its tokens is gathered, and not the scores that it is added to.
+        """
+        if name in BATCHED:
+            return args, options
+        leaves = torch_compat.tree_leaves([list(args), options])
+        cuts = [cut for leaf in leaves if (cut := self._cut_of(leaf)) is not None]
+        kept = place(cuts[0] if is_in_place(name) else max(cuts, key=lambda cut: cut.shadow.numel()))
+
+        def aligned(value: Any) -> Any:
+            cut = self._cut_of(value)
+            return value if cut is None or place(cut) == kept else self._whole(value)
+
+        self._rules.note("products", name)
+        return torch_compat.tree_map(aligned, list(args)), torch_compat.tree_map(aligned, options)
 
     def _product(self, name: str, args: Sequence[Any]) -> Sequence[Any]:
         """Return a product's arguments: of two that are sharded, the rows of the first stay so, the second is whole."""
@@ -257,19 +293,12 @@ class SequencePropagation(Propagation):
         mask, has_own_rows = self._mask(attn_mask, lengths[0])
         self._rules.note("attention", ATTENTION)
         with self._within():
-            call = AttentionCall(
-                q_BHSE=query,
-                k_BKTE=key,
-                v_BKTF=value,
-                q_length=lengths[0],
-                k_length=lengths[1],
-                mask=mask,
-                has_own_rows=has_own_rows,
-                is_causal=is_causal,
-                scale=scale,
-                dropout_p=dropout_p,
+            call = partial(
+                AttentionCall, q_length=lengths[0], k_length=lengths[1], has_own_rows=has_own_rows, scale=scale
             )
-            result = attend_by(call, self._rules, enable_gqa)
+            result = attend_by(
+                query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa, call=call, rules=self._rules
+            )
             if cuts[0] is None:
                 return result
             shape = [*cuts[0].shadow.shape[:-1], value.shape[-1]]
@@ -287,29 +316,45 @@ class SequencePropagation(Propagation):
         return self._whole(mask), False
 
 
-def attend_by(call: AttentionCall, rules: SequenceRules, enable_gqa: bool) -> Tensor:
-    """Attend by a plugin's rule; where an inner axis shards heads, on this rank's."""
+def place(cut: Cut) -> int:
+    """Return the sharded dim, counted from the last, as functions pair their arguments' dims."""
+    return cut.shadow.ndim - cut.placed.dim
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None,
-        dropout_p: float,
-        is_causal: bool,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
-        if query.is_meta:
-            heads = query.shape[:-1]
-            return query.new_empty([*heads, value.shape[-1]], requires_grad=query.requires_grad)
-        local = AttentionCall(**{**vars(call), "q_BHSE": query, "k_BKTE": key, "v_BKTF": value, "mask": attn_mask})
-        return rules.attend(local)
 
-    attention.__name__ = ATTENTION
-    args: tuple[Any, ...] = (call.q_BHSE, call.k_BKTE, call.v_BKTF, call.mask, call.dropout_p, call.is_causal)
-    options: dict[str, Any] = {"scale": call.scale, "enable_gqa": enable_gqa}
-    if has_torch_function(args[:3]):
-        result: Tensor = handle_torch_function(attention, args[:3], *args, **options)
+def attend_by(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    *,
+    enable_gqa: bool,
+    call: Callable[..., AttentionCall],
+    rules: SequenceRules,
+) -> Tensor:
+    """Attend by a plugin's rule; where an inner axis shards heads, on this rank's.
+
+    Args:
+        query: As of `scaled_dot_product_attention`, and so the next five.
+        key: As above.
+        value: As above.
+        attn_mask: As above.
+        dropout_p: As above.
+        is_causal: As above.
+        enable_gqa: As above.
+        call: Makes the plugin's arguments.
+        rules: The plugin's.
+    """
+    if has_torch_function((query, key, value)):
+        given = (query, key, value, attn_mask, dropout_p, is_causal)
+        options: dict[str, Any] = {"enable_gqa": enable_gqa, "call": call, "rules": rules}
+        result: Tensor = handle_torch_function(attend_by, (query, key, value), *given, **options)
         return result
-    return attention(*args, **options)
+    return rules.attend(
+        call(q_BHSE=query, k_BKTE=key, v_BKTF=value, mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal)
+    )
+
+
+# Inner axes treat it as torch's function.
+attend_by.__name__ = ATTENTION

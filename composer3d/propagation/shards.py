@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ __all__ = [
     "copy_mark",
     "cut_of",
     "cuts_in",
+    "exchanged",
     "mark",
     "ranges_of",
     "restated",
@@ -218,6 +219,24 @@ def copy_mark(marked: Tensor, other: Any) -> Any:
         if cut is not None:
             attach(other, cut)
     return other
+
+
+def exchanged(x: Tensor, exchange: Callable[[Tensor], Tensor], axis: str = TENSOR_AXIS) -> Tensor:
+    """Return what an exchange over one axis makes of a tensor, sharded over outer axes as the tensor is.
+
+    Args:
+        x: Local.
+        exchange: Takes it without marks; returns a tensor of the same dims, whatever their sizes.
+        axis: Over which ranks exchange.
+    """
+    cuts = [cut for outer in AXES[: AXES.index(axis)] if (cut := cut_of(x, outer)) is not None]
+    if not cuts:
+        return exchange(x)
+    with torch_compat.without_torch_functions():
+        result = exchange(strip(x))
+        for cut in cuts:
+            attach(result, cut)
+        return restated(result)
 
 
 def strip(tensor: Tensor) -> Tensor:

@@ -1,1 +1,190 @@
-"""Context parallelism: a sequence sharded over ranks."""
+"""Context parallelism: a long sequence sharded over ranks, for models that know nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from composer3d import (
+    Batch,
+    LayoutOffer,
+    LayoutTraits,
+    Phase,
+    Role,
+    RunContext,
+    StepAction,
+    StepPoint,
+    StepState,
+    Transform,
+    average_whole,
+    hookimpl,
+    plugin,
+    select_fqns,
+)
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from composer3d_plugins.sharding.context_parallel.eligibility import Found
+    from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
+
+__all__ = ["ContextParallel"]
+
+# Modules that do the same with every token, whatever their code: what transformers' experts have in common.
+EXPERTS = ("num_experts", "_apply_gate")
+
+
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Shard the sequence where `cp` has several ranks."""
+    return {} if degrees.get("cp", 1) > 1 else None
+
+
+@plugin(family="sharding", owns=("cp",), offer=LayoutOffer(table=_table))
+class ContextParallel:
+    """Shard the sequence over the ranks of cp, which read the same samples; the model's code sees global sizes.
+
+    The model's code is propagated: it computes with sizes, positions and masks of the whole sequence, on local shards.
+    What is whole, such as a mask or a table of rotations, is indexed where it meets a shard. Attention, as
+    `scaled_dot_product_attention` or written out as products and a softmax, reads the keys and values of all ranks.
+    What mixes positions otherwise is gathered and computed on every rank; the rows of the plan name it.
+
+    gather: keys and values are all-gathered, and again in the backward.
+    ring: they are passed from rank to rank while blocks are computed: no rank holds them all.
+    ulysses: positions are exchanged for heads, of which cp has to be a divisor.
+    universal: they are all-gathered, and torch's function runs on this rank's rows, with dropout and trained biases.
+    Memory: activations / cp; gather and universal: the keys and values of one attention.
+    Collectives: an attention, by method: gather 1 all-gather forward, 1 all-gather and 1 reduce-scatter backward; ring
+    cp - 1 messages forward, 2 cp - 1 backward; ulysses 4 all-to-alls forward, 4 backward; universal 2 all-gathers
+    forward, 2 reduce-scatters backward, and so do attentions written out as products.
+
+    Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Dubey et
+    al., The Llama 3 Herd of Models, arXiv:2407.21783.
+
+    Args:
+        method: How attention reads the keys of other ranks; "auto" chooses the one that sends fewest bytes.
+        balanced: A rank has one chunk from both ends of the sequence, so that causal attention is equal work for all.
+        others: Whether what mixes positions and is no attention is gathered, or refused with its module's name.
+        rowwise: Patterns of modules that do the same with every token, whatever their code, beside known experts.
+        sequence_dim: The dim of inputs and targets that is the sequence.
+    """
+
+    method: Literal["auto", "gather", "ring", "ulysses", "universal"] = "auto"
+    balanced: bool = True
+    others: Literal["gather", "refuse"] = "gather"
+    rowwise: tuple[str, ...] = ()
+    sequence_dim: int = Field(default=1, ge=0, examples=[])
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform:
+        """Propagate the model's code."""
+        return Transform(
+            name="context_parallel",
+            phase=Phase.TENSOR,
+            select=self._select,
+            apply=self._apply,
+            uses=("cp",),
+            rows=self._rows,
+            averages=("cp",) if self._averages(context) else (),
+            after=("tensor_parallel", "expert_parallel"),
+        )
+
+    @hookimpl
+    def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
+        """Average gradients over cp where no data-parallel plugin does."""
+        if not self._averages(context):
+            return []
+        return [StepAction(name="context_parallel", point=StepPoint.GRADIENTS_LOCAL, run=_average)]
+
+    def _averages(self, context: RunContext) -> bool:
+        """Return whether nobody else averages: an owner of an axis of samples does, over those of positions too."""
+        batch = context.layout.names(Role.BATCH)
+        return context.degrees["cp"] > 1 and not any(axis in context.owners for axis in batch)
+
+    @hookimpl
+    def composer3d_place_batch(self, context: RunContext, batch: Batch) -> Batch | None:
+        """Shard inputs and targets along the sequence."""
+        from composer3d_plugins.sharding.context_parallel.batch_placement import place, sharded_inputs
+
+        degree = context.degrees["cp"]
+        if degree == 1:
+            return None
+        found: Found = context.state[self]
+        rank = context.coordinates["cp"]
+
+        def take(x: Tensor, dim: int) -> Tensor:
+            return x.index_select(dim, self._positions(x.shape[dim], degree).index(rank).to(x.device))
+
+        return place(
+            batch,
+            dims=sharded_inputs(batch.args, batch.kwargs, found.names, self.sequence_dim),
+            dim=self.sequence_dim,
+            shares_target=found.shares_output,
+            unit=degree * (2 if self.balanced else 1),
+            take=take,
+        )
+
+    def _positions(self, length: int, degree: int) -> Positions:
+        from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous, zigzag
+
+        return (zigzag if self.balanced else contiguous)(length, degree)
+
+    def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.context_parallel.eligibility import dry_run
+
+        degree = context.degrees["cp"]
+        if degree > 1:
+            stated = {fqn for pattern in self.rowwise for fqn in select_fqns(pattern, context.fqns)}
+            known = {fqn for fqn, module in model.named_modules() if all(hasattr(module, name) for name in EXPERTS)}
+            context.state[self] = dry_run(
+                model,
+                context,
+                degree=degree,
+                dim=self.sequence_dim,
+                others=self.others,
+                rowwise=[fqn for fqn in context.fqns if fqn in stated | known],
+                method=self.method,
+            )
+        return [""]
+
+    def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
+        found: Found | None = context.state.get(self)
+        if found is None:
+            return {}
+        rows = {name: list(dict.fromkeys(fqns)) for name, fqns in sorted(found.rows.items())}
+        return rows | ({"rowwise": list(found.rowwise)} if found.rowwise else {})
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        from composer3d.propagation import PropagatedSequence
+        from composer3d_plugins.sharding.context_parallel.attention_methods import Method
+        from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
+        from composer3d_plugins.sharding.context_parallel.sequence_attention import SequenceGroup
+        from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
+
+        if context.degrees["cp"] == 1:
+            return fqns
+        found: Found = context.state[self]
+        mesh = context.mesh["cp"]
+        group = SequenceGroup.of(mesh.get_group())
+        rules = EngineRules(group=group, method=Method(self.method), balanced=self.balanced)
+        # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks.
+        sharded = {
+            fqn
+            for fqn, module in model.named_modules()
+            if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False))
+        }
+        PropagatedSequence(
+            degree=mesh.size(),
+            rules=rules,
+            blocks=found.blocks,
+            rowwise={*found.rowwise, *sharded},
+            inputs=lambda args, kwargs: sharded_inputs(args, kwargs, found.names, self.sequence_dim),
+            mesh=mesh,
+        ).install(model)
+        return fqns
+
+
+def _average(state: StepState) -> None:
+    for part in state.parts:
+        average_whole(part.module.parameters(), axes=("cp",), context=state.context)

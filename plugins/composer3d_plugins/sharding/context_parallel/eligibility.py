@@ -1,0 +1,184 @@
+"""Dry run of a model on meta with a sharded sequence: what of it is sharded, gathered or refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from composer3d import PluginError, Role, RunContext, torch_compat
+from composer3d.propagation import (
+    Call,
+    PropagatedSequence,
+    PropagationError,
+    Sharded,
+    blocks_of,
+    cut_of,
+    on_meta,
+    patched,
+    trace,
+    unseen,
+)
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
+from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
+from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
+
+__all__ = ["Found", "dry_run", "names_of"]
+
+AXIS = "cp"
+
+
+@dataclass(kw_only=True)
+class Found:
+    """Outcome of a dry run.
+
+    Attributes:
+        blocks: Of the tensors that each repeated block takes, the dims along which they are sharded.
+        rows: FQNs of modules by what is done in them: attention, products, gathered.
+        rowwise: Modules that are said to do the same with every position.
+        names: Of the model's parameters.
+        shares_output: Whether the model's output is sharded.
+    """
+
+    names: tuple[str, ...]
+    blocks: dict[str, Sharded] = field(default_factory=dict)
+    rows: dict[str, list[str]] = field(default_factory=dict)
+    rowwise: tuple[str, ...] = ()
+    shares_output: bool = True
+
+
+def names_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of the parameters of a model's forward."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    found = inspect.signature(model.forward).parameters.values()
+    return tuple(each.name for each in found if each.kind in kinds and each.name != "self")
+
+
+def dry_run(
+    model: nn.Module, context: RunContext, *, degree: int, dim: int, others: str, rowwise: Collection[str], method: str
+) -> Found:
+    """Run the whole model on meta with its sequence sharded.
+
+    Args:
+        model: The whole model.
+        degree: Ranks along cp.
+        dim: The dim of inputs that is the sequence.
+        others: "gather" or "refuse".
+        rowwise: FQNs of modules that do the same with every position.
+        method: Of attention.
+
+    Raises:
+        PluginError: Something cannot be sharded, or nothing would be won.
+    """
+    found = Found(names=names_of(model), rowwise=tuple(rowwise))
+    blocks = blocks_of(model, context, several=True)
+    call = trace(model, context, blocks=blocks, scale=degree).call
+    rules = DryRules(degree=degree, others=others)
+    outputs: list[Any] = []
+    call = _narrowed(call.fresh(), found.names, dim=dim, degree=degree)
+    sequence = PropagatedSequence(
+        degree=degree,
+        rules=rules,
+        blocks={},
+        rowwise=rowwise,
+        inputs=lambda a, k: sharded_inputs(a, k, found.names, dim),
+    )
+    sequence.watch = outputs.append
+    forwards = {
+        module: _tracked(fqn, forward if call.has_values or not fqn else unseen(forward), rules, found, set(blocks))
+        for module, fqn, forward in sequence.forwards(model)
+    }
+    _run(model, call, sequence, forwards, rules)
+    for what, fqn, _ in rules.notes:
+        found.rows.setdefault(what, []).append(fqn)
+    _refuse(found, rules, context, Method(method))
+    found.shares_output = any(cut is not None for cut in outputs)
+    return found
+
+
+def _run(
+    model: nn.Module,
+    call: Call,
+    sequence: PropagatedSequence,
+    forwards: Mapping[nn.Module, Callable[..., Any]],
+    rules: DryRules,
+) -> None:
+    try:
+        with patched(forwards), sequence.hooked(model):
+            on_meta(model, call)
+    except PropagationError as error:
+        text = str(error) if str(error).startswith('"') else f'"{rules.failed}": {error}'
+        raise PluginError(
+            f"context_parallel cannot shard the sequence: {text}",
+            hint=f'if "{rules.failed}" does the same with every token, name it in rowwise',
+        ) from error
+    except Exception as error:  # a model's own code may raise anything
+        raise PluginError(
+            f'context_parallel cannot run "{rules.failed}" on meta with a sharded sequence ({type(error).__name__}: '
+            f"{str(error).partition(chr(10))[0]})"
+        ) from error
+
+
+def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method) -> None:
+    """Refuse a model without attention along the sequence, and heads that the method cannot divide."""
+    if not found.rows.get("attention") and not found.rows.get("products"):
+        raise PluginError(
+            "context_parallel has no effect: no attention of the model works on the sequence that is sharded",
+            hint="leave out [sharding.context_parallel], or set sequence_dim to the sequence's dim of inputs",
+        )
+    for fqn, attention in rules.calls:
+        # Query heads are the third dim from the last; those without are one head.
+        num_heads = attention.q_BHSE.shape[-3] if attention.q_BHSE.ndim > 3 else 1
+        why = unfit(method, num_heads=num_heads // _heads_over(context, num_heads), degree=rules.degree)
+        if why is not None and attention.q_length is not None and attention.k_length is not None:
+            raise PluginError(f'context_parallel: "{fqn}": {why}')
+
+
+def _heads_over(context: RunContext, num_heads: int) -> int:
+    """Return over how many ranks tensor parallelism divides heads, if they divide."""
+    degrees = [context.degrees[axis] for axis in context.layout.names(Role.TENSOR)]
+    return next((degree for degree in degrees if degree > 1 and num_heads % degree == 0), 1)
+
+
+def _narrowed(call: Call, names: tuple[str, ...], *, dim: int, degree: int) -> Call:
+    dims = sharded_inputs(call.args, call.kwargs, names, dim)
+    if not dims:
+        raise PluginError(f"context_parallel finds no input of the model with a dim {dim} to shard")
+
+    def share(key: int | str, x: Any) -> Any:
+        if key not in dims:
+            return x
+        return x.narrow(dims[key], 0, x.shape[dims[key]] // degree)
+
+    return replace(
+        call,
+        args=tuple(share(at, x) for at, x in enumerate(call.args)),
+        kwargs={name: share(name, x) for name, x in call.kwargs.items()},
+    )
+
+
+def _tracked(
+    fqn: str, forward: Callable[..., Any], rules: DryRules, found: Found, blocks: Collection[str]
+) -> Callable[..., Any]:
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        if fqn in blocks:
+            found.blocks.setdefault(fqn, _dims_of(args, kwargs))
+        rules.at_work.append(fqn)
+        try:
+            return forward(*args, **kwargs)
+        except Exception:
+            rules.failed = rules.failed or fqn
+            raise
+        finally:
+            rules.at_work.pop()
+
+    return tracked
+
+
+def _dims_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sharded:
+    with torch_compat.without_torch_functions():
+        leaves = [leaf for leaf in torch_compat.tree_leaves([list(args), dict(kwargs)]) if isinstance(leaf, Tensor)]
+        return tuple(None if (cut := cut_of(leaf, AXIS)) is None else cut.placed.dim for leaf in leaves)

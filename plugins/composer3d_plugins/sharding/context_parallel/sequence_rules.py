@@ -1,0 +1,186 @@
+"""Rules by which a propagated sequence is gathered, indexed and attended to: the attention engine behind them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from composer3d import PluginError, torch_compat
+from composer3d.propagation import AttentionCall, PropagationError
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
+from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
+from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
+from composer3d_plugins.sharding.context_parallel.method_choice import choose
+from composer3d_plugins.sharding.context_parallel.sequence_attention import (
+    Attention,
+    SequenceGroup,
+    SequencePlan,
+    attend,
+    local_attention,
+)
+from composer3d_plugins.sharding.context_parallel.sequence_operators import gather_sequence
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, contiguous, zigzag
+
+__all__ = ["DryRules", "EngineRules", "shape_of"]
+
+# Among which `auto` chooses.
+METHODS = (Method.GATHER, Method.RING, Method.ULYSSES, Method.UNIVERSAL)
+
+
+@dataclass(kw_only=True)
+class EngineRules:
+    """Exchanges between the ranks of cp.
+
+    Args:
+        group: The ranks.
+        method: Of attention.
+        balanced: Whether a rank holds one chunk from both ends of the sequence.
+    """
+
+    group: SequenceGroup
+    method: Method
+    balanced: bool
+    _indices: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _plans: dict[Any, SequencePlan] = field(default_factory=dict)
+
+    def positions(self, length: int) -> Positions:
+        """Return the positions of every rank of a sequence of a length."""
+        return (zigzag if self.balanced else contiguous)(length, self.group.degree)
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        """Return this rank's positions."""
+        if torch_compat.active_fake_mode() is not None:
+            return self.positions(length).index(self.group.rank).to(device)
+        key = (length, str(device))
+        if key not in self._indices:
+            self._indices[key] = self.positions(length).index(self.group.rank).to(device)
+        return self._indices[key]
+
+    def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
+        """Return all positions in order; 1 all-gather, backward 1 reduce-scatter."""
+        if not x.is_floating_point():
+            x = x.detach()
+        return gather_sequence(x, dim=dim, positions=self.positions(length), group=self.group.name)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return the output of this rank's queries."""
+        q, k, v, mask = call.q_BHSE, call.k_BKTE, call.v_BKTF, call.mask
+        if q.is_meta:
+            return q.new_empty([*q.shape[:-1], v.shape[-1]])
+        if call.q_length is None:
+            gqa = q.ndim > 2 and q.shape[-3] != k.shape[-3]
+            return F.scaled_dot_product_attention(
+                q, k, v, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
+            )
+        flat = q.ndim == 3
+        if flat:
+            q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+            mask = None if mask is None else mask.unsqueeze(1) if mask.ndim == 3 else mask
+        attention = Attention(
+            pattern=Pattern.causal() if call.is_causal else Pattern(),
+            mask=mask,
+            scale=call.scale,
+            dropout=call.dropout_p,
+        )
+        rows = self.positions(call.q_length)
+        if call.k_length is None:
+            whole = Positions.whole(k.shape[2])
+            out = local_attention(q, k, v, attention, rows=rows, columns=whole, rank=self.group.rank)
+        else:
+            out = attend(q, k, v, attention, self._plan(q, k, v, attention, call.q_length, call.k_length))
+        return out.squeeze(1) if flat else out
+
+    def _plan(
+        self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, q_length: int, k_length: int
+    ) -> SequencePlan:
+        """Return the plan of one attention, the same on all ranks.
+
+        Raises:
+            PluginError: The method cannot compute it.
+        """
+        needs = "" if not attention.needs_autograd else "dropout" if attention.dropout else "a bias with a gradient"
+        key = (tuple(q.shape), tuple(k.shape), v.shape[-1], q.itemsize, q_length, k_length, attention.pattern, needs)
+        if key not in self._plans:
+            rows, columns = self.positions(q_length), self.positions(k_length)
+            layout = Layout(rows=rows, columns=columns, pattern=attention.pattern)
+            method = self._method(shape_of(q, k, v), layout, needs)
+            self._plans[key] = SequencePlan.of(method, self.group, rows, columns)
+        return self._plans[key]
+
+    def _method(self, shape: AttentionShape, layout: Layout, needs_autograd: str) -> Method:
+        degree = self.group.degree
+        if self.method is not Method.AUTO:
+            # Dropout and trained biases are computed by universal whatever is asked for.
+            why = unfit(self.method, num_heads=shape.num_heads, degree=degree)
+            if why is not None:
+                raise PluginError(why)
+            return self.method
+        return choose(shape, layout, needs_autograd=needs_autograd, methods=METHODS).method
+
+    def note(self, what: str, name: str) -> None:
+        """Take no note in a run: the dry run has."""
+
+
+@dataclass(kw_only=True)
+class DryRules:
+    """Notes of a dry run: what was done, by module and function.
+
+    Args:
+        degree: Ranks along cp.
+        others: Whether what mixes positions and is no attention is gathered, or refused.
+
+    Attributes:
+        notes: Numbers of (what, module, function).
+        at_work: FQNs of the modules at work, the innermost last.
+        calls: Attentions, with the modules at work.
+        failed: FQN of the module in which the run ended with an error.
+    """
+
+    degree: int
+    others: str
+    notes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    at_work: list[str] = field(default_factory=list)
+    failed: str = ""
+    calls: list[tuple[str, AttentionCall]] = field(default_factory=list)
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        """Return positions of the right number."""
+        return torch.arange(length // self.degree, device=device)
+
+    def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
+        """Return a tensor of the global length."""
+        return torch.cat([x] * self.degree, dim)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Record the call, and return a tensor of the output's form."""
+        self.calls.append((self.at_work[-1] if self.at_work else "", call))
+        return call.q_BHSE.new_zeros([*call.q_BHSE.shape[:-1], call.v_BKTF.shape[-1]], requires_grad=True).clone()
+
+    def note(self, what: str, name: str) -> None:
+        """Count, and refuse what is to be refused."""
+        module = self.at_work[-1] if self.at_work else ""
+        self.notes[what, module, name] += 1
+        if what == "gathered" and self.others == "refuse":
+            raise PropagationError(f'"{module}": {name} mixes positions, and others = "refuse" gathers nothing')
+        if what == "drawn":
+            raise PropagationError(
+                f'"{module}": {name} draws random numbers for a tensor that every rank of cp has whole: ranks would '
+                "draw different ones"
+            )
+
+
+def shape_of(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTF: Tensor) -> AttentionShape:
+    """Return the sizes of an attention."""
+    return AttentionShape(
+        batch=q_BHSE.shape[0],
+        num_heads=q_BHSE.shape[1],
+        num_kv_heads=k_BKTE.shape[1],
+        head_dim=q_BHSE.shape[-1],
+        value_dim=v_BKTF.shape[-1],
+        element_bytes=q_BHSE.element_size(),
+    )

@@ -1,0 +1,105 @@
+"""Sequences sharded over cp: any model equals one device, with the collectives of its method."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import write_manifest
+from support.tensor_parallel import one_step, steps_of
+from torch import nn
+
+import composer3d
+from composer3d import PluginError
+from composer3d.testing import run_ranks
+
+
+def cp(method="gather", *, degree=2, mesh="", more=""):
+    return f'[mesh]\ncp = {degree}\n{mesh}\n[sharding.context_parallel]\nmethod = "{method}"\n{more}'
+
+
+def assert_equal_to_one_device(world_size, cases):
+    """Compare loss, norm and gradients of every case with one device; return the collectives over cp."""
+    counted = []
+    for results in run_ranks(steps_of, world_size, cases):
+        for case, (loss, norm, gradient, _) in zip(cases, results, strict=True):
+            assert max(loss, norm, gradient) <= 1e-12, (case, loss, norm, gradient)
+        counted = [{op: n for (op, axis), n in found[3].items() if axis == "cp"} for found in results]
+    return counted
+
+
+def test_methods_equal_one_device_with_their_collectives():
+    cases = [("llama", cp(method)) for method in ("gather", "ring", "ulysses", "universal")]
+    gather, ring, ulysses, universal = assert_equal_to_one_device(2, cases)
+    layers = 2
+    assert (gather["all_gather"], gather["reduce_scatter"]) == (2 * layers, layers)
+    assert ring["send"] == ring["recv"] == (3 * 2 - 2) * layers
+    assert ulysses["all_to_all"] == 8 * layers
+    assert (universal["all_gather"], universal["reduce_scatter"]) == (2 * layers, 2 * layers)
+
+
+def test_models_that_know_nothing_of_it():
+    # Learned positions, attention written out with a mask of padding and head, fused projections.
+    assert_equal_to_one_device(2, [("gpt2", cp()), ("bert", cp()), ("bert", cp(more="balanced = false"))])
+
+
+def test_tensor_parallel_inside():
+    tp = "[sharding.tensor_parallel]\n"
+    cases = [("llama", cp(mesh="tp = 2", more=tp)), ("llama", cp(mesh="tp = 2", more=f"{tp}sequence_parallel = true"))]
+    assert_equal_to_one_device(4, cases)
+
+
+class Averaging(nn.Module):
+    """Nothing in it is attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens).cumsum(1))
+
+
+class Pooled(Averaging):
+    """Attention, and dropout of what is pooled of all positions."""
+
+    def forward(self, tokens):
+        x_BSD = self.embedding(tokens)
+        x_BSD = F.scaled_dot_product_attention(x_BSD, x_BSD, x_BSD)
+        return self.head(F.dropout(x_BSD.mean(1), 0.1))
+
+
+def composed(factory, text):
+    run = composer3d.compose(factory, write_manifest(text), loss_fn=lambda out, target: out.sum())
+    try:
+        run.forward_backward(torch.zeros(2, 6, dtype=torch.int64))
+    finally:
+        run.close()
+
+
+REFUSED = [
+    (Averaging, cp(), "context_parallel has no effect: no attention of the model works on the sequence"),
+    (Pooled, cp(), "draws random numbers for a tensor that every rank of cp has whole"),
+    (Pooled, cp(more='others = "refuse"'), 'mean mixes positions, and others = "refuse" gathers nothing'),
+]
+
+
+def refusals():
+    found = []
+    for factory, text, _ in REFUSED:
+        with pytest.raises(PluginError) as caught:
+            composed(factory, text)
+        found.append(str(caught.value))
+    return found
+
+
+def lengths():
+    with pytest.raises(composer3d.BatchError) as caught:
+        one_step("llama", cp())
+    return str(caught.value)
+
+
+def test_refusals():
+    for found in run_ranks(refusals, 2):
+        for text, (_, _, wanted) in zip(found, REFUSED, strict=True):
+            assert wanted in text

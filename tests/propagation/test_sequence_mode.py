@@ -1,0 +1,104 @@
+"""Models that know nothing of a sharded sequence compute on its shards what one device computes on all of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.family_models import GPT2, VOCAB, Bert, small_llama
+from support.foreign_models import T5, Encoder
+from support.sequence_threads import run_sharded
+from torch import nn
+
+from composer3d.propagation import PropagationError
+
+ATTENTION = ("attention", "scaled_dot_product_attention")
+LENGTH, DIM = 16, 16
+
+
+class Einsum(nn.Module):
+    """Attention as two einsums, with a mask that its own code makes, and a bias by distance that is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCAB, DIM), nn.Linear(DIM, VOCAB)
+        self.slopes = nn.Parameter(torch.rand(2))
+
+    def forward(self, tokens):
+        x_BSHE = self.embedding(tokens).unflatten(-1, (2, -1))
+        at = torch.arange(tokens.shape[1])
+        bias = -(at[:, None] - at).abs() * self.slopes[:, None, None]
+        scores = torch.einsum("bshe,bthe->bhst", x_BSHE, x_BSHE) + bias
+        weights = scores.masked_fill(at > at[:, None], float("-inf")).softmax(-1)
+        return self.head(torch.einsum("bhst,bthe->bshe", weights, x_BSHE).flatten(2))
+
+
+class Convolving(nn.Module):
+    """Positions mixed by a causal convolution and a sum, which no rule of attention covers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.conv = nn.Embedding(VOCAB, DIM), nn.Conv1d(DIM, DIM, 3, groups=DIM)
+        self.head = nn.Linear(DIM, VOCAB)
+
+    def forward(self, tokens):
+        x_BSD = self.embedding(tokens)
+        x_BSD = x_BSD + self.conv(F.pad(x_BSD.transpose(1, 2), (2, 0))).transpose(1, 2)
+        return self.head(x_BSD.cumsum(1))
+
+
+MODELS = {
+    "llama": (small_llama, {ATTENTION: 2}),
+    "gpt2": (GPT2, {ATTENTION: 2}),
+    # Its mask by key is made of its tokens.
+    "bert": (Bert, {("products", "matmul"): 4, ("products", "add"): 2}),
+    "t5": (T5, None),
+    "heads": (Encoder, {ATTENTION: 2}),
+    "einsum": (Einsum, {("products", "einsum"): 2}),
+    "convolving": (Convolving, {("gathered", "pad"): 1, ("gathered", "cumsum"): 1}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_of_both_ranks_add_up_to_those_of_one_device(name):
+    factory, noted = MODELS[name]
+    torch.manual_seed(0)
+    model = factory().double().train()
+    tokens = torch.randint(0, VOCAB, (2, LENGTH))
+    targets = torch.randint(0, VOCAB, (2, LENGTH))
+    targets[0, 3:9] = -100
+    targets[1, 12:] = -100
+
+    def loss(logits, index):
+        # Logits that are whole are the same on both ranks, which count them both.
+        own = targets if logits.shape[1] == LENGTH and len(index) < LENGTH else targets[:, index]
+        share = 0.5 if own is targets and len(index) < LENGTH else 1.0
+        return share * F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum")
+
+    expected = loss(model(tokens), torch.arange(LENGTH))
+    expected.backward()
+    wanted = {fqn: p.grad.clone() for fqn, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    found, notes = run_sharded(model, tokens, loss)
+    found.backward()
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    for fqn, parameter in model.named_parameters():
+        if fqn in wanted:
+            assert float((parameter.grad - wanted[fqn]).abs().max()) <= 1e-13 * largest, fqn
+    assert noted is None or dict(notes) == noted
+
+
+def test_writing_into_some_positions_is_refused():
+    class Writing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(VOCAB, DIM)
+
+        def forward(self, tokens):
+            x_BSD = self.embedding(tokens) * 1.0
+            x_BSD[:, 0] = 0.0
+            return x_BSD
+
+    with pytest.raises(PropagationError, match="__setitem__ on cut features: it writes into some of the dim that is"):
+        run_sharded(Writing().double(), torch.zeros(2, LENGTH, dtype=torch.int64), lambda out, index: out.sum())
