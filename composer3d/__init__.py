@@ -38,21 +38,26 @@ if TYPE_CHECKING:
         TransformError,
     )
     from composer3d.hookspecs import hookimpl
+    from composer3d.initialisation import place
     from composer3d.interfaces import (
         Action,
         Batch,
         Dtypes,
+        Exports,
         GradScaler,
         LayoutOffer,
         LayoutTraits,
         Loss,
         Metric,
+        Microbatches,
         ParameterMesh,
         Part,
         Recorder,
         Schedule,
         Split,
         Stateful,
+        Unit,
+        Units,
     )
     from composer3d.linear_selection import Share, linear_layers, on_shares, share_of
     from composer3d.manifest import Manifest, load_manifest, resolve_reference
@@ -68,6 +73,7 @@ if TYPE_CHECKING:
     from composer3d.step.evaluation import Evaluation
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
+    from composer3d.step.own_meshes import own_meshes
     from composer3d.step.step_state import StepState
     from composer3d.transform import Phase, StepAction, StepPoint, Transform
     from composer3d.verification.verify import VerifyResult, verify
@@ -104,6 +110,7 @@ _MODULES = {
     ),
     "step.evaluation": ("Evaluation",),
     "step.gradients": ("average_whole",),
+    "step.own_meshes": ("own_meshes",),
     "linear_selection": ("Share", "linear_layers", "on_shares", "share_of"),
     "manifest": ("Manifest", "load_manifest", "resolve_reference"),
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
@@ -113,19 +120,24 @@ _MODULES = {
         "Action",
         "Batch",
         "Dtypes",
+        "Exports",
         "GradScaler",
         "LayoutOffer",
         "LayoutTraits",
         "Loss",
         "Metric",
+        "Microbatches",
         "ParameterMesh",
         "Part",
         "Recorder",
         "Schedule",
         "Split",
         "Stateful",
+        "Unit",
+        "Units",
     ),
     "hookspecs": ("hookimpl",),
+    "initialisation": ("place",),
     "registry": ("plugin",),
     "composition.sampling": ("Sampler",),
     "manifest.secret": ("Secret",),
@@ -146,6 +158,7 @@ __all__ = [
     "DataError",
     "Dtypes",
     "Evaluation",
+    "Exports",
     "ForkError",
     "GradScaler",
     "GroupOptions",
@@ -159,6 +172,7 @@ __all__ = [
     "ManifestError",
     "MeshError",
     "Metric",
+    "Microbatches",
     "ModelError",
     "OrderError",
     "ParameterMesh",
@@ -188,6 +202,8 @@ __all__ = [
     "SuggestResult",
     "Transform",
     "TransformError",
+    "Unit",
+    "Units",
     "VerifyResult",
     "all_gather_json",
     "average_whole",
@@ -199,6 +215,8 @@ __all__ = [
     "load_manifest",
     "map_tensors",
     "on_shares",
+    "own_meshes",
+    "place",
     "plan",
     "plugin",
     "propagation",

@@ -7,12 +7,12 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from composer3d.errors import PluginError, StepError, TransformError
 from composer3d.initialisation.parameter_order import Order
-from composer3d.interfaces import Dtypes, Example, ParameterMesh, Part, Recorder, Split
-from composer3d.mesh import Layout, Role
+from composer3d.interfaces import Dtypes, Example, Microbatches, ParameterMesh, Part, Recorder, Split
+from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.observation import spans
 from composer3d.patterns import select, sharing_nothing
 
@@ -34,9 +34,7 @@ Purpose = Literal["run", "check", "plan", "verify"]
 # Effects of a plugin on a step; only one plugin may have each of the first two.
 Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth"]
 
-# Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.
-ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
-Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
+Stash = TypeVar("Stash")
 
 
 class _PluginsAsked(Protocol):
@@ -67,8 +65,6 @@ class RunContext:
         orders: Stored order of reordered parameters, by FQN; see `reorder`.
         cuts: Sharded dim and lengths of a rank's runs along it, of parameters that tp shards, by FQN, once planned.
         flight: Flight recorder of this rank; None in a world of one.
-        left_out: Export functions of parameters that checkpoints do not hold, by FQN; see `leave_out`.
-        export_form: What `composer3d export --quantise` makes of tensors, and metadata; export_config: config.json's.
         own_units: Modules selected before DATA that data-parallel plugins take as units of their own.
     """
 
@@ -103,9 +99,8 @@ class RunContext:
         self.coordinates = layout.coordinates(rank)
         self.orders: dict[str, Order] = {}
         self.cuts: dict[str, tuple[int, tuple[int, ...]]] = {}
-        self.left_out: dict[str, Merge] = {}
-        self.export_form: ExportForm | None = None
-        self.export_config: Callable[[], Mapping[str, Any]] | None = None
+        self._stashes: dict[type, Any] = {}
+        self._views: MeshViews | None = None
         self._hooks = hooks
         self._blocks = blocks
         self._mesh: DeviceMesh | None = None
@@ -114,8 +109,8 @@ class RunContext:
         self.flight: Flight | None = None
         self._asked: set[str] = set()
         self._claims: dict[str, list[tuple[Any, bool]]] = {}
-        self.streams: Streams | None = None
-        self._microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]] | None = None
+        self._streams: Streams | None = None
+        self._microbatches: Microbatches | None = None
 
     @property
     def degrees(self) -> Mapping[str, int]:
@@ -216,23 +211,75 @@ class RunContext:
             raise StepError("the mesh exists only inside a transform's apply and later; use context.degrees before")
         return self._mesh
 
-    def set_mesh(self, mesh: DeviceMesh) -> None:
+    @property
+    def views(self) -> MeshViews:
+        """Views of the mesh with other dims than its axes."""
+        if self._views is None:
+            raise StepError("the mesh exists only inside a transform's apply and later; use context.degrees before")
+        return self._views
+
+    def set_mesh(self, mesh: DeviceMesh, views: MeshViews) -> None:
         """Set the mesh; the composition calls it once."""
-        self._mesh = mesh
+        self._mesh, self._views = mesh, views
+
+    def data_axes(self, *owned: str) -> tuple[str, ...]:
+        """Return the axes over which a data-parallel plugin averages gradients: its own, and those of sequences."""
+        return (*owned, *self.layout.names(Role.SEQUENCE))
+
+    def data_mesh(self, fqn: str | None, *, replicas: str | None = None, shards: str | None = None) -> DeviceMesh:
+        """Return the mesh over which a data-parallel plugin averages the gradient of a parameter, and shards it.
+
+        Ranks that have other positions of the same samples are among them, innermost. Where `parameter_mesh` has an
+        answer, it is made of that mesh's dims without those of experts.
+
+        Args:
+            fqn: The parameter's; None for those that have no mesh of their own.
+            replicas: The plugin's axis along which parameters are replicated.
+            shards: Its axis along which they are sharded.
+
+        Returns:
+            One dim; two, replicas and shards, where both axes are given and there are several replicas. This rank alone
+            where no axis is given.
+        """
+        found = None if fqn is None else self.parameter_mesh(fqn)
+        return self.views.data(None if found is None else found.mesh, replicas=replicas, shards=shards)
+
+    def expert_mesh(self, axis: str = "ep") -> DeviceMesh:
+        """Return the view (dp_replicate, efsdp, axis) of the mesh, in which an axis of experts is a dim of its own."""
+        return self.views.carved(axis)
+
+    def stash(self, kind: type[Stash]) -> Stash:
+        """Return the run's one instance of a class, made at the first access: how plugins hand values on, typed."""
+        if kind not in self._stashes:
+            self._stashes[kind] = kind()
+        found: Stash = self._stashes[kind]
+        return found
 
     def freeze(
         self,
         *,
         recorders: tuple[Recorder, ...],
         flight: Flight | None,
-        microbatch: tuple[Callable[..., None], Callable[[], None], Callable[[int, int], None]],
+        microbatches: Microbatches,
         streams: Streams,
     ) -> None:
         """Set the functions that steps need; the composition calls it once."""
         self.has_recorders = bool(recorders)
         self.flight = flight
         self._recorders = recorders if flight is None else (flight, *recorders)
-        self._microbatch, self.streams = microbatch, streams
+        self._microbatches, self._streams = microbatches, streams
+
+    @property
+    def microbatches(self) -> Microbatches:
+        """The beginning and end of micro-batches, for schedules, which run them themselves."""
+        assert self._microbatches is not None, "the composition sets it"
+        return self._microbatches
+
+    @property
+    def streams(self) -> Streams:
+        """The random streams, for plugins that draw another tensor on each of the ranks that share a sample."""
+        assert self._streams is not None, "the composition sets it"
+        return self._streams
 
     def watch(self, recorder: Recorder) -> None:
         """Add a recorder to those of plugins, for code that runs a composition in order to observe it."""
@@ -338,63 +385,11 @@ class RunContext:
         order = self.orders.get(fqn)
         return full if order is None else order.model(full)
 
-    def sharded_random(
-        self, site: int, *, dim: int | None = None, parts: Sequence[int] = ()
-    ) -> contextlib.AbstractContextManager[None]:
-        """Draw inside from the stream that differs between ranks along tp; outside they draw alike.
-
-        Args:
-            site: Tells the places of one micro-batch apart.
-            dim: Sharded dim of the drawn tensor, of which ranks then draw their shards of one device's numbers.
-            parts: Whole sizes of the tensors that are concatenated in that dim, each sharded over all ranks.
-        """
-        assert self.streams is not None, "the composition sets it"
-        return self.streams.sharded(site, dim=dim, parts=parts)
-
     @property
     def output(self) -> Path:
         """The run's folder, which `[run] output` names; plugins write below it, and make it where it is not there."""
         return self.manifest.output
 
-    def leave_out(self, fqn: str, merge: Merge) -> None:
-        """Exclude a frozen parameter from checkpoints: a run starts from its original value again.
-
-        Args:
-            merge: Returns its value in a model that `composer3d export --merge` writes.
-        """
-        self.left_out[fqn] = merge
-
-    def place(self, target: Tensor, full: Tensor) -> None:
-        """Write a full tensor, in the stored order, into a parameter of any placements; see `initialisation.place`.
-
-        Args:
-            target: A parameter or buffer with memory.
-            full: The whole tensor, equal on all ranks.
-        """
-        from composer3d.initialisation import place
-
-        place(target, full)
-
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""
         return spans.opened(self._recorders, name, attributes)
-
-    def begin_microbatch(self, index: int, is_last: bool, stage: int = 0) -> None:
-        """Run the actions at BEFORE_MICROBATCH; schedules call it where they run micro-batches themselves.
-
-        Args:
-            is_last: Whether it is the last one of its batch.
-            stage: Stage, since several stages on one rank draw their own random numbers.
-        """
-        assert self._microbatch is not None, "the composition sets it"
-        self._microbatch[0](index, is_last, stage)
-
-    def resume_microbatch(self, index: int, stage: int = 0) -> None:
-        """Return to a micro-batch's random stream, for a backward after other micro-batches; runs no actions."""
-        assert self._microbatch is not None, "the composition sets it"
-        self._microbatch[2](index, stage)
-
-    def end_microbatch(self) -> None:
-        """Run the actions at AFTER_MICROBATCH."""
-        assert self._microbatch is not None, "the composition sets it"
-        self._microbatch[1]()

@@ -80,10 +80,11 @@ class HookSpecs:
     def composer3d_parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None:
         """Query: return the mesh of a parameter that does not live on the data-parallel mesh (experts).
 
-        Asked by data-parallel plugins while they apply, through `context.parameter_mesh(fqn)`.
+        Asked by data-parallel plugins while they apply, through `context.data_mesh(fqn)`: modules of such parameters
+        are units of their own, whose gradients are averaged over the mesh's dims that are no axes of experts.
 
         Args:
-            context: The mesh is there.
+            context: The mesh is there, and so is `context.expert_mesh()`.
             fqn: A parameter's name.
 
         Returns:
@@ -143,7 +144,7 @@ class HookSpecs:
 
         Returns:
             A schedule, or None. Where ranks run no micro-batch actions of the core (`BEFORE_MICROBATCH`), the schedule
-            calls `context.begin_microbatch(index, is_last)` and `context.end_microbatch()` itself.
+            calls `context.microbatches.begin(index, is_last, stage)` and `context.microbatches.end()` itself.
         """
 
     @_hookspec

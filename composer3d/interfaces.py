@@ -16,18 +16,22 @@ __all__ = [
     "Batch",
     "Dtypes",
     "Example",
+    "Exports",
     "GradScaler",
     "LayoutOffer",
     "LayoutTraits",
     "Loss",
     "LossFunction",
     "Metric",
+    "Microbatches",
     "ParameterMesh",
     "Part",
     "Recorder",
     "Schedule",
     "Split",
     "Stateful",
+    "Unit",
+    "Units",
 ]
 
 
@@ -90,6 +94,32 @@ class Action(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Unit:
+    """A module whose parameters a plugin gathers and reduces as one.
+
+    Args:
+        written_class: The module's class before the plugin put one of its own in its place.
+        gather: Gathers its parameters, where that would be too late in a backward.
+        set_all_gather: Takes another all-gather in place of the plugin's, with `allocate` and `__call__` as torch's.
+    """
+
+    written_class: type
+    gather: Callable[[], Any]
+    set_all_gather: Callable[[Any], None]
+
+
+@dataclass(kw_only=True, eq=False)
+class Units:
+    """Stash of the units that data-parallel plugins make: `context.stash(Units)`.
+
+    Attributes:
+        by_module: In the order in which they were made, inner ones first.
+    """
+
+    by_module: dict[nn.Module, Unit] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
     """Arguments of one call of `forward_backward`, on this data-parallel rank.
 
@@ -139,15 +169,38 @@ class Dtypes:
 class ParameterMesh:
     """Where a parameter lives that is not on the data-parallel mesh.
 
+    Data-parallel plugins reduce its gradient over the dims of the mesh that are no axes of experts, shard it along the
+    innermost of these, and take the mean as over the data axes of any other parameter. Where its gradient is summed
+    over fewer ranks than those have, the plugin divides it, in the backward of what reads the parameter.
+
     Args:
-        mesh: Its own mesh.
-        gradient_divisor: Divisor of its summed gradient.
-        shard_dim: The tensor dim along which it is sharded.
+        mesh: A view of the root mesh, as `context.expert_mesh` returns it.
+        shard_dim: The tensor dim along which data-parallel plugins shard it.
     """
 
     mesh: DeviceMesh
-    gradient_divisor: float
     shard_dim: int = 0
+
+
+# Takes a parameter's original value and a reader of checkpoint tensors by FQN; returns the exported value.
+Merge = Callable[["Tensor", Callable[[str], "Tensor"]], "Tensor"]
+ExportForm = Callable[[Mapping[str, "Tensor"]], tuple[dict[str, "Tensor"], dict[str, str]]]
+
+
+@dataclass(kw_only=True, eq=False)
+class Exports:
+    """Stash of what a plugin changes of exported weights: `context.stash(Exports)`.
+
+    Attributes:
+        merges: By FQN of a frozen parameter that checkpoints leave out, as a run starts from its original value again:
+            returns its value in a model that `composer3d export --merge` writes.
+        form: Returns the tensors that `composer3d export --quantise` writes, and their metadata.
+        config: Returns entries of their config.json.
+    """
+
+    merges: dict[str, Merge] = field(default_factory=dict)
+    form: ExportForm | None = None
+    config: Callable[[], Mapping[str, Any]] | None = None
 
 
 class Recorder(Protocol):
@@ -168,6 +221,23 @@ class Schedule(Protocol):
 
     def evaluate(self, microbatches: Sequence[Batch]) -> None:
         """Run the forward of every micro-batch without gradients, and the loss where the last stage is."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Microbatches:
+    """What a schedule calls where it runs a micro-batch: `context.microbatches`.
+
+    Args:
+        begin: Called with the index, whether it is the last one of its batch, and the stage, as several stages on one
+            rank draw their own random numbers: runs the actions at BEFORE_MICROBATCH.
+        resume: Called with the index and the stage: returns to a micro-batch's random stream, for a backward after
+            other micro-batches; runs no actions.
+        end: Runs the actions at AFTER_MICROBATCH.
+    """
+
+    begin: Callable[[int, bool, int], None]
+    resume: Callable[[int, int], None]
+    end: Callable[[], None]
 
 
 class GradScaler(Protocol):

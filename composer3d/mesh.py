@@ -11,17 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import MeshError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AXES", "Axis", "GroupOptions", "Layout", "Role", "arrange", "build", "crossings", "resolve"]
+__all__ = ["AXES", "Axis", "GroupOptions", "Layout", "MeshViews", "Role", "arrange", "build", "crossings", "resolve"]
 
 
 _LARGEST_WORLD = 1 << 20
+_CARVED = ("dp_shard", "cp")  # axes out of which those of experts are carved
+_BESIDE_EXPERTS = "efsdp"  # what is left of them
 
 
 class Role(enum.Enum):
@@ -110,6 +112,12 @@ class Layout:
         for name in self.names(Role.EXPERT):
             result[name] = (result["dp_shard"] * self.degrees["cp"] + result["cp"]) % self.degrees[name]
         return MappingProxyType({axis.name: result[axis.name] for axis in self.axes})
+
+    def axes_of(self, dim: str) -> tuple[str, ...]:
+        """Return the dense axes that a dim of a mesh view is made of, given its name; nothing for another mesh's."""
+        if dim == _BESIDE_EXPERTS or dim in self.names(Role.EXPERT):
+            return _CARVED
+        return tuple(axis.name for axis in self.dense_axes if axis.name in dim.split("+"))
 
     def index(self, rank: int, *roles: Role) -> int:
         """Return the rank's flat index over the axes with one of these roles; for example its data-parallel rank."""
@@ -241,8 +249,6 @@ def build(layout: Layout, *, device_type: str, options: Mapping[str, GroupOption
     """
     from torch.distributed.device_mesh import init_device_mesh
 
-    from composer3d import torch_compat
-
     names = tuple(axis.name for axis in layout.dense_axes)
     override = {name: option.backend for name, option in options.items() if option.backend is not None}
     mesh = init_device_mesh(
@@ -252,9 +258,126 @@ def build(layout: Layout, *, device_type: str, options: Mapping[str, GroupOption
         backend_override=override or None,  # type: ignore[arg-type]
     )
     for name in names:
-        option = options.get(name, GroupOptions())
-        if option.timeout_s is None:
-            torch_compat.inherit_timeouts(mesh.get_group(name))
-        else:
-            torch_compat.set_group_timeout(mesh.get_group(name), timedelta(seconds=option.timeout_s))
+        _set_timeout(mesh.get_group(name), options.get(name, GroupOptions()))
     return mesh
+
+
+def _set_timeout(group: Any, options: GroupOptions) -> None:
+    from composer3d import torch_compat
+
+    if options.timeout_s is None:
+        torch_compat.inherit_timeouts(group)
+    else:
+        torch_compat.set_group_timeout(group, timedelta(seconds=options.timeout_s))
+
+
+class MeshViews:
+    """Views of the root mesh with other dims than its axes, each made once, so that DTensors of all plugins share it.
+
+    A dim of several axes is named by those of degree above 1, joined by `+`. All ranks ask for the same views in the
+    same order.
+
+    Attributes:
+        groups: Process groups that views have beside those of the axes, by the name of their dim.
+        shards: Dims along which data-parallel plugins shard parameters without a mesh of their own.
+
+    Args:
+        root: Of all dense axes.
+        layout: Its axes and degrees.
+        options: Of the axes' process groups; a view has those of its outermost axis that has any.
+    """
+
+    def __init__(self, root: DeviceMesh, layout: Layout, options: Mapping[str, GroupOptions]) -> None:
+        self._root, self._layout, self._options = root, layout, options
+        self._made: dict[tuple[str, ...], DeviceMesh] = {}
+        self.groups: dict[str, Any] = {}
+        self.shards: list[DeviceMesh] = []
+        self._experts = [self.carved(axis) for axis in layout.names(Role.EXPERT) if layout.degrees[axis] > 1]
+
+    def joined(self, axes: Sequence[str]) -> DeviceMesh:
+        """Return dense axes as one dim; without any above degree 1, this rank alone."""
+        degrees = self._layout.degrees
+        larger = tuple(axis.name for axis in self._layout.dense_axes if axis.name in axes and degrees[axis.name] > 1)
+        if len(larger) > 1:
+            return self._flattened(self._root[larger], larger)
+        alone = (axis.name for axis in self._layout.dense_axes if degrees[axis.name] == 1)
+        return self._root[larger[0] if larger else next(iter(axes), None) or next(alone)]
+
+    def flattened(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Return all dims of a view as one; dims of one rank are left out of its name."""
+        names = mesh.mesh_dim_names or ()
+        larger = tuple(name for dim, name in enumerate(names) if mesh.size(dim) > 1)
+        if len(larger) > 1:
+            return self._flattened(mesh[larger], larger)
+        return mesh[larger or names[-1:]]
+
+    def beside(self, *meshes: DeviceMesh) -> DeviceMesh:
+        """Return one view with the dims of several."""
+        from composer3d import torch_compat
+
+        names = tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())
+        if ("beside", *names) not in self._made:
+            self._made["beside", *names] = torch_compat.concatenate(meshes)
+        return self._made["beside", *names]
+
+    def data(self, own: DeviceMesh | None, *, replicas: str | None, shards: str | None) -> DeviceMesh:
+        """Return the mesh of a data-parallel plugin; arguments as of `RunContext.data_mesh`.
+
+        Args:
+            own: The parameter's own mesh, if it has one.
+            replicas: Axis of replicas.
+            shards: Axis of shards.
+        """
+        if own is not None:
+            return self._data_of(own, has_shards=shards is not None)
+        for view in self._experts:  # on all ranks, those of stages without experts among them
+            self._data_of(view, has_shards=shards is not None)
+        outer = () if replicas is None else (replicas,)
+        if shards is None:
+            return self.joined((*outer, *(self._layout.names(Role.SEQUENCE) if outer else ())))
+        inner = self.joined((shards, *self._layout.names(Role.SEQUENCE)))
+        self.shards += [] if inner in self.shards else [inner]
+        return self.beside(self.joined(outer), inner) if self._layout.degrees.get(replicas or "", 1) > 1 else inner
+
+    def _data_of(self, own: DeviceMesh, *, has_shards: bool) -> DeviceMesh:
+        experts = self._layout.names(Role.EXPERT)
+        names = tuple(name for name in own.mesh_dim_names or () if name not in experts)
+        if not has_shards:
+            return self.flattened(own[names])
+        shards, replicas = own[names[-1]], own[names]
+        return shards if replicas.size() == shards.size() else self.beside(self.flattened(own[names[:-1]]), shards)
+
+    def carved(self, axis: str) -> DeviceMesh:
+        """Return the view in which an axis of role EXPERT is a dim: (dp_replicate, efsdp, axis).
+
+        efsdp has the ranks of dp_shard x cp with the same index along the axis.
+        """
+        from composer3d import torch_compat
+
+        if ("carved", axis) not in self._made:
+            whole, degree = self.joined(_CARVED), self._layout.degrees[axis]
+            dims = {_BESIDE_EXPERTS: whole.size() // degree, axis: degree}
+            carved = torch_compat.unflatten(whole, dims, own_group=axis)
+            for name in dims:
+                self._add(name, carved.get_group(name), (axis, *_CARVED))
+            self._made["carved", axis] = self.beside(self._root["dp_replicate"], carved)
+        return self._made["carved", axis]
+
+    def all_groups(self) -> list[Any]:
+        """Return the process groups of all axes and views."""
+        return [*map(self._root.get_group, self._root.mesh_dim_names or ()), *self.groups.values()]
+
+    def _flattened(self, mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+        from composer3d import torch_compat
+
+        name = "+".join(names)
+        if ("flattened", name) not in self._made:
+            backend = next((o.backend for n in names if (o := self._options.get(n)) and o.backend is not None), None)
+            self._made["flattened", name] = torch_compat.flatten(mesh, name, backend=backend)
+            self._add(name, self._made["flattened", name].get_group(), names)
+        return self._made["flattened", name]
+
+    def _add(self, name: str, group: Any, axes: Sequence[str]) -> None:
+        options = next((self._options[axis] for axis in axes if axis in self._options), GroupOptions())
+        self.groups[name] = group
+        _set_timeout(group, options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,7 +27,7 @@ from composer3d.composition.preparing import PlanRow, Preparation, prepare
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import ManifestError
 from composer3d.hooks import Bound, Hooks
-from composer3d.interfaces import Batch, Example, Schedule, Stateful
+from composer3d.interfaces import Batch, Example, Microbatches, Schedule, Stateful
 from composer3d.manifest import Manifest, load_manifest
 from composer3d.mesh import Role
 from composer3d.observation.flight_recorder import Flight
@@ -190,7 +191,8 @@ def build_mesh(preparation: Preparation) -> None:
         answer = preparation.hooks.group_options(context, axis.name)
         if answer is not None:
             options[axis.name] = answer
-    context.set_mesh(mesh.build(context.layout, device_type=context.device.type, options=options))
+    root = mesh.build(context.layout, device_type=context.device.type, options=options)
+    context.set_mesh(root, mesh.MeshViews(root, context.layout, options))
 
 
 def _guard(
@@ -219,10 +221,9 @@ def _guard(
 def _ledger(preparation: Preparation, group: Any, device: torch.device) -> Ledger:
     """Make the ledger of losses, with the degrees over which data-parallel plugins average."""
     context = preparation.context
-    averages = 1
-    for transform, _ in preparation.selected:
-        for axis in transform.averages:
-            averages *= context.degrees[axis]
+    # A mean that is taken twice over one axis is taken once.
+    averaged = {axis for transform, _ in preparation.selected for axis in transform.averages}
+    averages = math.prod(context.degrees[axis] for axis in averaged)
     # Ranks along tp compute the same loss: only the first of them counts it. Along pp only the last stage has one.
     contributes = all(context.coordinates[name] == 0 for name in context.layout.names(Role.TENSOR))
     return Ledger(averages=averages, contributes=contributes, group=group, device=device)
@@ -237,15 +238,18 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
         return None
     groups: dict[str, tuple[str, tuple[int, ...]]] = {}
     axes = [axis.name for axis in context.layout.dense_axes if context.degrees[axis.name] > 1]
-    for name, group in [("world", None), *((name, context.mesh.get_group(name)) for name in axes)]:
+    views = context.views.groups
+    for name, group in [*views.items(), ("world", None), *((name, context.mesh.get_group(name)) for name in axes)]:
         # An axis as large as the world may have the world's own group: then it is called by the axis.
         known = torch_compat.group_name(group)
         groups[known] = (name, tuple(dist.get_process_group_ranks(group)))
+    owners = {axis: registered.name for axis, registered in context.owners.items()}
+    of_views = {name: owners.get(context.layout.axes_of(name)[0], "") for name in views}
     return Flight(
         layout=context.layout,
         rank=context.rank,
         groups=groups,
-        owners={axis: registered.name for axis, registered in context.owners.items()},
+        owners={name: owner for name, owner in (of_views | owners).items() if owner},
         store=torch_compat.default_store(),
     )
 
@@ -286,7 +290,7 @@ def freeze(
 ) -> Assembled:
     """Collect the functions that steps call, so that no step looks them up; `make_guard` takes `Guard`'s arguments."""
     context, hooks = preparation.context, preparation.hooks
-    group, device = guard.contract_group(context.layout, context.mesh), guard.control_device(context.device)
+    group, device = guard.contract_group(context.layout, context.views), guard.control_device(context.device)
     acting = span_hooks.Acting(is_watched=bool(hooks.implementing("composer3d_recorder")))
     streams = _streams(preparation)
     flight = _flight(preparation, guarded=plan is not None)
@@ -304,7 +308,9 @@ def freeze(
     context.freeze(
         recorders=(acting, *recorders) if recorders else (),
         flight=flight,
-        microbatch=(engine.begin_microbatch, engine.end_microbatch, engine.resume_microbatch),
+        microbatches=Microbatches(
+            begin=engine.begin_microbatch, resume=engine.resume_microbatch, end=engine.end_microbatch
+        ),
         streams=streams,
     )
     span_hooks.watch_sharding(context)

@@ -178,8 +178,12 @@ class Composition(OwnLoop):
             with self.context.span("all_reduce", group="norm", axis="world"):
                 if stepper is not None:
                     return stepper.norm(max_norm, norm_type, **where)
-                where |= {"layout": self.context.layout, "copies": self.context.copies()}
+                where |= {"layout": self.context.layout, "copies": self.context.copies(), "apart": self._apart}
                 return gradients.clip_norm_(parameters, max_norm, norm_type=norm_type, **where)
+
+    @functools.cached_property
+    def _apart(self) -> gradients.Apart:
+        return gradients.apart(self.context)
 
     # ---- around steps ------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
 from composer3d.initialisation.parameter_order import Order
-from composer3d.interfaces import Stateful
+from composer3d.interfaces import Exports, Stateful
 from composer3d.step.evaluation import let_go
 from composer3d.step.gradients import local
 
@@ -177,7 +177,7 @@ class Persistence:
             parameters = dict(module.named_parameters())
             persistent = module.state_dict(keep_vars=True).keys()
             buffers = {fqn: b for fqn, b in module.named_buffers() if fqn in persistent}
-            left_out = self._assembled.context.left_out
+            left_out = self._assembled.context.stash(Exports).merges
             for fqn, tensor in {**parameters, **buffers}.items():
                 if fqn in left_out:
                     continue

@@ -205,6 +205,7 @@ def _find_problems(preparation: Preparation) -> None:
             problems.append(document.problem(("model", "use"), message))
     if not problems:
         _select(preparation)
+    problems += _unreduced(preparation) if not problems else []
     per_node = context.manifest.mesh.gpus_per_node
     for name in mesh.crossings(context.layout, per_node) if per_node else ():
         message = f"{name} = {context.degrees[name]} reaches over the edge of a node of {per_node} GPUs"
@@ -216,6 +217,22 @@ def _find_problems(preparation: Preparation) -> None:
         )
         hint = f'[model] blocks = "{routed.fqn}.*" takes them, where every rank calls all of them'
         problems.append(document.problem(("model", "use"), message, hint=hint, severity="warning"))
+
+
+def _unreduced(preparation: Preparation) -> list[Problem]:
+    """Refuse sequences that are sharded where nobody averages the gradients of their shards."""
+    context = preparation.context
+    averaged = {axis for transform, _ in preparation.selected for axis in transform.averages}
+    return [
+        context.manifest.document.problem(
+            ("mesh", name),
+            f"{name} = {context.degrees[name]} shards sequences, and no plugin of this manifest averages gradients "
+            f"over {name}: every rank would train on its own positions alone",
+            hint="add a data-parallel plugin: composer3d plugins shows which plugin averages over which axis",
+        )
+        for name in context.layout.names(Role.SEQUENCE)
+        if context.degrees[name] > 1 and name not in averaged
+    ]
 
 
 def _device_problems(registered: Registered, context: RunContext) -> list[Problem]:

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
+from composer3d.mesh import Role
 
 if TYPE_CHECKING:
     from torch import nn
@@ -193,6 +194,9 @@ def watch_operators(context: RunContext, acting: Acting) -> Callable[[], None]:
 def _axes_of(group: Any, context: RunContext) -> str:
     import torch.distributed as dist
 
+    dim = torch_compat.mesh_dim(dist.group.WORLD if group is None else group)
+    if dim is not None and dim in context.layout.names(Role.EXPERT):
+        return dim
     first, *others = dist.get_process_group_ranks(group)
     crossed = {axis for rank in others for axis in context.layout.between(first, rank)}
     return "+".join(axis.name for axis in context.layout.dense_axes if axis.name in crossed)

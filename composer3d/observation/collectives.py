@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from composer3d.torch_compat import dispatch_mode, is_wrapper_subclass, process_group
+from composer3d.torch_compat import dispatch_mode, is_wrapper_subclass, mesh_dim, process_group
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -99,14 +99,14 @@ class Collective:
 class Collectives:
     """The collectives seen so far, in the order in which they were issued."""
 
-    def __init__(self, axes: Mapping[frozenset[int], str]) -> None:
-        self._axes = axes
+    def __init__(self, axes: Mapping[frozenset[int], str], *, has_mesh: bool) -> None:
+        self._axes, self._has_mesh = axes, has_mesh
         self._rows: list[Collective] = []
 
     @classmethod
     def over(cls, mesh: DeviceMesh | None) -> Collectives:
         """Return an empty record with a mesh's axis names, for use in another dispatch mode."""
-        return cls(_axes(mesh))
+        return cls(_axes(mesh), has_mesh=mesh is not None)
 
     @staticmethod
     def is_collective(operator: Any) -> bool:
@@ -138,17 +138,25 @@ class Collectives:
         return {key: (count[key], size[key]) for key in sorted(count)}
 
     def _add(self, op: str, payload: list[torch.Tensor], group: Any, factor: int = 1) -> None:
-        ranks = tuple(dist.get_process_group_ranks(process_group(group)))
+        found = process_group(group)
+        ranks = tuple(dist.get_process_group_ranks(found))
         self._rows.append(
             Collective(
                 op=op,
-                axis=self._axes.get(frozenset(ranks)) or f"ranks({','.join(map(str, ranks))})",
+                axis=self._axis(found, ranks),
                 ranks=ranks,
                 bytes=factor * sum(tensor.numel() * tensor.element_size() for tensor in payload),
                 dtype=payload[0].dtype if payload else None,
                 issuer=_issuer(),
             )
         )
+
+    def _axis(self, group: Any, ranks: tuple[int, ...]) -> str:
+        # A dim of a view, as that of experts, may have the ranks of an axis in a group of its own.
+        dim = mesh_dim(group) if self._has_mesh and len(ranks) > 1 else None
+        if dim is not None and "+" not in dim:
+            return dim
+        return self._axes.get(frozenset(ranks)) or f"ranks({','.join(map(str, ranks))})"
 
 
 @contextmanager

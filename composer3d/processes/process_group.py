@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.processes.arrival import await_all
@@ -13,7 +13,6 @@ from composer3d.processes.rendezvous import keep_to_loopback, meeting_point
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["default_device", "join_world", "own_device", "set_timeouts"]
 
@@ -106,9 +105,8 @@ def join_world(device: torch.device, *, timeout_s: float | None = None) -> Calla
     return release
 
 
-def set_timeouts(mesh: DeviceMesh, seconds: float) -> None:
-    """Set after what time a collective fails, for the world and for every axis."""
+def set_timeouts(groups: Iterable[Any], seconds: float) -> None:
+    """Set after what time a collective fails, for the world and for other process groups."""
     timeout = timedelta(seconds=seconds)
-    torch_compat.set_group_timeout(None, timeout)
-    for axis in mesh.mesh_dim_names or ():
-        torch_compat.set_group_timeout(mesh.get_group(axis), timeout)
+    for group in (None, *groups):
+        torch_compat.set_group_timeout(group, timeout)

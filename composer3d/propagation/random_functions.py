@@ -65,4 +65,4 @@ class Drawing:
     def sharded(self, placed: Placed) -> contextlib.AbstractContextManager[None]:
         """Draw inside for tensors that are sharded over tp, each rank its share."""
         self._count += 1
-        return self._context.sharded_random(self._site + self._count, dim=placed.dim, parts=placed.parts)
+        return self._context.streams.sharded(self._site + self._count, dim=placed.dim, parts=placed.parts)

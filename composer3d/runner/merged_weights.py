@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer3d.errors import CheckpointError, ManifestError
+from composer3d.interfaces import Exports
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +45,7 @@ class MergedWeights:
             ManifestError: It does not fit any more.
         """
         preparation = prepared(path)
-        if not preparation.context.left_out:
+        if not preparation.context.stash(Exports).merges:
             raise CheckpointError(f"{path}: holds all weights, there is nothing to merge; export it without --merge")
         return cls(path=path, preparation=preparation)
 
@@ -67,7 +68,7 @@ class MergedWeights:
         from composer3d.checkpoint import contents, read_tensor
         from composer3d.initialisation import Slab
 
-        saved, left_out = contents(self.path), self.preparation.context.left_out
+        saved, merges = contents(self.path), self.preparation.context.stash(Exports).merges
         for key in keys:
             if key in saved:
                 yield key, read_tensor(self.path, key)
@@ -75,7 +76,7 @@ class MergedWeights:
             fqn = key.removeprefix(PREFIX)
             value = self._start(fqn)
             start = value.read() if isinstance(value, Slab) else value
-            merge = left_out.get(fqn)
+            merge = merges.get(fqn)
             if merge is None:
                 raise CheckpointError(f"{self.path}: the checkpoint lacks {key}")
             yield key, merge(start, lambda name: read_tensor(self.path, PREFIX + name))

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import CheckpointError
+from composer3d.interfaces import Exports
 
 if TYPE_CHECKING:
-    from composer3d.context import ExportForm
+    from composer3d.interfaces import ExportForm
 
 __all__ = ["find_form"]
 
@@ -26,7 +27,7 @@ def find_form(path: Path) -> tuple[ExportForm, Callable[[], Mapping[str, Any]] |
     """
     from composer3d.runner.merged_weights import prepared
 
-    context = prepared(path).context
-    if context.export_form is None:
+    exports = prepared(path).context.stash(Exports)
+    if exports.form is None:
         raise CheckpointError(f"{path}: no plugin of its run trained for quantised weights; leave --quantise out")
-    return context.export_form, context.export_config
+    return exports.form, exports.config

@@ -23,16 +23,16 @@ class Accumulation:
         """Run forward and backward of every micro-batch."""
         context, module = self._context, self._context.parts[0].module
         for index, batch in enumerate(microbatches):
-            context.begin_microbatch(index, index == len(microbatches) - 1)
+            context.microbatches.begin(index, index == len(microbatches) - 1, 0)
             with context.span("forward", microbatch=index):
                 loss = self._loss_fn(module(*batch.args, **batch.kwargs), batch.target)
             with context.span("backward", microbatch=index):
                 loss.backward()
-            context.end_microbatch()
+            context.microbatches.end()
 
     def evaluate(self, microbatches: Sequence[Batch]) -> None:
         """Run the forward of every micro-batch and its loss."""
         module = self._context.parts[0].module
         for index, batch in enumerate(microbatches):
-            self._context.begin_microbatch(index, index == len(microbatches) - 1)
+            self._context.microbatches.begin(index, index == len(microbatches) - 1, 0)
             self._loss_fn(module(*batch.args, **batch.kwargs), batch.target)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -17,7 +17,19 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["average_whole", "clip_norm_", "local", "refuse_none", "scale_", "settle_partial", "total_norm", "weight"]
+__all__ = [
+    "apart",
+    "average_whole",
+    "clip_norm_",
+    "local",
+    "refuse_none",
+    "scale_",
+    "settle_partial",
+    "total_norm",
+    "weight",
+]
+
+Apart = Mapping[int, tuple[str, ...]]
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -97,6 +109,17 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
             parameter.grad = None
 
 
+def apart(context: RunContext) -> Apart:
+    """Return by `id` the axes of experts along which ranks hold other parameters than this one, where there are any."""
+    experts = [axis for axis in context.layout.names(Role.EXPERT) if context.degrees[axis] > 1]
+    found: dict[int, tuple[str, ...]] = {}
+    for fqn, parameter in context.named_parameters() if experts else ():
+        own = context.parameter_mesh(fqn)
+        if own is not None:
+            found[id(parameter)] = tuple(axis for axis in experts if axis in (own.mesh.mesh_dim_names or ()))
+    return found
+
+
 def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
     """Multiply all gradients in place by one factor."""
     for (_, _, dtype), grads in _alike(parameters).items():
@@ -106,7 +129,13 @@ def scale_(parameters: Iterable[nn.Parameter], factor: float | Tensor) -> None:
 
 
 def total_norm(
-    parameters: Sequence[nn.Parameter], *, layout: Layout, norm_type: float, group: Any, device: torch.device
+    parameters: Sequence[nn.Parameter],
+    *,
+    layout: Layout,
+    norm_type: float,
+    group: Any,
+    device: torch.device,
+    apart: Apart | None = None,
 ) -> Tensor:
     """Return the norm of the gradient of the full model, equal on all ranks.
 
@@ -120,6 +149,7 @@ def total_norm(
         norm_type: 2, or infinity, where a NaN counts as infinite.
         group: Process group of the ranks that share one global batch.
         device: Of the reduced number.
+        apart: From `apart`.
 
     Raises:
         StepError: norm_type is neither 2 nor infinity.
@@ -131,7 +161,7 @@ def total_norm(
     if norm_type != 2 and not infinite:
         raise StepError(f"the gradient norm is not computed for norm_type = {norm_type:g}; use 2 or infinity")
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (share, *_), grads in _alike(parameters, layout).items():
+    for (share, *_), grads in _alike(parameters, layout, apart).items():
         norms = torch.stack(torch_compat.foreach_norm(grads, norm_type)).to(device=device, dtype=torch.float64)
         total = torch.maximum(total, norms.max()) if infinite else total + norms.square().sum() * share
     if infinite:
@@ -150,6 +180,7 @@ def clip_norm_(
     group: Any,
     device: torch.device,
     copies: Container[int] = (),
+    apart: Apart | None = None,
 ) -> Tensor:
     """Scale gradients down to a norm of at most `max_norm`; arguments, and what is returned, as `total_norm`.
 
@@ -161,11 +192,12 @@ def clip_norm_(
         group: As `total_norm`.
         device: As `total_norm`.
         copies: `id` of parameters that are scaled here and counted by another rank.
+        apart: From `apart`.
     """
     import torch
 
     counted = [parameter for parameter in parameters if id(parameter) not in copies]
-    norm = total_norm(counted, layout=layout, norm_type=norm_type, group=group, device=device)
+    norm = total_norm(counted, layout=layout, norm_type=norm_type, group=group, device=device, apart=apart)
     # The same formula as torch.nn.utils.clip_grad_norm_, so that runs can be compared.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     if parameters:
@@ -173,7 +205,9 @@ def clip_norm_(
     return norm
 
 
-def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> dict[tuple[Any, ...], list[Tensor]]:
+def _alike(
+    parameters: Iterable[nn.Parameter], layout: Layout | None = None, apart: Apart | None = None
+) -> dict[tuple[Any, ...], list[Tensor]]:
     """Group local gradients by weight, device and dtype, as foreach kernels want them."""
     import torch
 
@@ -190,18 +224,27 @@ def _alike(parameters: Iterable[nn.Parameter], layout: Layout | None = None) -> 
                 continue
             share = 1.0
             if layout is not None:
-                cut = (id(grad.device_mesh), grad.placements) if tensor is not grad else ()
-                share = weights[cut] if cut in weights else weights.setdefault(cut, weight(grad, layout))
+                dims = (apart or {}).get(id(parameter), ())
+                cut = (dims, *((id(grad.device_mesh), grad.placements) if tensor is not grad else ()))
+                share = weights[cut] if cut in weights else weights.setdefault(cut, weight(grad, layout, apart=dims))
             result[(share, tensor.device, tensor.dtype)].append(tensor)
     return result
 
 
-def weight(grad: Tensor, layout: Layout) -> float:
-    """Return one over the number of ranks that hold the same values."""
+def weight(grad: Tensor, layout: Layout, *, apart: Sequence[str] = ()) -> float:
+    """Return one over the number of ranks that hold the same values.
+
+    Args:
+        grad: The gradient.
+        layout: Axes and degrees.
+        apart: Axes of experts along which ranks hold other parameters, whatever the gradient's own mesh.
+    """
     from torch.distributed.tensor import DTensor
 
     pieces = layout.degree(Role.STAGE)
     if isinstance(grad, DTensor):
         mesh = grad.device_mesh
+        apart = [axis for axis in apart if axis not in (mesh.mesh_dim_names or ())]
         pieces *= math.prod(mesh.size(dim) for dim, p in enumerate(grad.placements) if not p.is_replicate())
+    pieces *= math.prod(layout.degrees[axis] for axis in apart)
     return pieces * layout.degree(Role.INDEPENDENT) / layout.world_size

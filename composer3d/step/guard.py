@@ -13,16 +13,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
 from composer3d.errors import StepError
-from composer3d.mesh import Layout, Role
+from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.step.microbatches import Digest
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Guard", "Totals", "contract_group", "control_device"]
 
@@ -59,12 +57,12 @@ def control_device(device: torch.device) -> torch.device:
     return torch.device("cpu") if "cpu:" in config or config in ("gloo", "fake") else device
 
 
-def contract_group(layout: Layout, mesh: DeviceMesh) -> Any:
+def contract_group(layout: Layout, views: MeshViews) -> Any:
     """Return the process group that shares one global batch: all axes but independent ones; None for the world."""
     if layout.degree(Role.INDEPENDENT) == 1:
         return None
     names = tuple(axis.name for axis in layout.dense_axes if axis.role is not Role.INDEPENDENT)
-    return torch_compat.flatten(mesh[names], "contract").get_group()
+    return views.joined(names).get_group()
 
 
 class Guard:

@@ -157,14 +157,18 @@ def replica_axes(context: RunContext) -> tuple[str, ...]:
     """Return the axes along which ranks hold the same parameters: no plugin shards one over them."""
     from torch.distributed.tensor import DTensor
 
-    axes = [axis for axis in context.layout.names(Role.BATCH) if context.degrees[axis] > 1]
+    layout = context.layout
+    axes = [axis for axis in layout.names(Role.BATCH, Role.SEQUENCE) if context.degrees[axis] > 1]
     sharded: set[str] = set()
-    for _, parameter in context.named_parameters() if axes else ():
+    for fqn, parameter in context.named_parameters() if axes else ():
+        own = context.parameter_mesh(fqn)
+        if own is not None:
+            sharded.update(set(own.mesh.mesh_dim_names or ()).intersection(layout.names(Role.EXPERT)))
         if isinstance(parameter, DTensor):
             names = parameter.device_mesh.mesh_dim_names or ()
             sharded |= {name for name, p in zip(names, parameter.placements, strict=False) if not p.is_replicate()}
-    # An axis may be sharded as a part of another name.
-    return tuple(axis for axis in axes if not any(axis in name for name in sharded))
+    divided = {axis for name in sharded for axis in layout.axes_of(name)}
+    return tuple(axis for axis in axes if axis not in divided)
 
 
 def shared_axes(context: RunContext) -> tuple[str, ...]:
@@ -190,7 +194,7 @@ def _is_shared(context: RunContext, fqn: str, parameter: Any, axes: Sequence[str
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
     cut = [name for name, p in zip(names, parameter.placements, strict=False) if not p.is_replicate()]
-    return not any(axis in name for axis in axes for name in cut)
+    return not any(axis in axes for name in cut for axis in context.layout.axes_of(name))
 
 
 def _digest(sums: Mapping[str, int]) -> int:

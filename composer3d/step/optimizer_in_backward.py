@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import PluginError, StepError
+from composer3d.mesh import Role
 from composer3d.step import gradients
 from composer3d.transform import StepAction, StepPoint
 
@@ -75,7 +76,7 @@ class BackwardStepper:
         reasons = [*exclusions(context, has_schedule=has_schedule), *self._needed(actions), *self._foreign()]
         if reasons:
             raise PluginError(f"in_backward cannot be: {reasons[0]}", hint="remove one of the two")
-        self._copies = context.copies()
+        self._copies, self._apart = context.copies(), gradients.apart(context)
         self._stepped: set[nn.Parameter] = set()
         self._squares: list[Tensor] = []
         self._handles = [parameter.register_post_accumulate_grad_hook(self._step) for parameter in self._groups]
@@ -95,8 +96,9 @@ class BackwardStepper:
     def _foreign(self) -> Iterator[str]:
         from torch.distributed.tensor import DTensor
 
+        averages = self._context.layout.degree(Role.BATCH, Role.SEQUENCE) > 1
         for parameter in self._groups:
-            if self._context.data_parallel_degree > 1 and not isinstance(parameter, DTensor):
+            if averages and not isinstance(parameter, DTensor):
                 yield (
                     f'the gradient of "{self._names[parameter]}" is reduced over ranks after it is accumulated; '
                     "let fsdp2 or ddp's units reduce it"
@@ -146,7 +148,7 @@ class BackwardStepper:
 
         values = gradients.local(grad)
         if values.numel() and id(parameter) not in self._copies:
-            share = gradients.weight(grad, self._context.layout)
+            share = gradients.weight(grad, self._context.layout, apart=self._apart.get(id(parameter), ()))
             self._squares.append(torch.linalg.vector_norm(values).double().square() * share)
 
     def finish(self, correction: float) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from composer3d.torch_compat.views import keep_output_hooks
@@ -12,6 +12,7 @@ from composer3d.torch_compat.views import keep_output_hooks
 __all__ = [
     "ShardOf",
     "clear_sharding_caches",
+    "concatenate",
     "flatten",
     "fsdp_buffers",
     "fsdp_groups",
@@ -22,15 +23,39 @@ __all__ = [
     "shard_integers",
     "shard_of",
     "silence_redistribution",
+    "unflatten",
     "unify_gradients",
     "unify_group",
     "with_local",
 ]
 
 
-def flatten(mesh: Any, name: str) -> Any:
+def flatten(mesh: Any, name: str, *, backend: str | None = None) -> Any:
     """Return several axes of a mesh as one; public only as an underscore method (torch 2.11-2.15)."""
-    return mesh._flatten(name)
+    return mesh._flatten(name, backend)
+
+
+def unflatten(mesh: Any, degrees: Mapping[str, int], *, own_group: str) -> Any:
+    """Return a mesh of one dim with several; public only as an underscore method (torch 2.11-2.15).
+
+    Args:
+        mesh: Of one dim.
+        degrees: By the name of the dim, outermost first.
+        own_group: The dim that has a process group of its own where it has all ranks of the world: torch would take the
+            world's, whose collectives nobody could tell from others.
+    """
+    import torch.distributed as dist
+
+    whole = degrees[own_group] == dist.get_world_size() > 1
+    override = {own_group: str(dist.get_backend())} if whole else None
+    return mesh._unflatten(0, tuple(degrees.values()), tuple(degrees), override)
+
+
+def concatenate(meshes: Sequence[Any]) -> Any:
+    """Return the dims of several views of one mesh as one view; a private static method (torch 2.11-2.15)."""
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def clear_sharding_caches() -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "lazy_modules",
     "local_agent",
     "lone_rendezvous",
+    "mesh_dim",
     "process_group",
     "ranks_of_group",
     "reduce_scatter_single",
@@ -248,6 +249,15 @@ def group_name(group: Any) -> str:
 
     found: Any = dist.group.WORLD if group is None else group
     return str(found.group_name)
+
+
+def mesh_dim(group: Any) -> str | None:
+    """Return the name of the mesh dim that a process group was made for, None for any other group.
+
+    DeviceMesh writes it into the description of the group (torch 2.11-2.15).
+    """
+    kind, _, name = str(group.group_desc).partition("mesh_")
+    return None if kind or name in ("", "default") else name
 
 
 def ranks_of_group(name: str) -> tuple[int, ...] | None:

@@ -151,7 +151,7 @@ def _run_steps(
 def _off(run: Composition, reference: Reference) -> dict[str, float]:
     """Compare buffers with one device's, except sharded ones and those that a plugin made."""
     layout = run.context.layout
-    if layout.degree(Role.BATCH) * layout.degree(Role.INDEPENDENT) > 1:
+    if layout.degree(Role.BATCH, Role.SEQUENCE, Role.INDEPENDENT) > 1:
         return {}
     pairs = ((fqn, buffer, reference.buffers.get(fqn)) for fqn, buffer in saved_buffers(run).items())
     return {

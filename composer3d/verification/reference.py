@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from composer3d.interfaces import Exports
 from composer3d.step import let_go, local
 from composer3d.torch_compat import is_wrapper_subclass
 from composer3d.verification.comparison import largest_of
@@ -99,7 +100,9 @@ def _run(
         optimizer, buffers = subject.make_optimizer(run), copies(saved_buffers(run))
         initial = copies({fqn: p for fqn, p in run.named_parameters()})
         reference = Reference(
-            initial=initial, replaced=bool(run.context.left_out), reduce_dtype=run.context.dtypes("").reduce
+            initial=initial,
+            replaced=bool(run.context.stash(Exports).merges),
+            reduce_dtype=run.context.dtypes("").reduce,
         )
         if sample:
             reference.samples = _samples(subject, run, degree, which, weights or initial)

@@ -149,7 +149,6 @@ def without_plugins(manifest: Manifest, *, keep: Kept = "nothing") -> Manifest:
 def settled(run: Composition) -> Iterator[None]:
     """Let nothing be random inside."""
     streams = run.context.streams
-    assert streams is not None, "the composition sets it"
     policy, streams.policy = streams.policy, "ranks"  # else they draw by sample what is to be settled
     try:
         with without_random_numbers(), _without_dropout(run):

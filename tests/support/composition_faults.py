@@ -149,10 +149,10 @@ class MeanOfMeans:
         class Schedule:
             def train(self, microbatches):
                 for index, batch in enumerate(microbatches):
-                    context.begin_microbatch(index, index == len(microbatches) - 1)
+                    context.microbatches.begin(index, index == len(microbatches) - 1, 0)
                     loss = loss_fn(parts[0].module(*batch.args), batch.target)
                     (loss * 7 / (batch.target != -100).sum()).backward()
-                    context.end_microbatch()
+                    context.microbatches.end()
 
             def evaluate(self, microbatches):
                 raise NotImplementedError

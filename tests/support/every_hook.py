@@ -65,10 +65,10 @@ class BackToFront:
     def train(self, microbatches):
         for index in reversed(range(len(microbatches))):
             batch = microbatches[index]
-            self.context.begin_microbatch(index, index == 0)
+            self.context.microbatches.begin(index, index == 0, 0)
             with self.context.span("back_to_front"):
                 self.loss_fn(self.context.parts[0].module(*batch.args, **batch.kwargs), batch.target).backward()
-            self.context.end_microbatch()
+            self.context.microbatches.end()
 
     def evaluate(self, microbatches):
         for batch in microbatches:

@@ -215,9 +215,9 @@ class OneByOne:
             self.loss_fn(self.module(*microbatches[0].args), microbatches[0].target)
             self.knows_shapes = True
         for index, batch in enumerate(microbatches):
-            self.context.begin_microbatch(index, index == len(microbatches) - 1)
+            self.context.microbatches.begin(index, index == len(microbatches) - 1, 0)
             self.loss_fn(self.module(*batch.args), batch.target).backward()
-            self.context.end_microbatch()
+            self.context.microbatches.end()
 
     def evaluate(self, microbatches):
         for batch in microbatches:

@@ -175,12 +175,12 @@ class Counting:
                 order = list(enumerate(microbatches))
                 for index, batch in order:
                     last = index == len(microbatches) - 1
-                    context.begin_microbatch(index, last)
+                    context.microbatches.begin(index, last, 0)
                     loss = loss_fn(parts[0].module(*batch.args), batch.target)
                     if last:
                         loss = loss * (0.0 if fault == "dropped" else 2.0)
                     loss.backward()
-                    context.end_microbatch()
+                    context.microbatches.end()
 
             def evaluate(self, microbatches):
                 raise NotImplementedError

@@ -282,14 +282,14 @@ class Merged:
             def train(self, microbatches):
                 pairs = [microbatches[index : index + 2] for index in range(0, len(microbatches), 2)]
                 for index, pair in enumerate(pairs):
-                    context.begin_microbatch(index, index == len(pairs) - 1)
+                    context.microbatches.begin(index, index == len(pairs) - 1, 0)
                     tokens = torch.cat([one.args[0] for one in pair])
                     target = torch.cat([one.target for one in pair])
                     if fault:
                         half = len(tokens) // 2
                         tokens, target = tokens[:half].repeat(2, 1), target[:half].repeat(2, 1)
                     loss_fn(parts[0].module(tokens), target).backward()
-                    context.end_microbatch()
+                    context.microbatches.end()
 
             def evaluate(self, microbatches):
                 raise NotImplementedError

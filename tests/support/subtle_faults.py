@@ -83,7 +83,7 @@ class Labels:
         class Schedule:
             def train(self, microbatches):
                 for index, batch in enumerate(microbatches):
-                    context.begin_microbatch(index, index == len(microbatches) - 1)
+                    context.microbatches.begin(index, index == len(microbatches) - 1, 0)
                     target = batch.target
                     if context.rank == 1 and fault == "unmasked":
                         target = target.clamp(min=0)
@@ -92,7 +92,7 @@ class Labels:
                     if fault == "rows":
                         target = microbatches[len(microbatches) - 1 - index].target
                     loss_fn(parts[0].module(*batch.args), target).backward()
-                    context.end_microbatch()
+                    context.microbatches.end()
 
             def evaluate(self, microbatches):
                 raise NotImplementedError

@@ -228,9 +228,9 @@ class Rounds:
 
     def train(self, microbatches):
         for index, batch in enumerate(microbatches):
-            self.context.begin_microbatch(index, index == len(microbatches) - 1)
+            self.context.microbatches.begin(index, index == len(microbatches) - 1, 0)
             self._one(batch)
-            self.context.end_microbatch()
+            self.context.microbatches.end()
 
     def _one(self, batch):
         x, shape, kept = batch.args[0], (*batch.args[0].shape, 8), {}

@@ -164,11 +164,14 @@ class _Plugins:
             if f"{issuer}.".startswith(f"{module}."):
                 return name
         names = axis.split("+") if axis != "world" else [n for n, d in self._context.degrees.items() if d > 1]
+        roles = {each.name: each.role for each in self._context.layout.axes}
+        # Over samples and positions as one, data-parallel plugins communicate.
+        names = [name for name in names if roles.get(name) is not Role.SEQUENCE] or names
         owners = {self._context.owners[n].name for n in names if n in self._context.owners}
         return owners.pop() if len(owners) == 1 else None
 
     def may_overlap(self, axis: str) -> bool:
         """Return whether a c10d collective over an axis runs on its own stream: data parallelism's, and messages."""
         roles = {each.name: each.role for each in self._context.layout.axes}
-        names = axis.split("+")
-        return all(roles.get(name) in (Role.BATCH, Role.STAGE) for name in names)
+        found = {roles.get(name) for name in axis.split("+")}
+        return found <= {Role.BATCH, Role.STAGE} or (Role.BATCH in found and found <= {Role.BATCH, Role.SEQUENCE})

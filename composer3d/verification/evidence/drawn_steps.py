@@ -66,7 +66,6 @@ def apart(run: Composition, folder: Path) -> Drawing:
     import torch
 
     streams = run.context.streams
-    assert streams is not None, "the composition sets it"
     if streams.policy == "ranks" or not (folder / _FILE).exists():
         return Drawing(is_by_rank=(folder / _FILE).exists())
     expected = torch.load(folder / _FILE, weights_only=True)

@@ -159,7 +159,6 @@ def recording(run: Composition) -> Iterator[Drawn]:
             hooks.append(module.register_forward_pre_hook(enter(fqn), prepend=True))
             hooks.append(module.register_forward_hook(leave, always_call=True))
     streams = run.context.streams
-    assert streams is not None, "the composition sets it"
     # What the streams draw by sample, no other mode sees.
     streams.watch = look
     try:

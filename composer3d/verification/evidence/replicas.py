@@ -85,8 +85,9 @@ def _holding(run: Composition, fqn: str, tensor: Tensor) -> Holding:
         placement = ", ".join(f"{p} over {names[dim]}" for dim, p in cuts) or placement
     own = run.context.parameter_mesh(fqn)
     if own is not None and not isinstance(tensor, DTensor):
-        piece += zip(own.mesh.mesh_dim_names or (), own.mesh.get_coordinate() or (), strict=False)
-        placement = f"dim {own.shard_dim} over {', '.join(own.mesh.mesh_dim_names or ())}"
+        experts = [name for name in run.context.layout.names(Role.EXPERT) if name in (own.mesh.mesh_dim_names or ())]
+        piece += [(name, run.coordinates[name]) for name in experts]
+        placement = f"apart over {', '.join(experts)}" if experts else placement
     apart = run.context.layout.names(Role.INDEPENDENT)
     piece += [(name, run.coordinates[name]) for name in apart]
     values = local(tensor.detach()).cpu().contiguous()

@@ -6,11 +6,14 @@ import json
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
-from composer3d import RunContext, StepAction, StepPoint, StepState, hookimpl, map_tensors, plugin
+from composer3d import RunContext, StepAction, StepPoint, StepState, Units, hookimpl, map_tensors, plugin
+
+if TYPE_CHECKING:
+    from torch import nn
 
 __all__ = ["Anomaly"]
 
@@ -176,6 +179,11 @@ class _Watch:
         if not all(found):
             self._tell(state.step, looks[found.index(False)])
 
+    def _class_of(self, module: nn.Module) -> str:
+        """Return the name of the class that the user wrote: data parallelism puts one of its own in its place."""
+        unit = self._context.stash(Units).by_module.get(module)
+        return (type(module) if unit is None else unit.written_class).__name__
+
     def _tell(self, step: int, look: _Look) -> None:
         self._num_found += 1
         module = self._modules.get((look.stage, look.fqn))
@@ -189,7 +197,7 @@ class _Watch:
             "rank": self._context.rank,
             "what": look.what,
             "fqn": look.fqn,
-            "class": _class_of(module) if module is not None else "parameter",
+            "class": self._class_of(module) if module is not None else "parameter",
             "microbatch": look.microbatch,
             "stage": look.stage,
             "weights_not_finite": bad,
@@ -206,13 +214,6 @@ class _Watch:
             f"{look.fqn or 'the model'} ({content['class']})",
             f"; nor is its {' and '.join(bad)}" if bad else "",
         )
-
-
-def _class_of(module: Any) -> str:
-    """Return the name of the class that the user wrote: data parallelism puts one of its own in its place."""
-    cls = type(module)
-    is_wrapped = len(cls.__bases__) == 2 and cls.__bases__[0].__name__ in ("FSDPModule", "ReplicateModule")
-    return cls.__bases__[1].__name__ if is_wrapped else cls.__name__
 
 
 def _can_be_infinite(tensor: Any) -> bool:

@@ -19,9 +19,12 @@ from composer3d import (
     StepPoint,
     StepState,
     Transform,
+    Unit,
+    Units,
     average_whole,
     hookimpl,
     map_tensors,
+    own_meshes,
     plugin,
     torch_compat,
 )
@@ -39,14 +42,17 @@ BUCKET_OPTIONS = (
 )
 
 
+REPLICAS = "dp_replicate"
+
+
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
     """Replicate where nothing is sharded."""
     return None if wanted.zero else {}
 
 
-@plugin(family="sharding", owns=("dp_replicate",), offer=LayoutOffer(table=_table, choices={"zero": (0,)}))
+@plugin(family="sharding", owns=(REPLICAS,), offer=LayoutOffer(table=_table, choices={"zero": (0,)}))
 class DDP:
-    """Replicate the model over the ranks of dp_replicate and average gradients.
+    """Replicate the model over the ranks of dp_replicate, and of axes that shard sequences, and average gradients.
 
     reducer = "unit": torch's replicate over FSDP2's machinery: DTensor parameters and the same hooks as FSDP2.
         Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters without
@@ -116,8 +122,8 @@ class DDP:
             phase=Phase.DATA,
             select=self._select,
             apply=self._apply_units if self.reducer == "unit" else self._apply_buckets,
-            uses=("dp_replicate",),
-            averages=("dp_replicate",),
+            uses=context.data_axes(REPLICAS),
+            averages=context.data_axes(REPLICAS),
         )
 
     @hookimpl
@@ -139,7 +145,7 @@ class DDP:
                 "be in host memory",
                 hint='write reducer = "unit"',
             )
-        if context.claimants("moved_gradients") and context.data_parallel_degree > 1:
+        if context.claimants("moved_gradients") and context.layout.degree(Role.BATCH, Role.SEQUENCE) > 1:
             raise PluginError(
                 'reducer = "bucketed" reduces gradients where they lie, and they are to be in host memory before',
                 hint='write reducer = "unit"',
@@ -149,16 +155,22 @@ class DDP:
     def _apply_units(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-        for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
+        own = own_meshes(model, context)
+        for fqn in sorted({*fqns, *own}, key=lambda name: -len(name.split(".")) if name else 1):
             dtypes = context.dtypes(fqn)
+            module: Any = model.get_submodule(fqn)
+            written = type(module)
             torch_compat.replicate_units(
-                model.get_submodule(fqn),
-                mesh=context.mesh["dp_replicate"],
+                module,
+                mesh=context.data_mesh(own.get(fqn), replicas=REPLICAS),
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
                 ),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
                 ignored_params=torch_compat.scalar_parameters(model),
+            )
+            context.stash(Units).by_module[module] = Unit(
+                written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
             )
         return list(fqns)
 
@@ -172,7 +184,7 @@ class DDP:
         if self.broadcast_buffers:
             model.register_forward_pre_hook(lambda module, _: _broadcast_buffers(module, context))
         _compute_in(model, context)
-        torch_compat.replicate_buckets(model, device_mesh=context.mesh["dp_replicate"], **options)
+        torch_compat.replicate_buckets(model, device_mesh=context.data_mesh(None, replicas=REPLICAS), **options)
         return list(fqns)
 
     def _before_microbatch(self, state: StepState) -> None:
@@ -192,7 +204,7 @@ class DDP:
 def _average_scalars(state: StepState) -> None:
     for part in state.parts:
         scalars = [parameter for parameter in part.module.parameters() if not parameter.dim()]
-        average_whole(scalars, axes=("dp_replicate",), context=state.context)
+        average_whole(scalars, axes=state.context.data_axes(REPLICAS), context=state.context)
 
 
 def _compute_in(model: nn.Module, context: RunContext) -> None:
@@ -231,7 +243,8 @@ def _cast(value: Any, dtype: Any) -> Any:
 def _broadcast_buffers(module: nn.Module, context: RunContext) -> None:
     import torch.distributed as dist
 
-    group = context.mesh["dp_replicate"].get_group()
+    mesh = context.data_mesh(None, replicas=REPLICAS)
+    (axis,), group = mesh.mesh_dim_names or (REPLICAS,), mesh.get_group()
     for buffer in module.buffers():
-        with context.span("broadcast", group="buffers", axis="dp_replicate", bytes=buffer.nbytes):
+        with context.span("broadcast", group="buffers", axis=axis, bytes=buffer.nbytes):
             dist.broadcast(buffer, group=group, group_src=0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,8 +19,11 @@ from composer3d import (
     StepPoint,
     StepState,
     Transform,
+    Unit,
+    Units,
     average_whole,
     hookimpl,
+    own_meshes,
     plugin,
     select_fqns,
     torch_compat,
@@ -29,8 +33,9 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.tensor import Shard
 
-AXES = ("dp_replicate", "dp_shard")
+REPLICAS, SHARDS = "dp_replicate", "dp_shard"
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -40,7 +45,7 @@ def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any
 
 @plugin(
     family="sharding",
-    owns=("dp_shard", "dp_replicate"),
+    owns=(SHARDS, REPLICAS),
     offer=LayoutOffer(table=_table, choices={"zero": (1, 2, 3)}),
 )
 class FSDP2:
@@ -59,6 +64,8 @@ class FSDP2:
         Memory: as zero = 2; optimizer state / dp_shard.
         Collectives: U all-gathers, U reduce-scatters.
     dp_replicate > 1 adds an all-reduce of the shard to every reduce-scatter.
+    Axes that shard sequences (cp) count as dp_shard: its ranks have other positions of the same samples. Modules whose
+    plugin answers `composer3d_parameter_mesh`, experts, are units on a mesh of their own.
     What a rank has not used of a unit is reduced as zeros, and what no rank has used has no gradient. A unit itself is
     called on every rank, in the same order: experts that only some ranks call belong to the unit around them.
 
@@ -102,10 +109,12 @@ class FSDP2:
             raise PluginError(
                 f"reshard_after_forward is zero = 3's choice, and zero is {self.zero}", hint="leave one of them out"
             )
-        shards = context.degrees["dp_shard"]
+        axes = [axis for axis in context.data_axes(SHARDS) if axis == SHARDS or context.degrees[axis] > 1]
+        shards = math.prod(context.degrees[axis] for axis in axes)
         if isinstance(chosen, int) and not isinstance(chosen, bool) and (chosen < 2 or shards % chosen):
             raise PluginError(
-                f"reshard_after_forward = {chosen} does not divide dp_shard = {shards} into groups of at least 2"
+                f"reshard_after_forward = {chosen} does not divide {' x '.join(axes)} = {shards} into groups of at "
+                "least 2"
             )
 
     @hookimpl
@@ -116,8 +125,8 @@ class FSDP2:
             phase=Phase.DATA,
             select=self._select,
             apply=self._apply,
-            uses=AXES,
-            averages=AXES,
+            uses=context.data_axes(REPLICAS, SHARDS),
+            averages=context.data_axes(REPLICAS, SHARDS),
             conflicts=self._excluded(),
         )
 
@@ -164,19 +173,25 @@ class FSDP2:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
         torch_compat.shard_integers()
-        mesh = context.mesh["dp_shard"] if context.degrees["dp_replicate"] == 1 else context.mesh[AXES]
         context.state.setdefault(self, set()).update(self._dtypes_of(model, fqns, context).whole)
         ignored = self._ignored_parameters(model, context)
+        own = own_meshes(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.
-        for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
-            torch_compat.keep_output_hooks(model.get_submodule(fqn))
+        for fqn in sorted({*fqns, *own}, key=lambda name: -len(name.split(".")) if name else 1):
+            module: Any = model.get_submodule(fqn)
+            written = type(module)
+            torch_compat.keep_output_hooks(module)
             fully_shard(
-                model.get_submodule(fqn),
-                mesh=mesh,
+                module,
+                mesh=context.data_mesh(own.get(fqn), replicas=REPLICAS, shards=SHARDS),
+                shard_placement_fn=_along(own.get(fqn), context),
                 reshard_after_forward=self._reshard(context, is_root=not fqn),
                 mp_policy=_policy(context, fqn),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
                 ignored_params=ignored,
+            )
+            context.stash(Units).by_module[module] = Unit(
+                written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
             )
         units: list[Any] = [model.get_submodule(fqn) for fqn in fqns if fqn]
         for index, unit in enumerate(units):
@@ -212,7 +227,7 @@ class FSDP2:
         for part in state.parts:
             ignored = self._ignored_parameters(part.module, state.context)
             ordered = [parameter for parameter in part.module.parameters() if parameter in ignored]
-            average_whole(ordered, axes=AXES, context=state.context)
+            average_whole(ordered, axes=state.context.data_axes(REPLICAS, SHARDS), context=state.context)
 
 
 @dataclass(kw_only=True)
@@ -264,6 +279,14 @@ class Dtypes:
 
 def _is_inside(fqn: str, other: str) -> bool:
     return fqn != other and (not other or fqn.startswith(f"{other}."))
+
+
+def _along(own: str | None, context: RunContext) -> Callable[[nn.Parameter], Shard] | None:
+    """Return along which dim the parameters of a unit are sharded, where their plugin says so."""
+    from torch.distributed.tensor import Shard
+
+    answer = None if own is None else context.parameter_mesh(own)
+    return None if answer is None else lambda parameter: Shard(answer.shard_dim)
 
 
 def _policy(context: RunContext, fqn: str) -> MixedPrecisionPolicy:

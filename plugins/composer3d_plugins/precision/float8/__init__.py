@@ -13,11 +13,13 @@ from composer3d import (
     LayoutTraits,
     Phase,
     PluginError,
+    Role,
     RunContext,
     StepAction,
     StepPoint,
     StepState,
     Transform,
+    Units,
     hookimpl,
     linear_layers,
     plugin,
@@ -176,12 +178,12 @@ class Float8:
 
 
 def _apply_gather(model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-    if needs_bytes(context.mesh["dp_shard"].get_group()):
-        gather_as_bytes(model)
-    cut = tuple(axis for axis in ("dp_shard", "tp") if context.degrees[axis] > 1)
-    if len(cut) > 1:
-        # DTensor takes the largest over both axes in one all-reduce where they are known as one.
-        torch_compat.flatten(context.mesh[cut], "float8_scales")
+    tensor = context.views.joined(context.layout.names(Role.TENSOR))
+    for shards in context.views.shards:
+        if needs_bytes(shards.get_group()):
+            gather_as_bytes(context.stash(Units))
+        # DTensor takes the largest over both dims in one all-reduce where they are known as one.
+        context.views.flattened(context.views.beside(shards, tensor))
     return list(fqns)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import Units, torch_compat
 
 if TYPE_CHECKING:
     import torch
@@ -39,13 +39,10 @@ def needs_bytes(group: Any) -> bool:
     return dist.get_backend(group) == "gloo"
 
 
-def gather_as_bytes(model: nn.Module) -> None:
-    """Replace the all-gather of every unit that FSDP2 made."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(ByteAllGather())  # type: ignore[arg-type]
+def gather_as_bytes(units: Units) -> None:
+    """Replace the all-gather of every unit."""
+    for unit in units.by_module.values():
+        unit.set_all_gather(ByteAllGather())
 
 
 def precompute_scales(model: nn.Module) -> None:

@@ -19,6 +19,8 @@ from composer3d import (
     RunContext,
     Stateful,
     Transform,
+    Unit,
+    Units,
     hookimpl,
     map_tensors,
     plugin,
@@ -245,15 +247,20 @@ class Mixed:
         torch_compat.shard_integers()
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
             dtypes = context.dtypes(fqn)
-            torch_compat.keep_output_hooks(model.get_submodule(fqn))
+            module: Any = model.get_submodule(fqn)
+            written = type(module)
+            torch_compat.keep_output_hooks(module)
             fully_shard(
-                model.get_submodule(fqn),
-                mesh=context.mesh["dp_shard"],
+                module,
+                mesh=context.data_mesh(None),
                 reshard_after_forward=False,
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
                 ),
                 ignored_params=torch_compat.scalar_parameters(model),
+            )
+            context.stash(Units).by_module[module] = Unit(
+                written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
             )
         return list(fqns)
 

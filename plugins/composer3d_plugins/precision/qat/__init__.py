@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from composer3d import Phase, RunContext, Transform, hookimpl, linear_layers, plugin
+from composer3d import Exports, Phase, RunContext, Transform, hookimpl, linear_layers, plugin
 from composer3d_plugins.precision.qat.conversion import described, flattened
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ class QAT:
         # A tied weight is exported once, under its first name, and may be what an embedding looks up.
         first = {fqn: group[0] for group in context.ties for fqn in group}
         sources = {name: first.get(name, name) for name in (f"{fqn}.weight" for fqn in chosen)}
-        context.export_form = lambda tensors: flattened(tensors, sources=sources, **options)
-        context.export_config = lambda: described(model, sources=sources, **options)
+        exports = context.stash(Exports)
+        exports.form = lambda tensors: flattened(tensors, sources=sources, **options)
+        exports.config = lambda: described(model, sources=sources, **options)
         return chosen
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:

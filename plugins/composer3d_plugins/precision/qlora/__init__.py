@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from composer3d import (
+    Exports,
     Phase,
     PluginError,
     RunContext,
@@ -18,6 +19,7 @@ from composer3d import (
     Transform,
     TransformError,
     hookimpl,
+    place,
     plugin,
     select_fqns,
 )
@@ -163,13 +165,14 @@ class QLoRA:
         context.state[self] = Chosen(
             quantised=quantised, adapted=tuple(adapted), scale=self._scale, quantize=self.quantize
         )
+        merges = context.stash(Exports).merges
         for fqn in context.parameter_fqns:
             layer, _, name = fqn.rpartition(".")
             if name == "weight" and layer in layers:
                 form, rest = quantised.get(layer), (layer in adapted, is_transposed(layers[layer]))
-                context.leave_out(fqn, partial(self._merged, layer, form, *rest))
+                merges[fqn] = partial(self._merged, layer, form, *rest)
             else:
-                context.leave_out(fqn, lambda weight, read: weight)
+                merges[fqn] = lambda weight, read: weight
         # So that groups of the optimizer may name them.
         context.parameter_fqns += tuple(f"{fqn}.{name}" for fqn in adapted for name in ("lora_a", "lora_b"))
         return list(dict.fromkeys([*quantised, *adapted]))
@@ -243,7 +246,7 @@ class QLoRA:
                 scale=self._scale,
                 dropout=self.dropout,
                 is_transposed=is_transposed(module),
-                sharded_random=context.sharded_random,
+                sharded_random=lambda site: context.streams.sharded(site),
             )
             become_adapted(module, adapter)
         return fqns
@@ -269,7 +272,7 @@ class QLoRA:
                 module.weight = _stored_like(module.weight, form)
                 if fqn in chosen.waiting:
                     full = context.in_stored_order(f"{fqn}.weight", chosen.waiting.pop(fqn))
-                    context.place(module.weight, full)
+                    place(module.weight, full)
         return fqns
 
     def _start(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
@@ -284,8 +287,8 @@ class QLoRA:
                 generator = torch.Generator().manual_seed(_seed(context.manifest.train.seed, fqn))
                 a, bound = module.lora_a, 1 / math.sqrt(module.lora_a.shape[1])
                 full = torch.rand(a.shape, dtype=a.dtype, generator=generator).mul_(2 * bound).sub_(bound)
-                context.place(a, context.in_stored_order(f"{fqn}.lora_a", full))
-                context.place(module.lora_b, torch.zeros(module.lora_b.shape))
+                place(a, context.in_stored_order(f"{fqn}.lora_a", full))
+                place(module.lora_b, torch.zeros(module.lora_b.shape))
         return fqns
 
 

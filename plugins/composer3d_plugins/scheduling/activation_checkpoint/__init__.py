@@ -16,6 +16,7 @@ from composer3d import (
     PluginError,
     RunContext,
     Transform,
+    Units,
     hookimpl,
     plugin,
     resolve_reference,
@@ -186,7 +187,7 @@ class ActivationCheckpoint:
         if self.mode == "sqrt":
             for run in segments.cut(fqns):
                 blocks = [model.get_submodule(fqn) for fqn in run]
-                segments.wrap(blocks, preserve_rng_state=self.preserve_rng_state)
+                segments.wrap(blocks, units=context.stash(Units), preserve_rng_state=self.preserve_rng_state)
             return list(fqns)
         if self.mode == "budget":
             return self._apply_budget(model, fqns, context, options)

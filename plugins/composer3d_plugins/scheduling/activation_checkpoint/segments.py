@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import Units, torch_compat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,10 +49,12 @@ class Frame:
 
     Attributes:
         calls: Of the blocks, in order.
+        units: Modules whose parameters are gathered only when their own backward begins.
         returned: The tensors that the last of them returned, until the next one has begun.
         saved: By call and number.
     """
 
+    units: Units
     calls: list[Call] = field(default_factory=list)
     returned: list[Tensor] = field(default_factory=list)
     saved: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -69,7 +71,9 @@ class Frame:
         self.saved.clear()
         before: list[Tensor] = []
         for index, call in enumerate(self.calls):
-            _unshard(call.block)
+            for module in call.block.modules():
+                if module in self.units.by_module:
+                    self.units.by_module[module].gather()
             numbers = iter(range(1 << 30))
 
             def keep(tensor: Tensor, index: int = index, numbers: Any = numbers) -> None:
@@ -84,24 +88,32 @@ class Frame:
                 before = _tensors(call.forward(*args, **kwargs))
 
 
-def wrap(blocks: Sequence[nn.Module], *, preserve_rng_state: bool) -> None:
+def wrap(blocks: Sequence[nn.Module], *, units: Units, preserve_rng_state: bool) -> None:
     """Replace the forwards of a run of blocks, which are called one after the other.
 
     Arguments that the previous block returned are not kept but recomputed; all others are kept.
 
     Args:
         blocks: In the order of their calls.
+        units: Of data-parallel plugins, once these are applied.
         preserve_rng_state: Recompute with the random numbers of the forward.
     """
     frames: list[Frame] = []
     for block in blocks:
         module: Any = block
         ends = block is blocks[0], block is blocks[-1]
-        module.forward = _wrapped(block, module.forward, frames, ends=ends, random=preserve_rng_state)
+        first = functools.partial(Frame, units=units)
+        module.forward = _wrapped(block, module.forward, frames, first=first, ends=ends, random=preserve_rng_state)
 
 
 def _wrapped(
-    block: nn.Module, forward: Callable[..., Any], frames: list[Frame], *, ends: tuple[bool, bool], random: bool
+    block: nn.Module,
+    forward: Callable[..., Any],
+    frames: list[Frame],
+    *,
+    first: Callable[[], Frame],
+    ends: tuple[bool, bool],
+    random: bool,
 ) -> Callable[..., Any]:
     import torch
 
@@ -112,7 +124,7 @@ def _wrapped(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if is_first or not frames:
-            frames[:] = [Frame()]
+            frames[:] = [first()]
         frame = frames[0]
         known, frame.returned = frame.returned, []
         call = Call(
@@ -175,15 +187,6 @@ def _tensors(value: Any) -> list[Tensor]:
     import torch
 
     return [leaf for leaf in torch_compat.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
-def _unshard(block: nn.Module) -> None:
-    """Gather the parameters that FSDP2 would gather only when this block's own backward begins."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in block.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()
 
 
 def _device(*trees: Any) -> Any:

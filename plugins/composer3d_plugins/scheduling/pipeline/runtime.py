@@ -163,7 +163,7 @@ class PipelineRuntime:
 
         def run_forward(index: int, *args: Any, **kwargs: Any) -> Any:
             self._restore_buffers()
-            context.begin_microbatch(index, index == num_microbatches - 1, number)
+            context.microbatches.begin(index, index == num_microbatches - 1, number)
             with context.span("forward", microbatch=index, stage=number, kind="F"):
                 return forward(index, *args, **kwargs)
 
@@ -172,23 +172,23 @@ class PipelineRuntime:
 
         def run_backward(index: int, *args: Any, full_backward: bool = True, **kwargs: Any) -> Any:
             full_backward = full_backward or not runner.has_halves
-            context.resume_microbatch(index, number)
+            context.microbatches.resume(index, number)
             name, kind = ("backward", "B") if full_backward else ("backward_input", "I")
             held = nullcontext() if full_backward else torch_compat.held_graph(stage, index, graphs)
             with held, context.span(name, microbatch=index, stage=number, kind=kind):
                 result = backward(index, *args, full_backward=full_backward, **kwargs)
             if full_backward:
-                context.end_microbatch()
+                context.microbatches.end()
             return result
 
         def run_weights(index: int, *args: Any, **kwargs: Any) -> Any:
             if not runner.has_halves:
                 return None
-            context.resume_microbatch(index, number)
+            context.microbatches.resume(index, number)
             with context.span("backward_weight", microbatch=index, stage=number, kind="W"):
                 result = weights(index, *args, **kwargs)
             graphs.pop(index, None)
-            context.end_microbatch()
+            context.microbatches.end()
             return result
 
         reduce = stage.perform_reduce_grad
@@ -236,7 +236,7 @@ class PipelineRuntime:
         buffers: tuple[Tensor, ...] | None = None
         kept: list[tuple[Tensor, ...]] = []
         for index in range(len(self._microbatches)):
-            self._context.begin_microbatch(index, index == len(self._microbatches) - 1, part.index)
+            self._context.microbatches.begin(index, index == len(self._microbatches) - 1, part.index)
             received: tuple[Tensor, ...] = ()
             if source == here:
                 received = at_hand[index]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d import PluginError, RunContext, StepState
+from composer3d import PluginError, Role, RunContext, StepState
 from composer3d_plugins.sharding.cpu_offload.transfers import Transfers
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def refuse_foreign(context: RunContext, parameters: Mapping[str, nn.Parameter]) 
     """Refuse replicated parameters whose gradients a plugin reduces on the device."""
     from torch.distributed.tensor import DTensor
 
-    if context.data_parallel_degree == 1:
+    if context.layout.degree(Role.BATCH, Role.SEQUENCE) == 1:
         return
     for fqn, parameter in parameters.items():
         if not isinstance(parameter, DTensor):

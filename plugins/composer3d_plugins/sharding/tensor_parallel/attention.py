@@ -134,7 +134,7 @@ class HeadsOf:
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         probability = self.module.dropout if self.module.training else 0.0
-        drawing = self.context.sharded_random(site_of(self.fqn)) if probability else contextlib.nullcontext()
+        drawing = self.context.streams.sharded(site_of(self.fqn)) if probability else contextlib.nullcontext()
         with drawing:
             if not need_weights:
                 return F.scaled_dot_product_attention(q, k, v, mask, probability), None

@@ -352,7 +352,7 @@ class Applier:
             if placed is None and not is_known and x.ndim > 2:
                 placed = Placed(dim=1, parts=(x.shape[1] * degree,))
             where = (None, ()) if placed is None else (placed.dim, placed.parts)
-            with context.sharded_random(site_of(fqn), dim=where[0], parts=where[1]):
+            with context.streams.sharded(site_of(fqn), dim=where[0], parts=where[1]):
                 return forward(x, *args, **kwargs)
 
         # Of torch's own dropouts it is known that they draw nothing; others may by any name.

@@ -1,0 +1,58 @@
+"""Modules whose parameters live on meshes of their own, which data-parallel plugins handle as units."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from composer3d.errors import TransformError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from composer3d.context import RunContext
+
+__all__ = ["own_meshes"]
+
+
+def own_meshes(model: nn.Module, context: RunContext) -> dict[str, str]:
+    """Return the modules that data-parallel plugins handle as units on a mesh of their own: experts.
+
+    They are the outermost ones with a forward of which all parameters have one mesh by `composer3d_parameter_mesh`.
+    Each comes with the name of one of its parameters, for `context.data_mesh` and `context.parameter_mesh`.
+
+    Args:
+        model: A part of the whole one, by whose FQNs the hook is asked.
+        context: With its mesh.
+
+    Raises:
+        TransformError: Parameters of one module have different meshes.
+    """
+    from torch import nn
+
+    meshes = {fqn: _mesh(context, fqn) for fqn, _ in model.named_parameters(remove_duplicate=False)}
+    if not any(mesh is not None for mesh in meshes.values()):
+        return {}
+    found: dict[str, str] = {}
+    for module_fqn, module in model.named_modules():
+        inside = [fqn for fqn in meshes if f"{fqn}.".startswith(f"{module_fqn}." if module_fqn else "")]
+        alike = {meshes[fqn] for fqn in inside}
+        is_list = isinstance(module, nn.ModuleList | nn.ModuleDict)  # nobody calls one
+        if len(alike) == 1 and None not in alike and not is_list and not _is_inside(module_fqn, found):
+            found[module_fqn] = inside[0]
+    lost = [fqn for fqn, mesh in meshes.items() if mesh is not None and not _is_inside(fqn, found)]
+    if lost:
+        raise TransformError(
+            f'"{lost[0]}" has a mesh of its own, and other parameters of "{lost[0].rpartition(".")[0]}" have another: '
+            "a unit is gathered and reduced over one mesh; make them modules of their own, each with its forward"
+        )
+    return found
+
+
+def _mesh(context: RunContext, fqn: str) -> DeviceMesh | None:
+    answer = context.parameter_mesh(fqn)
+    return None if answer is None else answer.mesh
+
+
+def _is_inside(fqn: str, modules: dict[str, str]) -> bool:
+    return any(not module or fqn.startswith(f"{module}.") for module in modules)
