@@ -100,6 +100,7 @@ class RunContext:
         self.orders: dict[str, Order] = {}
         self.cuts: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._stashes: dict[type, Any] = {}
+        self._parameter_meshes: dict[str, ParameterMesh | None] = {}
         self._views: MeshViews | None = None
         self._hooks = hooks
         self._blocks = blocks
@@ -356,9 +357,11 @@ class RunContext:
         return self._hooks.offload_policy(self, fqn)
 
     def parameter_mesh(self, fqn: str) -> ParameterMesh | None:
-        """Ask where a parameter lives that is not on the data-parallel mesh."""
+        """Ask, once, where a parameter lives that is not on the data-parallel mesh."""
         self._asked.add("composer3d_parameter_mesh")
-        return self._hooks.parameter_mesh(self, fqn)
+        if fqn not in self._parameter_meshes:
+            self._parameter_meshes[fqn] = self._hooks.parameter_mesh(self, fqn)
+        return self._parameter_meshes[fqn]
 
     def reorder(self, fqn: str, *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
         """Declare that a parameter, its gradient and its state are stored in another order than the model's.

@@ -175,7 +175,8 @@ class ParameterMesh:
 
     Args:
         mesh: A view of the root mesh, as `context.expert_mesh` returns it.
-        shard_dim: The tensor dim along which data-parallel plugins shard it.
+        shard_dim: The tensor dim along which data-parallel plugins shard the parameters of its module, where they have
+            it; others along dim 0.
     """
 
     mesh: DeviceMesh

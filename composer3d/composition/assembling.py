@@ -280,6 +280,10 @@ def _streams(preparation: Preparation) -> Streams:
     )
 
 
+def _microbatches(engine: StepEngine) -> Microbatches:
+    return Microbatches(begin=engine.begin_microbatch, resume=engine.resume_microbatch, end=engine.end_microbatch)
+
+
 def freeze(
     preparation: Preparation,
     criterion: Criterion,
@@ -308,9 +312,7 @@ def freeze(
     context.freeze(
         recorders=(acting, *recorders) if recorders else (),
         flight=flight,
-        microbatches=Microbatches(
-            begin=engine.begin_microbatch, resume=engine.resume_microbatch, end=engine.end_microbatch
-        ),
+        microbatches=_microbatches(engine),
         streams=streams,
     )
     span_hooks.watch_sharding(context)

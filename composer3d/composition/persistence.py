@@ -1,12 +1,14 @@
 """Checkpoint contents of a composition, and the key of every entry.
 
 `model/<fqn>` parameters and persistent buffers, `optimizer/<fqn>/<name>`, `plugin/<plugin>/<name>/...`,
-`attached/<name>/...`; whatever is no tensor goes into the checkpoint's JSON.
+`attached/<name>/...`; whatever is no tensor goes into the checkpoint's JSON, as the first rank has it. Where ranks
+train models of their own (axes of role INDEPENDENT), the tensors of all but the first are `independent/<index>/...`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -17,6 +19,7 @@ from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
 from composer3d.initialisation.parameter_order import Order
 from composer3d.interfaces import Exports, Stateful
+from composer3d.mesh import Role
 from composer3d.step.evaluation import let_go
 from composer3d.step.gradients import local
 
@@ -31,6 +34,7 @@ __all__ = ["Persistence"]
 log = logging.getLogger(__name__)
 
 FORMAT = 1
+_APART = "independent/"  # keys of models that ranks train of their own, but for the first
 _OTHER_STATES = "; the run that saved it had other plugins, or other options of theirs"
 
 
@@ -81,6 +85,7 @@ class Persistence:
         tensors, state = self._saved(optimizer)
         with self._assembled.context.span("checkpoint", action="save", asynchronous=asynchronous):
             tensors |= {key: _rewritten(tensor, order.model) for key, tensor, order in self._reordered(tensors)}
+            tensors = {self._apart + key: tensor for key, tensor in tensors.items()}
             if asynchronous:
                 self._saver = self._saver or checkpoint.AsyncSaver()
                 self._saver.save(path, tensors=tensors, state=state)
@@ -133,13 +138,30 @@ class Persistence:
         tensors |= {key: tensor.clone() for key, tensor, _ in reordered}
         extra = [f"{prefix}/" for prefix in left_behind] + ([] if optimizer is not None else ["optimizer/"])
         with self._assembled.context.span("checkpoint", action="load"):
-            checkpoint.load(path, tensors=tensors, allow_extra=extra)
+            apart = self._apart_in(path, known)
+            extra = [*extra, *(apart + prefix for prefix in extra), _APART]
+            checkpoint.load(path, tensors={apart + key: t for key, t in tensors.items()}, allow_extra=extra)
         for key, tensor, order in reordered:
             initialisation.place(tensor, order.stored(_full(tensors[key])))
         if optimizer is not None:
             checkpoint.load_optimizer_json(optimizer, self._parameters(), saved)
         for prefix, thing in stateful.items():
             _hand_over(thing, filled[prefix], prefix, path)
+
+    @functools.cached_property
+    def _apart(self) -> str:
+        """Prefix of the keys of this rank's tensors, where ranks train models of their own: the first one has none."""
+        context = self._assembled.context
+        index = context.layout.index(context.rank, Role.INDEPENDENT)
+        return f"{_APART}{index}/" if index else ""
+
+    def _apart_in(self, path: Path, known: Mapping[str, Any]) -> str:
+        """Return the prefix of what this rank loads; a model that was not saved begins as the first one."""
+        if any(key.startswith(self._apart) for key in known):
+            return self._apart
+        rank = self._assembled.context.rank
+        log.warning("%s: holds no %s; rank %d begins from the first model", path, self._apart, rank)
+        return ""
 
     def wait(self) -> None:
         """Return when no save is in flight."""

@@ -239,8 +239,8 @@ class Every:
     @hookimpl
     def composer3d_parameter_mesh(self, context, fqn):
         self._saw("parameter_mesh", context, fqn=fqn)
-        if fqn == "out.weight":
-            return ParameterMesh(mesh=context.mesh["dp_shard"], gradient_divisor=2.0, shard_dim=1)
+        if fqn.startswith("out."):
+            return ParameterMesh(mesh=context.mesh["dp_shard"])
         return None
 
     @hookimpl

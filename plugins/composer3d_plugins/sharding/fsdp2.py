@@ -286,7 +286,9 @@ def _along(own: str | None, context: RunContext) -> Callable[[nn.Parameter], Sha
     from torch.distributed.tensor import Shard
 
     answer = None if own is None else context.parameter_mesh(own)
-    return None if answer is None else lambda parameter: Shard(answer.shard_dim)
+    if answer is None:
+        return None
+    return lambda parameter: Shard(answer.shard_dim if parameter.ndim > answer.shard_dim else 0)
 
 
 def _policy(context: RunContext, fqn: str) -> MixedPrecisionPolicy:
