@@ -29,6 +29,24 @@ def test_axes_flattened_are_one_group():
         assert dist.get_process_group_ranks(flat.get_group()) == [0, 1, 4, 5]
 
 
+def test_a_flattened_view_divides_again_and_stands_beside_others():
+    with fake_world(8, rank=5):
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
+        parts = torch_compat.unflatten(mesh["b"], {"outer": 2, "inner": 2}, own_group="inner")
+        view = torch_compat.concatenate([mesh["a"], parts])
+        assert view.mesh_dim_names == ("a", "outer", "inner")
+        assert dist.get_process_group_ranks(view["inner"].get_group()) == [4, 5]
+        assert torch_compat.mesh_dim(view["inner"].get_group()) == "inner"
+        assert torch_compat.mesh_dim(dist.group.WORLD) is None
+
+
+def test_a_dim_of_the_whole_world_has_a_group_of_its_own():
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("a",))
+        whole = torch_compat.unflatten(mesh, {"outer": 1, "inner": 4}, own_group="inner")["inner"].get_group()
+        assert torch_compat.mesh_dim(whole) == "inner" and whole is not mesh.get_group()
+
+
 def coordinate_of_a_result(rank):
     from torch.distributed.tensor import DTensor, Shard
 
