@@ -193,7 +193,7 @@ class Every:
     @hookimpl
     def composer3d_shard(self, context):
         def ask(model, context):
-            answer = context.parameter_mesh("out.weight")
+            answer = context.parameter_mesh("layers.0.up.weight")
             found = (
                 answer.mesh is context.mesh["dp_shard"] or answer.mesh == context.mesh["dp_shard"],
                 answer.shard_dim,
@@ -239,7 +239,7 @@ class Every:
     @hookimpl
     def composer3d_parameter_mesh(self, context, fqn):
         self._saw("parameter_mesh", context, fqn=fqn)
-        if fqn.startswith("out."):
+        if fqn.startswith("layers.0."):
             return ParameterMesh(mesh=context.mesh["dp_shard"])
         return None
 
