@@ -156,7 +156,7 @@ class DDP:
         from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
         own = own_meshes(model, context)
-        for fqn in sorted({*fqns, *own}, key=lambda name: -len(name.split(".")) if name else 1):
+        for fqn in sorted(dict.fromkeys([*fqns, *own]), key=lambda name: -len(name.split(".")) if name else 1):
             dtypes = context.dtypes(fqn)
             module: Any = model.get_submodule(fqn)
             written = type(module)

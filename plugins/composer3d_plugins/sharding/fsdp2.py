@@ -177,7 +177,7 @@ class FSDP2:
         ignored = self._ignored_parameters(model, context)
         own = own_meshes(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.
-        for fqn in sorted({*fqns, *own}, key=lambda name: -len(name.split(".")) if name else 1):
+        for fqn in sorted(dict.fromkeys([*fqns, *own]), key=lambda name: -len(name.split(".")) if name else 1):
             module: Any = model.get_submodule(fqn)
             written = type(module)
             torch_compat.keep_output_hooks(module)
