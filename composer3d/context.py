@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from composer3d.registry import Registered
     from composer3d.step.random_streams import Streams
 
-__all__ = ["ExportForm", "Purpose", "RunContext"]
+__all__ = ["Purpose", "RunContext"]
 
 Purpose = Literal["run", "check", "plan", "verify"]
 

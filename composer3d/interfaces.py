@@ -16,6 +16,7 @@ __all__ = [
     "Batch",
     "Dtypes",
     "Example",
+    "ExportForm",
     "Exports",
     "GradScaler",
     "LayoutOffer",

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from composer3d.checkpoint import TensorInfo
-    from composer3d.context import ExportForm
     from composer3d.huggingface import Exporter
+    from composer3d.interfaces import ExportForm
 
 __all__ = ["DEFAULT_SHARD_BYTES", "Exported", "export", "export_checkpoint", "find_description"]
 
