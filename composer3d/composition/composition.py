@@ -239,7 +239,11 @@ class Composition(OwnLoop):
         refuse_saving(optimizer, of_stage=self._assembled.has_schedule)
         if in_backward:
             self._engine.stepper = BackwardStepper(
-                optimizer, self.context, actions=self._engine.actions, has_schedule=self._assembled.has_schedule
+                optimizer,
+                self.context,
+                units=self._engine.units,
+                actions=self._engine.actions,
+                has_schedule=self._assembled.has_schedule,
             )
         return self._optimizer
 

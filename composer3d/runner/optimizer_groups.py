@@ -22,19 +22,21 @@ if TYPE_CHECKING:
 __all__ = ["describe_groups", "in_backward_problems", "make_optimizer", "optimizer_class"]
 
 
-def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimizer:
+def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | None = None) -> torch.optim.Optimizer:
     """Make the optimizer that `[optimizer]` describes.
 
     Args:
         run: The composition.
         manifest: With the runner's tables.
+        in_backward: Whether it steps in the backward; None is as the manifest says.
 
     Raises:
         ManifestError: At the line of what is wrong: a class that cannot be imported or takes no such argument, a group
             that matches nothing, no parameter to train.
     """
     document, table = manifest.document, manifest.tables["optimizer"]
-    if problems := in_backward_problems(manifest, run.context, has_schedule=False):
+    steps_there = table.in_backward if in_backward is None else in_backward
+    if steps_there and (problems := in_backward_problems(manifest, run.context, has_schedule=False)):
         raise ManifestError(problems)
     if not any(parameter.requires_grad for _, parameter in run.named_parameters()) and len(run.parts) == 1:
         message = "frozen leaves no parameter to train"
@@ -53,8 +55,8 @@ def make_optimizer(run: Composition, manifest: Manifest) -> torch.optim.Optimize
 
             key = "use" if table.matrices is None else "matrices"
             groups = group_matrices(groups, matrices_of(run, table.matrices))
-        key = "in_backward" if table.in_backward else "use"
-        optimizer = run.optimizer(cls, groups=groups, in_backward=table.in_backward, **defaults)
+        key = "in_backward" if steps_there else "use"
+        optimizer = run.optimizer(cls, groups=groups, in_backward=steps_there, **defaults)
         _refuse_unknown(table, optimizer)
         return optimizer
     except ComposerError as error:

@@ -57,7 +57,7 @@ class StepEngine:
         }
         self.loop, self.criterion = LoopState(context), criterion
         self.accumulated = AccumulatedSteps()
-        self._units = UnitRecord(context, guard, flight)
+        self.units = UnitRecord(context, guard, flight)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
         self.scaler: GradScaler | None = None
@@ -84,7 +84,7 @@ class StepEngine:
         self._used, self.is_stepping, self._own, self._applied = False, False, None, 1.0
         self.streams.begin(number)
         try:
-            with self.explaining(), context.span("step", step=number), self._units.over("step", number):
+            with self.explaining(), context.span("step", step=number), self.units.over("step", number):
                 self._at(StepPoint.BEGIN)
                 if target is not None:
                     self._announce_own(target, self.identity(target, own=True))
@@ -173,7 +173,7 @@ class StepEngine:
             totals = self._guard.agree(step=number, call=None, counts=counts, digest=identity)
         outer, self._equal, self._evaluating = self._equal, totals.equal, True
         try:
-            streams, units = self.streams.over(microbatches, evaluates=True), self._units.over("evaluation", number)
+            streams, units = self.streams.over(microbatches, evaluates=True), self.units.over("evaluation", number)
             with streams, self.explaining(), self._context.span("evaluate"), units:
                 evaluate(microbatches)
             return self._ledger.settle(len(microbatches), has_gradient=False)
@@ -192,24 +192,24 @@ class StepEngine:
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
-            loss, _ = self._ledger.settle(num_microbatches, also=self._units.numbers())
-        self._units.settle(self._ledger.added)
+            loss, _ = self._ledger.settle(num_microbatches, also=self.units.numbers())
+        self.units.settle(self._ledger.added)
         if self._ledger.auxiliary:
             state.metrics["auxiliary_loss"] = self._ledger.auxiliary
-        if self.stepper is None and not self._context.claimants("moved_gradients"):
-            self._units.drop_unused()
-            parameters = list(state.parameters())
-            if not self.actions[StepPoint.GRADIENTS_LOCAL]:
-                gradients.settle_partial(parameters)
-            self._correct(parameters)
+        if self._context.claimants("moved_gradients"):
+            return loss
+        self.units.drop_unused()
+        if self.stepper is not None:
+            self.stepper.step_waiting()
+            return loss
+        parameters = list(state.parameters())
+        if not self.actions[StepPoint.GRADIENTS_LOCAL]:
+            gradients.settle_partial(parameters)
+        self._correct(parameters)
         return loss
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide gradients by the count of the batches so far, as far as their losses were not.
-
-        After each batch that may be the step's last, so that code that reads gradients before the optimizer's step
-        finds means.
-        """
+        """Divide gradients by the count so far, as far as losses were not: code that reads them finds means."""
         wanted = 1.0 if self._own is not None and self._own.is_scaled else self._ledger.correction
         if wanted != self._applied:
             gradients.scale_(parameters, wanted / self._applied)
@@ -319,7 +319,7 @@ class StepEngine:
             return parameters
         self._at(StepPoint.GRADIENTS_LOCAL)  # brings back what was kept elsewhere
         if self._context.claimants("moved_gradients"):
-            self._units.drop_unused()
+            self.units.drop_unused()
         gradients.refuse_none(parameters, step=state.step)
         gradients.settle_partial(parameters)
         self._correct(parameters)

@@ -17,8 +17,13 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
+    from composer3d.step.unit_record import UnitRecord
 
 __all__ = ["BackwardStepper", "exclusions"]
+
+# Modules of optimizers whose step of a parameter takes no collective; others may say `is_elementwise = True`.
+_ELEMENTWISE = {f"torch.optim.{name}" for name in "adadelta adagrad adam adamax adamw asgd nadam radam".split()}
+_ELEMENTWISE |= {"torch.optim.rmsprop", "torch.optim.rprop", "torch.optim.sgd"}
 
 
 def exclusions(context: RunContext, *, has_schedule: bool) -> Iterator[str]:
@@ -43,19 +48,23 @@ class BackwardStepper:
 
     The optimizer receives one parameter at a time, in a copy of its group, so its hyperparameters are those of the step
     and its state is where it always is; for optimizers that update each parameter independently the result is that of
-    the ordinary step, bit for bit.
+    the ordinary step, bit for bit. A parameter that this rank did not use waits for the end of the backward, which
+    knows whether another rank did; without that it is left alone, its decay too. Where stepping a parameter may take
+    collectives, which ranks have to issue in one order, they agree on that before each unit is reduced instead.
 
     Args:
         optimizer: Its parameters are those that are stepped.
         context: With mesh and parts.
+        units: Knows what ranks used.
         actions: Step actions of all plugins, by point.
         has_schedule: Whether a plugin schedules micro-batches.
 
     Raises:
         PluginError: Something needs the gradients after the backward.
 
-    Memory: the gradients of one unit, which are reduced together, instead of all. Collectives: none of its own, one
-    all-reduce of one number for the norm.
+    Memory: the gradients of one unit, which are reduced together, instead of all, and of what this rank did not use.
+    Collectives: one all-reduce of one number for the norm; with an optimizer that is not known to step every element by
+    itself, as Muon, one all-reduce a unit and axis of one byte a parameter.
 
     Source: Lv et al., Full Parameter Fine-tuning for Large Language Models with Limited Resources, arXiv:2306.09782.
     """
@@ -65,10 +74,11 @@ class BackwardStepper:
         optimizer: torch.optim.Optimizer,
         context: RunContext,
         *,
+        units: UnitRecord,
         actions: Mapping[StepPoint, Sequence[StepAction]],
         has_schedule: bool,
     ) -> None:
-        self._optimizer, self._context = optimizer, context
+        self._optimizer, self._context, self._units = optimizer, context, units
         # The bare step: hooks on the optimizer would run once a parameter.
         self._inner = inspect.unwrap(type(optimizer).step)
         self._names = {parameter: fqn for fqn, parameter in context.named_parameters()}
@@ -78,7 +88,10 @@ class BackwardStepper:
             raise PluginError(f"in_backward cannot be: {reasons[0]}", hint="remove one of the two")
         self._copies, self._apart = context.copies(), gradients.apart(context)
         self._stepped: set[nn.Parameter] = set()
+        self._waiting: list[nn.Parameter] = []
         self._squares: list[Tensor] = []
+        if not (self._inner.__module__ in _ELEMENTWISE or getattr(optimizer, "is_elementwise", False)):
+            units.agree_in_backward()
         self._handles = [parameter.register_post_accumulate_grad_hook(self._step) for parameter in self._groups]
 
     def close(self) -> None:
@@ -116,14 +129,30 @@ class BackwardStepper:
                 "has more; give a step one micro-batch a rank, or leave in_backward out"
             )
         self._stepped.clear()
+        self._waiting.clear()
         self._squares.clear()
 
     def _step(self, parameter: nn.Parameter) -> None:
-        import torch
-
         if parameter in self._stepped:
             raise StepError(f'"{self._names[parameter]}" got its gradient in parts; leave in_backward out')
         self._stepped.add(parameter)
+        if self._units.is_unused(parameter):
+            parameter.grad = None
+        elif self._units.is_idle(parameter):
+            self._waiting.append(parameter)
+        else:
+            self._step_alone(parameter)
+
+    def step_waiting(self) -> None:
+        """Step parameters that this rank did not use and another one did: they still have a gradient."""
+        for parameter in self._waiting:
+            if parameter.grad is not None:
+                self._step_alone(parameter)
+        self._waiting.clear()
+
+    def _step_alone(self, parameter: nn.Parameter) -> None:
+        import torch
+
         gradients.settle_partial([parameter])
         assert parameter.grad is not None, "the hook runs where there is one"
         self._measure(parameter, parameter.grad)

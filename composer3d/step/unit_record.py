@@ -14,6 +14,8 @@ from composer3d.step.unit_order import END, UnitOrder
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import nn
+
     from composer3d.context import RunContext
     from composer3d.observation.flight_recorder import Flight
     from composer3d.step.guard import Guard
@@ -42,7 +44,7 @@ class UnitRecord:
         self._context, self._guard, self._flight = context, guard, flight
         self._units = [torch_compat.watch_units(part.module) for part in context.parts]
         self._order: UnitOrder | None = None
-        self._is_partial = self._is_open = False
+        self._is_partial = self._is_open = self._agrees = False
         self._num_unused = 0
 
     @contextlib.contextmanager
@@ -110,25 +112,44 @@ class UnitRecord:
 
         Collectives: where there are unused ones on some rank, one all-reduce an axis of one byte a parameter.
         """
+        if not self._is_partial or self._agrees:
+            return
+        trained = [pair for units in self._units for pair in units.trained()]
+        for (parameter, _), is_used in zip(trained, self._used_anywhere([used for _, used in trained]), strict=True):
+            if not is_used:
+                parameter.grad = None
+
+    def agree_in_backward(self) -> None:
+        """Find out which parameters no rank has used before each unit is reduced, instead of after the backward.
+
+        Collectives: one all-reduce a unit and axis, of one byte a parameter.
+        """
+        self._agrees = True
+        for units in self._units:
+            units.agree = self._used_anywhere
+
+    def is_idle(self, parameter: nn.Parameter) -> bool:
+        """Whether a gradient that was just reduced is zeros on this rank, and others may not have used it either."""
+        return any(parameter in units.idle for units in self._units)
+
+    def is_unused(self, parameter: nn.Parameter) -> bool:
+        """Whether no rank has used a parameter whose gradient was just reduced, where ranks agree in the backward."""
+        return any(parameter in units.unused for units in self._units)
+
+    def _used_anywhere(self, used: Sequence[bool]) -> list[bool]:
         import torch
         import torch.distributed as dist
 
-        if not self._is_partial:
-            return
-        trained = [pair for units in self._units for pair in units.trained()]
-        used = [used for _, used in trained]
-        if trained:
-            flags = torch.tensor(used, dtype=torch.uint8, device=self._context.device)
-            for axis in self._context.layout.names(Role.BATCH, Role.SEQUENCE, Role.TENSOR):
-                if self._context.degrees[axis] > 1:
-                    with self._context.span("all_reduce", group="unused", axis=axis, bytes=flags.nbytes):
-                        group = self._context.mesh[axis].get_group()
-                        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
-            if torch_compat.active_fake_mode() is None:  # fake tensors have no values, and their ranks are alike
-                used = [bool(flag) for flag in flags.tolist()]
-        for (parameter, _), is_used in zip(trained, used, strict=True):
-            if not is_used:
-                parameter.grad = None
+        if not used:
+            return []
+        flags = torch.tensor(used, dtype=torch.uint8, device=self._context.device)
+        for axis in self._context.layout.names(Role.BATCH, Role.SEQUENCE, Role.TENSOR):
+            if self._context.degrees[axis] > 1:
+                with self._context.span("all_reduce", group="unused", axis=axis, bytes=flags.nbytes):
+                    group = self._context.mesh[axis].get_group()
+                    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+        # Fake tensors have no values, and their ranks are alike.
+        return [bool(flag) for flag in flags.tolist()] if torch_compat.active_fake_mode() is None else list(used)
 
 
 def _passes(order: UnitOrder, first: int, item: int) -> None:

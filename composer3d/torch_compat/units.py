@@ -47,6 +47,10 @@ class Units:
         before: Called before each collective with what is then added to `sent`; it may raise.
         sent: What was gathered and reduced in this step, in order: twice the index of the unit, plus 1 for gradients.
         used: Parameters of FSDP2 that got a gradient on this rank in this step.
+        agree: Called with whether this rank has used each parameter of a unit that is to be reduced; returns whether
+            any rank has. None where that is found out after the backward.
+        idle: Sharded parameters whose gradients are zeros on this rank, while nobody has said whether others used them.
+        unused: Sharded parameters that no rank has used, as far as `agree` was called.
 
     Args:
         groups: FSDP2's, in the order of their modules.
@@ -56,14 +60,18 @@ class Units:
         self.before: Callable[[int], None] | None = None
         self.sent: list[int] = []
         self.used: set[Any] = set()
+        self.agree: Callable[[Sequence[bool]], Sequence[bool]] | None = None
+        self.idle: set[Any] = set()
+        self.unused: set[Any] = set()
         self._groups = groups
         self._due: list[Any] = []  # replicas in the order in which they are reduced, next one last
 
     def begin(self) -> None:
         """Forget the last step."""
         self.sent.clear()
-        self.used.clear()
         self._due.clear()
+        for parameters in (self.used, self.idle, self.unused):
+            parameters.clear()
         for group in self._groups:
             group.is_used = False
 
@@ -84,6 +92,13 @@ class Units:
     def trained(self) -> list[tuple[Any, bool]]:
         """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
         return [(p.sharded_param, p in self.used) for group in self._groups for p in group.trained()]
+
+    def settle(self, trained: Sequence[Any]) -> None:
+        """Record which parameters of a unit that is about to be reduced were not used."""
+        used = [p in self.used for p in trained]
+        found = self.idle if self.agree is None else self.unused
+        used = used if self.agree is None else list(self.agree(used))
+        found.update(p.sharded_param for p, is_used in zip(trained, used, strict=True) if not is_used)
 
     def take_turns(self, group: Any) -> None:
         """Reduce replicas in one order on all ranks: those that are ready, or were not called on this rank."""
@@ -121,62 +136,78 @@ def _watched_state(cls: Any) -> Any:
 
 @functools.cache
 def _watched_group(cls: Any) -> Any:
-    import torch
+    return type(cls.__name__, (_WatchedGroup, cls), {})
 
-    class WatchedGroup(cls):
-        """A group whose parameters without a gradient take part with zeros."""
 
-        def watch(self, units: Units, index: int) -> None:
-            self._units, self._index = units, index
-            self.is_gathered = getattr(self.mesh_info, "shard_mesh_size", 1) > 1
-            self.takes_turns = not self.is_gathered
-            self.is_ready = self.is_final = self.has_run = self.is_used = False
-            self.num_hooks = 0
+_Group: Any = object  # FSDP2's, whose module is not imported here
 
-        def unshard(self, async_op: bool = False) -> None:
-            if self.is_gathered and self._all_gather_result is None and not self.is_unsharded:
-                self._units.send(2 * self._index)
-            super().unshard(async_op)
 
-        def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
-            if not torch.is_grad_enabled():
-                return args, kwargs
-            self.has_run = True
-            given = super()._register_post_backward_hook(args, kwargs)
-            self.num_hooks += given[0] is not args or given[1] is not kwargs
-            return given
+class _WatchedGroup(_Group):
+    """A group whose parameters without a gradient take part with zeros."""
 
-        def post_backward(self, *unused: Any) -> None:
-            self.num_hooks -= 1
-            if not self.reduce_grads:
-                super().post_backward(*unused)
-                return
-            trained = self.trained()
-            there = [p for p in trained if hasattr(p, "_unsharded_param") and _has_gradient(p)]
-            self._units.used.update(there)
-            self.is_used = self.is_used or len(there) == len(trained)
-            # Of a unit that is called several times gradients are there after the last of them, the first in order.
-            if not trained or not (there or self.num_hooks <= 0):
-                super().post_backward(*unused)
-            elif self.takes_turns:
-                self._units.take_turns(self)
-            else:
-                self.reduce()
+    def watch(self, units: Units, index: int) -> None:
+        self._units, self._index = units, index
+        self.is_gathered = getattr(self.mesh_info, "shard_mesh_size", 1) > 1
+        self.takes_turns = not self.is_gathered
+        self.is_ready = self.is_final = self.has_run = self.is_used = False
+        self.num_hooks = 0
+        self.earlier: dict[Any, Any] = {}
 
-        def trained(self) -> list[Any]:
-            return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
+    def unshard(self, async_op: bool = False) -> None:
+        if self.is_gathered and self._all_gather_result is None and not self.is_unsharded:
+            self._units.send(2 * self._index)
+        super().unshard(async_op)
 
-        def reduce(self) -> None:
-            self.has_run = False
-            if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
-                self.unshard()  # of replicas: nothing is sent
-                self.wait_for_unshard()
-            if _fill(self):
-                self._units.send(2 * self._index + 1)
-            super().post_backward()
+    def _register_post_backward_hook(self, args: Any, kwargs: Any) -> Any:
+        import torch
 
-    WatchedGroup.__name__ = WatchedGroup.__qualname__ = cls.__name__
-    return WatchedGroup
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        self.has_run = True
+        given = super()._register_post_backward_hook(args, kwargs)
+        self.num_hooks += given[0] is not args or given[1] is not kwargs
+        return given
+
+    def post_backward(self, *unused: Any) -> None:
+        self.num_hooks -= 1
+        if not self.reduce_grads:
+            self.accumulate()
+            return
+        trained = self.trained()
+        there = [p for p in trained if hasattr(p, "_unsharded_param") and _has_gradient(p)]
+        self._units.used.update(there)
+        self.is_used = self.is_used or len(there) == len(trained)
+        # Of a unit that is called several times gradients are there after the last of them, the first in order,
+        # beside those of earlier micro-batches.
+        has_new = any(_version(p) != self.earlier.get(p) for p in there)
+        if there and not has_new and self.num_hooks > 0:
+            self.reduce_grads = False
+            self.accumulate()
+            self.reduce_grads = True
+        elif not trained or not (there or self.num_hooks <= 0):
+            super().post_backward(*unused)
+        elif self.takes_turns:
+            self._units.take_turns(self)
+        else:
+            self.reduce()
+
+    def accumulate(self) -> None:
+        super().post_backward()
+        self.earlier = {p: _version(p) for p in self.trained() if hasattr(p, "_unsharded_param")}
+
+    def trained(self) -> list[Any]:
+        return [p for p in self.fsdp_params if p.sharded_param.requires_grad]
+
+    def reduce(self) -> None:
+        self.has_run = False
+        self.earlier.clear()
+        if self.takes_turns and not all(hasattr(p, "_unsharded_param") for p in self.fsdp_params):
+            self.unshard()  # of replicas: nothing is sent
+            self.wait_for_unshard()
+        if _fill(self):
+            self._units.send(2 * self._index + 1)
+            self._units.settle(self.trained())
+        super().post_backward()
 
 
 def _fill(group: Any) -> bool:
@@ -202,6 +233,12 @@ def _fill(group: Any) -> bool:
 
 def _has_gradient(parameter: Any) -> bool:
     return _gradient(parameter) is not None
+
+
+def _version(parameter: Any) -> tuple[int, int] | None:
+    """Return something that changes when a backward adds to a gradient; None where there is none to add to."""
+    grad = parameter._unsharded_param.grad
+    return None if grad is None else (id(grad), grad._version)
 
 
 def _gradient(parameter: Any) -> Any:

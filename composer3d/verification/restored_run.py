@@ -52,6 +52,8 @@ def causes_of_restored(evidence: Evidence) -> Iterator[str]:
     cause = (
         "it rests on something that no checkpoint has: an attribute of a module, a plugin, the loss or the optimizer"
     )
+    if any(one.in_backward for one in found.values()):
+        cause = f"it stepped in the backward, and the other run after it; or {cause}"
     if unsaved:
         cause = (
             f"it rests on {_some(unsaved)}, which no checkpoint has: make it a persistent buffer, or attach it with "
@@ -88,7 +90,8 @@ def text_of_restored(evidence: Evidence) -> list[str]:
     if any(one.failed or one.loaded or one.stepped for one in found.values()):
         return ["saved, loaded and stepped: not equal"]
     inexact = any(one.inexact for one in found.values())
-    return ["saved, loaded and stepped: equal" + (" within rounding" if inexact else "")]
+    where = " in the backward" if any(one.in_backward for one in found.values()) else ""
+    return [f"saved, loaded and stepped{where}: equal" + (" within rounding" if inexact else "")]
 
 
 def _gathered(found: Mapping[int, Restored], name: str) -> dict[str, dict[int, str]]:

@@ -57,6 +57,8 @@ class Subject:
         build: Returns the model for `compose`: a factory, or a module with weights.
         loss_fn: As of `compose`.
         make_optimizer: Returns the optimizer of a composition.
+        make_stepper: Returns one that steps in the backward, for the run that loads what another has saved; None where
+            the run's does not. Gradients, which it frees, are compared without it.
         batch: Returns the batch of a step, a data-parallel rank and the data-parallel degree; on the CPU.
         grad_clip: Gradients are scaled down to this norm of the whole model's; infinity only measures.
         average_buffers: What the loop does before it saves, to buffers that training changed; None where it does not.
@@ -79,6 +81,7 @@ class Subject:
     average_buffers: Callable[[Composition], None] | None
     device: torch.device
     count_fn: Callable[[Any], int] | None = None
+    make_stepper: Callable[[Composition], torch.optim.Optimizer] | None = None
     make_averages: Callable[[Composition], Averages] | None = None
     decay: float = 0.0
     example: Example | Callable[[], Example | None] | None = None

@@ -248,9 +248,9 @@ def _look(request: _Request) -> dict[str, Any]:
         shrunk = shrink(inspected.manifest, found.layout, max_ranks=max_ranks, max_dim=request.max_dim)
         overrides = [*world.overrides, *shrunk.overrides, "data.workers=0"]
         if inspected.manifest.tables["optimizer"].in_backward:
-            # It frees the gradients that are compared here.
-            overrides.append("optimizer.in_backward=false")
-            notes.append("with the ordinary optimizer step instead of optimizer.in_backward, whose gradients are freed")
+            notes.append(
+                "optimizer.in_backward, which frees the gradients that are compared, is used in the step after the load"
+            )
         smaller = open_manifest(request.manifest, [*request.overrides, *overrides])
         checked = inspect(smaller, world_size=None, rank=0, device=device_of(smaller.manifest))
         if not checked.ok(strict=False) or checked.layout is None:

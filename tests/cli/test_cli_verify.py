@@ -11,6 +11,7 @@ import pytest
 
 from composer3d.cli import main
 from composer3d.processes.forking import limit_ranks
+from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.verification.manifest_run import read_manifest
 from composer3d.verification.shrink import reduce_sizes
 
@@ -51,23 +52,32 @@ def test_a_right_manifest_is_proven(folder, verify):
     assert 0.0 <= own <= limit and limit > 1e-3  # bfloat16 rounds as much
 
 
+STEPPER = ["optimizer.in_backward=true", "train.grad_clip=inf", "train.microbatch=2"]
+STEPPER = ["--json", "--steps", "1", *(word for key in STEPPER for word in ("--set", key))]
+
+
 def test_an_optimizer_in_the_backward_is_proven_by_its_ordinary_step(folder, verify):
-    code, out, err = verify(
-        "--json",
-        "--set",
-        "optimizer.in_backward=true",
-        "--set",
-        "train.grad_clip=inf",
-        "--set",
-        "train.microbatch=2",
-        "--steps",
-        "1",
-    )
+    code, out, err = verify(*STEPPER)
     report = json.loads(out)
     assert (code, err, report["failures"]) == (0, "", [])
     assert report["notes"] == [
-        "with the ordinary optimizer step instead of optimizer.in_backward, whose gradients are freed"
+        "optimizer.in_backward, which frees the gradients that are compared, is used in the step after the load"
     ]
+
+
+def test_a_step_in_the_backward_that_is_another_one_is_found(folder, verify, monkeypatch):
+    step = BackwardStepper._step_alone
+
+    def doubled(self, parameter):
+        parameter.grad.mul_(2.0)
+        step(self, parameter)
+
+    monkeypatch.setattr(BackwardStepper, "_step_alone", doubled)
+    code, out, _ = verify(*STEPPER, "--set", "optimizer.use=sgd")
+    report = json.loads(out)
+    assert code == 1
+    assert "values are not those of the run that was saved in the step after a load" in report["failures"][0]
+    assert "it stepped in the backward, and the other run after it" in report["diagnosis"][0]
 
 
 def test_nothing_stays_behind_whether_the_ranks_end_or_one_is_killed(folder, verify, tmp_path, monkeypatch):

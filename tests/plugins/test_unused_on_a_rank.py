@@ -113,6 +113,28 @@ def test_and_so_they_do_when_micro_batches_call_others(table):
     compared(TABLES[table], "other micro-batches", microbatch=2)
 
 
+class Exiting(nn.Module):
+    """Layers that a row leaves early, each row by itself: a rank calls a layer as often as it has rows for it."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in hidden)
+
+    def forward(self, x):
+        rows = []
+        for row in x:
+            for layer in self.layers[: 1 if row[0] > 0 else None]:
+                row = torch.tanh(layer(row))
+            rows.append(row)
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route != "other micro-batches"])
+@pytest.mark.parametrize("table", ["[sharding.ddp]\n", "[sharding.fsdp2]\nunits = []\n"])
+def test_layers_that_are_called_again_and_again_are_reduced_once(table, route):
+    compared(table, route, hidden=(4, 4, 4), microbatch=2, model_type=Exiting)
+
+
 @pytest.mark.parametrize("route", ["every rank another", "one has both"])
 def test_replicas_reduce_in_one_order_whatever_ranks_call(route):
     compared('[sharding.ddp]\nunits = ["experts.*", "leave"]\n', route, model_type=Chosen)

@@ -49,6 +49,7 @@ class Restored:
         stepped: The same after one more step, where nothing was before it.
         draws: Call sites at which that step draws other random numbers.
         unsaved: State of the model and the loss that no checkpoint has, and that differed when the step began.
+        in_backward: Whether the optimizer of the run that was loaded stepped in the backward, beside an ordinary step.
         inexact: How far the updates are apart where two resumed runs are too, as a share; 0 where all is equal.
     """
 
@@ -59,6 +60,7 @@ class Restored:
     draws: tuple[str, ...] = ()
     unsaved: tuple[str, ...] = ()
     inexact: float = 0.0
+    in_backward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -147,7 +149,11 @@ def go_on(subject: Subject, which: Arithmetic, run: Composition, loop: Looped, *
 
 
 def resume(subject: Subject, which: Arithmetic, gone: Gone) -> Restored:
-    """Compose again, load, step, and compare. Collectives: those of a load and a step, and one of a few numbers."""
+    """Compose again, load, step, and compare. Collectives: those of a load and a step, and one of a few numbers.
+
+    The new run steps in the backward where the subject's does.
+    """
+    in_backward = subject.make_stepper is not None
     if gone.saved is None or gone.stepped is None:
         return Restored(refused=gone.refused)
     try:
@@ -159,16 +165,17 @@ def resume(subject: Subject, which: Arithmetic, gone: Gone) -> Restored:
         return Restored(loaded=wrong)
     later = _apart(stepped, gone.stepped)
     if not any(all_gather_json(bool(later))):
-        return Restored()
+        return Restored(in_backward=in_backward)
     # The first step of a process may add up in another order than a later one, and some kernels in any.
     _, again, _ = _resumed(subject, which, gone, is_warm=True)
     is_same = not _apart(again, stepped)
     found = all_gather_json([is_same, _share(stepped, gone.stepped, gone.saved), _units(gone.saved)])
     share = max(one[1] for one in found)
     if not all(one[0] for one in found) and share <= max(_BOUND, _UNITS * max(one[2] for one in found)):
-        return Restored(inexact=share)
+        return Restored(inexact=share, in_backward=in_backward)
     return Restored(
         stepped=later,
+        in_backward=in_backward,
         draws=tuple(site for site in {**gone.draws, **draws} if gone.draws.get(site) != draws.get(site)),
         unsaved=tuple(changed(gone.saved.unsaved, loaded.unsaved)),
     )
@@ -186,7 +193,7 @@ def _resumed(
         is_warm: Take a step before the load.
     """
     with subject.composed(which, subject.manifest_for(which), draws=True) as run:
-        optimizer = subject.make_optimizer(run)
+        optimizer = (subject.make_stepper or subject.make_optimizer)(run)
         averages = None if subject.make_averages is None else subject.make_averages(run)
         loop = Looped.attached(subject, run, optimizer, averages)
         if is_warm:

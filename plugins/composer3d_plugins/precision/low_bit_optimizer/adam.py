@@ -31,6 +31,8 @@ def low_bit(cls: type[Optimizer], form: Format) -> Any:
     base: Any = cls
 
     class LowBit(base):
+        is_elementwise = True  # in blocks of a rank's own elements
+
         def step(self, closure: Any = None) -> None:
             """Step every parameter that has a gradient."""
             import torch
