@@ -60,6 +60,7 @@ class Hooks:
         self._manager.add_hookspecs(HookSpecs)
         for registered in self.plugins:
             self._register(registered)
+        self.acts: Callable[[str, Callable[..., Any]], Callable[..., Any]] = lambda plugin, function: function
 
     # ---- sharding ----------------------------------------------------------------------------------------------------
 
@@ -247,7 +248,7 @@ class Hooks:
 
     def _call(self, hook: str, **arguments: Any) -> list[tuple[Registered, Any]]:
         """Call every implementation; answers that are None are left out."""
-        answers = [(registered, function(**arguments)) for registered, function in self._bound(hook)]
+        answers = [(found, self.acts(found.name, function)(**arguments)) for found, function in self._bound(hook)]
         return [(registered, answer) for registered, answer in answers if answer is not None]
 
     def _query(self, hook: str, **arguments: Any) -> Any | None:

@@ -284,6 +284,21 @@ def _microbatches(engine: StepEngine) -> Microbatches:
     return Microbatches(begin=engine.begin_microbatch, resume=engine.resume_microbatch, end=engine.end_microbatch)
 
 
+def _states(
+    hooks: Hooks, context: RunContext, engine: StepEngine, flight: Flight | None
+) -> Mapping[str, Mapping[str, Stateful]]:
+    """Ask plugins what is saved of them; a peer that is lost meanwhile is explained as in a step."""
+    if flight is None:
+        return hooks.states(context)
+    flight.start()  # last: nothing that fails before has a thread to stop
+    try:
+        with engine.explaining("composer3d_state"):
+            return hooks.states(context)
+    except BaseException:
+        flight.close()
+        raise
+
+
 def freeze(
     preparation: Preparation,
     criterion: Criterion,
@@ -318,14 +333,13 @@ def freeze(
     span_hooks.watch_sharding(context)
     unwatch = span_hooks.watch_operators(context, acting)
     loss_fn = streams.of_loss(engine.loss)
+    hooks.acts = acting.named
     scheduled = hooks.schedule(context, context.parts, loss_fn)
-    states = hooks.states(context)
 
     def functions(bound: Sequence[Bound]) -> tuple[Callable[..., Any], ...]:
         return tuple(acting.named(registered.name, function) for registered, function in bound)
 
-    if flight is not None:
-        flight.start()  # last: nothing that fails before has a thread to stop
+    states = _states(hooks, context, engine, flight)
     return Assembled(
         context=context,
         hooks=hooks,

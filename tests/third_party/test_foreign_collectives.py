@@ -12,6 +12,7 @@ from support.models import composed, mine, padded
 from support.telemetry import table
 from support.trace_files import read
 
+import composer3d
 from composer3d.testing import count_collectives, run_ranks
 
 # Functions imported by name before anything is composed; one that is issued by an operator; one of JSON.
@@ -150,6 +151,7 @@ class Lasting:
 
     @hookimpl
     def composer3d_state(self, context):
+        all_reduce(torch.ones(8))
         return {"kept": Kept()}
 
     @hookimpl
@@ -178,6 +180,46 @@ def outside_of_actions(folder):
 def test_collectives_of_an_optimizer_of_states_and_of_the_end_are_in_spans(tmp_path, monkeypatch):
     (tmp_path / "lasting.py").write_text(LASTING)
     monkeypatch.syspath_prepend(str(tmp_path))
-    sizes = [11, 10, 10, 12, 9]  # a step; saved; what there is when it is loaded, and then what was saved; the end
+    sizes = [
+        8,
+        11,
+        10,
+        10,
+        12,
+        9,
+    ]  # asked for states; a step; saved; what there is when it is loaded, and then what was saved; the end
     expected = [("all_reduce", 4 * size) for size in sizes]
     assert run_ranks(outside_of_actions, 2, tmp_path) == [expected] * 2
+
+
+FAILING = '''
+import torch
+from torch.distributed import all_reduce
+
+from composer3d import hookimpl, plugin
+
+
+@plugin(family="profiling")
+class Failing:
+    """Fail on one rank, while the other waits for it. Memory: none. Collectives: that one."""
+
+    @hookimpl
+    def composer3d_state(self, context):
+        if context.rank == 1:
+            raise ValueError("no state here")
+        all_reduce(torch.ones(8))
+'''
+
+
+def refused():
+    with pytest.raises((composer3d.StepError, ValueError)) as caught:
+        composed('[sharding.fsdp2]\n[profiling.z]\nuse = "failing:Failing"\n')
+    return str(caught.value)
+
+
+def test_a_rank_that_is_lost_while_states_are_asked_for_is_explained(tmp_path, monkeypatch):
+    (tmp_path / "failing.py").write_text(FAILING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    first, second = run_ranks(refused, 2)
+    assert second == "no state here"
+    assert "rank 1" in first and "composer3d_state" in first
