@@ -110,9 +110,8 @@ class EvaluationMetrics:
 
 def accuracy(output: Any, target: Tensor, *, ignored: int = -100) -> tuple[Tensor, Tensor]:
     """Return how often the largest logit is that of the target, and the number of targets that are not ignored."""
-    logits = logits_of(output)
-    valid = target != ignored
-    return ((logits.argmax(-1) == target) & valid).sum(), valid.sum()
+    logits_XV, valid_X = logits_of(output), target != ignored  # X any dims, V the vocabulary
+    return ((logits_XV.argmax(-1) == target) & valid_X).sum(), valid_X.sum()
 
 
 def _made(use: str, folder: Path, ignored: int) -> Metric:

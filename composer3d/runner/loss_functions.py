@@ -1,4 +1,7 @@
-"""The loss of a run: what `[train] loss` names, as a sum over what it counts."""
+"""Losses that `[train] loss` names, as sums over what they count.
+
+Shapes: N targets of a micro-batch, V classes or tokens of the vocabulary, X any dims before them.
+"""
 
 from __future__ import annotations
 
@@ -91,7 +94,7 @@ def _imported(table: LossTable, folder: Path) -> Callable[[Any, Any], Any]:
 
 
 def _reduced(output: Any, target: Any, *, function: Callable[[Any, Any], Any], reduction: str) -> Any:
-    """Return a scalar loss as one whose last operation shows that it is the sum, or the mean, that it is said to be."""
+    """Return a scalar loss as one whose last operation shows it to be the stated sum or mean."""
     import torch
 
     value = function(output, target)
@@ -140,16 +143,17 @@ def token_loss(
 
     from composer3d import Loss
 
-    logits = logits_of(output)
-    if logits is not output and not any(leaf is logits for leaf in torch_compat.tree_leaves(output)):
-        # FSDP2 hangs its backward on the tensors that it finds in a module's output; with none it trains nothing, and
-        # nobody is told.
+    logits_XV = logits_of(output)
+    if logits_XV is not output and not any(leaf is logits_XV for leaf in torch_compat.tree_leaves(output)):
+        # FSDP2 attaches its backward to the tensors that it finds in a module's output; with none it silently trains
+        # nothing.
         raise LossError(
             f"the model returns its logits inside a {type(output).__name__}, which torch cannot look into, so data "
             "parallelism would find no gradients; return the logits, a NamedTuple or a dict-like output of transformers"
         )
-    if not isinstance(logits, torch.Tensor) or logits.dim() < 2:
-        kind = f"a tensor of shape {list(logits.shape)}" if isinstance(logits, torch.Tensor) else type(logits).__name__
+    if not isinstance(logits_XV, torch.Tensor) or logits_XV.dim() < 2:
+        is_tensor = isinstance(logits_XV, torch.Tensor)
+        kind = f"a tensor of shape {list(logits_XV.shape)}" if is_tensor else type(logits_XV).__name__
         raise LossError(
             f"the model returns {kind}, and the loss of a run takes logits [batch, sequence, vocabulary]; return "
             "those, or something that has them as `logits`, a dict for example; for another loss write [train] loss, "
@@ -157,15 +161,19 @@ def token_loss(
         )
     _refuse_targets(target)
     if class_dim != -1:
-        logits = logits.movedim(class_dim, -1)
-    rows = logits.flatten(0, -2)
-    if target.is_floating_point() or rows.shape[0] != target.numel():
+        logits_XV = logits_XV.movedim(class_dim, -1)
+    logits_NV = logits_XV.flatten(0, -2)
+    if target.is_floating_point() or logits_NV.shape[0] != target.numel():
         raise LossError(
-            f"logits of shape {list(logits.shape)} (classes last) do not fit {target.dtype} targets of shape "
+            f"logits of shape {list(logits_XV.shape)} (classes last) do not fit {target.dtype} targets of shape "
             f"{list(target.shape)}; cross_entropy takes one integer for each row of logits"
         )
     total = F.cross_entropy(
-        _widened(rows), target.flatten(), reduction="sum", ignore_index=ignore_index, label_smoothing=label_smoothing
+        _widened(logits_NV),
+        target.flatten(),
+        reduction="sum",
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
     )
     return Loss(sum=total, count=(target != ignore_index).sum())
 

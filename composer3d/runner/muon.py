@@ -1,4 +1,7 @@
-"""Muon for the matrices inside blocks and AdamW for everything else, as one optimizer."""
+"""Muon for the matrices inside blocks and AdamW for everything else, as one optimizer.
+
+Shapes: M rows and N columns of a matrix.
+"""
 
 from __future__ import annotations
 
@@ -102,30 +105,30 @@ class Muon(AdamW):
                     if parameter.grad is not None:
                         self._step_matrix(parameter, group)
 
-    def _step_matrix(self, parameter: Tensor, group: Mapping[str, Any]) -> None:
-        state, gradient = self.state[parameter], parameter.grad
-        assert gradient is not None, "asked by the caller"
+    def _step_matrix(self, weight_MN: Tensor, group: Mapping[str, Any]) -> None:
+        state, grad_MN = self.state[weight_MN], weight_MN.grad
+        assert grad_MN is not None, "asked by the caller"
         if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(gradient)
-        buffer, momentum = state["momentum_buffer"], group["momentum"]
-        buffer.lerp_(gradient, 1 - momentum)
-        update = gradient.lerp(buffer, momentum) if group["nesterov"] else buffer
-        direction = _orthogonalised(update, group["ns_steps"])
+            state["momentum_buffer"] = torch.zeros_like(grad_MN)
+        buffer_MN, momentum = state["momentum_buffer"], group["momentum"]
+        buffer_MN.lerp_(grad_MN, 1 - momentum)
+        update_MN = grad_MN.lerp(buffer_MN, momentum) if group["nesterov"] else buffer_MN
+        direction_MN = _orthogonalised(update_MN, group["ns_steps"])
         rate = float(group["lr"])
-        parameter.mul_(1 - rate * group["weight_decay"])
-        parameter.add_(direction, alpha=-rate * _adjustment(parameter.shape, group["adjust_lr"]))
+        weight_MN.mul_(1 - rate * group["weight_decay"])
+        weight_MN.add_(direction_MN, alpha=-rate * _adjustment(weight_MN.shape, group["adjust_lr"]))
 
 
-def _orthogonalised(update: Any, num_steps: int) -> Any:
+def _orthogonalised(update_MN: Any, num_steps: int) -> Any:
     """Return the orthogonalised matrix, in bfloat16, sharded as the given one is."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(update, DTensor):
-        return torch_compat.orthogonalised(update, num_steps)
-    whole = torch_compat.orthogonalised(update.full_tensor(), num_steps)
-    result = torch.empty_like(update, dtype=whole.dtype)
-    place(result, whole)
-    return result
+    if not isinstance(update_MN, DTensor):
+        return torch_compat.orthogonalised(update_MN, num_steps)
+    full_MN = torch_compat.orthogonalised(update_MN.full_tensor(), num_steps)
+    result_MN = torch.empty_like(update_MN, dtype=full_MN.dtype)
+    place(result_MN, full_MN)
+    return result_MN
 
 
 def _adjustment(shape: Sequence[int], kind: Adjustment) -> float:
