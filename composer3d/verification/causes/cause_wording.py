@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from composer3d.verification.evidence.deviations import Deviation
 from composer3d.verification.verdict import Evidence
@@ -29,7 +29,7 @@ def first_gradients(evidence: Evidence) -> dict[str, list[Deviation]]:
     return {} if step is None else evidence.wrong("gradients", step=step)
 
 
-def pieces_of_ranks(evidence: Evidence, wrong: dict[str, list[Deviation]]) -> str:
+def pieces_of_ranks(evidence: Evidence, wrong: Mapping[str, Sequence[Deviation]]) -> str:
     """Return a clause naming the ranks whose shards alone are wrong, and the wrong rows if their shards have more.
 
     Empty where all shards are wrong, or without shards.

@@ -233,7 +233,7 @@ def _common_factor(evidence: Evidence) -> Iterator[str]:
         known = {None if d.factor is None else float(f"{d.factor:.5g}") for d in found}
         factor = known.pop() if len(known) == 1 else None
         # What is off by less than five digits show is 1.
-        if factor not in (None, 0.0, 1.0):
+        if factor is not None and factor not in (0.0, 1.0):
             factors.setdefault(factor, []).append(fqn)
     if len(factors) == 1:
         ((factor, fqns),) = factors.items()
