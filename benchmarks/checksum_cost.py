@@ -2,8 +2,8 @@
 
 Each round saves one model's tensors in every form, in an order that turns, so that a disk that slows down slows all.
 Before there were digests, archives had torch's CRC-32; that it is left out now pays for them. Differences between saves
-are as large as the disk's moods, so the time inside of the digests is taken besides, in the saves that compute them:
-`share` is of the save's own.
+are as large as the disk's moods, so the time that writes take beyond the system's own is measured besides: `share_s` is
+that part of a save with digests.
 
     python benchmarks/checksum_cost.py [--mib 512] [--rounds 7] [--output benchmarks/results/checksum_cost.json]
 """
@@ -27,7 +27,6 @@ import torch
 from composer3d.checkpoint import checksums, load, reader, save, saving
 
 TENSORS = 64
-_XXH3 = checksums.xxhash.xxh3_128
 
 
 class Unread:
@@ -44,21 +43,32 @@ class Unread:
         return "0" * 32
 
 
-class Timed:
-    """A digest that knows how long it took, all of its kind together."""
+class TimedFile(checksums.DigestedFile):
+    """A file that knows how long its writes took beside the system's own, all of its kind together."""
 
-    wall_s = cpu_s = 0.0
+    written_s = system_s = 0.0
 
-    def __init__(self) -> None:
-        self._state = _XXH3()
-        self.reset, self.hexdigest = self._state.reset, self._state.hexdigest
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self._file = _TimedWrites(file)
 
-    def update(self, data: Any) -> None:
-        """Digest, and add up times of this thread."""
-        begin, cpu = time.perf_counter(), time.thread_time()
-        self._state.update(data)
-        Timed.cpu_s += time.thread_time() - cpu
-        Timed.wall_s += time.perf_counter() - begin
+    def write(self, data: Any) -> int:
+        """Write, and add up the time of both."""
+        begin = time.perf_counter()
+        length = super().write(data)
+        TimedFile.written_s += time.perf_counter() - begin
+        return length
+
+
+class _TimedWrites:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.flush, self.fileno, self.close = file.flush, file.fileno, file.close
+
+    def write(self, data: Any) -> None:
+        begin = time.perf_counter()
+        self._file.write(data)
+        TimedFile.system_s += time.perf_counter() - begin
 
 
 def _look_at_nothing(*args: object, **options: object) -> None:
@@ -85,8 +95,8 @@ def with_crc32() -> Iterator[None]:
 
 
 def timed() -> Any:
-    """Compute digests, and take the time inside of them."""
-    return mock.patch.object(checksums.xxhash, "xxh3_128", Timed)
+    """Compute digests, and take the time that writes wait for them."""
+    return mock.patch.object(saving, "DigestedFile", TimedFile)
 
 
 FORMS: dict[str, Callable[[], Any]] = {"crc32": with_crc32, "neither": without_digests, "digests": timed}
@@ -103,7 +113,7 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
     """Return medians by operation and form."""
     tensors = {f"w{index}": torch.randn(mib * 2**20 // TENSORS // 4) for index in range(TENSORS)}
     times: dict[str, dict[str, list[tuple[float, float]]]] = {name: {} for name in ("save", "load")}
-    shares: list[tuple[float, float]] = []
+    shares: list[float] = []
     folder = Path(tempfile.mkdtemp(prefix="checksum-cost-"))
     try:
         for number in range(rounds + 1):
@@ -111,19 +121,18 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
             for name in names[number % len(names) :] + names[: number % len(names)]:
                 path = folder / name / "step-1"
                 shutil.rmtree(path.parent, ignore_errors=True)
-                Timed.wall_s = Timed.cpu_s = 0.0
+                TimedFile.written_s = TimedFile.system_s = 0.0
                 with FORMS[name]():
                     saved = measured(lambda path=path: save(path, tensors=tensors, state={}))  # type: ignore[misc]
                 with FORMS[name]() if name == "digests" else without_digests():
                     loaded = measured(lambda path=path: load(path, tensors=tensors))  # type: ignore[misc]
                 if number and name == "digests":
-                    shares.append((Timed.wall_s / saved[0], Timed.cpu_s / saved[1]))
+                    shares.append((TimedFile.written_s - TimedFile.system_s) / saved[0])
                 if number:  # the first warms up
                     times["save"].setdefault(name, []).append(saved)
                     times["load"].setdefault(name, []).append(loaded)
     finally:
         shutil.rmtree(folder)
-    share = {f"share_{kind}": statistics.median(pair[i] for pair in shares) for i, kind in enumerate(("s", "cpu_s"))}
     medians = {
         operation: {
             f"{name}_{kind}": statistics.median(pair[index] for pair in pairs)
@@ -132,7 +141,7 @@ def measure(mib: int, rounds: int) -> dict[str, dict[str, float]]:
         }
         for operation, forms in times.items()
     }
-    medians["save"] |= share
+    medians["save"]["share_s"] = statistics.median(shares)
     return medians
 
 
