@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
 from composer3d.step.loss import (
@@ -12,6 +13,8 @@ from composer3d.step.loss import (
     as_loss,
     count_provisionally,
     count_valid,
+    divisor_of_mean,
+    has_other_divisor,
     loss_of_model,
     other_padding,
     reduction_of,
@@ -49,6 +52,9 @@ class Criterion:
         self._loss_fn, self._count_fn = loss_fn or _loss_of_model, count_fn
         self._counts: dict[int, int] = {}
         self._padding: int | None = None
+        # Whether the divisor of a mean is in its graph, None: unknown; and may be another number than valid targets.
+        self._says_divisor: bool | None = None
+        self._has_other_divisor = False
 
     def count_all(self, microbatches: Sequence[Batch]) -> list[int]:
         """Count the valid tokens of every micro-batch of a batch."""
@@ -90,22 +96,27 @@ class Criterion:
     def loss_of_evaluation(self, output: Any, target: Any, *, equal: bool) -> Loss:
         """Compute the loss of one micro-batch without gradients.
 
-        Its graph is needed once, to distinguish a sum from a mean, if no step has done so before.
+        Its graph is needed once, to distinguish a sum from a mean, if no step has done so before, and wherever the
+        divisor of a mean is read from it.
         """
         import torch
 
-        if self._reduction is not None or not isinstance(output, torch.Tensor):
+        is_plain = equal and self._padding is None and not self._has_other_divisor
+        if self._reduction is not None and self._says_divisor is not None and (is_plain or not self._says_divisor):
             return self._as_loss(self._loss_fn(output, target), target, equal)
         with torch.enable_grad():
-            value = self._loss_fn(output.detach().requires_grad_(), target)
-        self._learn(value)
-        return self._as_loss(value.detach() if isinstance(value, torch.Tensor) else value, target, equal)
+            value = self._loss_fn(torch_compat.tree_map(_with_graph, output), target)
+            self._learn(value)
+            loss = self._as_loss(value, target, equal)
+        return Loss(sum=_detached(loss.sum), count=loss.count, auxiliary=_detached(loss.auxiliary))
 
     def _as_loss(self, value: Any, target: Any, equal: bool) -> Loss:
         import torch
 
         if self._padding is not None and isinstance(value, torch.Tensor):
-            raise LossError(_OTHER_PADDING.format(number=self._padding))
+            if self._reduction == "sum" or divisor_of_mean(value) is None:
+                raise LossError(_OTHER_PADDING.format(number=self._padding))
+            equal = False
         if self._count_fn is None and target is not None and isinstance(value, torch.Tensor):
             count_valid(target)  # a scalar says no count, so the target has to
         count = self._counts.get(id(target))
@@ -115,8 +126,28 @@ class Criterion:
     def _learn(self, value: Any) -> None:
         import torch
 
-        if self._reduction is None and isinstance(value, torch.Tensor) and value.numel() == 1:
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            self._says_divisor = False
+            return
+        if self._reduction is None:
             self._reduction = reduction_of(value)
+        if self._says_divisor is None:
+            self._says_divisor = self._reduction == "mean" and divisor_of_mean(value) is not None
+            self._has_other_divisor = self._says_divisor and has_other_divisor(value)
+
+
+def _with_graph(value: Any) -> Any:
+    """Return a floating-point tensor as the beginning of a graph."""
+    import torch
+
+    is_differentiable = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return value.detach().requires_grad_() if is_differentiable else value
+
+
+def _detached(value: Any) -> Any:
+    import torch
+
+    return value.detach() if isinstance(value, torch.Tensor) else value
 
 
 def _loss_of_model(output: Any, target: Any) -> Any:

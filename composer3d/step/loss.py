@@ -18,6 +18,8 @@ __all__ = [
     "as_loss",
     "count_provisionally",
     "count_valid",
+    "divisor_of_mean",
+    "has_other_divisor",
     "loss_of_model",
     "other_padding",
     "reduction_of",
@@ -26,6 +28,8 @@ __all__ = [
 
 Reduction = Literal["mean", "sum"]
 IGNORE_INDEX = -100
+# torch's losses that divide by the elements of their first argument.
+_ELEMENTWISE = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMarginLoss")
 
 _RETURN_A_SUM = (
     "return a sum and its count instead, for example "
@@ -133,16 +137,65 @@ def _reduction_at(node: Any) -> Reduction:
     )
 
 
+def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
+    """Return what a mean was divided by, from its autograd graph: means of micro-batches are put together by these.
+
+    Cross entropy divides by its valid targets, whatever stands for padding, or by the sum of their class weights;
+    `(losses * mask).sum() / mask.sum()` by its mask; other means by their elements.
+
+    Returns:
+        A number without a gradient; None where the graph does not say, or the divisor has a gradient itself.
+    """
+    _, node = _past_factors(loss)
+    name = type(node).__name__
+    if name.startswith("MeanBackward"):
+        return int(node._saved_self_sym_numel)
+    if name.startswith("DivBackward"):
+        (divided, _), (divisor, _) = node.next_functions
+        is_sum = divisor is None and _known_reduction(_past_views(divided)) == "sum"
+        return _number(node._saved_other) if is_sum else None
+    if _known_reduction(node) != "mean":
+        return None
+    if name.startswith("NllLoss"):
+        return _number(node._saved_total_weight)
+    return int(node._saved_self.numel()) if name.startswith(_ELEMENTWISE) else None
+
+
+def has_other_divisor(loss: Tensor) -> bool:
+    """Return whether a mean may be divided by another number than that of its targets, and its graph says by which."""
+    _, node = _past_factors(loss)
+    name = type(node).__name__
+    if name.startswith("NllLoss"):
+        return node._saved_weight is not None
+    if name.startswith("MeanBackward"):
+        return type(_past_views(node.next_functions[0][0])).__name__.startswith(("IndexBackward", "MaskedSelect"))
+    return name.startswith("DivBackward") and divisor_of_mean(loss) is not None
+
+
+def _number(value: Any) -> Tensor | None:
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return None
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.detach().reshape(())
+
+
 def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
     """Return the factor by which a loop has scaled its loss, and the reduction before it: None if unknown.
 
     A loop that accumulates divides every loss by the number of its backwards. A sum that is divided, by its tokens
     then, is a mean.
     """
+    factor, node = _past_factors(loss)
+    return factor, _known_reduction(node)
+
+
+def _past_factors(loss: Tensor) -> tuple[float, Any]:
     factor, node = 1.0, _past_views(loss.grad_fn)
     while (found := _constant_factor(node)) is not None and _known_reduction(found[1]) != "sum":
         factor, node = factor * found[0], found[1]
-    return factor, _known_reduction(node)
+    return factor, node
 
 
 def _constant_factor(node: Any) -> tuple[float, Any] | None:
@@ -164,14 +217,15 @@ def _constant_factor(node: Any) -> tuple[float, Any] | None:
     return (value if name.startswith("Mul") else 1.0 / value), _past_views(first if second is None else second)
 
 
-def as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reduction | None) -> Loss:
+def as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: Reduction | None) -> Loss:
     """Convert the result of a `loss_fn` to a sum and a count.
 
     Args:
         value: A `Loss`, `(sum, count)`, a scalar sum, or a scalar mean.
         count: Valid tokens of this micro-batch.
-        equal: Whether every micro-batch of the global batch has that count; only then is a mean accepted, because the
-            mean of means weights tokens of short micro-batches higher (measured with padding: 39 % off).
+        equal: Whether every micro-batch of the global batch has that count. Where not, a mean is accepted if its
+            divisor is in its graph: the mean of means weights tokens of short micro-batches higher (measured with
+            padding: 39 % off).
         reduction: Of a scalar; None reads it from the graph.
 
     Raises:
@@ -191,7 +245,7 @@ def _plain(loss: Loss) -> Loss:
     return Loss(sum=plain(loss.sum), count=plain(loss.count), auxiliary=plain(loss.auxiliary))
 
 
-def _as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reduction | None) -> Loss:
+def _as_loss(value: Any, *, count: int | float | Tensor, equal: bool, reduction: Reduction | None) -> Loss:
     import torch
 
     if isinstance(value, Loss):
@@ -209,6 +263,11 @@ def _as_loss(value: Any, *, count: int | float, equal: bool, reduction: Reductio
     scalar = value.reshape(())
     if (reduction or reduction_of(scalar)) == "sum":
         return Loss(sum=scalar, count=count)
+    if not equal or has_other_divisor(scalar):
+        divisor = divisor_of_mean(scalar)
+        if divisor is not None:
+            plain = scalar.full_tensor() if hasattr(scalar, "full_tensor") else scalar
+            return Loss(sum=plain * divisor, count=divisor)
     if not equal:
         raise LossError(
             "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, "

@@ -6,7 +6,14 @@ from typing import Any
 
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
-from composer3d.step.loss import Reduction, as_loss, reduction_of, without_factors
+from composer3d.step.loss import (
+    Reduction,
+    as_loss,
+    divisor_of_mean,
+    has_other_divisor,
+    reduction_of,
+    without_factors,
+)
 from composer3d.step.microbatches import tensors
 
 __all__ = ["OwnForward"]
@@ -50,6 +57,10 @@ class OwnForward:
         if (reduction or known or reduction_of(value)) == "sum":
             # The target's count belongs to all backwards together.
             return Loss(sum=value, count=self.count if self.calls == 1 else 0)
+        is_uneven = not equal or (self._padded and (self.calls > 1 or not last))
+        divisor = divisor_of_mean(value) if is_uneven or has_other_divisor(value) else None
+        if divisor is not None:
+            return self._scaled(as_loss(value, count=divisor, equal=True, reduction="mean"), factor)
         if self._padded and (self.calls > 1 or not last):
             raise LossError(
                 "several means over parts of a padded target cannot be put together; "

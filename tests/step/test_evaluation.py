@@ -93,11 +93,32 @@ def test_modules_are_in_evaluation_mode_and_come_back_to_their_own():
     assert both == {True, False}
 
 
+def opaque_mean(logits, targets):
+    return mean_loss(logits, targets).exp().log()
+
+
+def padded_mean():
+    torch.set_default_dtype(torch.float64)
+    tokens, targets = padded()
+    run = composed("[train]\nmicrobatch = 4\n", loss_fn=mean_loss)
+    # The first has no step before it; the second runs between two.
+    first = run.evaluate(tokens, target=targets)
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+    second = run.evaluate(tokens, target=targets)
+    return float(first.loss), float(second.loss), float(mean_loss(seeded()(tokens), targets).detach())
+
+
+def test_a_mean_of_uneven_micro_batches_is_the_mean_of_their_tokens():
+    first, second, expected = run_ranks(padded_mean, 1)[0]
+    assert abs(first - expected) < 1e-12
+    assert second == first
+
+
 def refusals():
-    run = composed("", loss_fn=mean_loss)
     tokens, targets = padded()
     with pytest.raises(LossError) as unequal:
-        run = composed("[train]\nmicrobatch = 4\n", loss_fn=mean_loss)
+        run = composed("[train]\nmicrobatch = 4\n", loss_fn=opaque_mean, loss_reduction="mean")
         run.evaluate(tokens, target=targets)
     run = composed("")
     with pytest.raises(StepError) as between, run.step(0):

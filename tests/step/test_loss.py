@@ -10,7 +10,7 @@ from support.models import write_manifest
 
 import composer3d
 from composer3d import Loss, LossError, RankError
-from composer3d.step.loss import as_loss, count_valid, loss_of_model, reduction_of
+from composer3d.step.loss import as_loss, count_valid, divisor_of_mean, has_other_divisor, loss_of_model, reduction_of
 from composer3d.testing import assert_gradients_equal, run_ranks
 
 RETURN_A_SUM = (
@@ -112,11 +112,42 @@ def test_what_compose_was_told_beats_the_graph():
     assert given(torch.tensor(2.0), reduction="sum").sum.item() == 2.0
 
 
+WEIGHT = torch.tensor([0.5, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "count", "equal"),
+    [
+        (lambda x: F.cross_entropy(x, torch.tensor([0, 2, -100])), 2, False),
+        (lambda x: F.cross_entropy(x, torch.tensor([0, 2, 7]), ignore_index=7), 2, False),
+        (lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1]), weight=WEIGHT), 3.5, True),
+        (lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1]), weight=WEIGHT) / 4, 3.5, True),
+        (lambda x: (x * torch.eye(3)).sum() / torch.eye(3).sum(), 3, True),
+        (lambda x: x.sum() / 9, 9, True),
+        (lambda x: x[torch.eye(3) > 0].mean(), 3, True),
+        (lambda x: x.masked_select(torch.eye(3) > 0).mean(), 3, True),
+        (lambda x: F.mse_loss(x, torch.ones(3, 3)), 9, False),
+        (lambda x: x.square().mean(), 9, False),
+    ],
+)
+def test_means_weigh_what_they_were_divided_by(loss, count, equal):
+    value = loss(torch.rand(3, 3, requires_grad=True))
+    assert divisor_of_mean(value) == count
+    assert has_other_divisor(value) == equal
+    converted = given(value, equal=equal, reduction="mean")
+    assert (converted.count, converted.sum) == (count, value * count)
+
+
+def test_a_divisor_with_a_gradient_is_no_number_of_elements():
+    x = torch.rand(3, requires_grad=True)
+    assert divisor_of_mean(x.sum() / x.square().sum()) is None
+
+
 def test_a_mean_is_refused_where_counts_differ():
     x = torch.arange(4.0, requires_grad=True)
     assert given(x.sum(), equal=False).count == 5
     with pytest.raises(LossError) as caught:
-        given(x.mean(), equal=False)
+        given(x.logsumexp(0), equal=False, reduction="mean")
     assert str(caught.value) == (
         "the loss is a mean, but micro-batches of this global batch have different numbers of valid tokens, "
         "and a mean of means is another loss; " + RETURN_A_SUM

@@ -123,6 +123,16 @@ def only_sum(logits, targets):
     return sum_loss(logits, targets)[0]
 
 
+def masked_mean(logits, targets):
+    mask = targets.flatten() != -100
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten().clamp_min(0), reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
+def selected_mean(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")[targets.flatten() != -100].mean()
+
+
 def told(logits, targets):
     return 1.0 * mean_loss(logits, targets)
 
@@ -133,6 +143,9 @@ def told(logits, targets):
         pytest.param(mean_loss, unpadded, {}, id="mean"),
         pytest.param(told, unpadded, {"loss_reduction": "mean"}, id="told"),
         pytest.param(only_sum, padded, {}, id="sum"),
+        pytest.param(mean_loss, padded, {}, id="mean of valid tokens"),
+        pytest.param(masked_mean, padded, {}, id="mean by a mask"),
+        pytest.param(selected_mean, padded, {}, id="mean of selected"),
         pytest.param(lambda *args: Loss(sum=only_sum(*args), count=sum_loss(*args)[1]), padded, {}, id="Loss"),
     ],
 )
@@ -145,8 +158,13 @@ def test_every_form_of_loss_gives_the_gradient_of_one_device(loss_fn, batch, opt
         assert gradients < TIGHT
 
 
+def opaque_mean(logits, targets):
+    return mean_loss(logits, targets).exp().log()
+
+
 def unequal(text, microbatch):
-    run = composed(text + (f"[train]\nmicrobatch = {microbatch}\n" if microbatch else ""), loss_fn=mean_loss)
+    text += f"[train]\nmicrobatch = {microbatch}\n" if microbatch else ""
+    run = composed(text, loss_fn=opaque_mean, loss_reduction="mean")
     tokens, targets = padded()
     with run.step(0):
         return message_of(lambda: run.forward_backward(mine(run, tokens), target=mine(run, targets)), LossError)
@@ -282,23 +300,19 @@ class Own(torch.nn.Module):
         return self
 
 
-def own_loss():
+def own_loss(batch):
     torch.set_default_dtype(torch.float64)
-    tokens, targets = unpadded()
+    tokens, targets = batch()
     loss_1, gradients = reference_gradients(seeded(), tokens, targets)
     run = composed("[train]\nmicrobatch = 4\n", Own(), loss_fn=None)
     with run.step(0):
         loss = run.forward_backward(tokens, labels=targets)
         run.clip_grad_norm_(float("inf"))
-        error = gradient_error(run, {f"net.{name}": g for name, g in gradients.items()})
-    tokens, targets = padded()
-    with run.step(1):
-        return float(loss - loss_1), error, message_of(lambda: run.forward_backward(tokens, labels=targets), LossError)
+        return float(loss - loss_1), gradient_error(run, {f"net.{name}": g for name, g in gradients.items()})
 
 
-def test_without_loss_fn_the_loss_is_the_models_own():
-    loss, gradients, refusal = run_ranks(own_loss, 1)[0]
+@pytest.mark.parametrize("batch", [unpadded, padded])
+def test_without_loss_fn_the_loss_is_the_models_own(batch):
+    loss, gradients = run_ranks(own_loss, 1, batch)[0]
     assert abs(loss) < TIGHT
     assert gradients < TIGHT
-    # The model takes the mean over its labels, so they are what is counted.
-    assert refusal == MEAN_REFUSED

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["bpe_key", "read_meta", "read_tokenizer", "tokenizer_key", "write_bpe", "write_encoded"]
 
 _PIECE_CHARACTERS = 1 << 20
+_LARGEST_BYTES = 1 << 28  # those of models are at most a tenth of it
 
 
 def bpe_key(text_sha256: str, vocab_size: int) -> str:
@@ -40,8 +41,9 @@ def tokenizer_key(text_sha256: str, file: Path) -> str:
     """Return the cache's name for a text encoded by a tokenizer.json.
 
     Raises:
-        DataError: The extra `bpe` is not installed.
+        DataError: The extra `bpe` is not installed, or the file is too large to be one.
     """
+    _refuse_large(file)
     tokenizer = hashlib.sha256(file.read_bytes()).hexdigest()
     return hashlib.sha256(f"{text_sha256} {tokenizer} tokenizers {_library(str(file))}".encode()).hexdigest()[:32]
 
@@ -56,6 +58,14 @@ def _library(tokenizer: str) -> str:
         ) from None
 
 
+def _refuse_large(file: Path) -> None:
+    size = file.stat().st_size
+    if size > _LARGEST_BYTES:
+        raise DataError(
+            f'[data] tokenizer = "{file}" has {size:,} bytes, and a tokenizer.json at most {_LARGEST_BYTES:,}'
+        )
+
+
 def read_tokenizer(file: Path) -> Tokenizer:
     """Return the tokenizer of a tokenizer.json, with truncation and padding off.
 
@@ -64,6 +74,7 @@ def read_tokenizer(file: Path) -> Tokenizer:
     """
     from tokenizers import Tokenizer
 
+    _refuse_large(file)
     try:
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing more special

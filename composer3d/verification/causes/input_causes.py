@@ -58,9 +58,9 @@ def _mixing(evidence: Evidence) -> Iterator[str]:
     if evidence.reference.mixing.loss:
         yield (
             "the loss is no sum over samples: what it makes of one depends on the others of its micro-batch, as in a "
-            "contrastive loss, a mean with class weights, or a mean over other targets than are counted (an "
-            "ignore_index other than -100), so that micro-batches and ranks do not add up to the loss "
-            "of the global batch; return a sum, and what it is to be divided by, or gather what is compared"
+            "contrastive loss, or in a mean over other targets than are counted, whose graph does not show its "
+            "divisor, so that micro-batches and ranks do not add up to the loss of the global batch; return a sum, and "
+            "what it is to be divided by, or gather what is compared"
         )
 
 

@@ -1,9 +1,9 @@
 """Detection of mixed samples: a model's or a loss's result on two micro-batches together and on each alone.
 
 The reference uses the run's micro-batches, so it cannot show that their boundaries matter. They do where a loss is no
-sum over samples: a contrastive one compares the samples of a micro-batch with each other, a mean with class weights
-divides by those of the micro-batch. The gradient is then not that of the global batch, in any layout but one. A model
-that mixes samples, as batch normalisation does, is not reported: its author chose that.
+sum over samples: a contrastive one compares the samples of a micro-batch with each other, a mean whose divisor its
+graph does not show divides by what the micro-batch has. The gradient is then not that of the global batch, in any
+layout but one. A model that mixes samples, as batch normalisation does, is not reported: its author chose that.
 """
 
 from __future__ import annotations
