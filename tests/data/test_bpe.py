@@ -89,3 +89,15 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch):
         '[data] tokenizer = "bpe" needs the extra "bpe": pip install "composer3d[bpe]"; or set tokenizer = "bytes"'
     )
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_file_too_large_for_a_tokenizer_is_not_read(tmp_path):
+    (tmp_path / "a.txt").write_text(TEXT)
+    file = tmp_path / "huge.json"
+    with file.open("wb") as opened_file:
+        opened_file.truncate(1 << 36)  # a hole: nothing on disk
+    with pytest.raises(DataError) as caught:
+        opened(tmp_path, tokenizer=str(file), vocab_size=None)
+    assert str(caught.value) == (
+        f'[data] tokenizer = "{file}" has 68,719,476,736 bytes, and a tokenizer.json at most 268,435,456'
+    )
