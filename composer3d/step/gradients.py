@@ -77,14 +77,32 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
         axes: Mesh axes over which to average; degrees of 1 are allowed.
         context: With its mesh.
 
+    Parameters of experts are averaged over the ranks that hold the same ones.
     Collectives: one all-reduce an axis, of all gradients and one number a parameter.
     """
+    of_experts, axes = apart(context), tuple(axes)
+    groups: dict[tuple[str, ...], list[nn.Parameter]] = {}
+    for parameter in dict.fromkeys(parameters):
+        if parameter.requires_grad:
+            groups.setdefault(of_experts.get(id(parameter), ()), []).append(parameter)
+    for experts, trained in groups.items():
+        _average(trained, _dims(axes, experts, context), context)
+
+
+def _dims(axes: Sequence[str], experts: Sequence[str], context: RunContext) -> list[tuple[str, Any]]:
+    """Return name and process group of the dims over which parameters are averaged, given the axes of their experts."""
+    carved = {axis for expert in experts for axis in context.layout.axes_of(expert)}
+    found = [(axis, context.mesh.get_group(axis)) for axis in axes if axis not in carved]
+    for expert in experts:
+        _, beside, _ = context.expert_mesh(expert).mesh_dim_names or ("", "", "")
+        found.append((beside, context.expert_mesh(expert).get_group(beside)))
+    return found
+
+
+def _average(trained: Sequence[nn.Parameter], dims: Sequence[tuple[str, Any]], context: RunContext) -> None:
     import torch
     import torch.distributed as dist
 
-    trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-    if not trained:
-        return
     missing = [parameter for parameter in trained if parameter.grad is None]
     there = torch.tensor([float(p.grad is not None) for p in trained], device=local(trained[0]).device)
     for parameter in trained:
@@ -95,10 +113,10 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
     # Sums of few digits lose more than they carry.
     flat = torch.cat([grad.reshape(-1).float() if grad.dtype.itemsize < 4 else grad.reshape(-1) for grad in grads])
     flat = torch.cat([flat, there.to(flat)])
-    for axis in axes:
+    for axis, group in dims:
         with context.span("all_reduce", group="ignored", axis=axis, bytes=flat.nbytes):
-            dist.all_reduce(flat, group=context.mesh[axis].get_group())
-        flat /= context.degrees[axis]
+            dist.all_reduce(flat, group=group)
+        flat /= group.size()
     *pieces, found = flat.split([*(grad.numel() for grad in grads), len(trained)])
     for grad, piece in zip(grads, pieces, strict=True):
         grad.copy_(piece.view_as(grad))

@@ -10,8 +10,8 @@ from support.data_axes import ExpertNet
 from support.models import composed, full, largest, mine, one_step, padded, seeded, sum_loss, write_manifest
 
 import composer3d
-from composer3d import Batch
-from composer3d.testing import assert_parity, fake_world, run_ranks
+from composer3d import Batch, own_meshes
+from composer3d.testing import assert_parity, count_collectives, fake_world, run_ranks
 
 CP = '[sharding.sequences]\nuse = "support.data_axes:Sequences"\n'
 EP = '[sharding.expert_shards]\nuse = "support.data_axes:ExpertShards"\n'
@@ -125,15 +125,30 @@ def test_positions_that_nobody_averages_over_are_refused():
     )
 
 
-def test_parameters_of_one_module_with_two_meshes_are_refused():
-    class Both(ExpertNet):
-        def __init__(self):
-            super().__init__()
-            self.layers[0].experts.scale = torch.nn.Parameter(torch.ones(6))
+class Scaled(ExpertNet):
+    """Experts with another parameter."""
 
+    def __init__(self, *size):
+        super().__init__()
+        self.layers[0].experts.scale = torch.nn.Parameter(torch.ones(size))
+
+
+def test_parameters_of_experts_in_no_unit_are_averaged_over_the_ranks_that_have_them():
+    with fake_world(4):
+        run = composed("[mesh]\nep = 2\n" + FSDP + EP, seeded(Scaled).float())
+        assert own_meshes(run.parts[0].module, run.context).keys() == {"layers.0.experts", "layers.2.experts"}
+        tokens, targets = (mine(run, tensor) for tensor in even())
+        with count_collectives(run.mesh) as collectives, run.step(0):
+            run.forward_backward(tokens, target=targets)
+            run.clip_grad_norm_(1.0)
+        assert collectives.count("all_reduce", "efsdp") == 1  # the scale has no dims
+        run.close()
+
+
+def test_parameters_of_one_module_with_two_meshes_are_refused():
     text = "[mesh]\nep = 2\n" + FSDP + EP.replace("ExpertShards", "HalfShards")
     with fake_world(2), pytest.raises(composer3d.TransformError) as caught:
-        composed(text, seeded(Both))
+        composed(text, Scaled(6))
     assert str(caught.value) == (
         '"layers.0.experts.weight_EDD" has a mesh of its own, and other parameters of "layers.0.experts" have another: '
         "a unit is gathered and reduced over one mesh; make them modules of their own, each with its forward"
