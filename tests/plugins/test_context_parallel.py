@@ -38,6 +38,10 @@ def test_methods_equal_one_device_with_their_collectives():
     assert (universal["all_gather"], universal["reduce_scatter"]) == (2 * layers, 2 * layers)
 
 
+def test_usp_exchanges_heads_inside_of_a_ring():
+    assert_equal_to_one_device(4, [("llama", cp("usp", degree=4)), ("gpt2", cp("usp", degree=4))])
+
+
 def test_models_that_know_nothing_of_it():
     # Learned positions, attention written out with a mask of padding and head, fused projections.
     assert_equal_to_one_device(2, [("gpt2", cp()), ("bert", cp()), ("bert", cp(more="balanced = false"))])
@@ -69,6 +73,21 @@ class Pooled(Averaging):
         return self.head(F.dropout(x_BSD.mean(1), 0.1))
 
 
+def flash_attn_func(q, k, v):
+    """Stand for a binding of CUDA code, which is never called."""
+
+
+flash_attn_func.__module__ = "flash_attn.flash_attn_interface"
+
+
+class Opaque(Averaging):
+    """A kernel past torch's operators."""
+
+    def forward(self, tokens):
+        x_BSD = self.embedding(tokens)
+        return self.head(flash_attn_func(x_BSD, x_BSD, x_BSD))
+
+
 def composed(factory, text):
     run = composer3d.compose(factory, write_manifest(text), loss_fn=lambda out, target: out.sum())
     try:
@@ -80,6 +99,14 @@ def composed(factory, text):
 REFUSED = [
     (Averaging, cp(), "context_parallel has no effect: no attention of the model works on the sequence"),
     (Pooled, cp(), "draws random numbers for a tensor that every rank of cp has whole"),
+    (
+        Opaque,
+        cp(),
+        "calls flash_attn.flash_attn_interface.flash_attn_func, a kernel that is no operator of torch: which positions "
+        "it reads cannot be seen",
+    ),
+    (Pooled, cp(more="inner_degree = 2"), 'inner_degree has no effect with method = "gather"'),
+    (Pooled, cp("usp"), "needs a divisor of cp = 2, other than 1 and 2, that divides the 1 heads"),
     (Pooled, cp(more='others = "refuse"'), 'mean mixes positions, and others = "refuse" gathers nothing'),
 ]
 

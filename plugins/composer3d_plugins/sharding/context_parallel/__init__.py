@@ -12,6 +12,7 @@ from composer3d import (
     LayoutOffer,
     LayoutTraits,
     Phase,
+    PluginError,
     Role,
     RunContext,
     StepAction,
@@ -53,28 +54,38 @@ class ContextParallel:
     gather: keys and values are all-gathered, and again in the backward.
     ring: they are passed from rank to rank while blocks are computed: no rank holds them all.
     ulysses: positions are exchanged for heads, of which cp has to be a divisor.
+    usp: so are they within groups of neighbouring ranks, between which keys and values are passed around a ring.
     universal: they are all-gathered, and torch's function runs on this rank's rows, with dropout and trained biases.
     Memory: activations / cp; gather and universal: the keys and values of one attention.
     Collectives: an attention, by method: gather 1 all-gather forward, 1 all-gather and 1 reduce-scatter backward; ring
-    cp - 1 messages forward, 2 cp - 1 backward; ulysses 4 all-to-alls forward, 4 backward; universal 2 all-gathers
-    forward, 2 reduce-scatters backward, and so do attentions written out as products.
+    cp - 1 messages forward, 2 cp - 1 backward; ulysses 4 all-to-alls forward, 4 backward; usp these, and a ring's
+    messages among cp / inner_degree ranks; universal 2 all-gathers forward, 2 reduce-scatters backward, and so do
+    attentions written out as products.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Dubey et
     al., The Llama 3 Herd of Models, arXiv:2407.21783.
 
     Args:
         method: How attention reads the keys of other ranks; "auto" chooses the one that sends fewest bytes.
+        inner_degree: Ranks of such a group; default the most that cp and all heads allow.
         balanced: A rank has one chunk from both ends of the sequence, so that causal attention is equal work for all.
         others: Whether what mixes positions and is no attention is gathered, or refused with its module's name.
         rowwise: Patterns of modules that do the same with every token, whatever their code, beside known experts.
         sequence_dim: The dim of inputs and targets that is the sequence.
     """
 
-    method: Literal["auto", "gather", "ring", "ulysses", "universal"] = "auto"
+    method: Literal["auto", "gather", "ring", "ulysses", "usp", "universal"] = "auto"
+    inner_degree: int | None = Field(default=None, ge=2, examples=[])
     balanced: bool = True
     others: Literal["gather", "refuse"] = "gather"
     rowwise: tuple[str, ...] = ()
     sequence_dim: int = Field(default=1, ge=0, examples=[])
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse a degree of groups that there are not."""
+        if self.inner_degree is not None and self.method != "usp":
+            raise PluginError(f'inner_degree has no effect with method = "{self.method}"', hint='write method = "usp"')
 
     @hookimpl
     def composer3d_shard(self, context: RunContext) -> Transform:
@@ -145,6 +156,7 @@ class ContextParallel:
                 others=self.others,
                 rowwise=[fqn for fqn in context.fqns if fqn in stated | known],
                 method=self.method,
+                inner_degree=self.inner_degree,
             )
         return [""]
 
@@ -159,14 +171,17 @@ class ContextParallel:
         from composer3d.propagation import PropagatedSequence
         from composer3d_plugins.sharding.context_parallel.attention_methods import Method
         from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
-        from composer3d_plugins.sharding.context_parallel.sequence_attention import SequenceGroup
+        from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
         from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
 
         if context.degrees["cp"] == 1:
             return fqns
         found: Found = context.state[self]
         mesh = context.mesh["cp"]
-        group = SequenceGroup.of(mesh.get_group())
+        if found.inner_degree > 1:
+            group = divided_group(context.mesh, axis="cp", inner_degree=found.inner_degree)
+        else:
+            group = SequenceGroup.of(mesh.get_group())
         rules = EngineRules(group=group, method=Method(self.method), balanced=self.balanced)
         # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks.
         sharded = {

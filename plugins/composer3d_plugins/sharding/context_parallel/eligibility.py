@@ -22,8 +22,9 @@ from composer3d.propagation import (
     trace,
     unseen,
 )
-from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
+from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
+from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
 
 __all__ = ["Found", "dry_run", "names_of"]
@@ -41,6 +42,7 @@ class Found:
         rowwise: Modules that are said to do the same with every position.
         names: Of the model's parameters.
         shares_output: Whether the model's output is sharded.
+        inner_degree: Of usp, ranks that exchange heads; else 1.
     """
 
     names: tuple[str, ...]
@@ -48,6 +50,7 @@ class Found:
     rows: dict[str, list[str]] = field(default_factory=dict)
     rowwise: tuple[str, ...] = ()
     shares_output: bool = True
+    inner_degree: int = 1
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
@@ -58,8 +61,9 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 
 
 def dry_run(
-    model: nn.Module, context: RunContext, *, degree: int, dim: int, others: str, rowwise: Collection[str], method: str
-) -> Found:
+    model: nn.Module, context: RunContext,
+    *, degree: int, dim: int, others: str, rowwise: Collection[str], method: str, inner_degree: int | None,
+) -> Found:  # fmt: skip
     """Run the whole model on meta with its sequence sharded.
 
     Args:
@@ -69,10 +73,17 @@ def dry_run(
         others: "gather" or "refuse".
         rowwise: FQNs of modules that do the same with every position.
         method: Of attention.
+        inner_degree: Of usp, where it is given.
 
     Raises:
         PluginError: Something cannot be sharded, or nothing would be won.
     """
+    for kernel in opaque_kernels(model):
+        raise PluginError(
+            f'context_parallel: "{kernel.fqn}" calls {kernel.name}, a kernel that is no operator of torch: which '
+            "positions it reads cannot be seen",
+            hint=f"write {kernel.instead}",
+        )
     found = Found(names=names_of(model), rowwise=tuple(rowwise))
     blocks = blocks_of(model, context, several=True)
     call = trace(model, context, blocks=blocks, scale=degree).call
@@ -94,7 +105,7 @@ def dry_run(
     _run(model, call, sequence, forwards, rules)
     for what, fqn, _ in rules.notes:
         found.rows.setdefault(what, []).append(fqn)
-    _refuse(found, rules, context, Method(method))
+    _refuse(found, rules, context, Method(method), inner_degree)
     found.shares_output = any(cut is not None for cut in outputs)
     return found
 
@@ -122,19 +133,32 @@ def _run(
         ) from error
 
 
-def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method) -> None:
+def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, inner_degree: int | None) -> None:
     """Refuse a model without attention along the sequence, and heads that the method cannot divide."""
     if not found.rows.get("attention") and not found.rows.get("products"):
         raise PluginError(
             "context_parallel has no effect: no attention of the model works on the sequence that is sharded",
             hint="leave out [sharding.context_parallel], or set sequence_dim to the sequence's dim of inputs",
         )
+    possible: set[int] | None = None
     for fqn, attention in rules.calls:
+        if attention.q_length is None or attention.k_length is None:
+            continue
         # Query heads are the third dim from the last; those without are one head.
         num_heads = attention.q_BHSE.shape[-3] if attention.q_BHSE.ndim > 3 else 1
-        why = unfit(method, num_heads=num_heads // _heads_over(context, num_heads), degree=rules.degree)
-        if why is not None and attention.q_length is not None and attention.k_length is not None:
+        num_heads //= _heads_over(context, num_heads)
+        why = unfit(method, num_heads=num_heads, degree=rules.degree, inner_degree=inner_degree)
+        if why is not None:
             raise PluginError(f'context_parallel: "{fqn}": {why}')
+        divisors = set(inner_degrees(num_heads, rules.degree))
+        possible = divisors if possible is None else possible & divisors
+        if method is Method.USP and not possible:
+            raise PluginError(
+                f'context_parallel: "{fqn}": no divisor of cp = {rules.degree} divides the {num_heads} heads here and '
+                'those of the attentions before; write method = "gather" or "ring"'
+            )
+    if method is Method.USP:
+        found.inner_degree = inner_degree or max(possible or {1})
 
 
 def _heads_over(context: RunContext, num_heads: int) -> int:

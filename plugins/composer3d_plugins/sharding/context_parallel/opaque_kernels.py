@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -41,8 +40,15 @@ def opaque_kernels(model: nn.Module) -> list[OpaqueKernel]:
         model: Whole, on any device.
     """
     found: dict[str, OpaqueKernel] = {}
+    by_class: dict[Any, tuple[str, ...]] = {}
     for fqn, module in model.named_modules():
-        for kernel in (*_by_config(fqn, module), *_by_code(fqn, module)):
+        cls = type(module)
+        if cls not in by_class:
+            by_class[cls] = _names(cls)
+        of_code = [
+            OpaqueKernel(fqn, name, "torch.nn.functional.scaled_dot_product_attention") for name in by_class[cls]
+        ]
+        for kernel in (*_by_config(fqn, module), *of_code):
             found.setdefault(kernel.name, kernel)
     return list(found.values())
 
@@ -53,12 +59,6 @@ def _by_config(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:
         yield OpaqueKernel(fqn, name, 'attn_implementation = "sdpa"')
 
 
-def _by_code(fqn: str, module: nn.Module) -> Iterator[OpaqueKernel]:
-    for name in _names(type(module)):
-        yield OpaqueKernel(fqn, name, "torch.nn.functional.scaled_dot_product_attention")
-
-
-@functools.lru_cache(maxsize=1024)
 def _names(cls: Any) -> tuple[str, ...]:
     """Return the attention of such packages that a class is, or that its methods name."""
     if _is_of_package(cls) and _is_attention(cls.__qualname__):

@@ -116,7 +116,8 @@ class EngineRules:
         degree = self.group.degree
         if self.method is not Method.AUTO:
             # Dropout and trained biases are computed by universal whatever is asked for.
-            why = unfit(self.method, num_heads=shape.num_heads, degree=degree)
+            inner_degree = self.group.inner_degree if self.method is Method.USP else None
+            why = unfit(self.method, num_heads=shape.num_heads, degree=degree, inner_degree=inner_degree)
             if why is not None:
                 raise PluginError(why)
             return self.method
