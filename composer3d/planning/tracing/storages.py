@@ -85,8 +85,8 @@ class StorageCounter:
                 self._mode, self._is_mode_known = torch_compat.active_fake_mode(), True
             if mode is not self._mode:
                 return  # DTensor finds out global shapes in a fake mode of its own
-        elif tensor.device.type == "meta":
-            return
+        if tensor.device.type == "meta":
+            return  # propagation finds out global shapes on it, in the fake mode of a fake rank too
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
