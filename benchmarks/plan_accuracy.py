@@ -15,12 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from decoder_traces import static_traces
 from plan_measured import measured_rows
 from published import DATA, GIB, Run, published_runs
 
+from composer3d.planning.costs.allocator import reserved_bytes
 from composer3d.planning.costs.timing import Estimate, estimate
-from composer3d.planning.formulas.memory_formulas import reserved_bytes
-from composer3d.planning.formulas.static import static_traces
 from composer3d.planning.schedules.orders import orders_of
 from composer3d.planning.schedules.simulation import Costs, simulate
 
@@ -68,7 +68,7 @@ def time_error(run: Run) -> float:
 def memory_gib(run: Run) -> float:
     """Return the reserved memory of the worst rank."""
     peak = max(trace.memory.peak for trace in static_traces(run.shape, run.setup))
-    return reserved_bytes(peak, run.hardware) / GIB
+    return reserved_bytes(peak, run.hardware.device) / GIB
 
 
 def bubble(stages: int, microbatches: int, times: tuple[float, float, float, float]) -> float:

@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from composer3d.planning.formulas.decoder_dims import ModelShape
+from decoder_shape import ModelShape
+
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
-from composer3d.planning.hardware.cluster import Hardware, load_hardware
+from composer3d.planning.hardware.cluster import Hardware
+from composer3d.planning.hardware.hardware_file import load_hardware
 
 __all__ = ["Run", "published_runs"]
 

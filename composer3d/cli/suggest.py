@@ -18,8 +18,8 @@ def add(subparsers: Subparsers) -> None:
         "suggest",
         help="find the layouts that suit a model and a cluster best",
         description="Search degrees, ZeRO stages, schedules, micro-batches, recomputation, precision and offloading by "
-        "formulas of memory and time, and print up to five manifests that check accepts and that fit by the plan, as "
-        "patches to the given one.",
+        "costs that are traced, and print up to five manifests that check accepts and that fit by the plan, as patches "
+        "to the given one.",
     )
     add_manifest(parser)
     parser.add_argument("--world-size", type=positive, metavar="N", required=True, help="ranks of the run")

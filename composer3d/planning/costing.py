@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from composer3d import units_of
-from composer3d.errors import ComposerError
 from composer3d.mesh import Role
 from composer3d.planning.costs.time_report import time_report
 from composer3d.planning.costs.timing import estimate, training
@@ -87,32 +86,34 @@ def time_of(
 
 
 def advice_on(
-    job: Job, layout: Layout, hardware: Hardware, memory_bytes: int, *, planned_bytes: int
+    trace: RankTrace, job: Job, layout: Layout, hardware: Hardware, memory_bytes: int, *, total_bytes: int
 ) -> tuple[str, ...]:
-    """Return the mistakes of the layout on the cluster; of models that are no decoders of equal blocks, none is known.
+    """Return the mistakes of the layout on the cluster.
 
     Args:
+        trace: Of the fullest rank.
         job: What was traced.
         layout: Of its world.
         hardware: The cluster.
         memory_bytes: Of a device.
-        planned_bytes: What the fullest rank needs of it.
+        total_bytes: What the fullest rank needs of it.
     """
+    from composer3d import patterns
     from composer3d.composition import find_blocks
     from composer3d.planning.formulas.lint import lint
     from composer3d.planning.formulas.manifest_setup import setup_of
-    from composer3d.planning.formulas.model_shape import shape_of
 
     blocks = job.manifest.model.blocks or find_blocks(job.model)
-    if blocks is None:
-        return ("the layout was not examined: the model has no single list of equal blocks",)
-    try:
-        shape = shape_of(job.model, blocks)
-    except ComposerError as error:
-        return (f"the layout was not examined: {error}",)
-    setup = setup_of(job.manifest, dict(layout.degrees))
+    names = [fqn for fqn, _ in job.model.named_modules()]
     found = lint(
-        shape, setup, hardware, world_size=layout.world_size, memory_bytes=memory_bytes, planned_bytes=planned_bytes
+        trace,
+        setup_of(job.manifest, dict(layout.degrees)),
+        hardware,
+        num_parameters=sum(parameter.numel() for parameter in job.model.parameters()),
+        num_layers=None if blocks is None else len(patterns.select(blocks, names)),
+        total_bytes=total_bytes,
+        world_size=layout.world_size,
+        memory_bytes=memory_bytes,
     )
     return tuple(map(str, found))
 
@@ -123,7 +124,7 @@ def _flops(trace: RankTrace, *kinds: str) -> int:
 
 
 def _main_dtype(traces: Sequence[RankTrace]) -> str:
-    """Return the dtype of most FLOPs: the one that peaks are told for."""
+    """Return the dtype of most FLOPs: the one to whose peak utilisation refers."""
     flops: dict[str, int] = {}
     for trace in traces:
         for segment in trace.segments:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from composer3d.planning.tracing.fake_composition import Job
     from composer3d.planning.tracing.rank_roles import RankChoice
 
-__all__ = ["PlanResult", "plan", "plan_of"]
+__all__ = ["PlanResult", "inspected_job", "plan", "plan_of"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def plan(
     overrides: Sequence[str] = (),
     full: bool = False,
 ) -> PlanResult:
-    """Say what a manifest costs: memory, collectives, bubble and time, per rank, without the ranks.
+    """Plan what a manifest costs: memory, collectives, bubble and time, per rank, without the ranks.
 
     Args:
         manifest: Path, or the name of a shipped manifest.
@@ -83,7 +83,7 @@ def plan(
     import torch
 
     from composer3d.planning.costing import Budget
-    from composer3d.planning.hardware.cluster import load_hardware
+    from composer3d.planning.hardware.hardware_file import load_hardware
 
     _refuse_idle(tokens or samples, price, hardware)
     cluster = None if hardware is None else load_hardware(hardware)
@@ -132,7 +132,7 @@ def plan_of(
     from composer3d.planning.plan import make_plan
 
     assert found.layout is not None and found.preparation is not None, "inspected without errors"
-    job = _job(inspected, found)
+    job = inspected_job(inspected, found)
     return make_plan(
         job,
         found.layout,
@@ -146,33 +146,53 @@ def plan_of(
     )
 
 
-def _job(inspected: InspectedManifest, found: Inspection) -> Job:
-    """Return what is traced, with the form of its batches."""
+def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
+    """Return what is traced of a manifest that was inspected without errors, with the form of its batches.
+
+    The global batch is that of the largest step.
+
+    Args:
+        inspected: From `open_manifest`.
+        found: From `inspect`.
+
+    Raises:
+        ComposerError: The form of its batches is not known beforehand.
+    """
+    import torch
+
     from composer3d.checking import find_factory
-    from composer3d.planning.tracing.job import job_of
-    from composer3d.runner import with_tokenizer
+    from composer3d.mesh import Role
+    from composer3d.planning.tracing.fake_composition import Job
+    from composer3d.runner import BatchSize, make_optimizer, with_tokenizer
     from composer3d.runner.data import foreseen_batch
 
-    assert found.layout is not None, "inspected without errors"
+    assert found.layout is not None and found.preparation is not None, "inspected without errors"
     manifest = with_tokenizer(inspected.manifest)
     factory, problems = find_factory(manifest)
     assert factory is not None and not problems, "the inspection has found it"
-    train = manifest.tables["train"]
-    batch = foreseen_batch(
-        manifest.tables["data"], manifest.document.folder, seed=train.seed, num_samples=train.microbatch or 1
-    )
+    train, data = manifest.tables["train"], manifest.tables["data"]
+    microbatch, degree = train.microbatch or 1, found.layout.degree(Role.BATCH)
+    batch = foreseen_batch(data, manifest.document.folder, seed=train.seed, num_samples=microbatch)
     if batch is None:
         file = manifest.document.file
-        raise ComposerError(f"{file}: the form of a batch of [data] cannot be told without preparing the data")
+        raise ComposerError(f"{file}: the form of a batch of [data] is not known without preparing the data")
     example, target = batch
-    return job_of(
-        manifest,
-        factory,
-        found.layout,
-        example,
+    factory.learn(found.preparation.model)
+    return Job(
+        manifest=manifest,
+        model=found.preparation.model.to(torch.device("meta")),
+        loss_fn=factory.loss_fn,
+        make_optimizer=lambda run: make_optimizer(run, manifest),
+        example=example,
+        inputs=factory.inputs,
+        count_fn=factory.loss.count,
+        grad_clip=train.grad_clip,
+        world_size=found.layout.world_size,
+        num_microbatches=max(1, BatchSize(train, degree=degree).largest // (microbatch * degree)),
+        microbatch=microbatch,
+        preparation=found.preparation,
         target=target,
         has_targets=target is not None,
-        preparation=found.preparation,
     )
 
 

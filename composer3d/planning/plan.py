@@ -96,7 +96,7 @@ def make_plan(
     """Trace the chosen ranks and say what they cost.
 
     Args:
-        job: From `job_of`.
+        job: A manifest with its model, batch, loss and optimizer.
         layout: Of its world.
         orders_of: Gives the pipeline's actions for a number of micro-batches, by rank along its axis; None without one.
         schedule: The name of the pipeline's schedule.
@@ -123,7 +123,7 @@ def make_plan(
         allocation = allocate(trace, None if hardware is None else hardware.device)
         verdict = None if memory_bytes is None else judge(allocation, memory_bytes)
         ranks.append(RankPlan(trace=trace, allocation=allocation, verdict=verdict))
-    fullest = max(rank.allocation.total for rank in ranks)
+    fullest = max(ranks, key=lambda rank: rank.allocation.total)
     return Plan(
         layout=layout,
         schedule=schedule,
@@ -135,7 +135,9 @@ def make_plan(
         time=None
         if hardware is None
         else time_of(traces, job, layout, hardware, orders=orders, budget=budget or Budget()),
-        advice=() if hardware is None else advice_on(job, layout, hardware, memory_bytes or 0, planned_bytes=fullest),
+        advice=()
+        if hardware is None
+        else advice_on(fullest.trace, job, layout, hardware, memory_bytes or 0, total_bytes=fullest.allocation.total),
         notes=_notes(traces, hardware, memory_bytes),
     )
 

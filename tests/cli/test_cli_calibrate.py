@@ -11,9 +11,8 @@ import pytest
 from composer3d.cli import main
 from composer3d.planning.costs.collective_time import Group, collective_s
 from composer3d.planning.hardware.calibration import Measurement, hardware_tables, mean_of
-from composer3d.planning.hardware.cluster import load_hardware
 from composer3d.planning.hardware.cpu_operators import REFERENCES
-from composer3d.planning.hardware.file_rules import problems_of
+from composer3d.planning.hardware.hardware_file import load_hardware, problems_of
 
 MEASURED = Measurement(
     device="CPU core",

@@ -42,7 +42,8 @@ def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
     planned = json.loads(capsys.readouterr().out)
     assert code == 0
     assert int(first["memory"]["reserved"]) == max(rank["memory"]["total"] for rank in planned["ranks"])
-    assert first["time"]["mfu"]["convention"] == "palm"
+    assert first["time"]["step_s"] == planned["time"]["step_s"]
+    assert first["time"]["mfu"]["convention"] == planned["time"]["convention"]
     files = sorted((tmp_path / "found").iterdir())
     assert len(files) == len(report["suggestions"])
     for file in files:
@@ -101,5 +102,7 @@ def test_a_model_without_blocks(manifest, capsys, tmp_path):
         "    return nn.Sequential(nn.Embedding(vocab_size, 8), nn.Linear(8, vocab_size))\n"
     )
     changes = ["--set", "model=false", "--set", 'model.use="flat:build"', "--set", "data.vocab_size=32"]
-    assert main(["suggest", manifest, "--world-size", "4", *changes, "--set", "scheduling=false"]) == 2
-    assert "suggest knows decoders only" in capsys.readouterr().err
+    pins = ["--keep", "zero=3", "--keep", "microbatch=1", "--keep", "precision"]
+    assert main(["suggest", manifest, "--world-size", "4", *changes, "--set", "scheduling=false", *pins]) == 0
+    out = capsys.readouterr().out
+    assert "\n1. dp_shard=" in out and "pp=" not in out

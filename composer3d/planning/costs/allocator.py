@@ -10,7 +10,7 @@ from composer3d.planning.costs.figure import Figure
 from composer3d.planning.hardware.cluster import Device
 from composer3d.planning.tracing.traced import RankTrace, Transfer
 
-__all__ = ["Allocation", "Verdict", "allocate", "judge", "memory_figures"]
+__all__ = ["Allocation", "Verdict", "allocate", "judge", "memory_figures", "reserved_bytes"]
 
 Verdict = Literal["fits", "tight", "does not fit"]
 
@@ -70,6 +70,11 @@ def allocate(trace: RankTrace, device: Device | None = None) -> Allocation:
     return Allocation(
         allocated=allocated, reserved=reserved, context=_CONTEXT, communicators=_COMMUNICATOR * len(groups)
     )
+
+
+def reserved_bytes(allocated: float, device: Device) -> float:
+    """Return what a described device shows as used: allocated bytes, what its allocator adds, and the context."""
+    return allocated * device.reserve_factor + device.context_bytes
 
 
 def _transfers(trace: RankTrace) -> Sequence[Transfer]:

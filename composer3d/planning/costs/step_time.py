@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from composer3d.planning.costs.collective_time import group_of, transfer_s
@@ -12,7 +12,17 @@ from composer3d.planning.costs.timed import fresh_s
 from composer3d.planning.hardware.cluster import Device, Hardware
 from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
 
-__all__ = ["HOST_COPY", "Communication", "SegmentTime", "communication_of", "segment_time"]
+__all__ = [
+    "HOST_COPY",
+    "Communication",
+    "SegmentTime",
+    "beside_compute",
+    "communication_of",
+    "compute_s",
+    "kernels_s",
+    "launches_s",
+    "segment_time",
+]
 
 HOST_COPY = "host_copy"  # the name of copies between a device and its host
 _MESSAGES = ("send", "receive")
@@ -38,6 +48,17 @@ class SegmentTime:
     def total_s(self) -> float:
         """From the segment's begin to its end."""
         return self.compute_s + self.exposed_s
+
+    @classmethod
+    def sum_of(cls, parts: Iterable[tuple[float, SegmentTime]]) -> SegmentTime:
+        """Return the sum of several, each a number of times."""
+        rows = list(parts)
+        return cls(
+            compute_s=math.fsum(number * time.compute_s for number, time in rows),
+            communication_s=math.fsum(number * time.communication_s for number, time in rows),
+            exposed_s=math.fsum(number * time.exposed_s for number, time in rows),
+            flops=math.fsum(number * time.flops for number, time in rows),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +98,23 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
         hardware: On which it runs.
     """
     compute = compute_s(segment.operators, hardware)
-    collectives = [transfer for transfer in segment.transfers if transfer.op not in _MESSAGES]
-    waited = [t for t in segment.transfers if not t.is_overlapped and t.op != "receive"]
+    flops = math.fsum(float(operators.flops) * operators.count for operators in segment.operators)
+    return beside_compute(segment.transfers, hardware, compute_s=compute, flops=flops)
+
+
+def beside_compute(
+    transfers: Sequence[Transfer], hardware: Hardware, *, compute_s: float, flops: float = 0.0
+) -> SegmentTime:
+    """Time transfers and a compute of known length that runs beside them; see `segment_time`.
+
+    Args:
+        transfers: Of one repetition.
+        hardware: On which they run.
+        compute_s: Seconds of the operators alone.
+        flops: That these execute.
+    """
+    collectives = [transfer for transfer in transfers if transfer.op not in _MESSAGES]
+    waited = [t for t in transfers if not t.is_overlapped and t.op != "receive"]
     blocking = sum(_all_s(transfer, hardware) for transfer in waited)
     beside = [transfer for transfer in collectives if transfer.is_overlapped]
     by_link: dict[bool, float] = {}
@@ -86,10 +122,10 @@ def segment_time(segment: Segment, hardware: Hardware) -> SegmentTime:
         spans = group_of(transfer.ranks, hardware.devices_per_node).num_nodes > 1
         by_link[spans] = by_link.get(spans, 0.0) + _all_s(transfer, hardware)
     return SegmentTime(
-        compute_s=compute,
+        compute_s=compute_s,
         communication_s=blocking + sum(by_link.values()),
-        exposed_s=blocking + _exposed_s(by_link, beside, compute, hardware),
-        flops=math.fsum(float(operators.flops) * operators.count for operators in segment.operators),
+        exposed_s=blocking + _exposed_s(by_link, beside, compute_s, hardware),
+        flops=flops,
     )
 
 
@@ -106,11 +142,19 @@ def _exposed_s(by_link: Mapping[bool, float], beside: Sequence[Transfer], comput
 
 def compute_s(operators: Sequence[Operators], hardware: Hardware) -> float:
     """Return the seconds of operators on one device: their own time, or where it is longer that of launching them."""
-    device = hardware.device
+    kernels, launches = kernels_s(operators, hardware), launches_s(operators, hardware)
+    return max(kernels, launches) if hardware.device.is_asynchronous else kernels + launches
+
+
+def kernels_s(operators: Sequence[Operators], hardware: Hardware) -> float:
+    """Return the seconds of operators without what the host does for them."""
     work = math.fsum(_operator_s(call, hardware) * call.count for call in operators)
-    work += fresh_s(operators, device)
-    launches = math.fsum(_host_s(call, device) * call.count for call in operators)
-    return max(work, launches) if device.is_asynchronous else work + launches
+    return work + fresh_s(operators, hardware.device)
+
+
+def launches_s(operators: Sequence[Operators], hardware: Hardware) -> float:
+    """Return the seconds of what the host does for operators."""
+    return math.fsum(_host_s(call, hardware.device) * call.count for call in operators)
 
 
 def _host_s(operators: Operators, device: Device) -> float:

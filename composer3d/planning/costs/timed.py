@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from composer3d.planning.hardware.cluster import AttentionSpeed, Device, TimedCollective
 from composer3d.planning.tracing.traced import Operators
 
-__all__ = ["attention_speed", "fresh_s", "interpolated_s", "timed_collective_s", "timed_operator_s"]
+__all__ = ["attention_speed", "fresh_s", "interpolated_s", "result_bytes", "timed_collective_s", "timed_operator_s"]
 
 # What operators that were not timed themselves are like: those that only move, and those that compute by element.
 _MOVES = ("copy", "cat", "clone", "gather", "scatter", "index", "fill", "zero", "roll", "repeat", "pad", "split")
@@ -109,7 +109,7 @@ def fresh_s(operators: Sequence[Operators], device: Device) -> float:
     """Return the seconds in which the system hands out memory for the largest results of a stretch.
 
     malloc gives memory back once twice the largest block that it has freed lies unused at the end of its own: the
-    largest results of a stretch, logits say, which lie there, are handed out anew by the system, page for page; smaller
+    largest results of a stretch, logits say, which lie there, are allocated anew by the system, page for page; smaller
     ones find room between others. Source: mallopt(3), M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
 
     Args:
@@ -118,14 +118,14 @@ def fresh_s(operators: Sequence[Operators], device: Device) -> float:
     """
     if not device.fresh_bandwidth:
         return 0.0
-    made = [(_result_bytes(call), call.count) for call in operators]
+    made = [(result_bytes(call), call.count) for call in operators]
     largest = max((size for size, _ in made), default=0)
     if largest < _LEAST_GIVEN_BACK:
         return 0.0
     return math.fsum(size * count for size, count in made if size > _NEARLY * largest) / device.fresh_bandwidth
 
 
-def _result_bytes(call: Operators) -> int:
+def result_bytes(call: Operators) -> int:
     """Return the bytes of what an operator makes; of one in place, none."""
     if call.name.endswith("_") or "empty" in call.name or call.name.startswith("fsdp."):
         return 0

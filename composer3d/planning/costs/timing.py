@@ -24,7 +24,7 @@ __all__ = ["Estimate", "PipelineTime", "Training", "estimate", "training"]
 # The bounds of a modelled step's time: nine of ten published runs that were not fitted lie within (plan_accuracy.py).
 MODELLED_BAND, CALIBRATED_BAND = 0.25, 0.15
 _KINDS = {"F": "forward", "B": "backward", "I": "input_backward", "W": "weight_backward"}
-_SHARES = {"I": 0.5, "W": 0.5}  # of a whole backward, where the trace did not cut it
+_SHARES = {"I": 0.5, "W": 0.5}  # of a whole backward, where the trace has it whole
 _SECONDS_A_DAY = 86400
 
 
@@ -275,12 +275,7 @@ def _stage_times(
 def _mean(times: Sequence[tuple[int, SegmentTime]]) -> SegmentTime:
     """Return the mean over repetitions: a first micro-batch that gathers parameters is one of them."""
     total = sum(count for count, _ in times)
-    return SegmentTime(
-        compute_s=math.fsum(count * time.compute_s for count, time in times) / total,
-        communication_s=math.fsum(count * time.communication_s for count, time in times) / total,
-        exposed_s=math.fsum(count * time.exposed_s for count, time in times) / total,
-        flops=math.fsum(count * time.flops for count, time in times) / total,
-    )
+    return SegmentTime.sum_of((count / total, time) for count, time in times)
 
 
 def _action_time(kind: str, times: Mapping[str, SegmentTime]) -> SegmentTime:
@@ -289,20 +284,8 @@ def _action_time(kind: str, times: Mapping[str, SegmentTime]) -> SegmentTime:
     if found is not None:
         return found
     if kind == "B":
-        halves = [times[name] for name in ("input_backward", "weight_backward")]
-        return SegmentTime(
-            compute_s=sum(half.compute_s for half in halves),
-            communication_s=sum(half.communication_s for half in halves),
-            exposed_s=sum(half.exposed_s for half in halves),
-            flops=sum(half.flops for half in halves),
-        )
-    whole, share = times["backward"], _SHARES[kind]
-    return SegmentTime(
-        compute_s=whole.compute_s * share,
-        communication_s=whole.communication_s * share,
-        exposed_s=whole.exposed_s * share,
-        flops=whole.flops * share,
-    )
+        return SegmentTime.sum_of((1, times[name]) for name in ("input_backward", "weight_backward"))
+    return SegmentTime.sum_of([(_SHARES[kind], times["backward"])])
 
 
 def _message_s(traces: Sequence[RankTrace], hardware: Hardware) -> float:

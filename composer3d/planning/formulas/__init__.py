@@ -1,1 +1,1 @@
-"""The model of a step without running one: memory, operators and collectives of a layout, in closed form."""
+"""Layouts in numbers: read from manifests, written as changes to them, their collectives in closed form, and advice."""

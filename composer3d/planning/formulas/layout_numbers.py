@@ -1,11 +1,12 @@
-"""A layout of a run in numbers: what the static level and the search need of a manifest."""
+"""Layout of a run in numbers: degrees, choices and bytes a parameter."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Precision", "Recompute", "Setup"]
+__all__ = ["Precision", "Recompute", "Setup", "in_flight", "layers_of", "state_bytes"]
 
 Recompute = Literal["none", "selective", "full"]
 
@@ -17,11 +18,11 @@ class Precision:
     Args:
         dtype: Of matrix products, without `torch.`.
         param_bytes: Of the sharded parameter that the optimizer steps.
-        compute_bytes: Of the copy that computes: gathered parameters and activations.
+        compute_bytes: While they compute: gathered parameters, and activations.
         grad_bytes: Of the gradient that is kept until the optimizer steps.
         reduce_bytes: Of what is reduced.
         state_bytes: Of the optimizer's moments.
-        master_bytes: Of a further copy in full precision, and of what the optimizer makes besides.
+        master_bytes: Of a master weight in full precision, and of temporaries of the optimizer.
         gather_bytes: Of a parameter while it is gathered.
     """
 
@@ -43,22 +44,22 @@ class Setup:
         seq_len: Tokens of a sequence.
         global_batch: Sequences of an optimizer step over the whole world.
         microbatch: Sequences of a forward and data-parallel rank.
-        dp_replicate: Copies, of which each is sharded.
-        dp_shard: Ranks that share parameters or optimizer state.
-        cp: Ranks that share a sequence.
-        tp: Ranks that share matrices.
-        pp: Ranks that share the layers.
+        dp_replicate: Replicas, of which each is sharded.
+        dp_shard: Ranks over which parameters or optimizer state are sharded.
+        cp: Ranks over which a sequence is sharded.
+        tp: Ranks over which matrices are sharded.
+        pp: Ranks over which the layers are divided.
         zero: What dp_shard divides: 1 the optimizer's state, 2 gradients too, 3 parameters too; 0 nothing.
         schedule: Of the pipeline, as torch names it.
         stages_per_rank: Of the pipeline.
-        sequence_parallel: Whether norms and residuals are cut over tp along the sequence.
-        recompute: What the backward computes again.
+        sequence_parallel: Whether norms and residuals are sharded over tp along the sequence.
+        recompute: Activations that the backward recomputes.
         attention: `flash` keeps no scores, `math` all of them.
         kernels: `eager` runs pointwise operators one by one, `fused` norms and activations in one each, `compiled` all
             that lies between matrix products.
         precision: Bytes a parameter.
         shards_weights: Whether full-precision weights and gradients between steps are sharded at every stage, as in
-            FSDP2; below stage 3 the copies that compute then are whole only while micro-batches run.
+            FSDP2; below stage 3 gathered parameters are kept only while micro-batches run.
         offload: Whether the optimizer's state lies in host memory.
         async_tp: Whether reductions of a layer's input gradients run beside the gradients of its weights.
         overlap: Whether gradients are reduced beside the backward where nothing forbids it.
@@ -115,9 +116,45 @@ class Setup:
         return self.pp * self.stages_per_rank if self.pp > 1 else 1
 
     def ranks(self, axis: str) -> tuple[int, ...]:
-        """Return the ranks of rank 0's group along an axis; `pp` from outside, then copies, shards, cp, tp."""
+        """Return the ranks of rank 0's group along an axis; `pp` from outside, then replicas, shards, cp, tp."""
         strides = {"tp": 1, "cp": self.tp, "dp_shard": self.tp * self.cp}
         strides["dp_replicate"] = strides["dp_shard"] * self.dp_shard
         strides["pp"] = strides["dp_replicate"] * self.dp_replicate
         degree: int = getattr(self, axis)
         return tuple(range(0, degree * strides[axis], strides[axis]))
+
+
+def layers_of(num_layers: int, setup: Setup) -> tuple[int, ...]:
+    """Return the number of layers of every stage: as even as they divide, the first ones more."""
+    each, rest = divmod(num_layers, setup.num_stages)
+    return tuple(each + (stage < rest) for stage in range(setup.num_stages))
+
+
+def in_flight(setup: Setup, pp_rank: int) -> float:
+    """Return the micro-batches whose activations a pipeline rank holds at most, each as all of the rank's stages."""
+    count, degree, stages = setup.num_microbatches, setup.pp, setup.stages_per_rank
+    if degree == 1:
+        return 1.0
+    if setup.schedule == "GPipe":
+        return float(count)
+    if setup.schedule in ("ZBVZeroBubble", "DualPipeV"):
+        return float(min(count, degree))
+    if stages > 1:
+        return min(float(count), ((stages - 1) * degree + 2 * (degree - pp_rank) - 1) / stages)
+    return float(min(count, degree - pp_rank))
+
+
+def state_bytes(num_parameters: float, degree: int, zero: int, precision: Precision) -> Mapping[str, float]:
+    """Return the bytes of parameters, gradients and optimizer state of one rank.
+
+    Args:
+        num_parameters: Before data-parallel sharding.
+        degree: Ranks over which the states are sharded.
+        zero: 0 to 3.
+        precision: Bytes a parameter.
+    """
+    return {
+        "parameters": num_parameters * precision.param_bytes / (degree if zero >= 3 else 1),
+        "gradients": num_parameters * precision.grad_bytes / (degree if zero >= 2 else 1),
+        "optimizer": num_parameters * (precision.state_bytes + precision.master_bytes) / (degree if zero >= 1 else 1),
+    }

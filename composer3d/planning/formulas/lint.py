@@ -8,13 +8,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from composer3d.planning.costs.collective_time import collective_s, group_of
-from composer3d.planning.formulas.decoder_dims import ModelShape
-from composer3d.planning.formulas.layout_numbers import Setup
-from composer3d.planning.formulas.memory_formulas import reserved_bytes, state_bytes
-from composer3d.planning.formulas.static import layers_of, peak_bytes
+from composer3d.planning.formulas.layout_numbers import Setup, layers_of, state_bytes
+from composer3d.planning.formulas.variation import Variation
 from composer3d.planning.hardware.cluster import Hardware
 from composer3d.planning.schedules.orders import orders_of
 from composer3d.planning.schedules.simulation import Costs, simulate
+from composer3d.planning.tracing.traced import RankTrace
 
 __all__ = ["Advice", "lint"]
 
@@ -46,38 +45,37 @@ class Advice:
 
 
 def lint(
-    shape: ModelShape,
+    trace: RankTrace,
     setup: Setup,
     hardware: Hardware,
     *,
+    num_parameters: int,
+    num_layers: int | None,
+    total_bytes: float,
     world_size: int | None = None,
     memory_bytes: float | None = None,
-    planned_bytes: float | None = None,
 ) -> tuple[Advice, ...]:
     """Return what is wrong with a layout, what cannot run first.
 
     Args:
-        shape: Of the model.
+        trace: Of the layout's fullest rank.
         setup: The layout.
         hardware: The cluster.
+        num_parameters: Of the model.
+        num_layers: Its equal blocks; None where it has no list of them.
+        total_bytes: What a device must have for the fullest rank.
         world_size: Ranks that there are; None takes what the degrees multiply to.
         memory_bytes: Of a device; None takes the described one's.
-        planned_bytes: What the layout's fullest rank needs by a plan: the formulas of others are corrected by it.
     """
     limit = memory_bytes or hardware.device.memory_bytes
-    rate = 1.0 if planned_bytes is None else planned_bytes / reserved_bytes(peak_bytes(shape, setup), hardware)
-
-    def needs_of(other: Setup) -> float:
-        return rate * reserved_bytes(peak_bytes(shape, other), hardware)
-
+    needs_of = Variation(trace=trace, own=setup, total_bytes=total_bytes).needs
     found = [
         *_world(setup, world_size or setup.world_size),
-        *_divisibility(shape, setup),
         *_batch(setup),
-        *_memory(shape, setup, needs_of, limit),
-        *_tensor_parallel(shape, setup, hardware),
-        *_pipeline(shape, setup),
-        *_resharding(shape, setup, hardware, needs_of, limit),
+        *_memory(num_parameters, setup, needs_of, limit),
+        *_tensor_parallel(trace, setup, hardware),
+        *_pipeline(num_layers, setup),
+        *_resharding(num_parameters, setup, hardware, needs_of, limit),
         *_precision(setup, hardware),
         *_recompute(setup, needs_of, limit),
     ]
@@ -100,30 +98,6 @@ def _world(setup: Setup, world_size: int) -> Iterator[Advice]:
     )
 
 
-def _divisibility(shape: ModelShape, setup: Setup) -> Iterator[Advice]:
-    sizes = (
-        ("query heads", shape.num_heads),
-        ("key and value heads", shape.num_kv_heads),
-        ("feed-forward width", shape.ffn),
-    )
-    for name, size in sizes:
-        if size % setup.tp:
-            best = max(degree for degree in range(1, setup.tp) if size % degree == 0)
-            yield Advice(
-                rule="divisibility",
-                severity="error",
-                message=f"{name}: {size} / tp {setup.tp} = {size / setup.tp:g}, which is not whole",
-                fix=f"the next smaller tp that divides it is {best}",
-            )
-    if setup.num_stages > shape.num_layers:
-        yield Advice(
-            rule="divisibility",
-            severity="error",
-            message=f"{setup.num_stages} stages, but only {shape.num_layers} layers",
-            fix=f"pp x stages_per_rank is at most {shape.num_layers}",
-        )
-
-
 def _batch(setup: Setup) -> Iterator[Advice]:
     unit = setup.microbatch * setup.data_parallel
     rest = setup.global_batch % unit
@@ -138,15 +112,15 @@ def _batch(setup: Setup) -> Iterator[Advice]:
         )
 
 
-def _memory(shape: ModelShape, setup: Setup, needs_of: _NeedsOf, limit: float) -> Iterator[Advice]:
-    states = sum(state_bytes(shape.num_parameters, 1, 0, setup.precision).values())
-    each = states / shape.num_parameters
+def _memory(num_parameters: int, setup: Setup, needs_of: _NeedsOf, limit: float) -> Iterator[Advice]:
+    states = sum(state_bytes(num_parameters, 1, 0, setup.precision).values())
+    each = states / num_parameters
     if states / setup.world_size > limit:
         needed = math.ceil(states / limit)
         yield Advice(
             rule="cannot fit",
             severity="error",
-            message=f"{shape.num_parameters / 1e9:.4g} B parameters x {each:g} bytes = {states / 1e9:.4g} GB of "
+            message=f"{num_parameters / 1e9:.4g} B parameters x {each:g} bytes = {states / 1e9:.4g} GB of "
             f"weights, gradients and optimizer state; {setup.world_size} devices hold "
             f"{setup.world_size * limit / 1e9:.4g} GB, whatever the degrees",
             fix=f"take at least {needed} devices, a low-bit optimizer, or offload",
@@ -178,25 +152,29 @@ def _what_would_fit(setup: Setup, needs_of: _NeedsOf, limit: float) -> str:
     return "composer3d suggest searches for a layout that fits"
 
 
-def _tensor_parallel(shape: ModelShape, setup: Setup, hardware: Hardware) -> Iterator[Advice]:
+def _tensor_parallel(trace: RankTrace, setup: Setup, hardware: Hardware) -> Iterator[Advice]:
     per_node = hardware.devices_per_node
     if setup.tp <= per_node and per_node % setup.tp == 0:
         return
-    size = setup.precision.compute_bytes * setup.tokens * shape.hidden
-    calls = 4 * shape.num_layers // setup.pp * setup.num_microbatches
-    across = collective_s("all_reduce", size, group_of(setup.ranks("tp"), per_node), hardware) * calls
-    inside = collective_s("all_reduce", size, group_of(range(per_node), per_node), hardware) * calls
+    calls, across, inside = 0, 0.0, 0.0
+    for segment in trace.segments:
+        for each in segment.transfers:
+            if each.axis == "tp":
+                number = each.count * segment.count
+                calls += number
+                across += number * collective_s(each.op, each.bytes, group_of(each.ranks, per_node), hardware)
+                inside += number * collective_s(each.op, each.bytes, group_of(range(per_node), per_node), hardware)
     yield Advice(
         rule="tp across nodes",
         severity="warning",
-        message=f"tp = {setup.tp} does not stay inside nodes of {per_node}: its {calls} all-reduces a step "
+        message=f"tp = {setup.tp} does not stay inside nodes of {per_node}: its {calls} collectives a step "
         f"take {across:.3g} s over {hardware.inter.name}, and {inside:.3g} s over {hardware.intra.name} with "
         f"tp = {per_node}",
         fix=f"tp = {per_node} at most, and pp or data parallelism for the rest",
     )
 
 
-def _pipeline(shape: ModelShape, setup: Setup) -> Iterator[Advice]:
+def _pipeline(num_layers: int | None, setup: Setup) -> Iterator[Advice]:
     if setup.pp == 1:
         return
     count = setup.num_microbatches
@@ -223,20 +201,30 @@ def _pipeline(shape: ModelShape, setup: Setup) -> Iterator[Advice]:
                 fix=f"at least {enough} micro-batches idle less than {_BUBBLE:.0%}: a larger global_batch, a smaller "
                 "microbatch, or a schedule with several stages a rank",
             )
-    layers = layers_of(shape, setup)
+    if num_layers is None:
+        return
+    if setup.num_stages > num_layers:
+        yield Advice(
+            rule="divisibility",
+            severity="error",
+            message=f"{setup.num_stages} stages, but only {num_layers} layers",
+            fix=f"pp x stages_per_rank is at most {num_layers}",
+        )
+        return
+    layers = layers_of(num_layers, setup)
     lost = max(layers) * len(layers) / sum(layers) - 1
     if lost > _IMBALANCE:
         yield Advice(
             rule="imbalance",
             severity="warning",
-            message=f"{shape.num_layers} layers on {setup.num_stages} stages: the largest holds {max(layers)}, so the "
+            message=f"{num_layers} layers on {setup.num_stages} stages: the largest holds {max(layers)}, so the "
             f"others wait {lost:.0%}",
             fix="a number of stages that divides the layers",
         )
 
 
 def _resharding(
-    shape: ModelShape, setup: Setup, hardware: Hardware, needs_of: _NeedsOf, limit: float
+    num_parameters: int, setup: Setup, hardware: Hardware, needs_of: _NeedsOf, limit: float
 ) -> Iterator[Advice]:
     count = setup.num_microbatches
     if setup.zero != 3 or count == 1 or setup.dp_shard * setup.cp == 1:
@@ -244,14 +232,15 @@ def _resharding(
     needs = needs_of(replace(setup, zero=2))
     if needs > _ROOM * limit:
         return
-    held = shape.num_parameters / setup.pp / setup.tp * setup.precision.gather_bytes
+    held = num_parameters / setup.pp / setup.tp * setup.precision.gather_bytes
     again = collective_s("all_gather", held, group_of(setup.ranks("dp_shard"), hardware.devices_per_node), hardware)
     yield Advice(
         rule="resharding",
         severity="warning",
         message=f"zero = 3 gathers {held / 1e9:.3g} GB and reduces them again in each of {count} micro-batches: "
         f"{(2 * count - 1) * again:.3g} s of all-gathers a step",
-        fix=f"zero = 2 gathers {count} times and reduces once, and needs {needs / GIB:.1f} of {limit / GIB:.1f} GiB",
+        fix=f"zero = 2 gathers {count} times and reduces once, and needs about {needs / GIB:.1f} of "
+        f"{limit / GIB:.1f} GiB",
     )
 
 
@@ -279,5 +268,5 @@ def _recompute(setup: Setup, needs_of: _NeedsOf, limit: float) -> Iterator[Advic
         rule="recompute",
         severity="warning",
         message=f"recompute {setup.recompute} computes {extra} more than is needed",
-        fix=f"without it the worst rank needs {needs / GIB:.1f} of {limit / GIB:.1f} GiB",
+        fix=f"without it the worst rank needs at most {needs / GIB:.1f} of {limit / GIB:.1f} GiB",
     )

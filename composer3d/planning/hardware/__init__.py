@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from composer3d.planning.hardware.calibration import Measurement, hardware_tables, mean_of, measure
-    from composer3d.planning.hardware.cluster import Device, Gemm, Hardware, Link, hardware_names, load_hardware
-    from composer3d.planning.hardware.file_rules import problems_of
+    from composer3d.planning.hardware.cluster import Device, Gemm, Hardware, Link
+    from composer3d.planning.hardware.hardware_file import hardware_names, load_hardware, problems_of
 
 _MODULES = {
     "calibration": ("Measurement", "hardware_tables", "mean_of", "measure"),
-    "cluster": ("Device", "Gemm", "Hardware", "Link", "hardware_names", "load_hardware"),
-    "file_rules": ("problems_of",),
+    "cluster": ("Device", "Gemm", "Hardware", "Link"),
+    "hardware_file": ("hardware_names", "load_hardware", "problems_of"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 

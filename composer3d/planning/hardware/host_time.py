@@ -52,7 +52,7 @@ def overhead_seconds(device: torch.device, budget: float) -> Iterator[tuple[str,
     """Yield what the host does besides launches: of `fsdp`, around an operator of its own; of `dtensor`, for one on it.
 
     It is the processor time that a few blocks of linear layers take longer, in forward and backward, when they are
-    sharded or cut, over the number of such operators. Waiting for other ranks is not in it. On a GPU nothing is
+    sharded, over the number of such operators. Waiting for other ranks is not in it. On a GPU nothing is
     yielded: what a host does there runs beside the kernels.
 
     Args:
@@ -79,12 +79,12 @@ def overhead_seconds(device: torch.device, budget: float) -> Iterator[tuple[str,
     step()
     yield "fsdp", max((_processor_s(step, number) - plain) / _counted(step)["fsdp"], _LEAST)
 
-    cut = _blocks()
-    for block in cut:
+    sharded = _blocks()
+    for block in sharded:
         assert isinstance(block, nn.Sequential)
         for index, layer in enumerate(block):
             parallelize_module(layer, mesh, RowwiseParallel() if index % 2 else ColwiseParallel())
-    step = _step_of(cut)
+    step = _step_of(sharded)
     step()
     yield "dtensor", max((_processor_s(step, number) - plain) / _counted(step)["dtensor"], _LEAST)
 

@@ -1,1 +1,1 @@
-"""The search for a better layout: what it tries, what it keeps, and the manifest that it writes."""
+"""The search for a better layout: costs of layouts from a few traces, what is kept, and the manifests written."""

@@ -1,35 +1,46 @@
-"""The search for a layout: every combination of degrees and choices by the static level, the best by simulation.
+"""The search for a layout: every combination of degrees and choices, by the traced costs of a few.
 
 No rule of thumb is built in: that tensor parallelism stays inside a node, or that a model that fits one device is best
-copied, is what the costs say.
+replicated, is what the costs say.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from composer3d.interfaces import Action
-from composer3d.planning.costs.step_time import segment_time
-from composer3d.planning.costs.timing import Estimate, estimate
-from composer3d.planning.formulas.decoder_dims import ModelShape
-from composer3d.planning.formulas.flops_conventions import flops_per_token
+from composer3d.planning.costs.allocator import reserved_bytes
 from composer3d.planning.formulas.layout_numbers import Recompute, Setup
 from composer3d.planning.formulas.manifest_setup import Offered, choices_of
-from composer3d.planning.formulas.memory_formulas import reserved_bytes
-from composer3d.planning.formulas.static import peak_bytes, static_traces
 from composer3d.planning.hardware.cluster import Hardware
-from composer3d.planning.schedules.orders import orders_of
 
-__all__ = ["Candidate", "Choices", "Found", "Keep", "evaluate", "own_orders", "search", "search_choices"]
+__all__ = ["Candidate", "Choices", "Costs", "Found", "Keep", "evaluate", "search", "search_choices"]
 
 Keep = Callable[[Setup], bool]
 FITS, TIGHT = 0.92, 1.0  # of the device's memory; between them a run may fail on a longer batch or fragmentation
-# What is left of 1F1B's bubble where the gradients of weights fill it; the simulation replaces it for the best.
-_ZERO_BUBBLE = 0.2
-_SIMULATED = 24
+_KEPT = 24  # of the fastest layouts
+_NEAR = 1.5  # times as slow as the fastest: others are not worth a plan
 _SPLITS = 3  # of the ways to shard over whole nodes, from each end
+
+
+class Costs(Protocol):
+    """Costs of layouts of one model on one cluster; see `LayoutCosts`."""
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that a pipeline can divide."""
+
+    def can(self, setup: Setup) -> bool:
+        """Return whether the model can be sharded so."""
+
+    def peak_bytes(self, setup: Setup) -> int:
+        """Return the bytes allocated on the fullest rank."""
+
+    def step_s(self, setup: Setup) -> float:
+        """Return the seconds of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,15 +88,15 @@ class Candidate:
         peak_bytes: Allocated on the worst rank.
         reserved_bytes: What the device shows.
         step_s: Of an optimizer step.
-        time: The parts of it; None before it was simulated.
-        is_planned: Whether the bytes are those of a plan, and not of formulas.
+        time: Its parts, as `plan --json` has them; None before it was planned.
+        is_planned: Whether bytes and time are those of a plan, and not of the search.
     """
 
     setup: Setup
     peak_bytes: int
     reserved_bytes: float
     step_s: float
-    time: Estimate | None = None
+    time: Mapping[str, Any] | None = None
     is_planned: bool = False
 
     def verdict(self, memory_bytes: float) -> str:
@@ -99,7 +110,8 @@ class Found:
     """What a search found.
 
     Args:
-        best: By step time, the fastest first; they fit.
+        best: The fastest that fit, and of those that are nearly as fast one of every tensor- and pipeline-parallel
+            degree.
         num_tried: Layouts whose memory was computed.
         num_fitting: Of those the ones that fit.
         smallest: The one with the least memory: where nothing fits, what is closest to it.
@@ -112,7 +124,7 @@ class Found:
 
 
 def search(
-    shape: ModelShape,
+    costs: Costs,
     base: Setup,
     hardware: Hardware,
     *,
@@ -124,110 +136,100 @@ def search(
 ) -> Found:
     """Find the layouts with the least step time that fit.
 
+    Tensor-parallel degrees are tried from the least on, since each has to be traced; those above one that is slower
+    than the one before are left out.
+
     Args:
-        shape: Of the model.
+        costs: Of the model's layouts.
         base: The run: sequence, global batch, precision and kernels stay as they are.
         hardware: The cluster.
         world_size: Ranks.
         memory_bytes: Of a device; None takes the described one's.
         keep: What the user wants kept; layouts for which it is false are left out.
         choices: What installed plugins can make; None is what the built-in ones can.
-        correction: By what a layout's modelled memory is multiplied: what plans of its kind have shown.
+        correction: By what a layout's memory is multiplied: what plans of its kind have shown.
     """
     limit = memory_bytes or hardware.device.memory_bytes
     choices = choices or Choices()
     fitting: list[Candidate] = []
     smallest: Candidate | None = None
-    num_tried = 0
-    for family in _families(shape, base, hardware, world_size, choices):
-        for setup in family:
-            wanted = [choice for choice in _memory_choices(setup, choices) if keep(choice)]
-            fits = not wanted  # what is not wanted says nothing of larger micro-batches
-            for choice in wanted:
-                peak = peak_bytes(shape, choice)
-                num_tried += 1
-                reserved = correction(choice) * reserved_bytes(peak, hardware)
-                found = Candidate(setup=choice, peak_bytes=peak, reserved_bytes=reserved, step_s=math.inf)
-                if smallest is None or peak < smallest.peak_bytes:
-                    smallest = found
-                if found.verdict(limit) == "fits":
-                    fitting.append(replace(found, step_s=_quick_s(shape, choice, hardware)))
-                    fits = True
-                    break  # what follows computes more and keeps less
-            if not fits:
-                break
+    num_tried, before = 0, math.inf
+    families = _families(costs.num_blocks, base, hardware, world_size, choices)
+    for _, of_degree in itertools.groupby(families, key=lambda family: family[0].tp):
+        found: list[Candidate] = []
+        for family in of_degree:
+            tried = list(_tried(costs, family, hardware, limit, keep=keep, choices=choices, correction=correction))
+            num_tried += len(tried)
+            smallest = min(filter(None, (smallest, *tried)), key=lambda one: one.peak_bytes, default=None)
+            found += [one for one in tried if one.verdict(limit) == "fits"]
+        fitting += [replace(one, step_s=costs.step_s(one.setup)) for one in found]
+        least = min((one.step_s for one in fitting[len(fitting) - len(found) :]), default=math.inf)
+        if least > before:
+            break
+        before = least
     fitting.sort(key=lambda candidate: candidate.step_s)
-    best = [
-        replace(evaluate(shape, candidate.setup, hardware), reserved_bytes=candidate.reserved_bytes)
-        for candidate in fitting[:_SIMULATED]
-    ]
-    best.sort(key=lambda candidate: candidate.step_s)
-    return Found(best=tuple(best), num_tried=num_tried, num_fitting=len(fitting), smallest=smallest)
+    near = [one for one in fitting if one.step_s <= _NEAR * fitting[0].step_s]
+    firsts = {(one.setup.tp, one.setup.pp): one for one in reversed(near)}
+    best = (*near[:_KEPT], *(one for one in firsts.values() if one not in near[:_KEPT]))
+    return Found(best=best, num_tried=num_tried, num_fitting=len(fitting), smallest=smallest)
 
 
-def evaluate(
-    shape: ModelShape, setup: Setup, hardware: Hardware, *, orders: Sequence[Sequence[Action]] | None = None
-) -> Candidate:
-    """Return a layout with its memory and its time.
+def _tried(
+    costs: Costs,
+    family: Sequence[Setup],
+    hardware: Hardware,
+    limit: float,
+    *,
+    keep: Keep,
+    choices: Choices,
+    correction: Callable[[Setup], float],
+) -> Iterator[Candidate]:
+    """Yield layouts of growing micro-batches with their memory; of each only what computes least of those that fit."""
+    for setup in family:
+        wanted = [choice for choice in _memory_choices(setup, choices) if keep(choice)]
+        if wanted and not costs.can(setup):
+            return
+        for choice in wanted:
+            candidate = _sized(costs, choice, hardware, correction(choice))
+            yield candidate
+            if candidate.verdict(limit) == "fits":
+                break  # what follows computes more and keeps less
+        else:
+            if wanted:  # what is not wanted says nothing of larger micro-batches
+                return
+
+
+def _sized(costs: Costs, setup: Setup, hardware: Hardware, correction: float) -> Candidate:
+    peak = costs.peak_bytes(setup)
+    reserved = correction * reserved_bytes(peak, hardware.device)
+    return Candidate(setup=setup, peak_bytes=peak, reserved_bytes=reserved, step_s=math.inf)
+
+
+def evaluate(costs: Costs, setup: Setup, hardware: Hardware) -> Candidate:
+    """Return a layout with its memory and its time, by the costs of the search.
 
     Args:
-        shape: Of the model.
+        costs: Of the model's layouts.
         setup: The layout.
         hardware: The cluster.
-        orders: Of the pipeline; None makes those of the common schedules, and of others a closed form of the bubble.
     """
-    peak = peak_bytes(shape, setup)
-    known = orders if orders is not None else own_orders(setup)
-    time = None
-    if setup.pp == 1 or known is not None:
-        time = estimate(
-            static_traces(shape, setup),
-            hardware,
-            world_size=setup.world_size,
-            tokens=setup.global_batch * setup.seq_len,
-            model_flops=flops_per_token(shape, setup.seq_len, "palm"),
-            dtype=_peak_dtype(setup, hardware),
-            orders=known,
-        )
-    return Candidate(
-        setup=setup,
-        peak_bytes=peak,
-        reserved_bytes=reserved_bytes(peak, hardware),
-        step_s=_quick_s(shape, setup, hardware) if time is None else time.step_s.value,
-        time=time,
-    )
-
-
-def _peak_dtype(setup: Setup, hardware: Hardware) -> str:
-    """Return the dtype to whose peak utilisation refers: published figures take bfloat16's, for float8 too."""
-    dtype = setup.precision.dtype
-    return dtype if dtype in hardware.device.peaks and not dtype.startswith("float8") else "bfloat16"
-
-
-def own_orders(setup: Setup) -> tuple[tuple[Action, ...], ...] | None:
-    """Return the order of a layout's pipeline; None without one, or for one that only its plugin knows."""
-    if setup.pp == 1 or "Zero" in setup.schedule:
-        return None
-    return orders_of(
-        setup.schedule,
-        degree=setup.pp,
-        num_microbatches=setup.num_microbatches,
-        stages_per_rank=setup.stages_per_rank,
-    )
+    return replace(_sized(costs, setup, hardware, 1.0), step_s=costs.step_s(setup))
 
 
 def _families(
-    shape: ModelShape, base: Setup, hardware: Hardware, world_size: int, choices: Choices
+    num_blocks: int, base: Setup, hardware: Hardware, world_size: int, choices: Choices
 ) -> Iterator[list[Setup]]:
     """Yield layouts that differ in the micro-batch only, the smallest first: the order of the memory they need."""
-    for degrees in _degrees(shape, base, world_size):
+    for degrees in _degrees(num_blocks, base, world_size):
         if (degrees.tp > 1 and not choices.tensor_parallel) or (degrees.pp > 1 and not choices.schedules):
             continue
         for sharded in _sharded(degrees, hardware.devices_per_node, choices.zero):
             sizes = list(_microbatches(sharded))
-            for schedule, stages in _schedules(shape, sharded, choices):
+            for schedule, stages in _schedules(num_blocks, sharded, choices):
                 scheduled = [replace(setup, schedule=schedule, stages_per_rank=stages) for setup in sizes]
-                yield [setup for setup in scheduled if _runs(setup)]
+                family = [setup for setup in scheduled if _runs(setup)]
+                if family:
+                    yield family
 
 
 def _memory_choices(setup: Setup, choices: Choices) -> list[Setup]:
@@ -244,14 +246,12 @@ def divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _degrees(shape: ModelShape, base: Setup, world_size: int) -> Iterator[Setup]:
-    for tp in divisors(math.gcd(world_size // base.cp, shape.num_heads)):
-        if shape.ffn % tp or (tp <= shape.num_kv_heads and shape.num_kv_heads % tp) or tp > shape.num_kv_heads:
-            continue
+def _degrees(num_blocks: int, base: Setup, world_size: int) -> Iterator[Setup]:
+    for tp in divisors(world_size // base.cp):
         for pp in divisors(world_size // base.cp // tp):
-            copies = world_size // base.cp // tp // pp
-            if pp <= shape.num_layers and base.global_batch % copies == 0:
-                yield replace(base, tp=tp, pp=pp, dp_shard=copies, dp_replicate=1, sequence_parallel=tp > 1)
+            replicas = world_size // base.cp // tp // pp
+            if pp <= num_blocks and base.global_batch % replicas == 0:
+                yield replace(base, tp=tp, pp=pp, dp_shard=replicas, dp_replicate=1, sequence_parallel=tp > 1)
 
 
 def _microbatches(setup: Setup) -> Iterator[Setup]:
@@ -262,26 +262,28 @@ def _microbatches(setup: Setup) -> Iterator[Setup]:
 
 
 def _sharded(setup: Setup, per_node: int, stages: Sequence[int]) -> Iterator[Setup]:
-    """Yield copies, ZeRO stages, and shards over a node, a few nodes or all ranks."""
-    copies = setup.dp_shard
-    if copies == 1:
+    """Yield replicas, ZeRO stages, and shards over a node, a few nodes or all ranks."""
+    replicas = setup.dp_shard
+    if replicas == 1:
         yield replace(setup, zero=3)
         return
-    yield replace(setup, zero=0, dp_shard=1, dp_replicate=copies)
-    whole_nodes = [d for d in divisors(copies) if d > 1 and (d == copies or d * setup.tp * setup.cp % per_node == 0)]
+    yield replace(setup, zero=0, dp_shard=1, dp_replicate=replicas)
+    whole_nodes = [
+        d for d in divisors(replicas) if d > 1 and (d == replicas or d * setup.tp * setup.cp % per_node == 0)
+    ]
     for shards in dict.fromkeys((*whole_nodes[:_SPLITS], *whole_nodes[-_SPLITS:])):
         for zero in stages:
-            yield replace(setup, zero=zero, dp_shard=shards, dp_replicate=copies // shards)
+            yield replace(setup, zero=zero, dp_shard=shards, dp_replicate=replicas // shards)
 
 
-def _schedules(shape: ModelShape, setup: Setup, choices: Choices) -> list[tuple[str, int]]:
+def _schedules(num_blocks: int, setup: Setup, choices: Choices) -> list[tuple[str, int]]:
     if setup.pp == 1:
         return [("1F1B", 1)]
     return [
         (schedule, number)
         for schedule, numbers in choices.schedules
         for number in numbers
-        if shape.num_layers >= setup.pp * number
+        if num_blocks >= setup.pp * number
     ]
 
 
@@ -289,21 +291,3 @@ def _runs(setup: Setup) -> bool:
     """Return whether a schedule has enough micro-batches, in whole rounds where it interleaves stages."""
     whole = setup.stages_per_rank == 1 or setup.num_microbatches % setup.pp == 0
     return setup.pp == 1 or (setup.num_microbatches >= setup.pp and whole)
-
-
-def _quick_s(shape: ModelShape, setup: Setup, hardware: Hardware) -> float:
-    """Return the step time with a closed form of the bubble: the slowest stage for every micro-batch, and the ramp."""
-    traces = static_traces(shape, setup)
-    totals, after = [], 0.0
-    for trace in traces:
-        times = [(segment, segment_time(segment, hardware)) for segment in trace.segments]
-        late = sum(time.total_s for segment, time in times if segment.kind in ("gradients", "optimizer"))
-        after = max(after, late)
-        totals.append(
-            sum(time.total_s * segment.count for segment, time in times if segment.kind in ("forward", "backward"))
-        )
-    count = setup.num_microbatches
-    ramp = (setup.pp - 1) / setup.stages_per_rank / count
-    if "Zero" in setup.schedule:
-        ramp *= _ZERO_BUBBLE
-    return max(totals) * (1 + ramp) + after

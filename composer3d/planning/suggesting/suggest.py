@@ -2,45 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from composer3d.interfaces import Action
-from composer3d.planning.formulas.decoder_dims import ModelShape
+from composer3d.errors import ComposerError
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.cluster import Hardware
-from composer3d.planning.suggesting.search import Candidate, Choices, Found, Keep, evaluate, search
+from composer3d.planning.suggesting.search import Candidate, Choices, Costs, Found, Keep, evaluate, search
 
-__all__ = ["Accepted", "Planned", "Suggestion", "against", "bases", "different", "suggest"]
+__all__ = ["Planned", "Suggestion", "against", "bases", "different", "suggest"]
 
 GIB = 2**30
-NUM_SUGGESTIONS, NUM_CHECKED = 5, 12
-
-
-@dataclass(frozen=True, kw_only=True)
-class Accepted:
-    """What `check` said of a layout.
-
-    Args:
-        refusal: Why it cannot be; None where it can.
-        orders: Of its pipeline.
-    """
-
-    refusal: str | None
-    orders: Sequence[Sequence[Action]] | None = None
+NUM_SUGGESTIONS, NUM_PLANNED = 5, 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planned:
-    """Memory of a layout's fullest rank, as `plan` finds it.
+    """Memory of a layout's fullest rank and the time of its step, as `plan` states them.
 
     Args:
         peak: Allocated.
         total: What a device must have.
+        time: As in `plan --json`.
     """
 
     peak: int
     total: int
+    time: Mapping[str, Any]
+
+    def of(self, setup: Setup) -> Candidate:
+        """Return the layout with these costs."""
+        return Candidate(
+            setup=setup,
+            peak_bytes=self.peak,
+            reserved_bytes=float(self.total),
+            step_s=self.time["step_s"]["value"],
+            time=self.time,
+            is_planned=True,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,65 +57,60 @@ class Suggestion:
 
 
 def suggest(
-    shape: ModelShape,
+    costs: Costs,
     own: Setup,
     hardware: Hardware,
     *,
     world_size: int,
     memory_bytes: float,
     keep: Keep,
-    check: Callable[[Setup], Accepted],
-    plan: Callable[[Setup], Planned | None] = lambda setup: None,
-    own_bytes: float | None = None,
+    plan: Callable[[Setup], Planned],
+    given: Planned | None = None,
     choices: Choices | None = None,
 ) -> tuple[tuple[Suggestion, ...], Found, tuple[str, ...]]:
     """Return the best layouts that `check` accepts and that fit by the plan, what was searched, and what was refused.
 
-    The formulas of the search are quick, and may be far off for a kind of layout. So every layout is planned before it
-    is proposed; where one does not fit, the kind's formulas are corrected by what the plan says, and searched anew.
+    The costs of the search are quick, and may be off for a kind of layout. So every layout is planned before it is
+    proposed; where one does not fit, the kind's costs are corrected by the plan, and the search is repeated.
 
     Args:
-        shape: Of the model.
+        costs: Of the model's layouts.
         own: The given manifest in numbers.
         hardware: The cluster.
         world_size: Ranks.
         memory_bytes: Of a device.
         keep: What the user pins.
-        check: Asks for one layout.
-        plan: Plans one layout; None where it cannot be planned, and the formulas have to do.
-        own_bytes: What the given manifest needs by the plan.
+        plan: Checks and plans one layout; raises ComposerError where it cannot be.
+        given: The given manifest's own costs; None where it cannot run.
         choices: What installed plugins can make.
     """
-    jury = _Jury(shape=shape, hardware=hardware, memory_bytes=memory_bytes, check=check, plan=plan)
+    trials = _Trials(costs=costs, hardware=hardware, memory_bytes=memory_bytes, plan=plan)
     while True:
         searched = [
             search(
-                shape,
+                costs,
                 base,
                 hardware,
                 world_size=world_size,
                 memory_bytes=memory_bytes,
                 keep=keep,
                 choices=choices,
-                correction=jury.correction,
+                correction=trials.correction,
             )
             for base in bases(own, hardware)
         ]
         found = _together(searched)
-        if not jury.hear(different(found.best, jury.chosen)):
+        if not trials.hear(different(found.best, trials.chosen)):
             break
-    for candidate in _in_float8(jury.chosen, shape, hardware, keep):
-        jury.ask(candidate)
+    trials.ask_float8(keep)
     # Lower precision is another run: it comes after all that compute what was asked for.
-    jury.chosen.sort(key=lambda candidate: (candidate.setup.precision.dtype != own.precision.dtype, candidate.step_s))
-    mine = evaluate(shape, own, hardware) if own.world_size == world_size else None
-    if mine is not None and own_bytes is not None:
-        mine = replace(mine, reserved_bytes=own_bytes)
+    trials.chosen.sort(key=lambda candidate: (candidate.setup.precision.dtype != own.precision.dtype, candidate.step_s))
+    mine = None if given is None else given.of(own)
     found_all = tuple(
         Suggestion(candidate=candidate, reasons=tuple(against(candidate, mine, memory_bytes)))
-        for candidate in jury.chosen
+        for candidate in trials.chosen
     )
-    return found_all, found, tuple(jury.refused)
+    return found_all, found, tuple(trials.refused)
 
 
 def _together(searched: Sequence[Found]) -> Found:
@@ -128,66 +123,73 @@ def _together(searched: Sequence[Found]) -> Found:
 
 
 @dataclass(kw_only=True)
-class _Jury:
-    """What `check` and `plan` said so far.
+class _Trials:
+    """Answers of `check` and `plan` so far.
 
     Args:
-        shape: Of the model.
+        costs: Of the model's layouts.
         hardware: The cluster.
         memory_bytes: Of a device.
-        check: Asks for one layout.
-        plan: Plans one layout.
+        plan: Checks and plans one layout.
     """
 
-    shape: ModelShape
+    costs: Costs
     hardware: Hardware
     memory_bytes: float
-    check: Callable[[Setup], Accepted]
-    plan: Callable[[Setup], Planned | None]
+    plan: Callable[[Setup], Planned]
     chosen: list[Candidate] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     _asked: list[Setup] = field(default_factory=list)
     _corrections: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     def correction(self, setup: Setup) -> float:
-        """Return by what the modelled memory of such layouts is multiplied."""
+        """Return by what the searched memory of such layouts is multiplied."""
         return self._corrections.get(_kind(setup), 1.0)
 
     def hear(self, candidates: Iterable[Candidate]) -> bool:
-        """Ask for the best of some layouts; return whether the rest has to be searched for anew."""
+        """Plan the best of some layouts; return whether the search has to be repeated."""
         for candidate in candidates:
-            if len(self.chosen) == NUM_SUGGESTIONS - 1 or len(self._asked) >= NUM_CHECKED:
+            if len(self.chosen) == NUM_SUGGESTIONS - 1 or len(self._asked) >= NUM_PLANNED:
                 return False
             if candidate.setup not in self._asked and self.ask(candidate):
                 return True
         return False
 
     def ask(self, candidate: Candidate) -> bool:
-        """Let check and plan judge a layout; return whether the plan says that it does not fit."""
+        """Check and plan a layout; return whether it does not fit by the plan."""
         setup = candidate.setup
         self._asked.append(setup)
-        answer = self.check(setup)
-        if answer.refusal is not None:
-            self.refused.append(answer.refusal)
+        try:
+            planned = self.plan(setup)
+        except ComposerError as error:
+            self.refused.append(str(error))
             return False
-        found = evaluate(self.shape, setup, self.hardware, orders=answer.orders)
-        planned = self.plan(setup)
-        if planned is not None:
-            modelled = found.reserved_bytes
-            found = replace(found, peak_bytes=planned.peak, reserved_bytes=float(planned.total), is_planned=True)
-            self._corrections[_kind(setup)] = max(self.correction(setup), planned.total / modelled)
-            if found.verdict(self.memory_bytes) == "does not fit":
-                needs, has = planned.total / GIB, self.memory_bytes / GIB
-                self.refused.append(
-                    f"needs {needs:.1f} of {has:.1f} GiB by the plan, and {modelled / GIB:.1f} by formulas"
-                )
-                return True
+        searched = evaluate(self.costs, setup, self.hardware).reserved_bytes
+        self._corrections[_kind(setup)] = max(self.correction(setup), planned.total / searched)
+        found = planned.of(setup)
+        if found.verdict(self.memory_bytes) == "does not fit":
+            needs, has = planned.total / GIB, self.memory_bytes / GIB
+            self.refused.append(
+                f"needs {needs:.1f} of {has:.1f} GiB by the plan, and {searched / GIB:.1f} by the search's costs"
+            )
+            return True
         self.chosen.append(found)
         return False
 
+    def ask_float8(self, keep: Keep) -> None:
+        """Ask for the fastest of the chosen with products in float8, where the device has them and they are faster."""
+        if not self.chosen or "float8" not in self.hardware.device.peaks:
+            return
+        best = min(self.chosen, key=lambda candidate: candidate.step_s)
+        setup = replace(best.setup, precision=replace(best.setup.precision, dtype="float8_e4m3fn"))
+        if best.setup.precision.dtype != "bfloat16" or not keep(setup):
+            return
+        self.ask(replace(best, setup=setup))
+        self.chosen = [one for one in self.chosen if one.setup != setup or one.step_s < best.step_s]
+
 
 def _kind(setup: Setup) -> tuple[object, ...]:
-    """Return what layouts have in common that the formulas misjudge alike."""
+    """Return what layouts have in common whose memory is misjudged alike."""
     return setup.recompute, setup.pp > 1, setup.stages_per_rank > 1
 
 
@@ -196,18 +198,6 @@ def bases(own: Setup, hardware: Hardware) -> tuple[Setup, ...]:
     if own.precision.dtype == "float32" and "bfloat16" in hardware.device.peaks:
         return own, replace(own, precision=Precision())
     return (own,)
-
-
-def _in_float8(chosen: Sequence[Candidate], shape: ModelShape, hardware: Hardware, keep: Keep) -> tuple[Candidate, ...]:
-    """Return the fastest of the chosen with products in float8, where the device has them and they are faster."""
-    if not chosen or "float8" not in hardware.device.peaks:
-        return ()
-    best = min(chosen, key=lambda candidate: candidate.step_s)
-    if best.setup.precision.dtype != "bfloat16":
-        return ()
-    setup = replace(best.setup, precision=replace(best.setup.precision, dtype="float8_e4m3fn"))
-    found = evaluate(shape, setup, hardware)
-    return (found,) if keep(setup) and found.step_s < best.step_s else ()
 
 
 def different(candidates: Sequence[Candidate], chosen: Sequence[Candidate]) -> Iterable[Candidate]:
@@ -232,8 +222,7 @@ def _key(candidate: Candidate) -> tuple[object, ...]:
 def against(candidate: Candidate, own: Candidate | None, memory_bytes: float) -> Iterable[str]:
     """Yield why a layout wins: its own figures, and what moved against the given manifest's."""
     part = candidate.reserved_bytes / memory_bytes
-    source = "by the plan" if candidate.is_planned else "by formulas, not planned"
-    yield f"{candidate.reserved_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB ({part:.0%}), {source}"
+    yield f"{candidate.reserved_bytes / GIB:.1f} of {memory_bytes / GIB:.1f} GiB ({part:.0%}), by the plan"
     if own is None:
         return
     if own.verdict(memory_bytes) == "does not fit":
@@ -242,11 +231,8 @@ def against(candidate: Candidate, own: Candidate | None, memory_bytes: float) ->
     yield f"{own.step_s / candidate.step_s:.2f} x the speed of the given manifest"
     if candidate.time is None or own.time is None:
         return
-    parts = (
-        ("compute", candidate.time.compute_s.value, own.time.compute_s.value),
-        ("exposed communication", candidate.time.exposed_s.value, own.time.exposed_s.value),
-        ("waiting in the pipeline", candidate.time.bubble_s.value, own.time.bubble_s.value),
-    )
-    for name, new, old in sorted(parts, key=lambda row: row[1] - row[2]):
+    named = {"compute_s": "compute", "exposed_s": "exposed communication", "bubble_s": "waiting in the pipeline"}
+    rows = [(name, candidate.time[key]["value"], own.time[key]["value"]) for key, name in named.items()]
+    for name, new, old in sorted(rows, key=lambda row: row[1] - row[2]):
         if abs(new - old) > 0.01 * own.step_s:
             yield f"{name} {old:.3g} s -> {new:.3g} s"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from composer3d.planning.tracing.step_recorder import Calls, Recording, Stretch
 from composer3d.planning.tracing.traced import SegmentKind
 
-__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "repeat", "sketch_of"]
+__all__ = ["Message", "Place", "Sketch", "Stage", "extend", "repeat", "run_alike", "sketch_of"]
 
 Key = TypeVar("Key", bound=Hashable)
 # A module's place: its name, its block's place in the stage, and the stage's position on the rank.
@@ -89,15 +89,19 @@ def extend(short: Sketch, longer: Sketch, *, by: int) -> Sketch | None:
 
     None where the two have different stretches, so that nothing can be extrapolated.
     """
-    if [(s.kind, s.stage, s.microbatch) for s in short.stretches] != [
-        (s.kind, s.stage, s.microbatch) for s in longer.stretches
-    ]:
+    if not run_alike(short, longer):
         return None
     stretches = [_extended(one, other, by) for one, other in zip(short.stretches, longer.stretches, strict=True)]
     if any(stage is None for stage in stretches):
         return None
     numbers = {name: _line(getattr(short, name), getattr(longer, name), by) for name in _NUMBERS}
     return Sketch(stretches=tuple(stage for stage in stretches if stage is not None), **numbers)
+
+
+def run_alike(short: Sketch, longer: Sketch) -> bool:
+    """Return whether two sketches run the same actions in the same order."""
+    orders = [[(s.kind, s.stage, s.microbatch) for s in sketch.stretches] for sketch in (short, longer)]
+    return orders[0] == orders[1]
 
 
 def _line(one: int, other: int, by: int) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from composer3d import torch_compat
 from composer3d.mesh import Role
 from composer3d.planning.tracing.equal_blocks import BlockCut
-from composer3d.planning.tracing.extending import Sketch, extend, repeat, sketch_of
+from composer3d.planning.tracing.extending import Sketch, extend, repeat, run_alike, sketch_of
 from composer3d.planning.tracing.fake_composition import (
     Job,
     composed,
@@ -24,11 +24,11 @@ from composer3d.planning.tracing.fake_composition import (
 from composer3d.planning.tracing.rank_roles import Contents, contents_of, first_ranks
 from composer3d.planning.tracing.second_process import Beside, halve
 from composer3d.planning.tracing.step_recorder import record_step
-from composer3d.planning.tracing.summary import summarise
-from composer3d.planning.tracing.traced import RankTrace
+from composer3d.planning.tracing.summary import segments_of, summarise
+from composer3d.planning.tracing.traced import RankTrace, Segment
 from composer3d.transform import Phase
 
-__all__ = ["Tracer"]
+__all__ = ["Depths", "Tracer"]
 
 # Blocks of the shorter one of two short stages; the other one has one more. Three have a first, a last, and the one
 # before it, which FSDP2 gathers while the last one runs: where blocks are recomputed, that is where the peak may be.
@@ -49,6 +49,23 @@ class _Traced:
     names: list[list[str]]
     are_alike: bool
     num_traced: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Depths:
+    """Traces of one rank at two depths of its equal blocks, one block apart; or one trace of all of it.
+
+    Args:
+        short: With `num_short` blocks.
+        longer: With one block more; None where `short` has everything.
+        num_short: Blocks of the short one, of all stages; 0 where there is no list of blocks.
+        num_blocks: Blocks of the model.
+    """
+
+    short: Sketch
+    longer: Sketch | None
+    num_short: int
+    num_blocks: int
 
 
 class Tracer:
@@ -111,6 +128,27 @@ class Tracer:
 
     def _run_all(self, traces: Sequence[_Short]) -> dict[_Short, _Traced]:
         return {(rank, length): self._run(rank, length, if_longer=length > _SHORT) for rank, length in traces}
+
+    def depths(self, rank: int = 0) -> Depths:
+        """Trace a rank of one stage at two depths, one of them in a forked process, and extrapolate nothing.
+
+        Args:
+            rank: Global.
+        """
+        with Beside(lambda: self._longer(rank) if self._cuts else None) as beside:
+            short = self._run(rank, _SHORT if self._cuts else None)
+            number = sum(map(len, short.names))
+            are_short = self._cuts and short.are_alike and number > _SHORT
+            longer = (beside.result() or self._longer(rank)).sketch if are_short else None
+        if longer is not None and short.sketch is not None and not run_alike(short.sketch, longer):
+            short, longer = self._run(rank, None), None
+        assert short.sketch is not None, "a stage of that many blocks"
+        num_short = number if longer is None else _SHORT
+        return Depths(short=short.sketch, longer=longer, num_short=num_short, num_blocks=number)
+
+    def segments(self, sketch: Sketch) -> tuple[Segment, ...]:
+        """Return what a step of a sketch from `depths` runs, in order of first appearance."""
+        return segments_of(sketch, self._preparation.context)
 
     def trace(self, rank: int, *, stands_for: int = 1) -> RankTrace:
         """Trace one rank.

@@ -13,7 +13,7 @@ from composer3d.planning.tracing.traced import Memory, Operators, RankTrace, Seg
 if TYPE_CHECKING:
     from composer3d.context import RunContext
 
-__all__ = ["summarise", "wire_bytes"]
+__all__ = ["segments_of", "summarise", "wire_bytes"]
 
 # The step's own collectives, whatever the plugins: counts, losses, the norm.
 _AGREEMENTS = (
@@ -53,7 +53,7 @@ def summarise(
         coordinates=dict(context.coordinates),
         stands_for=stands_for,
         memory=_memory(sketch, blocks, several=several),
-        segments=_segments(sketch, context),
+        segments=segments_of(sketch, context),
         is_extrapolated=is_extrapolated,
         notes=tuple(notes),
     )
@@ -93,7 +93,7 @@ def _module(place: Place, blocks: Sequence[Sequence[str]]) -> str:
     return names[int(block) if number is None else number] + name
 
 
-def _segments(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
+def segments_of(sketch: Sketch, context: RunContext) -> tuple[Segment, ...]:
     """Merge equal stretches into segments, in order of first appearance."""
     counted: dict[tuple[object, ...], int] = {}
     firsts: dict[tuple[object, ...], Stage] = {}

@@ -10,7 +10,8 @@ from composer3d.planning.costs.collective_time import Group, collective_s, messa
 from composer3d.planning.costs.roofline import operator_s
 from composer3d.planning.costs.step_time import compute_s, segment_time
 from composer3d.planning.costs.timed import fresh_s, interpolated_s
-from composer3d.planning.hardware.cluster import AttentionSpeed, Gemm, TimedCollective, TimedOperator, load_hardware
+from composer3d.planning.hardware.cluster import AttentionSpeed, Gemm, TimedCollective, TimedOperator
+from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.tracing.traced import DISPATCH, Operators, Segment, Transfer
 
 H100 = load_hardware("h100")

@@ -15,7 +15,8 @@ from composer3d.planning.costs.roofline import gemm_dims, gemm_efficiency, opera
 from composer3d.planning.costs.step_time import HOST_COPY, communication_of, compute_s, segment_time
 from composer3d.planning.costs.time_report import time_report
 from composer3d.planning.costs.timing import estimate, training
-from composer3d.planning.hardware.cluster import Gemm, load_hardware
+from composer3d.planning.hardware.cluster import Gemm
+from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.schedules.orders import orders_of
 from composer3d.planning.schedules.simulation import StageCosts, simulate
 from composer3d.planning.tracing.traced import Memory, Operators, RankTrace, Segment, Transfer

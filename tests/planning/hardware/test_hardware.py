@@ -7,9 +7,8 @@ import tomli
 
 from composer3d.errors import ComposerError
 from composer3d.manifest.toml_writer import dump
-from composer3d.planning.hardware import cluster
-from composer3d.planning.hardware.cluster import hardware_names, load_hardware
-from composer3d.planning.hardware.file_rules import problems_of
+from composer3d.planning.hardware import hardware_file
+from composer3d.planning.hardware.hardware_file import hardware_names, load_hardware, problems_of
 from composer3d.planning.hardware.quantity import BANDWIDTH, COMPUTE, SIZE, TIME, parse, show
 
 DEVICES = [name for name in hardware_names() if not name.startswith("/")]
@@ -17,8 +16,8 @@ NETWORKS = [name for name in hardware_names() if name.startswith("/")]
 
 
 def content(name):
-    file = tomli.loads((cluster._FOLDER / f"{name}.toml").read_text())
-    networks = tomli.loads((cluster._FOLDER / "networks.toml").read_text())["network"]
+    file = tomli.loads((hardware_file._FOLDER / f"{name}.toml").read_text())
+    networks = tomli.loads((hardware_file._FOLDER / "networks.toml").read_text())["network"]
     return file | {"inter": networks[file["inter"]]}
 
 
@@ -116,6 +115,10 @@ def test_a_bandwidth_without_direction_or_owner_is_refused(key):
         (lambda file: file.pop("device"), "the table [device] is missing"),
         (lambda file: file["device"].update(peak={}), "the table [device.peak] is missing"),
         (lambda file: file["device"].update(gemm_efficiency={}), "device.gemm_efficiency says nothing of bfloat16"),
+        (lambda file: file["device"].update(memory=80), "device.memory = 80 is not a number with one of the units"),
+        (lambda file: file["device"].update(asynchronous="yes"), "device.asynchronous = 'yes'; it is true or false"),
+        (lambda file: file["device"].update(gemm=[{"m": 1.5}]), "device.gemm[0].m = 1.5; it is a whole number"),
+        (lambda file: file["host"].update(speed=1), 'unknown key "host.speed"; one of: '),
     ],
 )
 def test_what_a_file_must_not_say(change, problem):

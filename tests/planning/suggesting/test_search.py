@@ -6,15 +6,16 @@ from dataclasses import replace
 
 import plan_accuracy
 import pytest
+from decoder_shape import ModelShape
 from published import published_runs
+from support.decoder_costs import DecoderCosts
 
 from composer3d.errors import ComposerError
-from composer3d.planning.formulas.decoder_dims import ModelShape
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
-from composer3d.planning.hardware.cluster import load_hardware
+from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.suggesting.pinned import kept
-from composer3d.planning.suggesting.search import evaluate, search
-from composer3d.planning.suggesting.suggest import NUM_CHECKED, Accepted, Planned, suggest
+from composer3d.planning.suggesting.search import search
+from composer3d.planning.suggesting.suggest import NUM_PLANNED, Planned, suggest
 
 GIB = 2**30
 H100 = load_hardware("h100")
@@ -27,44 +28,48 @@ LLAMA_8B = ModelShape(
 RUN = Setup(seq_len=4096, global_batch=64)
 
 
+def found(shape, base, world_size, *, hardware=H100, **options):
+    return search(DecoderCosts(shape, hardware), base, hardware, world_size=world_size, **options)
+
+
 def best(shape, base, world_size, *, hardware=H100, **options):
-    return search(shape, base, hardware, world_size=world_size, **options).best[0].setup
+    return found(shape, base, world_size, hardware=hardware, **options).best[0].setup
 
 
 def test_a_model_that_fits_one_device_is_only_copied_or_its_state_shared():
-    found = best(LLAMA_1B, RUN, 8)
-    assert (found.tp, found.pp, found.recompute) == (1, 1, "none")
-    assert found.zero <= 2
+    setup = best(LLAMA_1B, RUN, 8)
+    assert (setup.tp, setup.pp, setup.recompute) == (1, 1, "none")
+    assert setup.zero <= 2
 
 
 def test_a_model_that_does_not_fit_is_sharded():
-    found = best(LLAMA_8B, replace(RUN, seq_len=8192, global_batch=16), 8)
-    assert found.zero == 3 or found.tp > 1 or found.pp > 1
-    assert found.world_size == 8
+    setup = best(LLAMA_8B, replace(RUN, seq_len=8192, global_batch=16), 8)
+    assert setup.zero == 3 or setup.tp > 1 or setup.pp > 1
+    assert setup.world_size == 8
 
 
 def test_tensor_parallelism_stays_inside_nodes_and_slow_networks_make_pipelines():
     small_nodes = H100.with_nodes(4)
     batch = replace(RUN, global_batch=32)
-    for candidate in search(LLAMA_8B, batch, small_nodes, world_size=16).best[:5]:
+    for candidate in found(LLAMA_8B, batch, 16, hardware=small_nodes).best[:5]:
         assert candidate.setup.tp <= 4
     ethernet = load_hardware("a100-40/ethernet-25")
-    found = best(LLAMA_8B, batch, 32, hardware=ethernet)
-    assert found.pp > 1
-    assert found.tp <= 8
+    slow = best(LLAMA_8B, batch, 32, hardware=ethernet)
+    assert slow.pp > 1
+    assert slow.tp <= 8
 
 
 def test_what_does_not_fit_is_not_proposed():
-    found = search(LLAMA_8B, RUN, H100, world_size=2)
-    assert all(candidate.verdict(H100.device.memory_bytes) == "fits" for candidate in found.best)
-    nothing = search(LLAMA_8B, RUN, H100, world_size=1, memory_bytes=8 * 2**30)
+    two = found(LLAMA_8B, RUN, 2)
+    assert all(candidate.verdict(H100.device.memory_bytes) == "fits" for candidate in two.best)
+    nothing = found(LLAMA_8B, RUN, 1, memory_bytes=8 * 2**30)
     assert nothing.best == ()
     assert nothing.num_fitting == 0
     assert nothing.smallest.setup.offload
 
 
 def test_every_layout_divides():
-    for candidate in search(LLAMA_8B, RUN, H100, world_size=16).best:
+    for candidate in found(LLAMA_8B, RUN, 16).best:
         setup = candidate.setup
         assert setup.world_size == 16
         assert setup.global_batch % (setup.microbatch * setup.data_parallel) == 0
@@ -84,9 +89,9 @@ def test_every_layout_divides():
     ],
 )
 def test_pins_are_kept(pins, holds):
-    found = search(LLAMA_1B, RUN, H100, world_size=8, keep=kept(pins, RUN))
-    assert found.best
-    assert all(holds(candidate.setup) for candidate in found.best)
+    pinned = found(LLAMA_1B, RUN, 8, keep=kept(pins, RUN))
+    assert pinned.best
+    assert all(holds(candidate.setup) for candidate in pinned.best)
 
 
 @pytest.mark.parametrize(
@@ -104,24 +109,43 @@ def test_pins_that_mean_nothing(pin, message):
     assert str(caught.value).startswith(message)
 
 
-def test_suggestions_differ_and_check_has_the_last_word():
-    asked = []
+def planned_by(costs, needs_gib=None):
+    """Return a plan by other costs, or with a need of its own."""
 
-    def check(setup):
-        asked.append(setup)
-        return Accepted(refusal="no pipelines here" if setup.pp > 1 else None)
+    def plan(setup):
+        total = int((needs_gib(setup) if needs_gib else 40) * GIB)
+        seconds = {"step_s": costs.step_s(setup), "compute_s": 1.0, "exposed_s": 0.0, "bubble_s": 0.0}
+        return Planned(peak=total - GIB, total=total, time={name: {"value": value} for name, value in seconds.items()})
 
-    own = replace(RUN, dp_shard=8, recompute="full")
-    found, searched, refused = suggest(
-        LLAMA_1B,
+    return plan
+
+
+def suggested(own, pins, plan, *, shape=LLAMA_1B, given=None):
+    return suggest(
+        DecoderCosts(shape, H100),
         own,
         H100,
         world_size=8,
         memory_bytes=H100.device.memory_bytes,
-        keep=kept(["tp<=2"], own),
-        check=check,
+        keep=kept(pins, own),
+        plan=plan,
+        given=given,
     )
-    setups = [suggestion.candidate.setup for suggestion in found]
+
+
+def test_suggestions_differ_and_check_has_the_last_word():
+    asked = []
+    as_planned = planned_by(DecoderCosts(LLAMA_1B, H100))
+
+    def plan(setup):
+        asked.append(setup)
+        if setup.pp > 1:
+            raise ComposerError("no pipelines here")
+        return as_planned(setup)
+
+    own = replace(RUN, dp_shard=8, recompute="full")
+    proposed, searched, refused = suggested(own, ["tp<=2"], plan, given=as_planned(own))
+    setups = [suggestion.candidate.setup for suggestion in proposed]
     assert 2 <= len(setups) <= 5
     assert len(set(setups)) == len(setups)
     assert all(setup.pp == 1 and setup.tp <= 2 for setup in setups)
@@ -131,57 +155,58 @@ def test_suggestions_differ_and_check_has_the_last_word():
     dtypes = [setup.precision.dtype for setup in setups]
     assert dtypes == sorted(dtypes, key=lambda dtype: dtype.startswith("float8"))
     assert dtypes[-1].startswith("float8")
-    assert any("x the speed of the given manifest" in reason for reason in found[0].reasons)
+    assert any("x the speed of the given manifest" in reason for reason in proposed[0].reasons)
     assert searched.num_tried >= searched.num_fitting > 0
 
 
-def test_what_does_not_fit_by_the_plan_is_not_proposed_and_corrects_the_formulas():
+def test_what_does_not_fit_by_the_plan_is_not_proposed_and_corrects_the_costs():
     planned = []
+    # Costs that know nothing of what is kept: only full recomputation fits.
+    as_planned = planned_by(
+        DecoderCosts(LLAMA_1B, H100), needs_gib=lambda setup: 30 if setup.recompute == "full" else 100
+    )
 
     def plan(setup):
-        # Formulas that know nothing of what is kept: only full recomputation fits.
         planned.append(setup)
-        total = 30 * GIB if setup.recompute == "full" else 100 * GIB
-        return Planned(peak=total - GIB, total=total)
+        return as_planned(setup)
 
     own = replace(RUN, dp_shard=8)
-    found, _, refused = suggest(
-        LLAMA_1B,
-        own,
-        H100,
-        world_size=8,
-        memory_bytes=H100.device.memory_bytes,
-        keep=kept(["tp<=2", "pp=1"], own),
-        check=lambda setup: Accepted(refusal=None),
-        plan=plan,
-        own_bytes=100 * GIB,
-    )
-    assert found
-    assert all(suggestion.candidate.setup.recompute == "full" for suggestion in found)
-    assert all(suggestion.reasons[0].startswith("30.0 of 79.1 GiB (38%), by the plan") for suggestion in found)
-    assert found[0].reasons[1] == "the given manifest needs 100.0 GiB and does not fit"
+    proposed, _, refused = suggested(own, ["tp<=2", "pp=1"], plan, given=as_planned(own))
+    assert proposed
+    assert all(suggestion.candidate.setup.recompute == "full" for suggestion in proposed)
+    assert all(suggestion.reasons[0].startswith("30.0 of 79.1 GiB (38%), by the plan") for suggestion in proposed)
+    assert proposed[0].reasons[1] == "the given manifest needs 100.0 GiB and does not fit"
     assert any(reason.startswith("needs 100.0 of 79.1 GiB by the plan, and ") for reason in refused)
     # One plan shows what is wrong with all layouts of its kind.
-    assert len(planned) <= NUM_CHECKED + 1
+    assert len(planned) <= NUM_PLANNED + 1
 
 
 def test_precision_is_searched_where_it_is_not_pinned():
     own = replace(RUN, dp_shard=8, precision=Precision(dtype="float32", compute_bytes=4, gather_bytes=4))
 
     def dtypes(*pins):
-        found, _, _ = suggest(
-            LLAMA_1B,
-            own,
-            H100,
-            world_size=8,
-            memory_bytes=H100.device.memory_bytes,
-            keep=kept(pins, own),
-            check=lambda setup: Accepted(refusal=None),
-        )
-        return {suggestion.candidate.setup.precision.dtype for suggestion in found}
+        proposed, _, _ = suggested(own, pins, planned_by(DecoderCosts(LLAMA_1B, H100)))
+        return {suggestion.candidate.setup.precision.dtype for suggestion in proposed}
 
     assert "bfloat16" in dtypes()
     assert dtypes("precision") == {"float32"}
+
+
+def test_tensor_parallel_degrees_are_asked_from_the_least_on_until_they_are_slower():
+    class Counted(DecoderCosts):
+        asked: list[int] = []
+
+        def can(self, setup):
+            self.asked.append(setup.tp)
+            return super().can(setup)
+
+        def step_s(self, setup):
+            return abs(setup.tp - 2) + super().step_s(setup) * 1e-6
+
+    costs = Counted(LLAMA_1B, H100)
+    best = search(costs, RUN, H100, world_size=32).best[0].setup
+    assert best.tp == 2
+    assert sorted(set(costs.asked)) == [1, 2, 4]
 
 
 def rate(run, seconds):
@@ -199,11 +224,3 @@ def test_the_pick_of_a_published_sweep_is_within_a_tenth_of_the_best(hidden):
     assert len(sweep) >= 4
     pick = max(sweep, key=lambda run: rate(run, plan_accuracy.planned(run).step_s.value))
     assert rate(pick, pick.step_s) >= 0.9 * max(rate(run, run.step_s) for run in sweep)
-
-
-def test_a_layout_is_evaluated_with_its_schedules_own_order():
-    setup = replace(RUN, pp=4, schedule="ZBVZeroBubble", stages_per_rank=2)
-    assert evaluate(LLAMA_8B, setup, H100).time is None
-    plain = evaluate(LLAMA_8B, replace(setup, schedule="Interleaved1F1B"), H100)
-    assert plain.time.pipeline.bubble_share.value > 0
-    assert plain.step_s == plain.time.step_s.value

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from composer3d.planning.formulas.decoder_dims import ModelShape
+from decoder_shape import ModelShape
+
 from composer3d.planning.formulas.layout_numbers import Setup
 from composer3d.planning.tracing.traced import Operators
 

@@ -6,45 +6,13 @@ Deepak Narayanan et al., arXiv:2104.04473 (micro-batches in flight); torch's FSD
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from decoder_block import block, embedding, head
+from decoder_shape import ModelShape
 
-from composer3d.planning.formulas.block import block, embedding, head
-from composer3d.planning.formulas.decoder_dims import ModelShape
-from composer3d.planning.formulas.layout_numbers import Precision, Setup
-from composer3d.planning.hardware.cluster import Hardware
+from composer3d.planning.formulas.layout_numbers import Setup, in_flight, state_bytes
 from composer3d.planning.tracing.traced import Memory
 
-__all__ = ["in_flight", "memory_of", "reserved_bytes", "state_bytes"]
-
-
-def state_bytes(num_parameters: float, degree: int, zero: int, precision: Precision) -> Mapping[str, float]:
-    """Return the bytes of parameters, gradients and optimizer state of one rank.
-
-    Args:
-        num_parameters: Before data-parallel sharding.
-        degree: Ranks that share what the stage divides.
-        zero: 0 to 3.
-        precision: Bytes a parameter.
-    """
-    return {
-        "parameters": num_parameters * precision.param_bytes / (degree if zero >= 3 else 1),
-        "gradients": num_parameters * precision.grad_bytes / (degree if zero >= 2 else 1),
-        "optimizer": num_parameters * (precision.state_bytes + precision.master_bytes) / (degree if zero >= 1 else 1),
-    }
-
-
-def in_flight(setup: Setup, pp_rank: int) -> float:
-    """Return the micro-batches whose activations a pipeline rank holds at most, each as all of the rank's stages."""
-    count, degree, stages = setup.num_microbatches, setup.pp, setup.stages_per_rank
-    if degree == 1:
-        return 1.0
-    if setup.schedule == "GPipe":
-        return float(count)
-    if setup.schedule in ("ZBVZeroBubble", "DualPipeV"):
-        return float(min(count, degree))
-    if stages > 1:
-        return min(float(count), ((stages - 1) * degree + 2 * (degree - pp_rank) - 1) / stages)
-    return float(min(count, degree - pp_rank))
+__all__ = ["memory_of"]
 
 
 def memory_of(shape: ModelShape, setup: Setup, pp_rank: int, held: tuple[float, float], num_layers: int) -> Memory:
@@ -125,8 +93,3 @@ def _gathered(setup: Setup, held: tuple[float, float], num_layers: int) -> float
 def _optimizer_temporaries(setup: Setup, held: float, degree: int) -> float:
     """Return a list of updates as long as the shard, which an optimizer over lists of tensors makes."""
     return held * setup.precision.param_bytes / (degree if setup.zero else 1)
-
-
-def reserved_bytes(allocated: float, hardware: Hardware) -> float:
-    """Return what a device shows as used: allocated bytes, what the allocator rounds and splits, and the context."""
-    return allocated * hardware.device.reserve_factor + hardware.device.context_bytes

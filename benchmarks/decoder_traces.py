@@ -1,4 +1,4 @@
-"""A step's trace from sizes and degrees alone, in milliseconds: for the search, and for runs that have no manifest.
+"""A step's trace from sizes and degrees alone: of published runs, which have no manifest to trace.
 
 What is exact in a trace is a formula here: activations of a decoder's block, units gathered, collectives by count.
 """
@@ -8,20 +8,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from decoder_block import Work, block, embedding, head
+from decoder_memory import memory_of
+from decoder_shape import ModelShape
+
 from composer3d.planning.costs.step_time import HOST_COPY
-from composer3d.planning.formulas.block import Work, block, embedding, head
-from composer3d.planning.formulas.collective_formulas import (
-    boundary,
-    every_microbatch,
-    once_a_step,
-    over_tensor_ranks,
-)
-from composer3d.planning.formulas.decoder_dims import ModelShape
-from composer3d.planning.formulas.layout_numbers import Setup
-from composer3d.planning.formulas.memory_formulas import memory_of
+from composer3d.planning.formulas.collective_formulas import every_microbatch, once_a_step, transfer
+from composer3d.planning.formulas.layout_numbers import Setup, layers_of
 from composer3d.planning.tracing.traced import Operators, RankTrace, Segment, Transfer
 
-__all__ = ["layers_of", "parameters_of", "peak_bytes", "static_traces"]
+__all__ = ["parameters_of", "peak_bytes", "static_traces"]
 
 
 def static_traces(shape: ModelShape, setup: Setup) -> tuple[RankTrace, ...]:
@@ -29,7 +25,7 @@ def static_traces(shape: ModelShape, setup: Setup) -> tuple[RankTrace, ...]:
 
     Args:
         shape: Of the model.
-        setup: The layout; it is not checked, the lint does that.
+        setup: The layout; it is not checked.
     """
     if setup.pp == 1:
         return (_trace(shape, setup, 0, setup.world_size),)
@@ -41,7 +37,7 @@ def static_traces(shape: ModelShape, setup: Setup) -> tuple[RankTrace, ...]:
 
 def peak_bytes(shape: ModelShape, setup: Setup) -> int:
     """Return the peak of the worst pipeline rank, without the rest of its trace."""
-    layers = layers_of(shape, setup)
+    layers = layers_of(shape.num_layers, setup)
     ranks = {0, setup.pp - 1}
     return max(
         memory_of(
@@ -55,16 +51,10 @@ def peak_bytes(shape: ModelShape, setup: Setup) -> int:
     )
 
 
-def layers_of(shape: ModelShape, setup: Setup) -> tuple[int, ...]:
-    """Return how many layers every stage holds: as even as they divide, the first ones more."""
-    each, rest = divmod(shape.num_layers, setup.num_stages)
-    return tuple(each + (stage < rest) for stage in range(setup.num_stages))
-
-
 def parameters_of(shape: ModelShape, setup: Setup, pp_rank: int) -> tuple[float, float]:
     """Return the parameters of a pipeline rank, sharded over tp: all of them, and of those the embedding and head."""
     stages = [stage for stage in range(setup.num_stages) if stage % setup.pp == pp_rank]
-    layers = sum(layers_of(shape, setup)[stage] for stage in stages)
+    layers = sum(layers_of(shape.num_layers, setup)[stage] for stage in stages)
     outer = 0.0
     if 0 in stages:
         outer += shape.embedding_parameters
@@ -77,7 +67,7 @@ def parameters_of(shape: ModelShape, setup: Setup, pp_rank: int) -> tuple[float,
 
 def _trace(shape: ModelShape, setup: Setup, pp_rank: int, stands_for: int) -> RankTrace:
     held = parameters_of(shape, setup, pp_rank)
-    layers = layers_of(shape, setup)
+    layers = layers_of(shape.num_layers, setup)
     stages = [stage for stage in range(setup.num_stages) if stage % setup.pp == pp_rank]
     segments = [segment for stage in stages for segment in _stage_segments(shape, setup, stage, layers[stage], held)]
     segments += _after(setup, held, sum(layers[stage] for stage in stages))
@@ -186,3 +176,40 @@ def _after(setup: Setup, held: tuple[float, float], num_layers: int) -> list[Seg
         Segment(kind="gradients", stage=0, count=1, operators=(), transfers=late),
         Segment(kind="optimizer", stage=0, count=1, operators=tuple(calls), transfers=()),
     ]
+
+
+def over_tensor_ranks(shape: ModelShape, setup: Setup, num_layers: int, *, backward: bool) -> list[Transfer]:
+    """Return the collectives of tp in a stage's forward or backward: two all-reduces a layer, or their halves."""
+    transfers: list[Transfer] = []
+    size = setup.precision.compute_bytes * setup.tokens * shape.hidden
+    runs = 2 if backward and setup.recompute == "full" else 1
+    if setup.tp > 1:
+        ranks = setup.ranks("tp")
+        ops = ("all_gather", "reduce_scatter") if setup.sequence_parallel else ("all_reduce",)
+        for op in ops:
+            count = 2 * num_layers * runs
+            hidden = setup.async_tp and backward
+            transfers.append(
+                transfer(op, "tp", ranks, size, count=count, dtype=setup.precision.dtype, overlapped=hidden)
+            )
+    if setup.cp > 1:
+        keys = setup.precision.compute_bytes * setup.microbatch * setup.seq_len
+        keys *= 2 * shape.num_kv_heads * shape.head_dim / setup.tp
+        ops = ("all_gather", "reduce_scatter") if backward else ("all_gather",)
+        for op in ops:
+            transfers.append(
+                transfer(
+                    op, "cp", setup.ranks("cp"), keys, count=num_layers, dtype=setup.precision.dtype, overlapped=False
+                )
+            )
+    return transfers
+
+
+def boundary(shape: ModelShape, setup: Setup, stage: int, direction: int) -> list[Transfer]:
+    """Return the message of a micro-batch's hidden state to the next stage (+1), or of its gradient back (-1)."""
+    if setup.pp == 1 or not 0 <= stage + direction < setup.num_stages:
+        return []
+    cut = setup.tp if setup.sequence_parallel else 1
+    size = setup.precision.compute_bytes * setup.tokens * shape.hidden / cut
+    ranks = setup.ranks("pp")[:2]
+    return [transfer("send", "pp", ranks, size, count=1, dtype=setup.precision.dtype, overlapped=setup.async_messages)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from composer3d.planning.formulas.decoder_dims import ModelShape
+from decoder_shape import ModelShape
 
 __all__ = ["CONVENTIONS", "flops_per_token"]
 
