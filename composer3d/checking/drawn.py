@@ -63,7 +63,8 @@ def recorded_draws(model: nn.Module, *, num_samples: int) -> Iterator[list[Site]
                 place=place,
                 shape=draw.shape,
                 num_samples=num_samples,
-                by_sample=draw.has_samples(num_samples),
+                # A number with a dim of 1 is that of a sample where a micro-batch has one.
+                by_sample=draw.has_samples(num_samples) or (draw.is_common(num_samples) and not draw.shape),
             )
             found.setdefault(str(site), site)
         return func(*args, **kwargs)

@@ -137,7 +137,8 @@ def _drawn(foreign: str, sites: Sequence[Site]) -> Mapping[str, Any]:
         ("model", "use"),
         f"its forward draws random numbers at {apart[0]}{more}, without samples along their leading dim: they are "
         "drawn once a micro-batch, so layouts with other micro-batches draw other ones",
-        "draw one for each sample, as torch.rand(x.shape[0]), where layouts have to agree",
+        "where layouts have to agree, draw one for each sample, as torch.rand(x.shape[0]), or a single one for all, as "
+        "torch.rand(())",
         severity="warning",
     )
 

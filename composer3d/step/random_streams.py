@@ -3,10 +3,10 @@
 *By sample.* A function mode of torch is on while micro-batches run. What draws with the samples along its leading dim
 draws, for each of them, from (seed, step, the sample's index in the global batch, FQN of the module whose code draws,
 how manieth draw of it): the rows of what one device draws for the global batch, whatever the data-parallel degree, the
-micro-batches, the stages of a pipeline, and on all ranks along tp. A draw without samples (one number for a whole
-layer) takes the first sample of the micro-batch, so it depends on how the batch is divided, and a module that several
-stages call draws on each by itself; `verify` reports both. Recomputation draws what the forward drew: torch restores
-its default generator, whose state before each draw is remembered with what was drawn.
+micro-batches, the stages of a pipeline, and on all ranks along tp. A single number (whether a layer is left out) is the
+same for all samples of the step. Any other draw without samples takes the first one of the micro-batch, and a module
+that several stages call draws on each by itself; `verify` reports both. Recomputation draws what the forward drew:
+torch restores its default generator, whose state before each draw is remembered with what was drawn.
 
 *By rank.* Everything else that draws (compiled code, layers that draw inside of one kernel, regions that are sharded
 over tp) takes torch's default generators, in two streams a rank. Ranks along tp hold the same activations between their
@@ -53,7 +53,7 @@ class Site:
         place: File and line.
         shape: Of what is drawn for a micro-batch.
         num_samples: Of that micro-batch.
-        by_sample: Whether every sample has its own numbers.
+        by_sample: Whether every sample has its own numbers, or all have one number.
     """
 
     fqn: str
@@ -107,8 +107,7 @@ class Streams:
         coordinates = layout.coordinates(rank)
         shared = layout.names(Role.STAGE, Role.BATCH, Role.SEQUENCE, Role.EXPERT, Role.INDEPENDENT)
         own = layout.names(Role.TENSOR)
-        self._seed = seed
-        self._device = device
+        self._seed, self._device = seed, device
         self._replicated = "/".join(f"{name}={coordinates[name]}" for name in shared)
         self._sharded = "/".join([self._replicated, *(f"{name}={coordinates[name]}" for name in own)])
         self._islands = "/".join(str(coordinates[name]) for name in layout.names(Role.INDEPENDENT))
@@ -121,12 +120,11 @@ class Streams:
         self._parts, self.policy = parts, policy
         self.sites: dict[tuple[str, str, str], Site] = {}
         self.watch: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
-        self.is_loss = False
+        self.is_loss = self.is_common = False  # common: a number for all samples is drawn now
         self._mode: Any = None
         self._is_on = self._is_sharded = False
         self._first: int | None = None  # the step that decides whether the model draws
-        self._has_drawn = self._is_unseen = False
-        self._names: dict[int, str] = {}
+        self._has_drawn, self._is_unseen, self._names = False, False, dict[int, str]()
         self._split: dict[int, int] = {}  # stages of modules that several of them call
         self._marked: list[Tensor] | None = None
         self.begin()
@@ -292,15 +290,16 @@ class Streams:
 
         if torch.compiler.is_compiling() or self._rows is None:
             return func(*args, **kwargs)
-        draw = sample_draws.draw_of(func, args, kwargs)
-        before = torch.default_generator.initial_seed()
+        draw, before = sample_draws.draw_of(func, args, kwargs), torch.default_generator.initial_seed()
         if draw is None or before not in self._known:  # else the model has seeded the generators itself
             return func(*args, **kwargs)
         drawn = self._drawn.get(before) or self._next(func, draw, before)
         has_samples = draw.has_samples(drawn.rows.count, self._share) and draw.by_sample is not None
         if self._is_sharded and (self._share is None or not has_samples):
             return func(*args, **kwargs)
-        self._seed_all(seed_of(drawn.key, drawn.rows.first, 0 if self._share is None else self._share.index))
+        self.is_common = draw.is_common(drawn.rows.count)
+        first = 0 if self.is_common else drawn.rows.first
+        self._seed_all(seed_of(drawn.key, first, 0 if self._share is None else self._share.index))
         try:
             if not has_samples:
                 return func(*args, **kwargs)
@@ -309,6 +308,7 @@ class Streams:
             with torch_compat.without_torch_functions():
                 return draw.by_sample(drawn.key, drawn.rows, self._share)  # type: ignore[misc]
         finally:
+            self.is_common = False
             self._seed_all(drawn.after)
 
     def _next(self, func: Any, draw: sample_draws.Draw, before: int) -> _Drawn:
@@ -345,7 +345,7 @@ class Streams:
                 place=place,
                 shape=draw.shape,
                 num_samples=self._rows.count,
-                by_sample=draw.has_samples(self._rows.count, self._share)
+                by_sample=(draw.has_samples(self._rows.count, self._share) or draw.is_common(self._rows.count))
                 and (not self._is_sharded or self._share is not None)
                 and stage is None,
             )

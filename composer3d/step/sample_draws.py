@@ -48,6 +48,10 @@ class Draw:
         leads = shape[self.batch_dim] if len(shape) > self.batch_dim else 0
         return leads > 0 and leads % count == 0
 
+    def is_common(self, count: int) -> bool:
+        """Tell whether it is a single number for all of so many samples, as one that decides of a whole layer."""
+        return self.by_sample is not None and math.prod(self.shape) == 1 and not self.has_samples(count)
+
 
 def draw_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
     """Return the draw that a call of a torch function is; None where it draws nothing, or from a generator of its own.
@@ -302,12 +306,31 @@ def _alone(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _recurrent(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | None:
-    """Layers that drop between each other, inside of one function."""
+    """Layers that drop between each other, inside of one function; packed sequences are not taken apart."""
+    import torch
+
     # The probability is the only number that is no integer; training follows it.
     at = next((place for place, arg in enumerate(args) if isinstance(arg, float)), None)
     if at is None or not args[at] or not args[at + 1]:
         return None
-    return Draw(shape=(), by_sample=None)
+    if len(args) != 9:
+        return Draw(shape=(), by_sample=None)
+    x, batch_dim = args[0], 0 if args[8] else 1
+
+    def by_sample(key: int, rows: Rows, share: Share | None) -> Any:
+        size = x.shape[batch_dim] // rows.count
+        found = []
+        # cuDNN keeps the state of its dropout for itself, whatever the seeds.
+        with torch.backends.cudnn.flags(enabled=False):
+            for place in range(rows.count):
+                states = [state.narrow(1, place * size, size) for state in ([args[1]], args[1])[name == "lstm"]]
+                torch.manual_seed(row_seed(key, rows.first + place))
+                piece = x.narrow(batch_dim, place * size, size)
+                found.append(func(piece, states if name == "lstm" else states[0], *args[2:], **kwargs))
+        outputs, *last = zip(*found, strict=True)
+        return torch.cat(outputs, batch_dim), *(torch.cat(states, 1) for states in last)
+
+    return Draw(shape=tuple(x.shape), by_sample=by_sample, batch_dim=batch_dim, is_called=True)
 
 
 _MAKERS: Mapping[str, Callable[..., Draw | None]] = {

@@ -17,6 +17,11 @@ class Base(nn.Module):
 
 class Drop(Base):
     def forward(self, x):
+        return self.a(x) * torch.rand(1)
+
+
+class Common(Base):
+    def forward(self, x):
         return self.a(x) * torch.rand(())
 
 
@@ -45,6 +50,7 @@ class Data(torch.utils.data.Dataset):
         ("Drop", "draws random numbers at rand in the model, drawn.py:14, without samples"),
         ("Foreign", "its forward draws from Python's random, whose state"),
         ("Fine", ""),
+        ("Common", ""),
     ],
 )
 def test_a_draw_that_depends_on_the_layout_is_said(model, said, tmp_path, command, monkeypatch):

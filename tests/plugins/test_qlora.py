@@ -59,8 +59,7 @@ class Reference(nn.Module):
 
     def __init__(self, linear, a, quantise):
         super().__init__()
-        weight = linear.weight.detach()
-        self.frozen = weight
+        weight = self.frozen = linear.weight.detach()
         if quantise:
             self.frozen = nf4.to_nf4(weight.float(), 64, GROUP).get_original_weight().to(weight.dtype)
         self.bias = linear.bias.detach()
@@ -269,6 +268,17 @@ def test_every_layout_starts_from_the_same_adapters(tmp_path):
     for name, value in one.items():
         assert torch.equal(cut[name], value) and torch.equal(sharded[name], value)
         assert "lora_a" not in name or value.std() > 0
+
+
+def dropping(path, layout):
+    torch.set_default_dtype(torch.float64)
+    return saved(path, layout + LORA + "dropout = 0.3\n", False, 2)[0]
+
+
+def test_dropout_of_sharded_inputs_is_that_of_one_device(tmp_path):
+    one = run_ranks(dropping, 1, tmp_path / "none", "")[0]
+    for weights in run_ranks(dropping, 2, tmp_path / "none", TP):
+        assert all((weights[name] - value).abs().max() <= 1e-10 * value.abs().max() for name, value in one.items())
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,9 @@ import torch
 from support.drawing_models import (
     Diffusion,
     Guided,
+    LayerDrop,
+    Recurrent,
+    Skipping,
     Stochastic,
     class_loss,
     error_loss,
@@ -23,6 +26,9 @@ KINDS = {
     "stochastic depth": (Stochastic, class_loss),
     "noise": (Diffusion, error_loss),
     "a loss": (Stochastic, noisy_class_loss),
+    "layers left out": (LayerDrop, class_loss),
+    "recurrent": (Recurrent, class_loss),
+    "skipped": (Skipping, class_loss),
 }
 FSDP, TP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n", "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n"
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
@@ -57,7 +63,7 @@ def trained(kind, text, steps=(0, 1), path=None):
         with run.step(number):
             losses.append(float(run.forward_backward(*inputs, target=label)))
             run.clip_grad_norm_(float("inf"))
-            gradients = {fqn: full(parameter.grad) for fqn, parameter in run.named_parameters()}
+            gradients = {fqn: full(p.grad) for fqn, p in run.named_parameters() if p.grad is not None}
             optimizer.step()
             optimizer.zero_grad()
     evaluated = float(run.evaluate(*inputs, target=label).loss)
@@ -72,8 +78,17 @@ def alone():
     return {kind: run_ranks(trained, 1, kind, "")[0] for kind in KINDS}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("kind", KINDS)
+# Code of the whole model draws on every stage by itself, which `verify` says; under sequence parallelism the first and
+# the last layer are called.
+CELLS = [
+    (kind, layout)
+    for kind in KINDS
+    for layout in LAYOUTS
+    if kind != "skipped" or not any(word in layout for word in ("pipeline", "sequence"))
+]
+
+
+@pytest.mark.parametrize(("kind", "layout"), CELLS)
 def test_every_layout_draws_what_one_device_draws(kind, layout, alone):
     losses, gradients, evaluated = alone[kind]
     text, world_size = LAYOUTS[layout]

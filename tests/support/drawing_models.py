@@ -73,16 +73,57 @@ class Diffusion(Stochastic):
         return ((self.head(x) - noise) ** 2).flatten(1).mean(1)
 
 
-class LayerDrop(Stochastic):
+class LeftOut(Block):
     """One number for all samples decides whether a block is left out."""
+
+    def forward(self, x):
+        return super().forward(x) if torch.rand(()) < 0.6 else 1.0 * x
+
+
+class LayerDrop(Stochastic):
+    """Blocks that are left out for all samples, by themselves."""
 
     def __init__(self, num_layers=4):
         super().__init__(num_layers, drop_path=0.0, dropout=0.0)
+        self.layers = nn.ModuleList(LeftOut(0.0, 0.0) for _ in range(num_layers))
+
+
+class Skipping(LayerDrop):
+    """Blocks that are not called at all."""
+
+    def __init__(self, num_layers=4):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(0.0, 0.0) for _ in range(num_layers))
 
     def forward(self, image):
         x = self.patch(image)
         for layer in self.layers:
-            x = x + torch.rand(()) * layer(x)
+            if torch.rand(()) < 0.6:
+                x = layer(x)
+        return self.head(x.mean(1))
+
+
+class Weighed(LayerDrop):
+    """Three numbers for all samples."""
+
+    def forward(self, image):
+        return super().forward(image) * torch.rand(3).sum()
+
+
+class Recurrent(Stochastic):
+    """Recurrent layers that drop between each other, samples along either dim."""
+
+    def __init__(self, num_layers=4):
+        super().__init__(num_layers, drop_path=0.0, dropout=0.0)
+        self.lstm = nn.LSTM(DIM, DIM, 2, dropout=0.3, batch_first=True, bidirectional=True)
+        self.gru = nn.GRU(2 * DIM, DIM, 3, dropout=0.3)
+
+    def forward(self, image):
+        x, _ = self.lstm(self.patch(image))
+        x, _ = self.gru(x.transpose(0, 1))
+        x = x.transpose(0, 1)
+        for layer in self.layers:
+            x = layer(x)
         return self.head(x.mean(1))
 
 

@@ -6,7 +6,9 @@ import pytest
 from support.drawing_models import (
     Diffusion,
     LayerDrop,
+    Recurrent,
     Stochastic,
+    Weighed,
     class_loss,
     error_loss,
     images,
@@ -28,7 +30,14 @@ def proven(text, factory, loss_fn):
 
 
 @pytest.mark.parametrize(
-    ("factory", "loss_fn"), [(Stochastic, class_loss), (Diffusion, error_loss), (Stochastic, noisy_class_loss)]
+    ("factory", "loss_fn"),
+    [
+        (Stochastic, class_loss),
+        (Diffusion, error_loss),
+        (Stochastic, noisy_class_loss),
+        (LayerDrop, class_loss),
+        (Recurrent, class_loss),
+    ],
 )
 def test_random_numbers_are_compared_with_one_devices(factory, loss_fn):
     verdict = proven(FSDP + HALVES, factory, loss_fn)
@@ -38,7 +47,7 @@ def test_random_numbers_are_compared_with_one_devices(factory, loss_fn):
 
 
 def test_what_is_drawn_for_a_micro_batch_is_said_with_its_line():
-    verdict = proven(FSDP + HALVES, LayerDrop, class_loss)
+    verdict = proven(FSDP + HALVES, Weighed, class_loss)
     (note,) = verdict.notes
     assert note.startswith("random numbers drawn at rand in the model, drawing_models.py:")
     assert note.endswith("they depend on micro-batches and ranks, so another layout draws other ones")

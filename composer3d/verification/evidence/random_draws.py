@@ -46,6 +46,7 @@ class Draws:
         before: The same of each draw of a forward of the step before.
         probabilities: Every dropout probability with which it is called.
         is_idle: Whether all dropped values were zero already.
+        is_common: Whether all samples of the step have one number, so that micro-batches and ranks draw alike.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +55,7 @@ class Draws:
     before: list[str] = field(default_factory=list)
     probabilities: set[float] = field(default_factory=set)
     is_idle: bool = True
+    is_common: bool = False
 
     @property
     def is_seeded(self) -> bool:
@@ -141,6 +143,7 @@ def recording(run: Composition) -> Iterator[Drawn]:
         calls[drawing] = number + 1
         site = f"{fqn or '(root)'}:{drawing}" + (f"#{number}" if number else "")
         _note(found, site, given)
+        found[site].is_common |= streams.is_common
         found[site].probabilities |= _probability(drawing, given, named)
 
     def enter(fqn: str) -> Any:
@@ -257,11 +260,11 @@ def compare_streams(ranks: Sequence[Drawn], reference: Drawn, layout: Layout) ->
             continue  # the model seeds what it draws there itself, and has the same numbers everywhere
         faults += _inside(site, members, known)
         for axis in layout.dense_axes:
-            apart = axis.role in (Role.BATCH, Role.SEQUENCE)
+            if axis.role not in (Role.BATCH, Role.SEQUENCE, Role.TENSOR):
+                continue
+            apart = not usual.is_common
             if axis.role is Role.TENSOR:
                 apart = site in reference.sites and next(iter(members.values())).shape != usual.shape
-            elif not apart:
-                continue
             faults += _between(site, axis.name, apart, _neighbours([*members], axis.name, layout), members)
     return faults
 
@@ -288,7 +291,7 @@ def _inside(site: str, drawn: Mapping[int, Draws], known: Mapping[int, set[str]]
             yield StreamFault(site=site, kind="recompute", ranks=(rank,))
             return
     for rank, draws in drawn.items():
-        if len(set(draws.forward)) < len(draws.forward):
+        if len(set(draws.forward)) < len(draws.forward) and not draws.is_common:
             yield StreamFault(site=site, kind="repeated", ranks=(rank,))
             return
         if draws.is_seeded:

@@ -246,7 +246,7 @@ class QLoRA:
                 scale=self._scale,
                 dropout=self.dropout,
                 is_transposed=is_transposed(module),
-                sharded_random=lambda site: context.streams.sharded(site),
+                sharded_random=lambda site, **share: context.streams.sharded(site, **share),
             )
             become_adapted(module, adapter)
         return fqns
@@ -258,7 +258,8 @@ class QLoRA:
             order = context.orders.get(f"{fqn}.weight")
             if order is not None and fqn in chosen.adapted:
                 # An adapter matrix with the rows or columns of a reordered weight is reordered alike.
-                name, dim = ("lora_b", 0) if (order.dim == 0) != module.adapter.is_transposed else ("lora_a", 1)
+                module.has_reordered_inputs = (order.dim == 0) == module.adapter.is_transposed
+                name, dim = ("lora_a", 1) if module.has_reordered_inputs else ("lora_b", 0)
                 context.reorder(f"{fqn}.{name}", dim=dim, runs=order.runs)
             _cut_adapters(module)
             if draws_by_share(module):

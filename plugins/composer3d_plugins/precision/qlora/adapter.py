@@ -48,7 +48,7 @@ class Adapter:
     scale: float
     dropout: float
     is_transposed: bool
-    sharded_random: Callable[[int], contextlib.AbstractContextManager[None]]
+    sharded_random: Callable[..., contextlib.AbstractContextManager[None]]
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -78,7 +78,7 @@ def become_adapted(module: Any, adapter: Adapter) -> None:
     import torch
     from torch import nn
 
-    module.adapter = adapter
+    module.adapter, module.has_reordered_inputs = adapter, False
     weight = module.weight
     # Small updates would be lost in a narrower dtype.
     dtype = weight.dtype if weight.dtype.itemsize >= 4 else torch.float32
@@ -168,10 +168,24 @@ def _product(
         return y
     x = x.to(a.dtype)
     if adapter.dropout and module.training:
-        drawn = adapter.sharded_random(zlib.crc32(adapter.fqn.encode()) << 16) if is_cut else contextlib.nullcontext()
-        with drawn:
+        with _drawing(module, x) if is_cut else contextlib.nullcontext():
             x = F.dropout(x, adapter.dropout)
     return y + (adapter.scale * F.linear(F.linear(x, a), b)).to(y.dtype)
+
+
+def _drawing(module: Any, x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Open the random stream of an input that is sharded over tp: shards of one device's numbers, where they are equal.
+
+    Args:
+        module: Adapted, its weight sharded along its inputs.
+        x: Local input, its last dim sharded.
+    """
+    adapter: Adapter = module.adapter
+    site = zlib.crc32(adapter.fqn.encode()) << 16
+    whole = module.weight.shape[0 if adapter.is_transposed else 1]
+    if x.shape[-1] * module.weight.device_mesh.size(0) != whole or module.has_reordered_inputs:
+        return adapter.sharded_random(site)
+    return adapter.sharded_random(site, dim=x.ndim - 1, parts=(whole,))
 
 
 def table_of(module: Any, device: torch.device) -> Tensor:
