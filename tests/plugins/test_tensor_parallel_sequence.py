@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.branching_models import FLOWS
 from support.family_models import batch_of, class_loss
-from support.models import mine, write_manifest
+from support.models import Even, composed, mine, seeded, write_manifest
 from support.tensor_parallel import AUTO, built, steps_of
 
 import composer3d
@@ -184,3 +184,41 @@ def test_what_the_models_code_recomputes_is_followed_again_and_draws_the_same():
         for (plain, _), (recomputed, _) in zip(found[::2], found[1::2], strict=True):
             assert plain.keys() == recomputed.keys()
             assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+class Chosen(Even):
+    """Blocks of which each forward leaves some out."""
+
+    kept = (True,) * 4
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer, is_kept in zip(self.layers, self.kept, strict=True):
+            if is_kept:
+                x = layer(x)
+        return self.out(self.norm(x)) + 0.0
+
+
+def skipped(rows):
+    """Run a step for each choice of blocks; return what ended it, if anything did."""
+    torch.set_default_dtype(torch.float64)
+    tokens, found = torch.arange(4)[None], []
+    run = composed(f"[mesh]\ntp = 2\n{AUTO}{SP}", seeded(Chosen))
+    for number, row in enumerate(rows):
+        Chosen.kept = row
+        try:
+            with run.step(number):
+                run.forward_backward(tokens, target=tokens)
+            found.append("")
+        except composer3d.StepError as error:
+            found.append(str(error))
+    run.close()
+    return found
+
+
+def test_a_forward_that_leaves_out_where_the_sequence_is_sharded_or_gathered_is_refused():
+    rows = [[1, 1, 1, 1], [1, 0, 0, 1], [0, 1, 1, 1], [1, 1, 1, 0], [0, 0, 0, 0], [1, 1, 1, 1]]
+    for right, inner, first, last, none, again in run_ranks(skipped, 2, rows):
+        assert right == inner == none == again == ""
+        assert first.startswith('"layers.1" was called, and "layers.0", which shards the sequence, was not called in')
+        assert last.startswith('the forward of the model ended, and "layers.3", which gathers the sequence, was not')

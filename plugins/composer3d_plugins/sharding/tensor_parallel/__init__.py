@@ -141,6 +141,7 @@ class TensorParallel:
         return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.tensor_parallel.boundary_calls import watch_boundaries
         from composer3d_plugins.sharding.tensor_parallel.styles import Applier
 
         made = context.state[self]
@@ -152,6 +153,8 @@ class TensorParallel:
                 sequence_dim=self.sequence_dim if self.sequence_parallel else None,
                 loss_parallel=self.loss_parallel,
             ).apply(fqns)
+            if self.sequence_parallel:
+                watch_boundaries(model, made.rules)
         return fqns
 
 
