@@ -69,9 +69,9 @@ class PropagatedSequence:
         """Replace the forwards of a model, or of a part of it that keeps its FQNs."""
         for module, _, forward in self.forwards(model):
             module.forward = forward
-        for fqn in self._rowwise:
-            if (module := dict(model.named_modules()).get(fqn)) is not None:
-                self._pass_through(module, fqn)
+        held = dict(model.named_modules())
+        for fqn in self._rowwise & held.keys():
+            self._pass_through(held[fqn], fqn)
 
     def forwards(self, model: nn.Module) -> Iterator[tuple[nn.Module, str, Callable[..., Any]]]:
         """Yield the modules whose forwards are replaced, with their FQNs and other forwards."""

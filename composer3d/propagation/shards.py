@@ -229,7 +229,14 @@ def exchanged(x: Tensor, exchange: Callable[[Tensor], Tensor], axis: str = TENSO
         exchange: Takes it without marks; returns a tensor of the same dims, whatever their sizes.
         axis: Over which ranks exchange.
     """
-    cuts = [cut for outer in AXES[: AXES.index(axis)] if (cut := cut_of(x, outer)) is not None]
+    # Written for the compiler, which knows no names that a comprehension binds.
+    cuts = []
+    for outer in AXES:
+        if outer == axis:
+            break
+        cut = cut_of(x, outer)
+        if cut is not None:
+            cuts.append(cut)
     if not cuts:
         return exchange(x)
     with torch_compat.without_torch_functions():

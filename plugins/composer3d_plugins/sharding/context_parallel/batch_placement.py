@@ -35,7 +35,7 @@ def sharded_inputs(
     called += [(name, name, value) for name, value in kwargs.items()]
     tensors = [(at, name, value) for at, name, value in called if isinstance(value, Tensor) and value.ndim > dim]
     stated = [at for at, name, _ in tensors if name in NAMES]
-    first = next((at for at, name, _ in tensors if isinstance(at, int) and at == 0), None)
+    first: int | str | None = next((at for at, name, _ in tensors if isinstance(at, int) and at == 0), None)
     if first is None and not stated and tensors:
         first = tensors[0][0]
     return dict.fromkeys([*([] if first is None else [first]), *stated], dim)

@@ -18,11 +18,11 @@ from composer3d_plugins.sharding.context_parallel.attention_traffic import Atten
 from composer3d_plugins.sharding.context_parallel.method_choice import choose
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
-    SequenceGroup,
     SequencePlan,
     attend,
     local_attention,
 )
+from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup
 from composer3d_plugins.sharding.context_parallel.sequence_operators import gather_sequence
 from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, contiguous, zigzag
 

@@ -56,6 +56,12 @@ class Activations:
         wrapped: Any = self.wrap(x, cut)
         return wrapped if cut is None else wrapped.redistribute(placements=[Replicate()])
 
+    def divided(self, x: Tensor, cut: Shard | None) -> Tensor:
+        """Return this rank's shard of a replicated x_BSD."""
+        self.refuse_uneven(x, cut)
+        result: Tensor = self.unwrap(self.wrap(x, None), cut)
+        return result
+
     def refuse_uneven(self, x: Tensor, cut: Shard | None) -> None:
         """Refuse a sequence that is to be sharded and does not divide by tp; `x` is x_BSD.
 

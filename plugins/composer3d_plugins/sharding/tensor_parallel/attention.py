@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer3d import RunContext, torch_compat
-from composer3d.propagation import Marks, Placed, cut_of, site_of, strip
+from composer3d.propagation import Marks, Placed, cut_of, exchanged, site_of, strip
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -149,31 +149,40 @@ class HeadsOf:
         """Return x_BSD with a Partial gradient over tp, all-gathered from x_B(S/T)D if it is sharded."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        placement = Shard(self._dim) if cut else Replicate()
-        wrapped: Any = DTensor.from_local(strip(x), self.mesh, [placement], run_check=False)
-        if cut:
-            wrapped = wrapped.redistribute(placements=[Replicate()])
-        result: Tensor = torch_compat.unviewed(wrapped.to_local(grad_placements=[Partial()]))
-        return result
+        def exchange(x: Tensor) -> Tensor:
+            placement = Shard(self._dim) if cut else Replicate()
+            wrapped: Any = DTensor.from_local(strip(x), self.mesh, [placement], run_check=False)
+            if cut:
+                wrapped = wrapped.redistribute(placements=[Replicate()])
+            result: Tensor = torch_compat.unviewed(wrapped.to_local(grad_placements=[Partial()]))
+            return result
+
+        return exchanged(x, exchange)
 
     def _summed(self, share: Tensor, cut: bool) -> Tensor:
         """All-reduce partial sums y_BSD over tp, or reduce-scatter them to y_B(S/T)D, and add the replicated bias_D."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-        wrapped: Any = DTensor.from_local(share, self.mesh, [Partial()], run_check=False)
-        placement = Shard(1) if cut else Replicate()
-        wrapped = wrapped.redistribute(placements=[placement])
-        if self.module.out_proj.bias is not None:
-            wrapped = wrapped + self.module.out_proj.bias
-        result: Tensor = torch_compat.unviewed(wrapped.to_local())
-        return result
+        def exchange(share: Tensor) -> Tensor:
+            wrapped: Any = DTensor.from_local(share, self.mesh, [Partial()], run_check=False)
+            placement = Shard(1) if cut else Replicate()
+            wrapped = wrapped.redistribute(placements=[placement])
+            if self.module.out_proj.bias is not None:
+                wrapped = wrapped + self.module.out_proj.bias
+            result: Tensor = torch_compat.unviewed(wrapped.to_local())
+            return result
+
+        return exchanged(share, exchange)
 
     def _gathered(self, share: Tensor) -> Tensor:
         from torch.distributed.tensor import DTensor, Replicate, Shard
 
-        wrapped: Any = DTensor.from_local(share, self.mesh, [Shard(1)], run_check=False)
-        result: Tensor = torch_compat.unviewed(wrapped.redistribute(placements=[Replicate()]).to_local())
-        return result
+        def exchange(share: Tensor) -> Tensor:
+            wrapped: Any = DTensor.from_local(share, self.mesh, [Shard(1)], run_check=False)
+            result: Tensor = torch_compat.unviewed(wrapped.redistribute(placements=[Replicate()]).to_local())
+            return result
+
+        return exchanged(share, exchange)
 
 
 def _local(parameter: Any) -> Tensor:

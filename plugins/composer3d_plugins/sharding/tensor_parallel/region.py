@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.propagation import activation_of, cut_of, replaced, strip
+from composer3d.propagation import activation_of, cut_of, exchanged, replaced, strip
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -57,8 +57,14 @@ class Region:
         forward = module.forward
 
         def whole(x: Tensor) -> Tensor:
-            shared: Any = self._share(x, cut)
-            result: Tensor = torch_compat.unviewed(shared.to_local())
+            def gathered(x: Tensor) -> Tensor:
+                nonlocal shared
+                shared = self._share(x, cut)
+                result: Tensor = torch_compat.unviewed(shared.to_local())
+                return result
+
+            shared: Any = None
+            result = exchanged(x, gathered)
             self._shared.append((result, shared))
             return result
 

@@ -32,6 +32,7 @@ from composer3d.propagation import (
     activation_of,
     cut_of,
     eagerly,
+    exchanged,
     kind_of,
     replaced,
     site_of,
@@ -180,8 +181,6 @@ class Applier:
     def _is_followed(self, fqn: str) -> bool:
         return any(not other or fqn == other or fqn.startswith(f"{other}.") for other in self.made.followed)
 
-    # ---- layouts -----------------------------------------------------------------------------------------------------
-
     def _cut(self, rule: Rule) -> Shard | None:
         """Return how activations outside the region are sharded there, None where they are replicated."""
         return self._sequence if rule.is_cut else None
@@ -214,8 +213,6 @@ class Applier:
                 self.context.reorder(f"{fqn}.bias", dim=0, runs=runs)
         self._place(fqn, module, "weight", dim)
         self._place(fqn, module, "bias", 0 if along == "outputs" else None)
-
-    # ---- styles ------------------------------------------------------------------------------------------------------
 
     def _colwise(self, fqn: str, module: Any, rule: Rule, region: Region | None) -> None:
         assert region is not None, "checked with the plan"
@@ -379,8 +376,7 @@ class Applier:
         share = self._sequence
 
         def cut(x: Tensor) -> Tensor:
-            self._activations.refuse_uneven(x, share)
-            return self._activations.unwrap(self._activations.wrap(x, None), share)
+            return exchanged(x, lambda local: self._activations.divided(local, share))
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             key = activation_of(args, kwargs)
@@ -390,7 +386,9 @@ class Applier:
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
-            whole = self._activations.unwrap(self._activations.wrap(strip(first), share), None)
+            whole = exchanged(
+                first, lambda local: self._activations.unwrap(self._activations.wrap(strip(local), share), None)
+            )
             return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
         if rule.style != "gather":
