@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.models import write_manifest
-from support.tensor_parallel import one_step, steps_of
+from support.tensor_parallel import steps_of
 from torch import nn
 
 import composer3d
-from composer3d import PluginError
+from composer3d import ComposerError
 from composer3d.testing import run_ranks
 
 
@@ -114,16 +114,10 @@ REFUSED = [
 def refusals():
     found = []
     for factory, text, _ in REFUSED:
-        with pytest.raises(PluginError) as caught:
+        with pytest.raises(ComposerError) as caught:
             composed(factory, text)
         found.append(str(caught.value))
     return found
-
-
-def lengths():
-    with pytest.raises(composer3d.BatchError) as caught:
-        one_step("llama", cp())
-    return str(caught.value)
 
 
 def test_refusals():
