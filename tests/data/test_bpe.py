@@ -16,7 +16,7 @@ TEXT = "the cat sat on the mat.\n\nthe dog \u00e9t\u00e9 sat on the log.\n" * 20
 
 def opened(folder, cache="cache", **keys):
     messages = []
-    table = DataTable(use="a.txt", tokenizer="bpe", **{"vocab_size": 300, "seq_len": 16, **keys})
+    table = DataTable(use="a.txt", **{"tokenizer": "bpe", "vocab_size": 300, "seq_len": 16, **keys})
     source = open_source(table, seed=0, folder=folder, cache=folder / cache, report=messages.append)
     return source, messages
 
