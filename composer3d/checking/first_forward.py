@@ -168,11 +168,16 @@ def _judge(manifest: Manifest, factory: ModelFactory, output: Any, targets: Any)
     loss = manifest.tables["train"].loss_table
     try:
         whole = _value(factory, output, targets)
-        if ":" in loss.use:
-            _refuse_unknown_reduction(factory, output, targets)
+        divisor = _divisor(factory, output, targets) if ":" in loss.use else None
         if ":" not in loss.use or not all(leaf.dim() and leaf.shape[0] == 2 for leaf in tensors):
             return {}
-        rows = [_value(factory, *(_row(value, place) for value in (output, targets))) for place in (0, 1)]
+        parts = [(_row(output, place), _row(targets, place)) for place in (0, 1)]
+        rows = [_value(factory, *part) for part in parts]
+        if divisor:
+            # What a mean was divided by is what the run weighs it by.
+            rows = [
+                value * (_divisor(factory, *part) or 1.0) / divisor for value, part in zip(rows, parts, strict=True)
+            ]
     except Exception as error:
         said = str(error) if isinstance(error, LossError) else f"the loss fails on the first samples: {_said(error)}"
         return _problem(("train", "loss"), said, None)
@@ -200,20 +205,26 @@ def _value(factory: ModelFactory, output: Any, targets: Any) -> float:
     return float(total if total is not None else value)
 
 
-def _refuse_unknown_reduction(factory: ModelFactory, output: Any, targets: Any) -> None:
-    """Raise a LossError for a scalar of which it is unknown whether it is a sum or a mean."""
+def _divisor(factory: ModelFactory, output: Any, targets: Any) -> float | None:
+    """Return what a mean was divided by, None where its graph does not say.
+
+    Raises:
+        LossError: It is a scalar of which it is unknown whether it is a sum or a mean.
+    """
     import torch
 
     from composer3d import map_tensors
-    from composer3d.step import reduction_of
+    from composer3d.step import divisor_of_mean, reduction_of
 
     def leaf(tensor: Tensor) -> Tensor:
         return tensor.detach().requires_grad_() if tensor.is_floating_point() else tensor
 
     with torch.enable_grad():
         value = factory.loss_fn(map_tensors(leaf, output), targets)
-    if isinstance(value, torch.Tensor) and value.numel() == 1:
-        reduction_of(value)
+    if not isinstance(value, torch.Tensor) or value.numel() != 1 or reduction_of(value) == "sum":
+        return None
+    divisor = divisor_of_mean(value)
+    return None if divisor is None else float(divisor)
 
 
 def _row(value: Any, place: int) -> Any:

@@ -14,7 +14,7 @@ from composer3d.manifest.document import Document, read
 from composer3d.manifest.habits import explained
 from composer3d.manifest.references import resolve_reference
 from composer3d.manifest.tables import CORE_TABLES, MeshTable, ModelTable, TrainTable, mesh_table, validate
-from composer3d.manifest.toml_writer import dotted
+from composer3d.manifest.toml_writer import dotted, inline
 from composer3d.manifest.validation import secret_paths
 from composer3d.registry import FAMILIES, Catalogue, Registered, info_of
 
@@ -183,7 +183,7 @@ def _key_of(problem: Problem, path: tuple[str, ...]) -> str | None:
 def _unknown_tables(document: Document, classes: Mapping[str, type]) -> list[Problem]:
     known = [*classes, *FAMILIES]
     return [
-        document.problem((name,), f'unknown table "{name}"', hint=did_you_mean(name, known), whole_table=True)
+        document.problem((name,), f"unknown table {inline(name)}", hint=did_you_mean(name, known), whole_table=True)
         for name in document.tables
         if name not in known
     ]

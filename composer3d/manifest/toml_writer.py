@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def inline(value: Any) -> str:
         return "true" if value else "false"
     if isinstance(value, str):
         # JSON's escapes are TOML's, except that TOML also wants DEL escaped.
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+        return "".join(map(_escaped, json.dumps(value, ensure_ascii=False)))
     if isinstance(value, int) and value.bit_length() > _MOST_BITS:
         return hex(value)
     if isinstance(value, int | float):
@@ -65,6 +66,13 @@ def _add_block(blocks: list[str], path: tuple[str, ...], table: Mapping[str, Any
     for key, value in table.items():
         if isinstance(value, Mapping):
             _add_block(blocks, (*path, key), value)
+
+
+def _escaped(character: str) -> str:
+    """Escape what a terminal obeys instead of showing it: controls, and marks that turn the direction of writing."""
+    if unicodedata.category(character) not in ("Cc", "Cf", "Zl", "Zp"):
+        return character
+    return f"\\u{ord(character):04x}" if ord(character) < 0x10000 else f"\\U{ord(character):08x}"
 
 
 def _key(key: str) -> str:

@@ -155,7 +155,7 @@ def _trace(cls: type, value: Any, details: Any) -> _Fault:
                 annotation = _member(members, tag, value)
             continue
         owner = bare(members[0])
-        if kind == "missing" and isinstance(wanted[0], int):  # an item of a list of fixed length
+        if kind == "missing" and len(wanted) == 1 and isinstance(wanted[0], int):  # an item of a list of fixed length
             break
         part = wanted.pop(0)
         annotation = get_args(owner)[0] if kind == "key" and not wanted else _inside(owner, part)
@@ -237,7 +237,7 @@ def _sentence(fault: _Fault, path: KeyPath) -> tuple[str, str | None]:
     kind, context, name = fault.kind, fault.context, dotted(path)
     if kind in ("unexpected_keyword_argument", "extra_forbidden", "key"):
         known = choices(fault.annotation) if kind == "key" else list(fields(fault.owner))
-        return f'unknown key "{path[-1]}"', did_you_mean(str(path[-1]), [str(key) for key in known])
+        return f"unknown key {inline(str(path[-1]))}", did_you_mean(str(path[-1]), [str(key) for key in known])
     if kind == "missing" and fields(fault.owner):
         description = describe_keys(fault.owner).get(str(path[-1]))
         return f'needs the key "{path[-1]}"', description.rstrip(".") if description else None
@@ -261,7 +261,8 @@ def _sentence(fault: _Fault, path: KeyPath) -> tuple[str, str | None]:
 
 def _length_sentence(fault: _Fault, name: str) -> str:
     phrase, noun = expected(fault.annotation), "character" if fault.kind.startswith("string") else "item"
-    if get_origin(bare(fault.annotation)) is tuple and Ellipsis not in get_args(bare(fault.annotation)):
+    members = map(bare, alternatives(fault.annotation))
+    if any(get_origin(member) is tuple and Ellipsis not in get_args(member) for member in members):
         return f"{name} must be {phrase}, not of {len(fault.value)}"
     limit = fault.context.get("min_length", fault.context.get("max_length"))
     side = "at least" if "min_length" in fault.context else "at most"

@@ -101,6 +101,8 @@ def _phrases(member: Any) -> list[str]:
         return [inline(value) for value in values]
     plain = bare(member)
     origin = get_origin(plain) or plain
+    if origin is str and (pattern := _pattern(member)):
+        return [f"a string that matches {pattern}"]
     if origin in _NOUNS:
         return [" ".join([_NOUNS[origin][0], *_bounds(member)])]
     if fields(origin) or (isinstance(origin, type) and issubclass(origin, Mapping)):
@@ -119,10 +121,17 @@ def _list_phrase(origin: type, items: tuple[Any, ...]) -> str:
     return f"a list of {plural}" if plural != "items" else "a list"
 
 
-def _bounds(member: Any) -> list[str]:
+def _constraints(member: Any) -> list[Any]:
     if get_origin(member) is not Annotated:
         return []
     # A pydantic Field holds its constraints in a list of its own.
-    constraints = [inner for item in get_args(member)[1:] for inner in getattr(item, "metadata", [item])]
-    found = [(words, getattr(item, name, None)) for item in constraints for name, words in _BOUNDS.items()]
+    return [inner for item in get_args(member)[1:] for inner in getattr(item, "metadata", [item])]
+
+
+def _pattern(member: Any) -> str | None:
+    return next((found for item in _constraints(member) if (found := getattr(item, "pattern", None))), None)
+
+
+def _bounds(member: Any) -> list[str]:
+    found = [(words, getattr(item, name, None)) for item in _constraints(member) for name, words in _BOUNDS.items()]
     return [f"{words} {inline(bound)}" for words, bound in found if bound is not None]

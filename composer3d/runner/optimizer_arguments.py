@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -30,6 +31,12 @@ def refused_arguments(
         cls: The class.
         arguments: All that it is called with.
     """
+    for key in ("lr", "weight_decay"):
+        if key in table.args:
+            yield ("args", key), f"{key} is a key of [optimizer]; write it without args"
+    if reason := _unusable(cls):
+        yield ("use",), reason
+        return
     places = {key: ("args", key) if key in table.args else (key,) for key in arguments}
     mistyped = {key: reason for key in table.args if (reason := _other_type(cls, key, table.args[key]))}
     yield from ((places[key], reason) for key, reason in mistyped.items())
@@ -52,6 +59,18 @@ def refused_arguments(
                 yield place, f'{cls.__name__} has no hyperparameter "{key}"; it has {hint}'
             elif isinstance(error := _made(cls, {**arguments, key: value}), Exception):
                 yield place, f"{cls.__name__}: {error}"
+
+
+def _unusable(cls: type[Optimizer]) -> str:
+    """Return why no composed step can run an optimizer of this class; empty where nothing is known against it."""
+    import torch
+
+    closure = signature(cls.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        return f"{cls.__name__} calls a closure again, and a composed step runs once; use an optimizer that does not"
+    if issubclass(cls, torch.optim.SparseAdam):
+        return f"{cls.__name__} takes sparse gradients alone, and gradients that ranks reduce are dense; use adamw"
+    return ""
 
 
 def _other_type(cls: type[Optimizer], key: str, value: Any) -> str:

@@ -81,7 +81,7 @@ class ModelTable(CoreModelTable):
         trust_remote_code: Of `hf`: run Python that lies in the folder.
     """
 
-    use: str | None = None
+    use: str | None = Field(default=None, min_length=1)
     hf: str | None = Field(default=None, min_length=1)
     args: dict[str, Any] = Field(default_factory=dict)
     build: Literal["deferred", "host"] = "deferred"

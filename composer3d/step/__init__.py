@@ -9,7 +9,14 @@ from composer3d.step.full_tensors import full, gather_full
 from composer3d.step.gradients import local
 from composer3d.step.guard import Guard, Totals
 from composer3d.step.loop_state import Decided
-from composer3d.step.loss import as_loss, count_provisionally, count_valid, loss_of_model, reduction_of
+from composer3d.step.loss import (
+    as_loss,
+    count_provisionally,
+    count_valid,
+    divisor_of_mean,
+    loss_of_model,
+    reduction_of,
+)
 from composer3d.step.microbatches import Digest, cut, map_tensors, tensors, to_device, units_of
 from composer3d.step.optimizer_in_backward import exclusions
 from composer3d.step.random_streams import Site
@@ -35,6 +42,7 @@ __all__ = [
     "local",
     "loss_of_model",
     "map_tensors",
+    "divisor_of_mean",
     "reduction_of",
     "tensors",
     "to_device",

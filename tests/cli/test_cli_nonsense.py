@@ -44,6 +44,17 @@ ALONE = {
     f"mesh = 0x{'f' * 5000}": "3:1: mesh is an integer beyond 64 bits",
     "optimizer.betas = { a = 1 }": "3:11: [optimizer] optimizer.betas must be a list of 2 numbers, not a table",
     "optimizer.betas.embedding.lr = 1": "3:11: [optimizer] optimizer.betas must be a list of 2 numbers, not a table",
+    "optimizer.betas = [0.9]": "3:11: [optimizer] optimizer.betas must be a list of 2 numbers, not of 1",
+    "optimizer.groups = [{ lr = 1 }]": '3:21: [optimizer.groups[0]] needs the key "match"; ',
+    "optimizer.args = { lr = 1.0 }": "3:20: [optimizer.args] lr is a key of [optimizer]; write it without args",
+    'optimizer.use = "torch.optim:LBFGS"': "3:11: [optimizer] LBFGS calls a closure again, and a composed step runs "
+    "once; use an optimizer that does not",
+    'optimizer.use = "torch.optim:SparseAdam"': "SparseAdam takes sparse gradients alone, and gradients that ranks "
+    "reduce are dense; use adamw",
+    'model = ""': "3:1: [model] model.use must have at least 1 character, not 0",
+    '"\\u001b[31mred" = 1': '3:1: ["\\u001b[31mred"] unknown table "\\u001b[31mred"; one of: ',
+    '"\\u202e" = 1': '3:1: ["\\u202e"] unknown table "\\u202e"; one of: ',
+    'mesh.pp = 2\nscheduling.pipeline = { schedule = "own.txt" }': '"DualPipeV" or a string that matches \\.csv$, not',
     "optimizer.lr = inf": "3:11: [optimizer] optimizer.lr must be a finite number, not inf",
     "run.timeout_s = inf": "3:5: [run] run.timeout_s must be a finite number, not inf",
     "run.timeout_s = 1e300": "3:5: [run] run.timeout_s must be at most 10000000.0, not 1e+300",

@@ -17,7 +17,9 @@ from composer3d.runner.data.data_source import Sample, Source
 from composer3d.runner.data.data_table import DataTable
 from composer3d.runner.data.inputs import call_of, num_rows
 from composer3d.runner.data.items import as_sample
+from composer3d.runner.data.paths import locate
 from composer3d.runner.data.stream import StreamSource
+from composer3d.runner.data.tokens import map_token_file
 from composer3d.runner.data.user_data import call_user, seeded
 
 __all__ = ["Example", "example_of", "first_samples", "foreseen_batch", "foreseen_example"]
@@ -25,6 +27,8 @@ __all__ = ["Example", "example_of", "first_samples", "foreseen_batch", "foreseen
 Example = tuple[tuple[Any, ...], dict[str, Any]]
 # With one sample alone, a model's shapes tell less: a dim of 1 is not known from one that is broadcast.
 _LEAST_SAMPLES = 2
+# How much of token files is read for the largest token: this many tokens, in parts that are spread over each file.
+_SEARCHED_TOKENS, _SEARCHED_PARTS = 1 << 24, 64
 
 
 def example_of(source: Source | StreamSource, table: DataTable, *, seed: int, num_samples: int) -> Example:
@@ -82,7 +86,8 @@ def foreseen_batch(table: DataTable, folder: Path, *, seed: int, num_samples: in
 def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int | None) -> Sample | None:
     """Return two samples with values, stacked, without preparing anything; None where that cannot be.
 
-    Of text the tokens are the largest that there may be, at every place: a model without rows for them fails.
+    Of text the tokens are the largest that there may be, at every place: a model without rows for them fails. Of token
+    files they are the largest that is found in up to 2^24 of their tokens.
 
     Args:
         table: The manifest's `[data]`.
@@ -92,8 +97,23 @@ def first_samples(table: DataTable, folder: Path, *, seed: int, vocab_size: int 
     """
     if table.kind == "user":
         return _first_of_user(table, folder, seed)
-    rows = torch.full((2, table.seq_len + 1), (vocab_size or 1) - 1, dtype=torch.int64)
+    largest = (vocab_size or _bound_of_files(table, folder) or 1) - 1
+    rows = torch.full((2, table.seq_len + 1), largest, dtype=torch.int64)
     return rows[:, :-1], rows[:, 1:]
+
+
+def _bound_of_files(table: DataTable, folder: Path) -> int | None:
+    """Return below what the tokens of files are, as far as they are read; None for other data."""
+    try:
+        located = locate(table.use, folder=folder)
+        if located.kind != "tokens":
+            return None
+        files = [map_token_file(file, table) for file in located.files]
+    except (DataError, OSError):  # the run opens them, and tells
+        return None
+    size = max(_SEARCHED_TOKENS // (_SEARCHED_PARTS * len(files)), 1)
+    starts = [(file, place) for file in files for place in range(0, len(file), max(len(file) // _SEARCHED_PARTS, size))]
+    return 1 + max(int(file[place : place + size].max()) for file, place in starts)
 
 
 def _first_of_user(table: DataTable, folder: Path, seed: int) -> Sample | None:
