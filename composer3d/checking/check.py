@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -50,20 +50,23 @@ class Inspection:
         return ManifestError(self.problems).problems
 
 
-@contextlib.contextmanager
-def collected_rarely() -> Iterator[None]:
+class _CollectedRarely(contextlib.ContextDecorator):
+    def __enter__(self) -> None:
+        self._before = gc.get_threshold()
+        gc.set_threshold(_OBJECTS, *self._before[1:])
+
+    def __exit__(self, *unused: object) -> None:
+        gc.set_threshold(*self._before)
+
+
+def collected_rarely() -> _CollectedRarely:
     """Look for reference cycles seldom: nearly all that torch's import and a model on meta make stays.
 
     Of the CPU time of `check` for 80 blocks, looking took a fifth. For commands that compute nothing with values.
 
     Memory: what lies in cycles, of up to that many objects more.
     """
-    before = gc.get_threshold()
-    gc.set_threshold(_OBJECTS, *before[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+    return _CollectedRarely()
 
 
 def open_manifest(source: str, overrides: Sequence[str]) -> InspectedManifest:

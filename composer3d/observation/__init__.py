@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from composer3d.observation.collectives import Collective, Collectives, count_collectives
     from composer3d.observation.flight_recorder import lost_a_peer
-    from composer3d.observation.hang_report import Account, Fault, find_fault, told_act
+    from composer3d.observation.hang_report import Account, Fault, RecordedCollective, find_fault, told_act
 
 _MODULES = {
     "collectives": ("Collective", "Collectives", "count_collectives"),
     "flight_recorder": ("lost_a_peer",),
-    "hang_report": ("Account", "Fault", "find_fault", "told_act"),
+    "hang_report": ("Account", "Fault", "RecordedCollective", "find_fault", "told_act"),
 }
 _HOME = {name: module for module, names in _MODULES.items() for name in names}
 
@@ -22,6 +22,7 @@ __all__ = [
     "Collective",
     "Collectives",
     "Fault",
+    "RecordedCollective",
     "count_collectives",
     "find_fault",
     "lost_a_peer",

@@ -26,7 +26,7 @@ from typing import Any
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.mesh import Layout
-from composer3d.observation.hang_report import Account, Collective, diagnose
+from composer3d.observation.hang_report import Account, RecordedCollective, diagnose
 from composer3d.observation.rank_questions import RankQuestions
 
 __all__ = ["Flight", "Groups", "collectives", "lost_a_peer"]
@@ -292,7 +292,7 @@ class Flight:
             collectives=tuple(self._collectives(kept)),
         )
 
-    def _collectives(self, kept: int) -> list[Collective]:
+    def _collectives(self, kept: int) -> list[RecordedCollective]:
         """Return this rank's last collectives, groups made by plugins or the loop included."""
         entries = torch_compat.flight_records()
         names = {entry["process_group"][0] for entry in entries} - self._groups.keys()
@@ -303,7 +303,7 @@ class Flight:
 
 def collectives(
     entries: Sequence[Mapping[str, Any]], groups: Groups, *, others: Groups = MappingProxyType({}), kept: int = _KEPT
-) -> list[Collective]:
+) -> list[RecordedCollective]:
     """Read a flight recorder's entries, oldest first; only the last ones of each group are kept.
 
     Args:
@@ -313,14 +313,14 @@ def collectives(
         kept: Most collectives per group.
     """
     groups = {**others, **groups}
-    found: dict[str, list[Collective]] = {}
+    found: dict[str, list[RecordedCollective]] = {}
     for entry in sorted(entries, key=lambda entry: (int(entry["time_created_ns"]), int(entry["record_id"]))):
         name, described = entry["process_group"]
         if name not in groups or described == _CHECKPOINT or entry.get("is_p2p"):
             continue
         axis, ranks = groups[name]
         backend, _, op = entry["profiling_name"].partition(":")
-        collective = Collective(
+        collective = RecordedCollective(
             axis=axis,
             ranks=ranks,
             number=int(entry["collective_seq_id"]),

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from composer3d.mesh import Layout, Role
 
-__all__ = ["Account", "Collective", "Fault", "Names", "diagnose", "find_fault", "told_act"]
+__all__ = ["Account", "RecordedCollective", "Fault", "Names", "diagnose", "find_fault", "told_act"]
 
 _SHOWN = 8  # ranks whose last act is told
 # Ranks pass inputs of the same size to these; to others each may pass its own.
@@ -28,7 +28,7 @@ class Names(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Collective:
+class RecordedCollective:
     """One collective of one rank.
 
     Args:
@@ -90,7 +90,7 @@ class Account:
     spans: tuple[str, ...]
     place: str
     own: bool | None
-    collectives: tuple[Collective, ...]
+    collectives: tuple[RecordedCollective, ...]
     exchanges: bool = False
 
     def to_json(self) -> dict[str, Any]:
@@ -101,7 +101,7 @@ class Account:
     def from_json(cls, content: Mapping[str, Any]) -> Account:
         """Return the account that `to_json` wrote."""
         rows = tuple(
-            Collective(
+            RecordedCollective(
                 **row
                 | {key: tuple(row[key]) for key in ("ranks", "dtypes") if key in row}
                 | {"sizes": tuple(map(tuple, row["sizes"]))}
@@ -123,7 +123,7 @@ class Fault:
     """
 
     kind: Literal["mismatch", "missing"]
-    collective: Collective
+    collective: RecordedCollective
     odd: tuple[int, ...]
     text: str
 
@@ -204,7 +204,7 @@ def _when(account: Account) -> str:
     return f"in step {account.step}" if account.inside else f"after step {account.step}"
 
 
-def _where(collective: Collective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
+def _where(collective: RecordedCollective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
     ranks = " and ".join(map(str, collective.ranks)) if len(collective.ranks) <= 4 else f"{len(collective.ranks)} ranks"
     return (
         f"collective {collective.number} over {collective.axis} "
@@ -212,7 +212,7 @@ def _where(collective: Collective, layout: Names, owners: Mapping[str, str], own
     )
 
 
-def _plugin(collective: Collective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
+def _plugin(collective: RecordedCollective, layout: Names, owners: Mapping[str, str], own: bool | None) -> str:
     """Name who issued it: the owner of its axis; composer3d's own run over all ranks, which may be one axis."""
     if own or collective.axis not in owners:
         return "composer3d"
@@ -220,9 +220,9 @@ def _plugin(collective: Collective, layout: Names, owners: Mapping[str, str], ow
     return owners[collective.axis] + (" or composer3d" if shared else "")
 
 
-def _by_line(accounts: Sequence[Account]) -> dict[Any, dict[int, dict[int, Collective]]]:
+def _by_line(accounts: Sequence[Account]) -> dict[Any, dict[int, dict[int, RecordedCollective]]]:
     """Return collectives by group and backend, rank and number."""
-    groups: dict[Any, dict[int, dict[int, Collective]]] = {}
+    groups: dict[Any, dict[int, dict[int, RecordedCollective]]] = {}
     for account in accounts:
         for collective in account.collectives:
             groups.setdefault(collective.line, {}).setdefault(account.rank, {})[collective.number] = collective
@@ -231,7 +231,7 @@ def _by_line(accounts: Sequence[Account]) -> dict[Any, dict[int, dict[int, Colle
 
 def _mismatch(accounts: Sequence[Account]) -> Any:
     """Find the earliest collective of any group that ranks ran differently."""
-    found: list[tuple[Collective, dict[int, Collective]]] = []
+    found: list[tuple[RecordedCollective, dict[int, RecordedCollective]]] = []
     for rows in _by_line(accounts).values():
         for number in sorted(set.intersection(*(set(row) for row in rows.values()))):
             here = {rank: rows[rank][number] for rank in sorted(rows)}
@@ -248,7 +248,7 @@ def _mismatch(accounts: Sequence[Account]) -> Any:
     def text(layout: Names) -> str:
         alike = any(str(here[rank]) == str(told) for rank in odd)  # but for their dtypes
 
-        def act(ran: Collective) -> str:
+        def act(ran: RecordedCollective) -> str:
             return f"{ran} in {', '.join(ran.dtypes)}" if alike else str(ran)
 
         shown = ", ".join(f"{layout.who(rank)} ran {act(here[rank])}" for rank in odd[:_SHOWN])
@@ -284,7 +284,7 @@ def _missing(accounts: Sequence[Account]) -> Any:
     return last, odd, text
 
 
-def _waited_in(account: Account) -> Collective:
+def _waited_in(account: Account) -> RecordedCollective:
     """Return the collective that a rank waits in: NCCL runs behind the calls, so that it is the first pending one."""
     behind = (found for found in account.collectives if found.pending and found.backend == "nccl")
     return next(behind, account.collectives[-1])

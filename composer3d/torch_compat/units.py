@@ -145,6 +145,8 @@ _Group: Any = object  # FSDP2's, whose module is not imported here
 class _WatchedGroup(_Group):
     """A group whose parameters without a gradient take part with zeros."""
 
+    reduce_grads: bool
+
     def watch(self, units: Units, index: int) -> None:
         self._units, self._index = units, index
         self.is_gathered = getattr(self.mesh_info, "shard_mesh_size", 1) > 1

@@ -6,7 +6,7 @@ import pytest
 
 from composer3d.diagnostics.doctor.lateness import compare_paces
 from composer3d.diagnostics.doctor.run_folder import Span, Witness
-from composer3d.observation.hang_report import Account, Collective
+from composer3d.observation.hang_report import Account, RecordedCollective
 
 MS = 1_000_000
 
@@ -15,7 +15,9 @@ def witness(rank, spans, arrivals, num_ranks=3):
     """Return what a rank tells: spans as (name, step, start, end), arrivals at the collectives 0, 1, ..."""
     peers = tuple(range(num_ranks))
     rows = tuple(
-        Collective(axis="dp", ranks=peers, number=number, op="all_reduce", sizes=((1,),), time_ns=round(at * MS))
+        RecordedCollective(
+            axis="dp", ranks=peers, number=number, op="all_reduce", sizes=((1,),), time_ns=round(at * MS)
+        )
         for number, at in enumerate(arrivals)
     )
     account = Account(rank=rank, step=0, inside=False, spans=(), place="", own=None, collectives=rows)

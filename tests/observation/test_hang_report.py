@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 
 from composer3d.mesh import AXES, resolve
-from composer3d.observation.hang_report import Account, Collective, diagnose
+from composer3d.observation.hang_report import Account, RecordedCollective, diagnose
 
 
 def row(number, op="all_reduce", size=(4,), axis="dp_shard", ranks=(0, 1)):
-    return Collective(axis=axis, ranks=ranks, number=number, op=op, sizes=(size,), time_ns=number)
+    return RecordedCollective(axis=axis, ranks=ranks, number=number, op=op, sizes=(size,), time_ns=number)
 
 
 def account(rank, *rows, spans=("forward (microbatch 0)",)):

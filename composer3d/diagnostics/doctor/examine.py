@@ -13,7 +13,7 @@ from composer3d.diagnostics.doctor.failure_kinds import Kind, kind_of
 from composer3d.diagnostics.doctor.lateness import Pace, compare_paces
 from composer3d.diagnostics.doctor.memory_causes import tell_memory, told_request
 from composer3d.diagnostics.doctor.run_folder import Evidence
-from composer3d.observation import Account, Collective, Fault, find_fault, told_act
+from composer3d.observation import Account, Fault, RecordedCollective, find_fault, told_act
 
 __all__ = ["Diagnosis", "examine"]
 
@@ -230,7 +230,7 @@ def _fault(evidence: Evidence, *, first: int | None) -> Fault | None:
     return find_fault(ordered, layout=evidence, owners=_owners(evidence))
 
 
-def _collectives(evidence: Evidence, fault: Fault) -> list[Collective]:
+def _collectives(evidence: Evidence, fault: Fault) -> list[RecordedCollective]:
     """Return what every rank ran in the place of the collective at which they came apart."""
     place = fault.collective.ranks, fault.collective.number
     rows = [row for account in _accounts(evidence).values() for row in account.collectives]

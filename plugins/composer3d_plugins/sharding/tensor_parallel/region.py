@@ -57,13 +57,14 @@ class Region:
         forward = module.forward
 
         def whole(x: Tensor) -> Tensor:
+            shared: Any = None
+
             def gathered(x: Tensor) -> Tensor:
                 nonlocal shared
                 shared = self._share(x, cut)
                 result: Tensor = torch_compat.unviewed(shared.to_local())
                 return result
 
-            shared: Any = None
             result = exchanged(x, gathered)
             self._shared.append((result, shared))
             return result
