@@ -25,7 +25,7 @@ from composer3d import (
 )
 from composer3d_plugins.scheduling.activation_checkpoint import segments
 from composer3d_plugins.scheduling.activation_checkpoint.budget import Budget
-from composer3d_plugins.scheduling.activation_checkpoint.buffer_updates import keep_buffers
+from composer3d_plugins.scheduling.activation_checkpoint.buffer_updates import Found
 
 if TYPE_CHECKING:
     from torch import nn
@@ -77,8 +77,8 @@ class ActivationCheckpoint:
     about sqrt(n) runs, keeps a run's inputs, and recomputes all of it when its backward begins. mode = "budget"
     measures every block's operators in the first forward, the bytes that the backward needs of each and the time it
     took, and keeps what saves most time a byte until the budget is used: single results of a block, or the block as it
-    is. FQNs
-    stay: the block's forward is replaced, not the block. A recomputation leaves buffers that are saved as they are.
+    is. FQNs stay: the block's forward is replaced, not the block. A recomputation reads buffers as the forward found
+    them, and leaves them as they are.
     Memory: of a recomputed block its inputs (and saved results), and one block's activations while it is recomputed;
         "sqrt": of a run its inputs, and one run's activations, under fsdp2 its gathered parameters too.
     Collectives: those of the forward once more, unless saved; FSDP2's are not repeated. "budget": one broadcast along
@@ -182,11 +182,9 @@ class ActivationCheckpoint:
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": self.preserve_rng_state}
-        for fqn in fqns:
-            keep_buffers(model.get_submodule(fqn))
         if self.mode == "sqrt":
             for run in segments.cut(fqns):
-                blocks = [model.get_submodule(fqn) for fqn in run]
+                blocks = {fqn: model.get_submodule(fqn) for fqn in run}
                 segments.wrap(blocks, units=context.stash(Units), preserve_rng_state=self.preserve_rng_state)
             return list(fqns)
         if self.mode == "budget":
@@ -195,7 +193,7 @@ class ActivationCheckpoint:
             options["context_fn"] = self._selection(context)
         for fqn in fqns:
             block: Any = model.get_submodule(fqn)
-            block.forward = _recomputed(block.forward, options)
+            block.forward = _recomputed(fqn, block, options)
         return list(fqns)
 
     def _apply_budget(
@@ -261,13 +259,20 @@ def _every_second(kept: set[Any], products: set[Any]) -> Callable[..., bool]:
     return keeps
 
 
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _recomputed(fqn: str, block: nn.Module, options: dict[str, Any]) -> Callable[..., Any]:
     """Wrap a forward; a function rather than a partial, because torch.compile traces into functions only."""
+    import torch
     from torch.utils.checkpoint import checkpoint
+
+    forward = block.forward
 
     @functools.wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, **options, **kwargs)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return checkpoint(forward, *args, **options, **kwargs)
+        found = Found(fqn=fqn, block=block, arguments=(args, kwargs))
+        within = {**options, "context_fn": found.contexts(options.get("context_fn"))}
+        return checkpoint(forward, *args, **within, **kwargs)
 
     return recomputed
 

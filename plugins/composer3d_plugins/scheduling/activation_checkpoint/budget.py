@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import PluginError, Role, RunContext, torch_compat
+from composer3d_plugins.scheduling.activation_checkpoint.buffer_updates import Found
 
 if TYPE_CHECKING:
     import torch
@@ -139,11 +140,13 @@ class Budget:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if fqn not in self.chosen and fqn not in self.measured and not torch_compat.in_backward():
-                self.measured[fqn] = _measure(unit, forward, args, kwargs)
+                with Found(fqn=fqn, block=unit).discarded():
+                    self.measured[fqn] = _measure(unit, forward, args, kwargs)
             choice = self.chosen.get(fqn, Choice())
             if not choice.is_recomputed:
                 return forward(*args, **kwargs)
-            return checkpoint(forward, *args, **options, context_fn=self._contexts(choice), **kwargs)
+            contexts = Found(fqn=fqn, block=unit, arguments=(args, kwargs)).contexts(self._contexts(choice))
+            return checkpoint(forward, *args, **options, context_fn=contexts, **kwargs)
 
         return budgeted
 
@@ -205,13 +208,12 @@ class Budget:
 def _measure(
     unit: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Measured:
-    """Run a unit once more, and discard the result; random state and buffers are restored afterwards."""
+    """Run a unit once more, and discard the result; random state is restored afterwards."""
     import torch
 
     device = next((each.device for each in torch_compat.tree_leaves((args, kwargs)) if hasattr(each, "device")), None)
     device = device or torch.device("cpu")
     probe = _Probe(device, stay=[*unit.parameters(), *unit.buffers()])
-    buffers = [(buffer, buffer.clone()) for buffer in unit.buffers()]
     inputs = [each for each in torch_compat.tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
     input_keys = {_key(each): _bytes(each) for each in inputs if each.requires_grad}
     devices = [device] if device.type == "cuda" else []
@@ -221,9 +223,6 @@ def _measure(
             with torch_compat.dispatch_mode(probe.operator, compiles=False, opens=False):
                 forward(*args, **kwargs)
         time_s = probe.now() - begin_s
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
     return Measured(
         input_bytes=sum(input_keys.values()),
         saved_bytes=sum(({key: size for key, (size, _) in probe.needed.items()} | input_keys).values()),

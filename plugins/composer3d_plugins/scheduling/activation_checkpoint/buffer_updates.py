@@ -1,59 +1,166 @@
-"""Buffers that a forward changes, such as running statistics: one update a step, recomputation or not."""
+"""Forwards of a block as they found it: its buffers, and the versions of its arguments."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from composer3d import torch_compat
+from composer3d import PluginError, torch_compat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["keep_buffers"]
+__all__ = ["Found", "versions"]
+
+Place = tuple[dict[str, Any], str]  # the buffers of a module, and the name of one
 
 
-def keep_buffers(block: nn.Module) -> None:
-    """Let a recomputation of a block read and write copies of the buffers that are part of its state.
+@dataclass(kw_only=True, eq=False)
+class Found:
+    """Buffers and arguments of a block as one forward of it found them, for its recomputations.
 
-    torch's checkpoints leave that to the caller: statistics of a batch norm inside would be updated twice, once with
-    each computation of the same batch.
+    torch's checkpoints leave buffers to the caller: a recomputation would read what the forward made of them (vectors
+    of a spectral norm, a codebook by moving average, a cache that is filled once), and change them a second time.
 
     Args:
-        block: Its forward is replaced, keeping its name, if there are such buffers.
+        fqn: Of the block.
+        block: Keeps its buffers, whatever is recomputed.
+        arguments: Of the forward; recomputations refuse tensors among them that were changed in place since.
 
-    Memory: a copy of those buffers while the block is computed.
+    Memory: until the backward a copy of the buffers that the forward changes; during the forward, of all.
     """
-    import torch
 
-    state = block.state_dict(keep_vars=True)
-    names = [fqn for fqn, _ in block.named_buffers() if fqn in state]
-    if not names:
-        return
-    places = [(block.get_submodule(fqn.rpartition(".")[0]), fqn.rpartition(".")[2]) for fqn in names]
-    module: Any = block
-    forward = module.forward
+    fqn: str
+    block: nn.Module
+    arguments: InitVar[Any] = ()
+    _versions: list[tuple[Callable[[], Tensor | None], int]] = field(default_factory=list)
+    _before: dict[tuple[int, str], Tensor | None] = field(default_factory=dict)
 
-    @functools.wraps(forward)
-    def keeping(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        held = [getattr(owner, name) for owner, name in places]
-        # In the forward too: selective checkpoints want the same operators in both.
-        copies = [buffer.clone() for buffer in held]
-        if not torch_compat.in_backward():
-            return forward(*args, **kwargs)
-        _put(places, copies)
+    def __post_init__(self, arguments: Any) -> None:
+        """Remember the versions of the arguments."""
+        # Whoever recomputes keeps them, or has them elsewhere, such as in host memory.
+        self._versions = [(weakref.ref(tensor), version) for tensor, version in versions(arguments)]
+
+    def contexts(self, others: Callable[[], Any] | None) -> Callable[[], tuple[Any, Any]]:
+        """Return torch's form of a pair of contexts, for a forward and its recomputations.
+
+        Args:
+            others: Another pair, which is entered inside: its modes do not see the copies.
+        """
+
+        def both() -> tuple[Any, Any]:
+            inner = (contextlib.nullcontext(), contextlib.nullcontext()) if others is None else others()
+            return _Inside(self.recording, inner[0]), _Inside(self.restored, inner[1])
+
+        return both
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Run the forward; keep what it changes as it was before."""
+        held = {_key(place): (place, _buffer(place)) for place in self._places()}
+        copies: dict[int, tuple[Tensor, int]] = {}
+        for _, buffer in held.values():
+            if buffer is not None and id(buffer) not in copies:
+                copies[id(buffer)] = buffer.detach().clone(), _version(buffer)
+        yield
+        for key, (place, buffer) in held.items():
+            if buffer is None:
+                if _buffer(place) is not None:
+                    self._before[key] = None
+                continue
+            copy, version = copies[id(buffer)]
+            if _version(buffer) != version or _buffer(place) is not buffer:
+                self._before[key] = copy
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Run a recomputation, on copies of the buffers as the forward found them.
+
+        Raises:
+            PluginError: An argument was changed in place after the forward began.
+        """
+        self._refuse_changed()
+        modules = list(self.block.modules())
+        saved = {(id(m._buffers), name) for m in modules for name in m._buffers.keys() - m._non_persistent_buffers_set}
+        found: dict[tuple[int, str], Tensor | None] = {}
+        for place in self._places():
+            # Kernels of batch norm update running statistics, and their version stays.
+            if _key(place) in self._before or _key(place) in saved:
+                found[_key(place)] = self._before.get(_key(place), _buffer(place))
+        with self._copied(found):
+            yield
+
+    @contextlib.contextmanager
+    def discarded(self) -> Iterator[None]:
+        """Run a forward whose changes of buffers are discarded."""
+        with self._copied({_key(place): _buffer(place) for place in self._places()}):
+            yield
+
+    @contextlib.contextmanager
+    def _copied(self, found: Mapping[tuple[int, str], Tensor | None]) -> Iterator[None]:
+        held = [(place, _buffer(place)) for place in self._places()]
+        copies: dict[int, Tensor] = {}
+        for (owner, name), _ in held:
+            if (id(owner), name) in found:
+                buffer = found[id(owner), name]
+                owner[name] = None if buffer is None else copies.setdefault(id(buffer), buffer.detach().clone())
         try:
-            return forward(*args, **kwargs)
+            yield
         finally:
             # Also where a recomputation stops early, once it has the tensors that it is for.
-            _put(places, held)
+            for (owner, name), buffer in held:
+                owner[name] = buffer
 
-    module.forward = keeping
+    def _refuse_changed(self) -> None:
+        for reference, version in self._versions:
+            tensor = reference()
+            if tensor is not None and _version(tensor) != version:
+                raise PluginError(
+                    f"{self.fqn or 'the model'} is recomputed from its arguments, and one of them, of shape "
+                    f"{tuple(tensor.shape)}, was changed in place after its forward began",
+                    hint="change a copy (x = x + h for x += h), or leave this block out with units",
+                )
+
+    def _places(self) -> list[Place]:
+        return [(module._buffers, name) for module in self.block.modules() for name in module._buffers]
 
 
-def _put(places: Sequence[tuple[nn.Module, str]], buffers: Sequence[Tensor]) -> None:
-    for (owner, name), buffer in zip(places, buffers, strict=True):
-        setattr(owner, name, buffer)
+class _Inside:
+    """One context inside another, entered as often as a block is recomputed."""
+
+    def __init__(self, outer: Callable[[], contextlib.AbstractContextManager[None]], inner: Any) -> None:
+        self._outer, self._inner = outer, inner
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._outer())
+            stack.enter_context(self._inner)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> None:
+        self._entered.pop().__exit__(*error)
+
+
+def versions(*trees: Any) -> list[tuple[Tensor, int]]:
+    """Return the tensors among values, each with the number of changes in place that it has seen."""
+    import torch
+
+    tensors = [leaf for leaf in torch_compat.tree_leaves(trees) if isinstance(leaf, torch.Tensor)]
+    return [(tensor, _version(tensor)) for tensor in tensors]
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _key(place: Place) -> tuple[int, str]:
+    return id(place[0]), place[1]
+
+
+def _buffer(place: Place) -> Tensor | None:
+    owner, name = place
+    return owner.get(name)

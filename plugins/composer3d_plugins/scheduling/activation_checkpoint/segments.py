@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from composer3d import Units, torch_compat
+from composer3d_plugins.scheduling.activation_checkpoint.buffer_updates import Found, versions
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,6 +32,7 @@ class Call:
     block: nn.Module
     forward: Callable[..., Any]
     arguments: Any
+    found: Found
     random: list[Any]
     autocast: Callable[[], contextlib.AbstractContextManager[Any]]
     num_saved: int = 0
@@ -50,13 +52,13 @@ class Frame:
     Attributes:
         calls: Of the blocks, in order.
         units: Modules whose parameters are gathered only when their own backward begins.
-        returned: The tensors that the last of them returned, until the next one has begun.
+        returned: The tensors that the last of them returned, until the next one has begun, and their versions.
         saved: By call and number.
     """
 
     units: Units
     calls: list[Call] = field(default_factory=list)
-    returned: list[Tensor] = field(default_factory=list)
+    returned: list[tuple[Tensor, int]] = field(default_factory=list)
     saved: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     def take(self, call: int, number: int) -> Tensor:
@@ -81,6 +83,7 @@ class Frame:
 
             args, kwargs = torch_compat.tree_map(functools.partial(_argument, before), call.arguments)
             with contextlib.ExitStack() as stack:
+                stack.enter_context(call.found.restored())
                 stack.enter_context(torch.enable_grad())
                 stack.enter_context(call.autocast())
                 stack.enter_context(_drawing(call.random))
@@ -88,27 +91,29 @@ class Frame:
                 before = _tensors(call.forward(*args, **kwargs))
 
 
-def wrap(blocks: Sequence[nn.Module], *, units: Units, preserve_rng_state: bool) -> None:
+def wrap(blocks: Mapping[str, nn.Module], *, units: Units, preserve_rng_state: bool) -> None:
     """Replace the forwards of a run of blocks, which are called one after the other.
 
-    Arguments that the previous block returned are not kept but recomputed; all others are kept.
+    Arguments that the previous block returned are not kept but recomputed, unless code in between changed them in
+    place; all others are kept.
 
     Args:
-        blocks: In the order of their calls.
+        blocks: By FQN, in the order of their calls.
         units: Of data-parallel plugins, once these are applied.
         preserve_rng_state: Recompute with the random numbers of the forward.
     """
     frames: list[Frame] = []
-    for block in blocks:
+    fqns = list(blocks)
+    for fqn, block in blocks.items():
         module: Any = block
-        ends = block is blocks[0], block is blocks[-1]
+        ends = fqn == fqns[0], fqn == fqns[-1]
         first = functools.partial(Frame, units=units)
-        module.forward = _wrapped(block, module.forward, frames, first=first, ends=ends, random=preserve_rng_state)
+        module.forward = _wrapped(fqn, block, frames, first=first, ends=ends, random=preserve_rng_state)
 
 
 def _wrapped(
+    fqn: str,
     block: nn.Module,
-    forward: Callable[..., Any],
     frames: list[Frame],
     *,
     first: Callable[[], Frame],
@@ -117,6 +122,7 @@ def _wrapped(
 ) -> Callable[..., Any]:
     import torch
 
+    forward = block.forward
     is_first, is_last = ends
 
     @functools.wraps(forward)
@@ -127,10 +133,12 @@ def _wrapped(
             frames[:] = [first()]
         frame = frames[0]
         known, frame.returned = frame.returned, []
+        arguments = torch_compat.tree_map(functools.partial(_kept, known), (args, kwargs))
         call = Call(
             block=block,
             forward=forward,
-            arguments=torch_compat.tree_map(functools.partial(_kept, known), (args, kwargs)),
+            arguments=arguments,
+            found=Found(fqn=fqn, block=block, arguments=arguments),
             random=_random_states(args, kwargs) if random else [],
             autocast=_autocast(args, kwargs),
         )
@@ -142,23 +150,24 @@ def _wrapped(
             return call.num_saved - 1
 
         with torch.autograd.graph.saved_tensors_hooks(pack, functools.partial(frame.take, index)):
-            result = forward(*args, **kwargs)
+            with call.found.recording():
+                result = forward(*args, **kwargs)
         if is_last:  # from here on the graph keeps it
             frames.clear()
         else:
-            frame.returned = _tensors(result)
+            frame.returned = versions(result)
         return result
 
     return segmented
 
 
-def _kept(known: list[Tensor], value: Any) -> Any:
+def _kept(known: list[tuple[Tensor, int]], value: Any) -> Any:
     import torch
 
     if not isinstance(value, torch.Tensor):
         return value
-    for index, tensor in enumerate(known):
-        if value.requires_grad and _is_same(value, tensor):
+    for index, (tensor, version) in enumerate(known):
+        if value.requires_grad and _is_same(value, tensor) and tensor._version == version:
             return Before(index=index)
     return value.detach().requires_grad_(value.requires_grad)
 
