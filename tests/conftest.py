@@ -49,8 +49,12 @@ def _prewarmed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leaving_nothing() -> Iterator[None]:
+    before = torch.get_default_dtype()
     with leaving_nothing():
         yield
+    after = torch.get_default_dtype()
+    torch.set_default_dtype(before)
+    assert after is before, f"the test leaves {after} as the default dtype, in which later tests would compute"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -122,7 +122,7 @@ class Propagation(ShapeRules):
 
     def _remembered(self, memory: Memory, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         if not self._cuts_in(args, options):
-            return func(*args, **options)
+            return self._unsharded(func, args, options)
         key = memory.key(func, args, options)
         decision = None if key is None else memory.get(key)
         if decision is not None:
@@ -138,6 +138,10 @@ class Propagation(ShapeRules):
             memory.keep_answer(key, result)
         return result
 
+    def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """Run a function of tensors that every rank has whole."""
+        return func(*args, **options)
+
     def _forget(self) -> None:
         self._work = None
 
@@ -149,7 +153,7 @@ class Propagation(ShapeRules):
         """
         cuts = self._cuts_in(args, options)
         if not cuts:
-            return func(*args, **options)
+            return self._unsharded(func, args, options)
         name = name_of(func)
         if name in SIZES:
             return func(*map(self._shadow, args), **options)

@@ -177,6 +177,11 @@ class SequencePropagation(Propagation):
         finally:
             self._is_busy = False
 
+    def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        if draws(name_of(func), args, options):
+            self._rules.note("drawn", name_of(func))
+        return super()._unsharded(func, args, options)
+
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run one function; where nothing is sharded, as it is.
 
@@ -188,9 +193,7 @@ class SequencePropagation(Propagation):
             return func(*args, **options)
         cuts = self._cuts_in(args, options)
         if not cuts:
-            if draws(name, args, options):
-                self._rules.note("drawn", name)
-            return func(*args, **options)
+            return self._unsharded(func, args, options)
         if name == ATTENTION:
             self._forget()
             return self._attention(*args, **options)

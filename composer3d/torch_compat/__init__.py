@@ -72,7 +72,13 @@ from composer3d.torch_compat.modes import (
     without_torch_functions,
 )
 from composer3d.torch_compat.operator_shapes import ResultMemory
-from composer3d.torch_compat.operators import custom_operator, custom_operators, operator_span, watch_custom_operators
+from composer3d.torch_compat.operators import (
+    custom_operator,
+    custom_operators,
+    operator_python,
+    operator_span,
+    watch_custom_operators,
+)
 from composer3d.torch_compat.pipelines import (
     custom_pipeline_schedule,
     held_graph,
@@ -200,6 +206,7 @@ __all__ = [
     "neg_view",
     "no_torch_function",
     "num_flops",
+    "operator_python",
     "operator_span",
     "orthogonalised",
     "plain_tensors",

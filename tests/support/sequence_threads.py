@@ -76,7 +76,6 @@ def run_sharded(model, tokens, loss):
 
     def run(rank):
         try:
-            torch.set_default_dtype(torch.float64)
             index = positions(tokens.shape[1])[rank]
             found[rank] = loss(models[rank](tokens[:, index]), index)
         except BaseException as error:
@@ -86,10 +85,15 @@ def run_sharded(model, tokens, loss):
     for each, rule in zip(models, rules, strict=True):
         PropagatedSequence(degree=DEGREE, rules=rule, blocks={}, inputs=lambda args, kwargs: {0: 1}).install(each)
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(DEGREE)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # of all threads
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        torch.set_default_dtype(dtype)
     if failed:
         raise failed[0]
     return sum(found), rules[0].notes

@@ -200,7 +200,7 @@ def test_groups_have_the_names_of_their_axes(rank):
         with count_collectives(mesh) as collectives:
             for group in (*groups.values(), joined, None, odd):
                 dist.all_reduce(torch.ones(1), group=group)
-    assert [row.axis for row in collectives.rows] == ["pp", "dp_shard", "tp", "dp_shard+tp", "world", "ranks(0,5,11)"]
+    assert [row.axis for row in collectives.rows] == ["pp", "dp_shard", "tp", "dp_shard_tp", "world", "ranks(0,5,11)"]
     assert [len(row.ranks) for row in collectives.rows] == [2, 3, 2, 6, 12, 3]
     assert all(rank in row.ranks for row in collectives.rows)
 

@@ -34,6 +34,11 @@ def operator():
     )
 
 
+def test_what_an_operator_is_made_of_is_known_of_these_alone(operator):
+    assert torch_compat.operator_python(operator) is doubled
+    assert torch_compat.operator_python(torch.ops.aten.mul.Tensor) is None
+
+
 def names_under(operator, **options):
     seen = []
 
@@ -169,6 +174,34 @@ def test_flash_attention_of_the_cpu_returns_the_log_sum_exp(kv_heads, mask):
     assert max(float((x - y).detach().abs().max()) for x, y in zip(found, wanted, strict=True)) <= 1e-14
 
 
+CUDA_KERNELS = {
+    "flash": (torch_compat.cuda_flash_attention, torch_compat.cuda_flash_attention_backward),
+    "efficient": (torch_compat.cuda_efficient_attention, torch_compat.cuda_efficient_attention_backward),
+}
+
+
+@pytest.mark.parametrize("kernel", CUDA_KERNELS)
+def test_attention_of_cuda_has_the_forms_of_what_it_is_given(kernel):
+    forward, backward = CUDA_KERNELS[kernel]
+    more = {"bias": None} if kernel == "efficient" else {}
+    with torch_compat.fake_tensors(), torch.no_grad():
+        q, k, v = (torch.empty(2, 4, length, 16, dtype=torch.float16, device="cuda") for length in (48, 32, 32))
+        o, lse = forward(q, k, v, is_causal=False, scale=0.3, **more)
+        gradients = backward(torch.empty_like(o), (q, k, v), (o, lse), is_causal=False, scale=0.3, **more)
+    assert (*o.shape,) == (2, 4, 48, 16) and (*lse.shape,) == (2, 4, 48)
+    assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
+
+
+def test_function_modes_are_listed_from_without_inwards():
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    before = torch_compat.function_modes()
+    with Mode() as outer, Mode() as inner:
+        assert torch_compat.function_modes() == [*before, outer, inner]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("kernel", "mask"), [("flash", "none"), ("flash", "causal"), ("efficient", "causal"), ("efficient", "bias")]
@@ -186,7 +219,7 @@ def test_attention_of_cuda_returns_the_log_sum_exp(kernel, mask):
     expected.backward(grad.double())
     inputs = tuple(x.detach().to(dtype) for x in (q, k, v))
     options = {"is_causal": mask == "causal", "scale": 0.3} | ({"bias": bias} if kernel == "efficient" else {})
-    forward, backward = (getattr(torch_compat, f"cuda_{kernel}_attention{end}") for end in ("", "_backward"))
+    forward, backward = CUDA_KERNELS[kernel]
     o, lse = forward(*inputs, **options)
     gradients = backward(grad, inputs, (o, lse), **options)
     found, wanted = (o, lse, *gradients), (expected, expected_lse, q.grad, k.grad, v.grad)

@@ -86,7 +86,7 @@ def images():
     return Items()
 """
 TOKENS = '[data]\nuse = "synthetic"\nseq_len = 128\nvocab_size = 1000\n'
-IMAGES = '[data]\nuse = "odd_pictures:images"\n'
+IMAGES = '[data]\nuse = "ODD:images"\n'
 LLAMA = 'use = "composer3d.models:llama"\nargs = { dim = 256, num_layers = 6, num_heads = 4, vocab_size = 1000 }\n'
 
 
@@ -97,8 +97,9 @@ def write(tmp_path, monkeypatch):
 
     def written(model, *, data=TOKENS, tables="[precision.mixed]\n"):
         # A module of a name is imported once in a process, so each has its own.
-        for name in ("Mixture", "Translator", "Pictures"):
-            (tmp_path / f"odd_{name.lower()}.py").write_text(MODELS)
+        module = tmp_path.name
+        (tmp_path / f"{module}.py").write_text(MODELS)
+        model, data = model.replace("ODD", module), data.replace("ODD", module)
         (tmp_path / "run.toml").write_text(
             f"composer3d = 1\n[mesh]\ndp_shard = 4\n[model]\n{model}{data}"
             f"[train]\nsteps = 1\nglobal_batch = 32\nmicrobatch = 2\n[sharding.fsdp2]\n{tables}"
@@ -117,7 +118,7 @@ def write(tmp_path, monkeypatch):
     ],
 )
 def test_any_model_that_check_accepts_is_suggested_for(write, name, data, unit):
-    path = write(f'use = "odd_{name.lower()}:{name}"\n', data=data)
+    path = write(f'use = "ODD:{name}"\n', data=data)
     # One layout: each that is proposed is planned, which takes a second.
     pins = ["tp=1", "pp=1", "zero=3", "microbatch=2", "recompute=none", "offload=false", "precision=bfloat16"]
     found = suggest(path, world_size=4, keep=[*pins, "dp_shard=4"])
