@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.huggingface import assert_equal_to_one_device, make, results_of
+from support.selected_cases import selected
 
 from composer3d.huggingface.folder import import_transformers
 
@@ -47,10 +48,16 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folders):
+def results(folders, request):
+    wanted = selected(request, "world_size", "name")
     return {
-        world_size: results_of({name: ("gpt2", text, False) for name, (text, _) in cases.items()}, folders, world_size)
+        world_size: results_of(
+            {name: ("gpt2", text, False) for name, (text, _) in cases.items() if (world_size, name) in wanted},
+            folders,
+            world_size,
+        )
         for world_size, cases in CASES.items()
+        if any(world_size == size for size, _ in wanted)
     }
 
 

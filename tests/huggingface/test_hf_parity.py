@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.huggingface import assert_equal_to_one_device, make, results_of
+from support.selected_cases import selected
 
 from composer3d.huggingface.folder import import_transformers
 
@@ -66,8 +67,13 @@ def folders(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def results(folders):
-    return results_of(CASES, folders, 2) | results_of(CASES_OF_4, folders, 4)
+def results(folders, request):
+    wanted = selected(request, "name")
+    found = {}
+    for world_size, cases in ((2, CASES), (4, CASES_OF_4)):
+        chosen = {name: case for name, case in cases.items() if name in wanted}
+        found |= results_of(chosen, folders, world_size) if chosen else {}
+    return found
 
 
 @pytest.mark.parametrize("name", [*CASES, *CASES_OF_4])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.huggingface import assert_equal_to_one_device, make, results_of
+from support.selected_cases import selected
 
 from composer3d.huggingface.folder import import_transformers
 
@@ -18,11 +19,14 @@ FAMILIES = {
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(tmp_path_factory, request):
     import_transformers()
     folder = tmp_path_factory.mktemp("models")
-    folders = {family: make(family, folder / family) for family in FAMILIES}
-    return results_of({family: (family, text, False) for family, text in FAMILIES.items()}, folders, 2)
+    wanted = selected(request, "family")
+    folders = {family: make(family, folder / family) for family in wanted}
+    return results_of(
+        {family: (family, text, False) for family, text in FAMILIES.items() if family in wanted}, folders, 2
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

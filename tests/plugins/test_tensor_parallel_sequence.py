@@ -7,6 +7,7 @@ import torch
 from support.branching_models import FLOWS
 from support.family_models import batch_of, class_loss
 from support.models import Even, composed, mine, seeded, write_manifest
+from support.selected_cases import selected
 from support.tensor_parallel import AUTO, built, steps_of
 
 import composer3d
@@ -25,8 +26,11 @@ CASES = [(name, auto(settings)) for name in FLOWS for settings in ("", SP)]
 
 
 @pytest.fixture(scope="module")
-def results():
-    return [dict(zip(CASES, found, strict=True)) for found in run_ranks(steps_of, 2, CASES)]
+def results(request):
+    counted = {(name, SP) for name in selected(request, "name") & COUNTS.keys()}
+    wanted = {(name, auto(settings)) for name, settings in selected(request, "name", "settings") | counted}
+    cases = [case for case in CASES if case in wanted]
+    return [dict(zip(cases, found, strict=True)) for found in run_ranks(steps_of, 2, cases)]
 
 
 @pytest.mark.parametrize("settings", ["", SP])
