@@ -17,7 +17,10 @@ from support.daily_part import NUM_PARTS, PART
 from support.documents import read, tables
 
 # Cells have what torch warns of: models that return views, options of DistributedDataParallel that exclude each other.
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # inductor's own imports
+]
 
 NUM_QUICK, QUICK_S = 2, 10.0  # of a fast part: cells, and seconds that one took
 AXES = ("pp", "dp_replicate", "dp_shard", "tp")
