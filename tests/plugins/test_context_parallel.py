@@ -104,6 +104,15 @@ def composed(factory, text):
         run.close()
 
 
+class Raising(Pooled):
+    """Code of a model's own that refuses what has no values."""
+
+    def forward(self, tokens):
+        if tokens.is_meta:
+            raise KeyError("no values")
+        return super().forward(tokens)
+
+
 REFUSED = [
     (Averaging, cp(), "context_parallel has no effect: no attention of the model works on the sequence"),
     (Dropped, cp(), "draws random numbers for a tensor that every rank of cp has whole"),
@@ -112,6 +121,12 @@ REFUSED = [
         cp(),
         "calls flash_attn.flash_attn_interface.flash_attn_func, a kernel that is no operator of torch: which positions "
         "it reads cannot be seen",
+    ),
+    (
+        Raising,
+        cp(),
+        "the model could not be run on meta to see how tensors go through it (KeyError: 'no values'); pass "
+        "compose(example=(args, kwargs)), which it can be run on",
     ),
     (Pooled, cp(more="inner_degree = 2"), 'inner_degree has no effect with method = "gather"'),
     (Pooled, cp("usp"), "needs a divisor of cp = 2, other than 1 and 2, that divides the 1 heads"),

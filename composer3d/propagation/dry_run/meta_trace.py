@@ -124,8 +124,8 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
             return traced
         failures.append("its blocks were not called")
     raise PluginError(
-        f"the model could not be run on meta to see what its projections are for ({failures[0]})",
-        hint="pass compose(example=(args, kwargs)), or write the plan",
+        f"the model could not be run on meta to see how tensors go through it ({failures[0]})",
+        hint="pass compose(example=(args, kwargs)), which it can be run on, or write the plan where the plugin has one",
     )
 
 

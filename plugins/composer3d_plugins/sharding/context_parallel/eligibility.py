@@ -129,7 +129,8 @@ def _run(
     except Exception as error:  # a model's own code may raise anything
         raise PluginError(
             f'context_parallel cannot run "{rules.failed}" on meta with a sharded sequence ({type(error).__name__}: '
-            f"{str(error).partition(chr(10))[0]})"
+            f"{str(error).partition(chr(10))[0]})",
+            hint="name it in rowwise if it does the same with every token; else leave out [sharding.context_parallel]",
         ) from error
 
 
