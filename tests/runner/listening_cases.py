@@ -9,6 +9,7 @@ from pathlib import Path
 
 from support.sockets import listening, move_hostname
 
+from composer3d.processes.forking import limit_ranks
 from composer3d.runner.launcher import launch_local, rank_main
 
 SERVED = "127.0.0.7"
@@ -39,7 +40,8 @@ def step():
 def case_local(output):
     # An interface of a cluster's, which a world of one machine has no use for.
     os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "eth0"
-    assert launch_local(step, num_ranks=2, device="cpu", output=output).ok
+    with limit_ranks(2):
+        assert launch_local(step, num_ranks=2, device="cpu", output=output).ok
     del os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]
 
 
@@ -76,7 +78,8 @@ def case_plain(output):
 def case_torchrun(output):
     script = [str(Path(__file__)), str(output), "rank"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*torchrun, *script], check=True)
+    with limit_ranks(2):
+        subprocess.run([*torchrun, *script], check=True)
 
 
 def case_rank(output):
