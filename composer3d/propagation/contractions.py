@@ -12,7 +12,7 @@ from torch import Tensor
 from composer3d import torch_compat
 from composer3d.propagation.shards import TENSOR_AXIS, Cut, attach, cut_of
 
-__all__ = ["Products", "bias_of", "keep_weight", "operands_of", "summed_size"]
+__all__ = ["Products", "added_product", "bias_of", "keep_weight", "operands_of", "summed_size"]
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
 
@@ -21,6 +21,17 @@ def bias_of(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tenso
     """Return the bias that a linear function adds to the product of its other arguments."""
     bias = options.get("bias", args[2] if len(args) > 2 else None) if name == "linear" and len(args) > 1 else None
     return bias if isinstance(bias, Tensor) else None
+
+
+def added_product(
+    name: str, args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, float, float] | None:
+    """Return what `baddbmm` adds: the first term, both factors of the product, and the factors beta and alpha."""
+    if name != "baddbmm":
+        return None
+    given = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **options}
+    factors = given.get("beta", 1), given.get("alpha", 1)
+    return (given["input"], given["batch1"], given["batch2"], *factors)
 
 
 @dataclass(kw_only=True)

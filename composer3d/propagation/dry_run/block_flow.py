@@ -34,9 +34,11 @@ def blocks_of(model: nn.Module, context: RunContext, *, several: bool) -> list[s
             otherwise there are none then.
     """
     try:
-        found = list(select_fqns(context.blocks, context.fqns))
+        chosen = select_fqns(context.blocks, context.fqns)
     except TransformError:
         return _listed(model) if several else []
+    # Dictionaries of modules, whose entries the model's own code calls.
+    found = [fqn for fqn in chosen if type(model.get_submodule(fqn)).forward is not nn.Module.forward]
     if context.manifest.model.blocks:
         return found
     # A list of equal blocks, and perhaps another one of a single block.
