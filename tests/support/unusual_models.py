@@ -27,6 +27,21 @@ class Unusual(nn.Module):
         return self.out(x) + 0.0
 
 
+class Between(Unusual):
+    """Modules without parameters before and behind the blocks, which every stage calls."""
+
+    def __init__(self):
+        super().__init__(*(Mlp(DIM) for _ in range(2)))
+        self.out.weight = self.tok.weight
+        self.drop, self.squash = nn.Dropout(0.1), nn.Tanh()
+
+    def forward(self, tokens):
+        x = self.drop(self.tok(tokens))
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(self.squash(x)) + 0.0
+
+
 class Experts(nn.Module):
     """A mixture that computes every expert on everything, and weighs two of four; some may get no token at all."""
 

@@ -70,6 +70,7 @@ def empty():
             FSDP, unusual_models.Halves, {"optimizer": grouped}, id="half of it frozen, in groups", marks=SLOW
         ),
         pytest.param(PP, unusual_models.Halves, {"microbatch": 3}, id="half of it frozen, pipelined"),
+        pytest.param(PP, unusual_models.Between, {"microbatch": 3}, id="modules between stages without parameters"),
         pytest.param(FSDP, Even, {"optimizer": grouped, "microbatch": 3}, id="groups", marks=SLOW),
         pytest.param(FSDP, unusual_models.narrow, {}, id="a block in bfloat16", marks=SLOW),
         pytest.param(FSDP, Even, {"batch": empty, "microbatch": 2}, id="nothing to predict in a micro-batch"),

@@ -134,6 +134,8 @@ def _note(found: dict[str, list[Output]], fqn: str, output: Any) -> None:
     # What is recomputed in a backward was noted in the forward.
     if not isinstance(tensor, torch.Tensor) or tensor.is_meta or in_backward():
         return
+    if getattr(tensor, "composer3d_absent", False):  # another part's to compute, and to note
+        return
     if not is_data and not tensor.dtype.is_floating_point:
         return
     # Modes of plugins propagate the model's operators; these are none of them.

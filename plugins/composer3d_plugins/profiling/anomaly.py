@@ -148,12 +148,12 @@ class _Watch:
         return torch.compiler.is_compiling() or self._state is None
 
     def _look_back(self, stage: int, fqn: str, tensor: Any) -> None:
-        if tensor.requires_grad:
+        if tensor.requires_grad and not _is_absent(tensor):
             tensor.register_hook(lambda gradient: self._look("gradient", stage, fqn, gradient))
 
     def _look(self, what: str, stage: int, fqn: str, tensor: Any) -> None:
         # What one module returns, the next is given: looked at once.
-        if self._state is None or tensor is self._last or not _can_be_infinite(tensor):
+        if self._state is None or tensor is self._last or _is_absent(tensor) or not _can_be_infinite(tensor):
             return
         self._last = tensor
         self._looks.append(_Look(_is_finite(tensor), what, fqn, self._state.index, stage))
@@ -214,6 +214,11 @@ class _Watch:
             f"{look.fqn or 'the model'} ({content['class']})",
             f"; nor is its {' and '.join(bad)}" if bad else "",
         )
+
+
+def _is_absent(tensor: Any) -> bool:
+    """Return whether it stands for what another stage computes, so that it has no values."""
+    return bool(getattr(tensor, "composer3d_absent", False))
 
 
 def _can_be_infinite(tensor: Any) -> bool:

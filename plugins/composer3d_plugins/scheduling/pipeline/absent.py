@@ -41,11 +41,13 @@ class Absent(Tensor):
     """Zeros that remember what they stand for; so do all tensors that are computed with them.
 
     Attributes:
+        composer3d_absent: For observers of modules' outputs, that there are no values to look at.
         source: A parameter, a buffer, or what a module returns, with its FQN, for messages.
         stage: Of the runner that is asked whether the stage's own modules are running.
         plain: The zeros, on the same memory.
     """
 
+    composer3d_absent = True
     source: str
     stage: Stage
     plain: Tensor
