@@ -64,7 +64,8 @@ class OwnLoop:
         """
         scaler, self._engine.scaler, self._engine.is_plain = self._engine.scaler, None, True
         try:
-            yield
+            with self._engine.units.trained():
+                yield
         finally:
             self._engine.scaler, self._engine.is_plain = scaler, False
 

@@ -57,7 +57,7 @@ class StepEngine:
         }
         self.loop, self.criterion = LoopState(context), criterion
         self.accumulated = AccumulatedSteps()
-        self.units = UnitRecord(context, guard, flight)
+        self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
         self.scaler: GradScaler | None = None
@@ -149,7 +149,7 @@ class StepEngine:
         self._scheduled = True
         try:
             span = self._context.span("forward_backward", microbatches=len(microbatches))
-            with self.streams.over(microbatches), span:
+            with self.streams.over(microbatches), span, self.units.trained():
                 train(microbatches)
         finally:
             self._scheduled = False
@@ -248,7 +248,7 @@ class StepEngine:
         if torch.is_grad_enabled():
             self._gathered = True
         else:
-            let_go(self._context.parts)
+            let_go(self._context.parts, held=False)
 
     def backward(self, value: Any, *, last: bool) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
@@ -263,7 +263,7 @@ class StepEngine:
             self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True
         self.begin_microbatch(self._own.calls - 1, last)
-        with self._context.span("backward"), self.streams.kept():
+        with self._context.span("backward"), self.streams.kept(), self.units.trained():
             self._scale(self._ledger.scaled(loss)).backward()
         self._gathered = False
         self.end_microbatch()

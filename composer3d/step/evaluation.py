@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from composer3d import torch_compat
 from composer3d.interfaces import Part
 
 if TYPE_CHECKING:
@@ -49,9 +50,16 @@ def evaluating(parts: Sequence[Part]) -> Iterator[None]:
         let_go(parts)
 
 
-def let_go(parts: Sequence[Part]) -> None:
-    """Reshard parameters that are kept gathered for a backward. Collectives: none."""
+def let_go(parts: Sequence[Part], *, held: bool = True) -> None:
+    """Reshard parameters that are kept gathered for a backward. Collectives: none.
+
+    Args:
+        parts: Of a rank.
+        held: Those too that a graph which is still to be used has saved.
+    """
     for part in parts:
+        if held:
+            torch_compat.release_units(part.module)
         for module in part.module.modules():
             reshard = getattr(module, "reshard", None)  # of FSDP2's modules
             if callable(reshard):

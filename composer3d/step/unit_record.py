@@ -12,7 +12,7 @@ from composer3d.mesh import Role
 from composer3d.step.unit_order import END, UnitOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import nn
 
@@ -38,11 +38,14 @@ class UnitRecord:
         context: Complete.
         guard: Knows the ranks of this stage.
         flight: Carries questions to other ranks; None where nobody answers.
+        left: Called after a forward that the loop ran itself from within the model.
     """
 
-    def __init__(self, context: RunContext, guard: Guard, flight: Flight | None) -> None:
+    def __init__(self, context: RunContext, guard: Guard, flight: Flight | None, *, left: Callable[[], None]) -> None:
         self._context, self._guard, self._flight = context, guard, flight
         self._units = [torch_compat.watch_units(part.module) for part in context.parts]
+        for units in self._units:
+            units.left = left
         self._order: UnitOrder | None = None
         self._is_partial = self._is_open = self._agrees = False
         self._num_unused = 0
@@ -89,6 +92,19 @@ class UnitRecord:
         for index, units in enumerate(self._units):
             units.before = functools.partial(_passes, order, index * _PART)
         return order
+
+    @contextlib.contextmanager
+    def trained(self) -> Iterator[None]:
+        """Run backwards whose gradients are used; those that a loop runs otherwise reduce nothing that they leave."""
+        for units in self._units:
+            units.is_trained = True
+        try:
+            yield
+            for units in self._units:
+                units.complete()
+        finally:
+            for units in self._units:
+                units.is_trained = False
 
     def numbers(self) -> list[float]:
         """Return what ranks add up after a step's last backward, when all have called the same units."""

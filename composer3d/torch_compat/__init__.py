@@ -130,7 +130,7 @@ from composer3d.torch_compat.tensors import (
     with_attributes_of,
     written_tensors,
 )
-from composer3d.torch_compat.units import Units, watch_units
+from composer3d.torch_compat.units import Units, release_units, watch_units
 from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import scalar_parameters
 
@@ -215,6 +215,7 @@ __all__ = [
     "process_group",
     "ranks_of_group",
     "replicate_buckets",
+    "release_units",
     "replicate_units",
     "run_backward",
     "scalar_parameters",

@@ -1,4 +1,4 @@
-"""Units of FSDP2 that ranks use in part, or not at all, in a step."""
+"""Units of FSDP2: those that ranks use in part, or not at all, those of several backwards, and entered modules."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 from composer3d.torch_compat.layouts import fsdp_groups, unify_group
 from composer3d.torch_compat.tensors import is_wrapper_subclass
+from composer3d.torch_compat.unit_entries import Entries, entries_of
 
-__all__ = ["Units", "watch_units"]
+__all__ = ["Units", "release_units", "watch_units"]
 
 
 def watch_units(module: Any) -> Units:
@@ -23,21 +24,30 @@ def watch_units(module: Any) -> Units:
     Args:
         module: A part; its units are those of one backward.
     """
-    groups: list[Any] = []
-    children = [child for child in module.modules() if hasattr(child, "_get_fsdp_state")]
-    for child in children:
-        state = child._get_fsdp_state()
-        if not hasattr(state, "watched"):
-            cls: Any = type(state)
-            state.__class__ = _watched_state(cls)
-            state.watched = [group for group, _, _ in fsdp_groups(child)]
-            groups += state.watched
-    units = Units(groups)
-    for index, group in enumerate(groups):
-        cls = type(group)
-        group.__class__ = _watched_group(cls)
-        group.watch(units, index)
+    root = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    units = Units(root)
+    for child in module.modules():
+        state = child._get_fsdp_state() if hasattr(child, "_get_fsdp_state") else None
+        if state is None or hasattr(state, "watched"):
+            continue
+        cls: Any = type(state)
+        state.__class__, state.units = _watched_state(cls), units
+        state.watched = [group for group, _, _ in fsdp_groups(child)]
+        for group in state.watched:
+            cls = type(group)
+            group.__class__ = _watched_group(cls)
+            group.watch(
+                units, len(units.groups), entries_of(child, group, functools.partial(units.enter, state, child))
+            )
+            units.groups.append(group)
     return units
+
+
+def release_units(module: Any) -> None:
+    """Let units of a part be resharded that a graph has saved; see `Units.release`."""
+    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    if hasattr(state, "units"):
+        state.units.release()
 
 
 class Units:
@@ -51,19 +61,25 @@ class Units:
             any rank has. None where that is found out after the backward.
         idle: Sharded parameters whose gradients are zeros on this rank, while nobody has said whether others used them.
         unused: Sharded parameters that no rank has used, as far as `agree` was called.
+        groups: FSDP2's, in the order of their modules.
+        is_trained: Whether a backward that runs now is one whose gradients are used.
+        builds_graph: Whether the backward that runs now is differentiated itself.
+        left: Called after a forward that did not begin in the root; None where nobody asks.
 
     Args:
-        groups: FSDP2's, in the order of their modules.
+        root: FSDP2's state of the part; None where it has none.
     """
 
-    def __init__(self, groups: Sequence[Any]) -> None:
+    def __init__(self, root: Any) -> None:
+        self.root, self.groups = root, list[Any]()
+        self.is_trained = self.builds_graph = False
+        self.left: Callable[[], None] | None = None
         self.before: Callable[[int], None] | None = None
         self.sent: list[int] = []
         self.used: set[Any] = set()
         self.agree: Callable[[Sequence[bool]], Sequence[bool]] | None = None
         self.idle: set[Any] = set()
         self.unused: set[Any] = set()
-        self._groups = groups
         self._due: list[Any] = []  # replicas in the order in which they are reduced, next one last
 
     def begin(self) -> None:
@@ -72,7 +88,7 @@ class Units:
         self._due.clear()
         for parameters in (self.used, self.idle, self.unused):
             parameters.clear()
-        for group in self._groups:
+        for group in self.groups:
             group.is_used = False
 
     def send(self, item: int) -> None:
@@ -83,15 +99,15 @@ class Units:
 
     def describe(self, item: int) -> str:
         """Return what an entry of `sent` does, with its module."""
-        return f"{('gathers', 'reduces')[item % 2]} {self._groups[item // 2]._module_fqn or 'the root'}"
+        return f"{('gathers', 'reduces')[item % 2]} {self.groups[item // 2]._module_fqn or 'the root'}"
 
     def num_unused(self) -> int:
         """Return the number of trained parameters that got no gradient in this step."""
-        return sum(p not in self.used for group in self._groups if not group.is_used for p in group.trained())
+        return sum(p not in self.used for group in self.groups if not group.is_used for p in group.trained())
 
     def trained(self) -> list[tuple[Any, bool]]:
         """Return all parameters that are trained in units, each with whether it got a gradient; alike on replicas."""
-        return [(p.sharded_param, p in self.used) for group in self._groups for p in group.trained()]
+        return [(p.sharded_param, p in self.used) for group in self.groups for p in group.trained()]
 
     def settle(self, trained: Sequence[Any]) -> None:
         """Record which parameters of a unit that is about to be reduced were not used."""
@@ -100,10 +116,43 @@ class Units:
         used = used if self.agree is None else list(self.agree(used))
         found.update(p.sharded_param for p, is_used in zip(trained, used, strict=True) if not is_used)
 
+    @property
+    def are_held(self) -> bool:
+        """Whether any unit stays gathered until a backward has ended."""
+        return any(group.is_held for group in self.groups)
+
+    def release(self) -> None:
+        """Let units that are held be resharded; a backward that was to use them fails."""
+        for group in self.groups:
+            group.is_held = False
+
+    def complete(self) -> None:
+        """Reduce and reshard what is held after a backward whose outputs no unit returned, as that of a penalty."""
+        if self.are_held and self.root is not None:
+            self.root._root_post_backward_final_callback()
+
+    def enter(self, state: Any, unit: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call a function that reads parameters of a unit, outside of the unit's forward.
+
+        With gradients the unit stays gathered until the backward has ended, and is reduced then: no hook says when the
+        last of its parameters has its gradient.
+        """
+        import torch
+
+        is_first = state._state_ctx.iter_forward_root is None
+        args, kwargs = state._pre_forward(unit, args, kwargs)
+        if torch.is_grad_enabled():
+            for group in state.watched:
+                group.is_held = True
+        output = state._post_forward(unit, args, call(*args, **kwargs))
+        if is_first and state is self.root and self.left is not None:
+            self.left()
+        return output
+
     def take_turns(self, group: Any) -> None:
         """Reduce replicas in one order on all ranks: those that are ready, or were not called on this rank."""
         if not self._due:
-            self._due = [g for g in self._groups if g.takes_turns and g.trained()]
+            self._due = [g for g in self.groups if g.takes_turns and g.trained()]
             for each in self._due:
                 each.is_ready = False
         if group not in self._due:  # a second time in one backward
@@ -119,10 +168,37 @@ def _watched_state(cls: Any) -> Any:
     class WatchedState(cls):
         """A state that knows its groups when a backward ends."""
 
+        def _lazy_init(self) -> None:
+            root = self.units.root
+            if self._is_root is None and root is not self and root is not None:
+                root._lazy_init()  # a loop may call a unit before the model; torch takes the first for the root
+            super()._lazy_init()
+
+        def _post_forward(self, module: Any, inputs: Any, output: Any) -> Any:
+            units, is_first = self.units, self._state_ctx.iter_forward_root is self
+            output = super()._post_forward(module, inputs, output)
+            if is_first and self is not units.root and units.left is not None:
+                units.left()
+            return output
+
+        def _pre_backward(self, grad: Any) -> Any:
+            import torch
+
+            self.units.builds_graph = torch.is_grad_enabled()
+            return super()._pre_backward(grad)
+
         def _root_post_backward_final_callback(self) -> None:
-            groups = [group for state in self._state_ctx.all_states for group in getattr(state, "watched", ())]
+            states = self._state_ctx.all_states
+            groups = [group for state in states for group in getattr(state, "watched", ())]
+            units = self.units
+            if units.builds_graph or (not units.is_trained and units.are_held):
+                units.builds_graph = self._state_ctx.post_backward_final_callback_queued = False
+                _hold(states, groups)
+                return
             for group in groups:
                 group.num_hooks, group.is_final = 0, True
+                if group.is_held:
+                    group.is_held, group._training_state = False, type(group._training_state).IDLE
             try:
                 super()._root_post_backward_final_callback()
             finally:
@@ -132,6 +208,18 @@ def _watched_state(cls: Any) -> Any:
 
     WatchedState.__name__ = WatchedState.__qualname__ = cls.__name__
     return WatchedState
+
+
+def _hold(states: Sequence[Any], groups: Sequence[Any]) -> None:
+    """Keep units gathered after a backward that another one follows on the graph that it has built, or left.
+
+    Nodes of that graph have saved the gathered parameters, and no hook gathers them again.
+    """
+    for group in groups:
+        group.is_held = True
+    for each in (*states, *groups):  # the others are in a forward, around this backward
+        if each._training_state.name != "FORWARD":
+            each._training_state = type(each._training_state).IDLE
 
 
 @functools.cache
@@ -147,13 +235,30 @@ class _WatchedGroup(_Group):
 
     reduce_grads: bool
 
-    def watch(self, units: Units, index: int) -> None:
-        self._units, self._index = units, index
+    def watch(self, units: Units, index: int, entries: Entries) -> None:
+        self._units, self._index, self._entries = units, index, entries
+        self.is_held = False
         self.is_gathered = getattr(self.mesh_info, "shard_mesh_size", 1) > 1
         self.takes_turns = not self.is_gathered
         self.is_ready = self.is_final = self.has_run = self.is_used = False
         self.num_hooks = 0
         self.earlier: dict[Any, Any] = {}
+
+    def reshard(self) -> None:
+        if not self.is_held:
+            super().reshard()
+
+    def _to_unsharded(self) -> None:
+        self._entries.open()
+        super()._to_unsharded()
+
+    def _to_sharded(self) -> None:
+        super()._to_sharded()
+        self._entries.shut()
+
+    def _to_sharded_post_forward(self) -> None:
+        super()._to_sharded_post_forward()
+        self._entries.shut()
 
     def unshard(self, async_op: bool = False) -> None:
         if self.is_gathered and self._all_gather_result is None and not self.is_unsharded:
@@ -171,6 +276,8 @@ class _WatchedGroup(_Group):
         return given
 
     def post_backward(self, *unused: Any) -> None:
+        if self.is_held or self._units.builds_graph:
+            return
         self.num_hooks -= 1
         if not self.reduce_grads:
             self.accumulate()
