@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dis
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
@@ -15,6 +14,7 @@ __all__ = [
     "ComposerError",
     "DataError",
     "ForkError",
+    "HookError",
     "InitialisationError",
     "LockError",
     "LossError",
@@ -35,6 +35,7 @@ __all__ = [
     "describe_error",
     "did_you_mean",
     "is_interrupt",
+    "is_of_raise",
 ]
 
 
@@ -130,6 +131,24 @@ class PluginError(ComposerError):
         super().__init__(message + (f"; {hint}" if hint else ""))
 
 
+class HookError(PluginError):
+    """Something that a plugin brought, a hook or what it returned, raised what is no ComposerError.
+
+    Args:
+        message: Names the plugin and the hook, and quotes the exception with its line.
+        path: Of the plugin's table, its family and its name.
+        place: Where the table stands.
+        is_own: Whether it was not torch that raised it, which also objects to tensors on meta and to fake tensors.
+    """
+
+    def __init__(self, message: str, *, path: tuple[str, str], place: str, is_own: bool) -> None:
+        super().__init__(message)
+        self.path, self.place, self.is_own = path, place, is_own
+
+    def __str__(self) -> str:
+        return f"[{'.'.join(self.path)}] ({self.place}): {self.message}"
+
+
 class QueryError(ComposerError):
     """Two plugins answered one query, or disagreed about one parameter."""
 
@@ -199,20 +218,15 @@ def is_interrupt(error: BaseException) -> bool:
 
     The handler of the signal raises between two instructions of whatever runs; `raise` is an instruction of its own.
     """
-    if not isinstance(error, KeyboardInterrupt):
-        return False
-    frames = list(traceback.walk_tb(error.__traceback__))
-    if not frames:
-        return True
-    code, last = frames[-1][0].f_code.co_code, _last_instruction(error)
-    return dis.opname[code[last]] != "RAISE_VARARGS"
+    return isinstance(error, KeyboardInterrupt) and not is_of_raise(error)
 
 
-def _last_instruction(error: BaseException) -> int:
+def is_of_raise(error: BaseException) -> bool:
+    """Return whether Python code raised an exception with `raise`, and not what it called, or a signal."""
     step = error.__traceback__
     while step is not None and step.tb_next is not None:
         step = step.tb_next
-    return step.tb_lasti if step is not None else 0
+    return step is not None and dis.opname[step.tb_frame.f_code.co_code[step.tb_lasti]] == "RAISE_VARARGS"
 
 
 def describe_error(error: BaseException) -> str:

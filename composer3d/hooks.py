@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from composer3d.errors import PluginError, QueryError
+from composer3d.errors import (
+    ComposerError,
+    HookError,
+    PluginError,
+    QueryError,
+    describe_error,
+    is_interrupt,
+    is_of_raise,
+)
 from composer3d.hookspecs import HookSpecs
+from composer3d.initialisation.source_lines import is_torch, place_of_error
 from composer3d.interfaces import LayoutTraits
+from composer3d.observation import lost_a_peer
 from composer3d.registry import GROUP, Registered
 
 if TYPE_CHECKING:
@@ -35,7 +47,7 @@ if TYPE_CHECKING:
     from composer3d.mesh import GroupOptions
     from composer3d.transform import StepAction
 
-__all__ = ["Bound", "Hooks"]
+__all__ = ["Bound", "Hooks", "blamed"]
 
 # Hooks that give transforms, in the order in which they are asked; the transforms' own order is declared by them.
 _TRANSFORMS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
@@ -46,6 +58,7 @@ class Hooks:
     """The plugins of one run.
 
     Queries ask every implementation and take one answer; they raise `QueryError` where two plugins gave different ones.
+    What a hook raises that is no ComposerError becomes a `HookError`, which names plugin, table and hook.
 
     Args:
         plugins: Of the manifest.
@@ -94,7 +107,9 @@ class Hooks:
         """Return what happens at points of every step, with whose it is."""
         found: list[tuple[Registered, StepAction]] = []
         for registered, answer in self._call("composer3d_step_actions", context=context):
-            found += [(registered, action) for action in (answer if isinstance(answer, Sequence) else (answer,))]
+            for action in answer if isinstance(answer, Sequence) else (answer,):
+                run = blamed(registered, f'the step action "{action.name}"', action.run)
+                found.append((registered, replace(action, run=run)))
         return found
 
     def layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
@@ -241,7 +256,7 @@ class Hooks:
         by_plugin = {impl.plugin_name: impl for impl in getattr(self._manager.hook, hook).get_hookimpls()}
         specified = tuple(inspect.signature(getattr(HookSpecs, hook)).parameters)[1:]
         return tuple(
-            (registered, _bind(by_plugin[registered.name], specified))
+            (registered, blamed(registered, hook, _bind(by_plugin[registered.name], specified)))
             for registered in self.plugins
             if registered.name in by_plugin
         )
@@ -268,6 +283,39 @@ class Hooks:
                 about = f' for "{arguments["fqn"]}"' if "fqn" in arguments else ""
                 raise QueryError(f"{answers[0][0]} and {other} both answer {hook}{about}; remove one of them")
         return (answers[0][0].name, answers[0][1]) if answers else None
+
+
+def blamed(registered: Registered, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a plugin that raises `HookError` for what is no ComposerError.
+
+    A lost peer, memory that ran out and Ctrl-C are nothing of the plugin's and pass as they are.
+
+    Args:
+        registered: Whose it is.
+        name: Of the hook, or what the function is, for the message.
+        function: Of the hook, or one that it returned.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            if isinstance(error, ComposerError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+                raise
+            if is_interrupt(error) or lost_a_peer(error):
+                raise
+            frames = traceback.extract_tb(error.__traceback__)
+            is_torchs = is_torch(frames[-1].filename) or (isinstance(error, RuntimeError) and not is_of_raise(error))
+            place = place_of_error(error).removesuffix(": ")
+            raise HookError(
+                f"{name} of {registered.name} raised {describe_error(error)}, at {place}",
+                path=(registered.info.family, registered.name),
+                place=registered.place,
+                is_own=not is_torchs,
+            ) from error
+
+    return call
 
 
 def _agree(one: Any, other: Any) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
 from composer3d.checking.fqn_ranges import compress
 from composer3d.checking.step_plan import StepRow, step_rows
-from composer3d.errors import ManifestError, OrderError, Problem
+from composer3d.errors import HookError, ManifestError, OrderError, Problem
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
@@ -102,14 +102,18 @@ def _inspect(source: str, overrides: Sequence[str], world_size: int | None, rank
 
 
 def _steps(found: Inspection) -> list[StepRow]:
-    """Return what happens in every step; actions that cannot be ordered are a problem."""
+    """Return what happens in every step; actions that cannot be ordered, or declared, are a problem."""
+    from composer3d.checking.foreign_problems import problem_of_hook
+
     if found.preparation is None or not found.ok(strict=False):
         return []
     try:
         return step_rows(found.preparation)
     except OrderError as error:
         found.problems.append(Problem(message=str(error)))
-        return []
+    except HookError as error:
+        found.problems.append(problem_of_hook(error, found.preparation.context.manifest.document))
+    return []
 
 
 def _report(found: Inspection, steps: Sequence[StepRow]) -> dict[str, Any]:

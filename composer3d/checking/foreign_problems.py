@@ -1,16 +1,19 @@
-"""Manifests that name code of others: what of it hangs, or ends the process, as a problem with its line."""
+"""Manifests that name code of others: what of it hangs, raises, or ends the process, as a problem with its line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import ForkError, ManifestError, Problem
+from composer3d.errors import ForkError, HookError, ManifestError, Problem
 from composer3d.manifest import read
 from composer3d.processes import Child, ForeignCodeError
 
-__all__ = ["names_foreign_code", "problem_of", "watched"]
+if TYPE_CHECKING:
+    from composer3d.manifest import Document
+
+__all__ = ["names_foreign_code", "problem_of", "problem_of_hook", "watched"]
 
 _REFERENCE = re.compile(r"[^\W\d][\w.]*:[^\W\d][\w.]*")
 # What these packages name neither hangs nor ends a process.
@@ -57,6 +60,11 @@ def problem_of(error: ForeignCodeError, source: str, overrides: Sequence[str]) -
     reference = error.code.reference
     path = next((path for path, value in _leaves(document.tables) if value == reference), ("model",))
     return document.problem(path, str(error))
+
+
+def problem_of_hook(error: HookError, document: Document) -> Problem:
+    """Return what a plugin raised as a problem at its table."""
+    return document.problem(error.path, error.message, whole_table=True)
 
 
 def _leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer3d.errors import ComposerError, ForkError, Problem
+from composer3d.errors import ComposerError, ForkError, HookError, Problem
 from composer3d.mesh import Role
 
 if TYPE_CHECKING:
@@ -16,11 +16,16 @@ if TYPE_CHECKING:
 __all__ = ["layout_problems"]
 
 
+# What composing asks plugins once the parts have their memory.
+_ASKED_LAST = ("composer3d_grad_scaler", "composer3d_recorder", "composer3d_step_actions", "composer3d_state")
+
+
 def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
-    """Return the state attached to parameters (lists, closures, classes) that the layout cannot keep.
+    """Return what only a composition shows: state of parameters that the layout cannot keep, and hooks that raise.
 
     In a forked child for each stage of the pipeline, which composes as one of its ranks in a world without others, on
-    fake tensors. Nothing is composed where no state is attached to parameters.
+    fake tensors. Nothing is composed where no state is attached to parameters (lists, closures, classes) and no table
+    names a plugin's class.
 
     Args:
         manifest: Typed, and without a problem so far.
@@ -28,7 +33,13 @@ def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Proble
     """
     from composer3d.processes import Child, ChildError
 
-    if not preparation.attachments.depend_on_layout:
+    document = manifest.document
+    foreign = {
+        registered.name
+        for registered in preparation.hooks.plugins
+        if document.get((registered.info.family, registered.name, "use")) is not None
+    }
+    if not preparation.attachments.depend_on_layout and not foreign:
         return []
     layout = preparation.context.layout
     stages = {axis.name for axis in layout.axes if axis.role is Role.STAGE}
@@ -38,23 +49,51 @@ def layout_problems(manifest: Manifest, preparation: Preparation) -> list[Proble
         ranks.setdefault(tuple(coordinates[name] for name in stages), rank)
     for rank in ranks.values():
         try:
-            Child(partial(_compose, preparation, rank)).result()
+            raised = Child(partial(_compose, preparation, rank, foreign)).result()
         except (ForkError, ChildError):
             continue  # the run tells what it meets itself
         except ComposerError as error:
-            return [manifest.document.problem(("model", "use"), str(error))]
+            return [document.problem(("model", "use"), str(error))]
+        if raised:
+            return [document.problem(tuple(raised["path"]), raised["message"], whole_table=True)]
     return []
 
 
-def _compose(preparation: Preparation, rank: int) -> Mapping[str, Any]:
-    """Compose as one rank; the process ends with what that leaves behind."""
+def _compose(preparation: Preparation, rank: int, foreign: Set[str]) -> Mapping[str, Any]:
+    """Compose as one rank; the process ends with what that leaves behind.
+
+    Returns:
+        The table and the message of what a plugin raised by itself, empty without such.
+    """
     from composer3d import torch_compat
     from composer3d.composition import apply_transforms, build_mesh, give_memory
     from composer3d.processes import fake_world
 
-    with fake_world(preparation.context.world_size, rank), preparation.context.as_rank(rank):
-        build_mesh(preparation)
-        apply_transforms(preparation)
-        with torch_compat.fake_tensors():
-            give_memory(preparation)
+    context = preparation.context
+    with fake_world(context.world_size, rank), context.as_rank(rank):
+        try:
+            build_mesh(preparation)
+            apply_transforms(preparation)
+            with torch_compat.fake_tensors():
+                give_memory(preparation)
+                _ask_last(preparation, foreign)
+        except HookError as error:
+            # What torch raised may be of what is not here: values, and other ranks.
+            return {"path": error.path, "message": error.message} if error.is_own else {}
     return {}
+
+
+def _ask_last(preparation: Preparation, foreign: Set[str]) -> None:
+    """Call the hooks that composing calls at its end; a refusal of something that is not here is none of the run's."""
+    context = preparation.context
+    arguments = {"parts": context.parts, "loss_fn": lambda output, target: output.sum()}
+    for hook, more in {**dict.fromkeys(_ASKED_LAST, {}), "composer3d_schedule": arguments}.items():
+        for registered, function in preparation.hooks.asked(hook):
+            if registered.name not in foreign:
+                continue
+            try:
+                function(context=context, **more)
+            except HookError:
+                raise
+            except ComposerError:
+                continue

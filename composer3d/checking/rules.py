@@ -11,9 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.called import builtin_refusal, metric_problems, schedule_callable_problems
+from composer3d.checking.foreign_problems import problem_of_hook
 from composer3d.errors import (
     ComposerError,
     DataError,
+    HookError,
     ManifestError,
     PluginError,
     Problem,
@@ -278,14 +280,15 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
     group = {"params": list(preparation.model.parameters()), **defaults}
     try:
         preparation.hooks.optimizer(preparation.context, cls, [group])
+    except HookError as error:
+        # It was made of all parameters and on meta: what else a class asks of them, the run has.
+        return [problem_of_hook(error, document)] if error.is_own else []
     except ComposerError as error:
         # What is wrong with the optimizer that is the default is the plugin's table.
         if document.get(("optimizer", "use")) is not None:
             return [document.problem(("optimizer", "use"), str(error))]
         own = ("optimizer",) if len(asked) > 1 else (asked[0].info.family, asked[0].name)
         return [document.problem(own, str(error), whole_table=True)]
-    except Exception:  # it was made of all parameters and on meta: what else a class asks for, the run has
-        return []
     return []
 
 

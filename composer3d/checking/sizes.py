@@ -9,7 +9,8 @@ import os
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from composer3d.errors import ComposerError, Problem
+from composer3d.checking.foreign_problems import problem_of_hook
+from composer3d.errors import ComposerError, HookError, Problem
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -83,6 +84,8 @@ def microbatch_problems(manifest: Manifest, preparation: Preparation) -> list[Pr
             break
         try:
             preparation.actions(size // unit)
+        except HookError as error:
+            return [problem_of_hook(error, manifest.document)]
         except ComposerError as error:
             stated = manifest.document.get(("train", "global_batch")) is not None
             path = ("train", "global_batch") if stated else (asked[0].info.family, asked[0].name)

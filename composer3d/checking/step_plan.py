@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from composer3d.errors import ComposerError, ReferenceFailure, describe_error
+from composer3d.errors import ComposerError, HookError, ReferenceFailure
 from composer3d.transform import StepAction, StepPoint, order
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
 
     Raises:
         OrderError: Actions cannot be ordered.
+        HookError: A plugin raised, and not for what is missing here.
     """
     from composer3d.composition import gradient_hooks
     from composer3d.interfaces import Part
@@ -60,9 +61,10 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
         table = f"[{registered.info.family}.{registered.name}]"
         try:
             answer = function(context=context) or ()
-        except Exception as error:  # what a plugin looks for may not be there yet
-            why = str(error) if isinstance(error, ComposerError) else describe_error(error)
-            note = f"declared when the run is composed: {why}"
+        except ComposerError as error:  # what a plugin looks for may not be there yet
+            if isinstance(error, HookError) and error.is_own and not isinstance(error.__cause__, AttributeError):
+                raise
+            note = f"declared when the run is composed: {error.message if isinstance(error, HookError) else error}"
             later.append(StepRow(point="?", name=registered.name, plugin=table, note=note))
             continue
         for action in (answer,) if isinstance(answer, StepAction) else answer:

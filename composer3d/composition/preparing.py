@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +22,8 @@ from composer3d.errors import (
     PluginError,
     Problem,
     TransformError,
-    describe_error,
-    is_interrupt,
 )
-from composer3d.hooks import Hooks
+from composer3d.hooks import Hooks, blamed
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Registered
@@ -256,7 +253,7 @@ def _select(preparation: Preparation) -> None:
                     kind = type(transform).__name__
                     raise PluginError(f"{registered.name} answers {hook} with a value of type {kind}, not a Transform")
                 if transform is not None:
-                    collected.append((registered, transform))
+                    collected.append((registered, _blaming(registered, transform)))
     by_name = {transform.name: registered for registered, transform in collected}
     try:
         alone = context.purpose == "verify" and context.world_size == 1
@@ -301,16 +298,16 @@ def _located(problems: list[Problem], locate: Callable[[ComposerError], Problem]
 
 @contextmanager
 def _asking(problems: list[Problem], registered: Registered, context: RunContext) -> Iterator[None]:
-    """Locate a plugin's error at its table; in `check`, any exception, with the line that raised it."""
+    """Locate a plugin's error at its table."""
     with _located(problems, partial(_at_plugin, registered, context)):
-        try:
-            yield
-        except BaseException as error:
-            if context.purpose != "check" or isinstance(error, ComposerError) or is_interrupt(error):
-                raise
-            *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-            raised = f"{registered.name} raised {describe_error(error)}"
-            raise PluginError(f"{raised}, at {frame.f_code.co_filename}:{line}") from error
+        yield
+
+
+def _blaming(registered: Registered, transform: Transform) -> Transform:
+    """Return a transform whose functions raise errors that name the plugin."""
+    select = blamed(registered, f'select of the transform "{transform.name}"', transform.select)
+    apply = blamed(registered, f'apply of the transform "{transform.name}"', transform.apply)
+    return replace(transform, select=select, apply=apply)
 
 
 def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:

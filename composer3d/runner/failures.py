@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from composer3d.errors import CheckpointError, ComposerError, ManifestError
+from composer3d.errors import CheckpointError, ComposerError, HookError, ManifestError
 from composer3d.observation import lost_a_peer
 from composer3d.processes import machine_error
 from composer3d.runner.progress import LastSeen, left_reason
@@ -62,7 +62,7 @@ class FailureReport:
         pid: Of the rank's process, on `host`.
         time_ns: Time of the failure, ns since 1970.
         kind: `user` is a ComposerError, shown without a traceback and never restarted; so is `machine`, a full disk, a
-            folder that is gone or read-only, or too few open files; `crash` any other exception;
+            folder that is gone or read-only, or too few open files; `crash` any other exception, a plugin's included;
             `killed` a signal; `left` a process that ended, or a function that returned, before the others; `stuck`
             ranks that did not end in the time they had; `interrupted` Ctrl-C.
         error: The exception's class; empty without one.
@@ -110,7 +110,7 @@ class FailureReport:
         """
         seen = LastSeen.read(folder, rank)
         machine = machine_error(error, output)
-        user = isinstance(error, ComposerError)
+        user = isinstance(error, ComposerError) and not isinstance(error, HookError)
         left = isinstance(error, SystemExit) and error.code in (0, None)
         text = str(error if machine is None else machine)
         if isinstance(error, SystemExit):

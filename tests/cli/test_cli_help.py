@@ -89,7 +89,9 @@ def test_what_a_plugin_raises_is_told_with_its_line(folder, command):
         (folder / "run.toml").read_text() + '[profiling.broken]\nuse = "broken_plugin:Broken"\n'
     )
     code, _, told = command("check", "run.toml")
-    said = f"broken raised ZeroDivisionError: division by zero, at {folder / 'broken_plugin.py'}:6"
+    said = (
+        f"composer3d_configure of broken raised ZeroDivisionError: division by zero, at {folder / 'broken_plugin.py'}:6"
+    )
     assert (code, told) == (
         2,
         f"run.toml:16:12: [profiling.broken] {said}\n1 problem\n",

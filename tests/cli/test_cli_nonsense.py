@@ -77,8 +77,9 @@ ALONE = {
     r"optimizer.no_decay = '((\w+)+)\1'": "and a reference to a group, an atomic group or a possessive repetition",
     "train.frozen = ['" + "**." * 30 + "nothing']": 'nothing" matches nothing in the model',
     "train.grad_clip = inf": None,
-    "profiling.own.use = 'bad_plugin:Raises'": "own raised ZeroDivisionError: by a plugin, at {folder}/bad_plugin.py:6",
-    "sharding.own.use = 'bad_plugin:Exits'": "own raised SystemExit, at {folder}/bad_plugin.py:10",
+    "profiling.own.use = 'bad_plugin:Raises'": "composer3d_configure of own raised ZeroDivisionError: by a "
+    "plugin, at {folder}/bad_plugin.py:6",
+    "sharding.own.use = 'bad_plugin:Exits'": "composer3d_shard of own raised SystemExit, at {folder}/bad_plugin.py:10",
     "precision.own.use = 'bad_plugin:Answers'": "own answers composer3d_convert with a value of type str, not a",
 }
 FILES = {
