@@ -26,6 +26,7 @@ from composer3d.initialisation.source_lines import is_torch, place_of_error
 from composer3d.interfaces import LayoutTraits
 from composer3d.observation import lost_a_peer
 from composer3d.registry import GROUP, Registered
+from composer3d.transform import StepAction
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
         Stateful,
     )
     from composer3d.mesh import GroupOptions
-    from composer3d.transform import StepAction
 
 __all__ = ["Bound", "Hooks", "blamed"]
 
@@ -108,6 +108,11 @@ class Hooks:
         found: list[tuple[Registered, StepAction]] = []
         for registered, answer in self._call("composer3d_step_actions", context=context):
             for action in answer if isinstance(answer, Sequence) else (answer,):
+                if not isinstance(action, StepAction):
+                    kind = type(action).__name__
+                    raise PluginError(
+                        f"{registered}: answers composer3d_step_actions with a value of type {kind}, not a StepAction"
+                    )
                 run = blamed(registered, f'the step action "{action.name}"', action.run)
                 found.append((registered, replace(action, run=run)))
         return found

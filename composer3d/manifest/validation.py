@@ -90,6 +90,9 @@ def validate(
         document.problem(base + path, f"{dotted(base + path)} must not be a date or time", hint="put it in quotes")
         for path in dates
     ]
+    mistaken = [fault for fault in _mistaken_literals(cls, value) if fault.path not in dates]
+    if mistaken:
+        return None, problems + [_problem(document, base, fault) for fault in mistaken]
     try:
         instance = cls.__pydantic_validator__.validate_json(json.dumps(value, default=str))  # type: ignore[attr-defined]
     except ValidationError as error:
@@ -135,6 +138,33 @@ def _dates(value: Any, path: KeyPath) -> Iterable[KeyPath]:
     elif isinstance(value, list):
         for index, item in enumerate(value):
             yield from _dates(item, (*path, index))
+
+
+def _mistaken_literals(annotation: Any, value: Any, path: KeyPath = ()) -> Iterable[_Fault]:
+    """Yield the values that equal a literal of another type: to pydantic `true` and `1.0` are the literal 1."""
+    members = alternatives(annotation)
+    if isinstance(value, bool | float):
+        allowed = choices(annotation)
+        others = [member for member in members if not choices(member) and bare(member) in (bool, float)]
+        if value in allowed and not others and type(value) not in {type(one) for one in allowed if one == value}:
+            yield _Fault(
+                kind="literal_error",
+                context={},
+                said="",
+                path=path,
+                annotation=annotation,
+                owner=None,
+                value=value,
+                union=None,
+            )
+        return
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        for member in map(bare, members):
+            known = fields(member)
+            inside = _inside(member, key) if key in known or not known else None
+            if inside is not None:
+                yield from _mistaken_literals(inside, item, (*path, key))
 
 
 def _trace(cls: type, value: Any, details: Any) -> _Fault:

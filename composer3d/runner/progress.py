@@ -55,6 +55,8 @@ class LastSeen:
         if len(content) < _LAYOUT.size:
             return None
         step, phase, pid = _LAYOUT.unpack_from(content)
+        if phase not in list(RunPhase):
+            return None  # a damaged file
         return cls(pid=pid, step=None if step == _NO_STEP else step, phase=RunPhase(phase))
 
 

@@ -9,6 +9,7 @@ from support.models import Net, mine, sum_loss, unpadded, write_manifest
 
 import composer3d
 from composer3d import StepError, StepPoint
+from composer3d.errors import HookError
 from composer3d.hookspecs import HookSpecs
 from composer3d.testing import count_collectives, gather_full, run_ranks
 
@@ -338,7 +339,7 @@ def close_beside_one_that_fails():
     failing = '[profiling.broken]\nuse = "support.refused_plugins:FailsToClose"\n'
     run = composer3d.compose(Net, write_manifest(TEXT + PLUGIN + failing), loss_fn=sum_loss)
     log = log_of(run.context)
-    with pytest.raises(OSError, match="the disk is full"):
+    with pytest.raises(HookError, match="composer3d_close of broken raised OSError: the disk is full, at "):
         run.close()
     run.close()
     return [given for hook, given in log.calls if hook == "close"]

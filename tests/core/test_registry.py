@@ -9,7 +9,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from composer3d import Axis, PluginError, QueryError, Role, hookimpl, plugin
+from composer3d import Axis, PluginError, QueryError, Role, StepAction, StepPoint, hookimpl, plugin
 from composer3d.hooks import Hooks
 from composer3d.registry import Catalogue, Registered, info_of, options_of
 
@@ -330,15 +330,25 @@ def test_two_tensors_are_two_answers(other):
         found.load_parameter(None, "w", torch.zeros(2))
 
 
+def action(name):
+    return StepAction(name=name, point=StepPoint.BEGIN, run=lambda state: name)
+
+
 def test_one_thing_or_several_are_collected():
     found = hooks(
-        b=answering("composer3d_step_actions", ["x", "y"]),
-        a=answering("composer3d_step_actions", ("w",)),
-        c=answering("composer3d_step_actions", 5),
+        b=answering("composer3d_step_actions", [action("x"), action("y")]),
+        a=answering("composer3d_step_actions", (action("w"),)),
+        c=answering("composer3d_step_actions", action("z")),
         d=answering("composer3d_step_actions", ()),
     )
-    items = [(registered.name, item) for registered, item in found.step_actions(None)]
-    assert items == [("a", "w"), ("b", "x"), ("b", "y"), ("c", 5)]
+    items = [(registered.name, item.name, item.run(None)) for registered, item in found.step_actions(None)]
+    assert items == [("a", "w", "w"), ("b", "x", "x"), ("b", "y", "y"), ("c", "z", "z")]
+
+
+def test_an_action_that_is_none_is_refused():
+    with pytest.raises(PluginError) as caught:
+        hooks(a=answering("composer3d_step_actions", 5)).step_actions(None)
+    assert str(caught.value).endswith("answers composer3d_step_actions with a value of type int, not a StepAction")
 
 
 def test_transforms_are_asked_for_hook_by_hook():

@@ -50,6 +50,7 @@ _ADVICE: dict[Kind, tuple[str, ...]] = {
         '[profiling.opentelemetry] with detail = "layer" and composer3d timeline show where in the step it is',
     ),
     "lost": ("look at the network between the hosts, and at the last lines of every rank's own output",),
+    "damaged": ("look for what else writes to the run's folder, and at the disk below it (dmesg -T)",),
     "vanished": ("the launcher was killed too, or the machine went down; run again, it goes on from the checkpoint",),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from composer3d.diagnostics.doctor.advice import advice_for
@@ -56,15 +56,21 @@ def examine(evidence: Evidence) -> Diagnosis:
     """
     if evidence.error is not None:
         told = _failed(evidence, evidence.error)
+    elif "error.json" in evidence.damaged:
+        told = _Told(kind="damaged", rank=None, first="the run failed, and its error.json cannot be read", others=())
     elif evidence.seen and not evidence.moved:
         told = _stands(evidence) or _runs(evidence)
     else:
         told = _runs(evidence)
+    if evidence.damaged and told.kind == "ended":
+        number = len(evidence.damaged)
+        files = "a file of the run is" if number == 1 else f"{number} files of the run are"
+        told = replace(told, kind="damaged", first=f"{told.first}; {files} damaged")
     return Diagnosis(
         kind=told.kind,
         rank=told.rank,
         first=told.first,
-        others=told.others,
+        others=(*told.others, *(f"{file} is not what a run writes: {why}" for file, why in evidence.damaged.items())),
         advice=advice_for(told.kind, evidence, rank=told.rank),
     )
 

@@ -26,6 +26,7 @@ Kind = Literal[
     "lost",
     "running",
     "ended",
+    "damaged",
     "vanished",
 ]
 

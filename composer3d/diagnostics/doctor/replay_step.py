@@ -35,7 +35,7 @@ def replayed(evidence: Evidence, *, report: Callable[[str], None]) -> Evidence:
         raise ComposerError(f"{evidence.run}: did not end by a loss that is not finite; there is nothing to replay")
     report(f"running step {error['step'] + 1} again on {evidence.world_size} ranks")
     folder = replay(evidence.run, step=error["step"], world_size=evidence.world_size)
-    found = tuple(read_anomalies(folder))
+    found = read_anomalies(folder)
     if not found:
         raise ComposerError(f"{evidence.run}: in the replay everything was finite; its random numbers or data differ")
     return replace(evidence, anomalies=found)

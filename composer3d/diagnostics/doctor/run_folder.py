@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from composer3d.diagnostics.doctor.run_files import RankAccount, RunFiles
 from composer3d.errors import ComposerError, MeshError
 from composer3d.mesh import AXES, Layout, resolve
 from composer3d.observation import Account
@@ -74,7 +74,7 @@ class Evidence:
         moved: Whether one of those went on to another step while it was asked.
         anomalies: What was found not to be finite.
         snapshots: Of memory, by file.
-        rows: Of `metrics.jsonl`, the last ones.
+        damaged: What is not what a run writes, by file.
         world_size: Ranks there are, or were.
         layout: Its axes and degrees, if they are known.
     """
@@ -86,12 +86,14 @@ class Evidence:
     moved: bool
     anomalies: tuple[Mapping[str, Any], ...]
     snapshots: Mapping[Path, Mapping[str, Any]]
-    rows: tuple[Mapping[str, Any], ...]
+    damaged: Mapping[str, str]
     world_size: int
     layout: Layout | None
 
-    def who(self, rank: int) -> str:
-        """Return a rank with its coordinates, as far as they are known."""
+    def who(self, rank: int | None) -> str:
+        """Return a rank with its coordinates, as far as they are known; None is no rank of its own."""
+        if rank is None:
+            return "the ranks"
         if rank in self.witnesses:
             return self.witnesses[rank].who
         return f"rank {rank}" if self.layout is None or rank >= self.world_size else self.layout.who(rank)
@@ -109,42 +111,43 @@ def read_evidence(run: Path) -> Evidence:
     if not (run / "manifest.toml").is_file() and not (run / "error.json").is_file() and not attempts_of(run).is_dir():
         raise ComposerError(f"{run}: is not the folder of a run, which has manifest.toml, or error.json")
     seen, moved = _ask(run)
-    error = _json(run / "error.json") if not seen else None
-    witnesses = _witnesses(accounts_folder(run))
-    sizes = [witness["world_size"] for witness in witnesses.values()]
+    files = RunFiles(run=run, damaged={})
+    error = files.failure() if not seen else None
+    witnesses = _newest(files.accounts(accounts_folder(run)))
+    sizes = [witness.world_size for witness in witnesses.values()]
     world_size = max([*sizes, *([error["world_size"]] if error else []), len(seen)], default=1)
+    if not seen:  # a row that is being written is no damage
+        files.read_metrics()
+    described = files.environment() or {}
     return Evidence(
         run=run,
         error=error,
-        witnesses={rank: _witness(content) for rank, content in witnesses.items()},
+        witnesses={rank: _witness(one) for rank, one in witnesses.items()},
         seen=seen,
         moved=moved,
-        anomalies=tuple(read_anomalies(run)),
-        snapshots={path: found for path in sorted((run / "memory").glob("*.json")) if (found := _json(path))},
-        rows=tuple(_lines(run / "metrics.jsonl"))[-100:],
+        anomalies=files.anomalies(name for _, name, _ in nonfinite_finders()),
+        snapshots=files.snapshots(),
         world_size=world_size,
-        layout=_layout(run, world_size),
+        layout=_layout(described.get("mesh", {}), world_size),
+        damaged=files.damaged,
     )
 
 
-def _layout(run: Path, world_size: int) -> Layout | None:
+def _layout(degrees: Mapping[str, int], world_size: int) -> Layout | None:
     """Return the layout of a run that has none but the core's axes, for ranks that cannot report any more."""
-    degrees = (_json(run / "environment.json") or {}).get("mesh", {})
     try:
         return resolve(degrees, axes=AXES, world_size=world_size, default=None)
     except MeshError:
         return None
 
 
-def read_anomalies(run: Path) -> Iterable[Mapping[str, Any]]:
-    """Yield what plugins wrote of modules whose outputs were not finite.
+def read_anomalies(run: Path) -> tuple[Mapping[str, Any], ...]:
+    """Return what plugins wrote of modules whose outputs were not finite.
 
     Args:
         run: The run's folder, `[run] output`.
     """
-    for _, name, _ in nonfinite_finders():
-        for path in sorted((run / name).glob("rank-*.jsonl")):
-            yield from _lines(path)
+    return RunFiles(run=run, damaged={}).anomalies(name for _, name, _ in nonfinite_finders())
 
 
 def nonfinite_finders() -> Iterator[tuple[str, str, Mapping[str, Any]]]:
@@ -167,7 +170,8 @@ def _ask(run: Path) -> tuple[dict[int, LastSeen], bool]:
     deadline = time.monotonic() + _PATIENCE_S
     folder = accounts_folder(run)
     while time.monotonic() < deadline:
-        told = [rank for rank, content in _witnesses(folder).items() if content["time_ns"] >= asked_ns]
+        found = _newest(RunFiles(run=run, damaged={}).accounts(folder))  # one that is being written is no damage
+        told = [rank for rank, one in found.items() if one.time_ns >= asked_ns]
         if set(before) <= set(told):
             break
         time.sleep(0.05)
@@ -179,7 +183,10 @@ def _living(attempt: Path) -> dict[int, LastSeen]:
     """Return the ranks of this machine whose processes are there and have not come to their end."""
     found = {}
     for path in attempt.glob("rank-*.progress"):
-        rank = int(path.stem.removeprefix("rank-"))
+        number = path.stem.removeprefix("rank-")
+        if not number.isdecimal():
+            continue
+        rank = int(number)
         last = LastSeen.read(attempt, rank)
         if last is not None and _is_alive(last.pid) and not (attempt / f"rank-{rank}.finished").exists():
             found[rank] = last
@@ -187,60 +194,34 @@ def _living(attempt: Path) -> dict[int, LastSeen]:
 
 
 def _is_alive(pid: int) -> bool:
+    if pid <= 0:
+        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         return True
     return True
 
 
-def _witnesses(folder: Path) -> dict[int, dict[str, Any]]:
+def _newest(found: Sequence[RankAccount]) -> dict[int, RankAccount]:
     """Return the ranks' accounts, of the newest start alone."""
-    found = [content for path in folder.glob("rank-*.json") if (content := _json(path)) is not None]
-    newest = max(found, key=lambda content: int(content["time_ns"]), default={"attempt": None})["attempt"]
-    return {
-        content["rank"]: content for content in sorted(found, key=lambda c: c["rank"]) if content["attempt"] == newest
-    }
+    newest = max(found, key=lambda one: one.time_ns).attempt if found else None
+    return {one.rank: one for one in sorted(found, key=lambda one: one.rank) if one.attempt == newest}
 
 
-def _witness(content: Mapping[str, Any]) -> Witness:
-    account = content.get("account")
+def _witness(found: RankAccount) -> Witness:
     return Witness(
-        rank=content["rank"],
-        who=content["who"],
-        host=content["host"],
-        state=content["state"],
-        time_ns=content["time_ns"],
-        account=None if account is None else Account.from_json(account),
-        opened=tuple((name, start_ns) for name, start_ns in content.get("open", ())),
-        spans=tuple(
-            Span(name=name, step=step, start_ns=start, end_ns=end)
-            for name, step, start, end in content.get("spans", ())
-        ),
-        owners=content.get("owners", {}),
-        memory=content["memory"],
-        device=content["device"],
+        rank=found.rank,
+        who=found.who,
+        host=found.host,
+        state=found.state,
+        time_ns=found.time_ns,
+        account=found.account,
+        opened=tuple(found.open),
+        spans=tuple(Span(name=name, step=step, start_ns=start, end_ns=end) for name, step, start, end in found.spans),
+        owners=found.owners,
+        memory=found.memory,
+        device=found.device,
     )
-
-
-def _json(path: Path) -> dict[str, Any] | None:
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return content
-
-
-def _lines(path: Path) -> Iterable[dict[str, Any]]:
-    """Yield the objects of a file of JSON lines, up to a truncated one."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError:
-        return
-    for line in text.splitlines():
-        try:
-            yield json.loads(line)
-        except ValueError:
-            return
