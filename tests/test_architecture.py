@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import house
+import pytest
 import source_tree
 from source_tree import (
     CORE,
@@ -76,9 +77,15 @@ def layered(graph: dict[str, set[str]], start: str) -> set[str]:
     return reachable({name: others for name, others in graph.items() if name not in LAYER or name == start}, start)
 
 
-def test_imports_run_one_way():
+@pytest.fixture(scope="module")
+def modules():
+    """Every module of the core with those that it imports."""
+    return module_graph()
+
+
+def test_imports_run_one_way(modules):
     graph: dict[str, set[str]] = {}
-    for module, imported in module_graph().items():
+    for module, imported in modules.items():
         graph.setdefault(top(module), set()).update({top(other) for other in imported} - {top(module)})
     upward = [
         f"{name} imports {other}"
@@ -89,11 +96,11 @@ def test_imports_run_one_way():
     assert upward == []
 
 
-def test_imports_inside_planning_run_one_way():
+def test_imports_inside_planning_run_one_way(modules):
     own = "composer3d.planning."
     upward = [
         f"{module} imports {other}"
-        for module, imported in module_graph().items()
+        for module, imported in modules.items()
         if module.startswith(own)
         for other in sorted(imported)
         if other.startswith(own)

@@ -47,23 +47,30 @@ class Child:
 
     Args:
         function: What it computes.
+        called: Name of its process in messages.
+
+    Attributes:
+        pid: Of the child; 0 once it has ended.
 
     Raises:
         ForkError: This process has run tensor operators, so the child would hang.
     """
 
-    def __init__(self, function: Callable[[], Mapping[str, Any]]) -> None:
+    def __init__(
+        self, function: Callable[[], Mapping[str, Any]], *, called: str = "the process that checks the manifest"
+    ) -> None:
         from composer3d.processes.forking import fork, refuse_unsafe_fork
 
         refuse_unsafe_fork()
+        self._called = called
         self._reader, writer = os.pipe()
-        self._received = b""
+        self._received = bytearray()
         self._answer: dict[str, Any] | None = None
         self._has_ended = False
         self._runs: Running | None = None
         self._since = 0.0
-        self._pid = fork()
-        if self._pid == 0:
+        self.pid = fork()
+        if self.pid == 0:
             os.close(self._reader)
             _answer(function, writer)
         os.close(writer)
@@ -86,22 +93,34 @@ class Child:
             self._receive(self._left_s())
             if self._answer is None and self._left_s() == 0.0:
                 hung = self._runs
-                os.kill(self._pid, signal.SIGKILL)
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._reader)
+                os.kill(self.pid, signal.SIGKILL)
+        code = self._reaped()
         if hung is not None:
             raise ForeignCodeError(hung, f"had not come to an end after {hung.limit_s:g} s", hung=True)
         if self._answer is None:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             if self._runs is not None:
                 raise ForeignCodeError(self._runs, f"ended the process, which {how},", hung=False)
-            raise ChildError(f"the process that checks the manifest {how} and left no result")
+            raise ChildError(f"{self._called} {how} and left no result")
         if "mistake" in self._answer:
             raise ComposerError(self._answer["mistake"])
         if "traceback" in self._answer:
             raise ChildError(self._answer["traceback"].rstrip())
         result: dict[str, Any] = self._answer["result"]
         return result
+
+    def end(self) -> None:
+        """Kill the child, unless its result was asked for."""
+        if self.pid != 0:
+            os.kill(self.pid, signal.SIGKILL)
+            self._reaped()
+
+    def _reaped(self) -> int:
+        """Wait for the process and return its exit code."""
+        code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        os.close(self._reader)
+        self.pid = 0
+        return code
 
     def _left_s(self) -> float | None:
         """Return the seconds that are left to the code of others that runs; None where none does."""
@@ -113,10 +132,13 @@ class Child:
         """Take in what the child wrote: a JSON object a line, notes of what runs before the answer."""
         if self._has_ended or not select.select([self._reader], [], [], timeout_s)[0]:
             return
-        while not self._has_ended and select.select([self._reader], [], [], 0.0)[0]:
+        data = b""
+        while not self._has_ended and b"\n" not in data and select.select([self._reader], [], [], 0.0)[0]:
             data = os.read(self._reader, 1 << 20)
             self._has_ended = not data
             self._received += data
+        if b"\n" not in data:
+            return
         *lines, self._received = self._received.split(b"\n")
         for line in lines:
             told: dict[str, Any] = json.loads(line)

@@ -30,7 +30,7 @@ LAYOUTS = (
     ),
     (1, ""),
 )
-FEW = (*LAYOUTS[:3], LAYOUTS[-1])
+FEW = (*LAYOUTS[:2], LAYOUTS[-1])
 
 
 def tensors(run, optimizer):

@@ -51,7 +51,8 @@ def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
 
 
 def test_text(manifest, capsys):
-    assert main(["suggest", manifest, "--world-size", "4", "--keep", "pp=1", "--keep", "tp=1"]) == 0
+    pins = ["--keep", "dp_shard=4", "--keep", "recompute", "--keep", "zero=3"]
+    assert main(["suggest", manifest, "--world-size", "4", *pins]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("the given manifest fits")
     assert any(line.startswith("1. ") for line in lines)

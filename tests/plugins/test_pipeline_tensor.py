@@ -72,9 +72,16 @@ def assert_equal_to_one_device(world_size, cases):
 # ---- numerics --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
-def test_gradients_and_evaluation_equal_one_device(family):
-    assert_equal_to_one_device(4, [(family, layout() + table(family, settings)) for settings in SETTINGS])
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        pytest.param("llama", SETTINGS[-1:], id="llama-sequence-and-loss"),
+        pytest.param("llama", SETTINGS[:-1], id="llama", marks=pytest.mark.slow),
+        pytest.param("gpt2", SETTINGS, id="gpt2", marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_and_evaluation_equal_one_device(family, settings):
+    assert_equal_to_one_device(4, [(family, layout() + table(family, chosen)) for chosen in settings])
 
 
 @pytest.mark.slow

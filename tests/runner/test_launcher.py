@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,12 +29,11 @@ LOCAL = (
     "user:2",
     "manifest:2",
     "crash_once:1",
-    "stubborn",
-    "stuck:0:5",
-    "linger:0:30:1",
     "skip",
     "mismatch",
 )
+# What waits for a timeout, in a process beside the others'.
+WAITING = ("stubborn", "stuck:0:5", "linger:0:30:1")
 
 
 @dataclass
@@ -61,15 +61,25 @@ def sections(text):
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """All cases from one process: a world that failed leaves nothing behind that disturbs the next."""
+    """All cases from two processes: a world that failed leaves nothing behind that disturbs the next."""
     output = tmp_path_factory.mktemp("launch")
     newest = output / "raise" / "checkpoints" / "step-10"
     newest.mkdir(parents=True)
     for name in (".metadata", "state.json"):
         (newest / name).touch()
-    done = subprocess.run(command(output, *LOCAL), env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    out, err = sections(done.stdout), sections(done.stderr)
+    out, err = {}, {}
+    with ExitStack() as stack:
+        started = [
+            stack.enter_context(
+                subprocess.Popen(command(output, *cases), env=environment(), stdout=-1, stderr=-1, text=True)
+            )
+            for cases in (WAITING, LOCAL)
+        ]
+        for process in reversed(started):
+            own_out, own_err = process.communicate(timeout=300)
+            assert process.returncode == 0, own_err
+            out |= sections(own_out)
+            err |= sections(own_err)
     return {name: Told(output / name, sorted(out[name].splitlines()), err[name]) for name in out}
 
 

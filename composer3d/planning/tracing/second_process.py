@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import logging
 import os
 import pickle
-import signal
-import traceback
 from collections.abc import Callable, Hashable, Mapping
 from types import TracebackType
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
-from composer3d.errors import ForkError
-from composer3d.processes import fork, refuse_unsafe_fork
+from composer3d.errors import ComposerError, ForkError
+from composer3d.processes import Child, ChildError
 
 __all__ = ["Beside", "halve"]
 
@@ -31,59 +30,35 @@ class Beside:
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function
-        self._pid = 0
-        self._reader: BinaryIO | None = None
+        self._child: Child | None = None
 
     def __enter__(self) -> Beside:
         """Fork, and start the function."""
-        if len(os.sched_getaffinity(0)) == 1:
-            return self
-        try:
-            refuse_unsafe_fork()
-        except ForkError as error:
-            logger.debug("no second process: %s", error)
-            return self
-        reader, writer = os.pipe()
-        self._pid = fork()
-        if self._pid == 0:
-            os.close(reader)
-            _answer(self._function, writer)
-        os.close(writer)
-        self._reader = os.fdopen(reader, "rb")
+        if len(os.sched_getaffinity(0)) > 1:
+            try:
+                self._child = Child(self._pickled, called="the second process")
+            except ForkError as error:
+                logger.debug("no second process: %s", error)
         return self
+
+    def _pickled(self) -> dict[str, str]:
+        return {"pickled": base64.b64encode(pickle.dumps(self._function())).decode()}
 
     def result(self) -> Any:
         """Wait for the result; None where there is no process, or where it failed: the reason is then logged."""
-        if self._reader is None:
+        if self._child is None:
             return None
-        with self._reader as pipe:
-            text = pipe.read()
-        self._reader = None
-        answer, reason = pickle.loads(text) if text else (None, "it was killed")
-        if reason:
-            logger.info("the second process left no result: %s", reason)
-        return answer
+        try:
+            text = self._child.result()["pickled"]
+        except (ComposerError, ChildError) as error:
+            logger.info("no result of a second process: %s", error)
+            return None
+        return pickle.loads(base64.b64decode(text))
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         """Kill the child, if it still runs."""
-        if self._reader is not None:
-            self._reader.close()
-            os.kill(self._pid, signal.SIGKILL)
-        if self._pid:
-            os.waitpid(self._pid, 0)
-
-
-def _answer(function: Callable[[], Any], writer: int) -> None:
-    """Write what the function returns and leave; never returns."""
-    try:
-        try:
-            text = pickle.dumps((function(), ""))
-        except Exception:
-            text = pickle.dumps((None, traceback.format_exc()))
-        with os.fdopen(writer, "wb") as pipe:
-            pipe.write(text)
-    finally:
-        os._exit(0)
+        if self._child is not None:
+            self._child.end()
 
 
 def halve(costs: Mapping[Key, int], *, begin: tuple[Key, Key]) -> tuple[list[Key], list[Key]]:

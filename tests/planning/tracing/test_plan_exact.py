@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.planned_runs import Case, figures, measured, tracer_of
+from support.selected_cases import selected
 
 from composer3d.testing import run_ranks
 
@@ -87,13 +88,14 @@ def group(name):
 
 
 @pytest.fixture(scope="module")
-def happened(tmp_path_factory):
-    """Run a case on real ranks when it is asked for, and with it all of its group."""
+def happened(tmp_path_factory, request):
+    """Run a case on real ranks when it is asked for, and with it all of its group that are selected."""
     folder, found = tmp_path_factory.mktemp("real"), {}
+    wanted = selected(request, "name")
 
     def of(name):
         if name not in found:
-            names = [other for other in CASES if group(other) == group(name)]
+            names = [other for other in CASES if other in wanted and group(other) == group(name)]
             ranks = run_ranks(
                 lambda: [measured(CASES[other], folder) for other in names], CASES[name].world_size, timeout_s=240.0
             )

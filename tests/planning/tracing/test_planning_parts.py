@@ -17,7 +17,7 @@ from composer3d.planning.costs.allocator import allocate, judge
 from composer3d.planning.plan import enough_microbatches
 from composer3d.planning.schedules.simulation import Costs, simulate
 from composer3d.planning.tracing.rank_roles import chosen_ranks
-from composer3d.planning.tracing.second_process import halve
+from composer3d.planning.tracing.second_process import Beside, halve
 from composer3d.planning.tracing.storages import StorageCounter
 from composer3d.torch_compat import dispatch_mode
 
@@ -218,6 +218,14 @@ def test_work_is_halved_between_two_processes():
     costs = {"a3": 18, "a4": 24, "b3": 12, "b4": 16, "c3": 9, "c4": 12}
     assert halve(costs, begin=("a3", "a4")) == (["a3", "b4", "c4"], ["a4", "b3", "c3"])
     assert halve({"a3": 3, "a4": 4}, begin=("a3", "a4")) == (["a3"], ["a4"])
+
+
+def test_what_a_second_process_leaves_is_any_value_or_none(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    with Beside(lambda: {(0, 3): torch.float64}) as beside:
+        assert beside.result() == {(0, 3): torch.float64}
+    with Beside(lambda: 1 // 0) as beside:
+        assert beside.result() is None
 
 
 def test_one_process_finds_what_two_do(monkeypatch, tmp_path):

@@ -1,3 +1,5 @@
+"""Work in a forked child: its result, its failures, its end."""
+
 from __future__ import annotations
 
 import os
@@ -70,3 +72,14 @@ def test_a_child_that_ends_without_a_word(end, told):
 def test_what_the_child_prints_is_seen(capfd):
     Child(lambda: {"written": sys.stdout.write("from the factory\n")}).result()
     assert capfd.readouterr().out == "from the factory\n"
+
+
+def test_a_child_that_nobody_waits_for_is_killed():
+    read, write = os.pipe()
+    child = Child(lambda: {"never": os.read(read, 1).decode()})
+    pid = child.pid
+    child.end()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    os.close(read)
+    os.close(write)
