@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     )
     from composer3d.hookspecs import hookimpl
     from composer3d.initialisation import place
+    from composer3d.initialisation.parameter_order import StoredOrders
     from composer3d.interfaces import (
         Action,
         Batch,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
         Microbatches,
         ParameterMesh,
         Part,
+        PlannedShards,
         Recorder,
         Schedule,
         Split,
@@ -129,6 +131,7 @@ _MODULES = {
         "Microbatches",
         "ParameterMesh",
         "Part",
+        "PlannedShards",
         "Recorder",
         "Schedule",
         "Split",
@@ -138,6 +141,7 @@ _MODULES = {
     ),
     "hookspecs": ("hookimpl",),
     "initialisation": ("place",),
+    "initialisation.parameter_order": ("StoredOrders",),
     "registry": ("plugin",),
     "composition.sampling": ("Sampler",),
     "manifest.secret": ("Secret",),
@@ -179,6 +183,7 @@ __all__ = [
     "Part",
     "PatternError",
     "Phase",
+    "PlannedShards",
     "PlanResult",
     "PlanRow",
     "PluginError",
@@ -199,6 +204,7 @@ __all__ = [
     "StepError",
     "StepPoint",
     "StepState",
+    "StoredOrders",
     "SuggestResult",
     "Transform",
     "TransformError",

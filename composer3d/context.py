@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
 from composer3d.errors import PluginError, StepError, TransformError
-from composer3d.initialisation.parameter_order import Order
+from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.interfaces import Dtypes, Example, Microbatches, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.observation import spans
@@ -62,8 +62,6 @@ class RunContext:
         state: State of plugins, by plugin instance.
         split: The answer to `composer3d_split`, if a plugin gave one.
         applied_part: The part that a transform is being applied to.
-        orders: Stored order of reordered parameters, by FQN; see `reorder`.
-        cuts: Sharded dim and lengths of a rank's runs along it, of parameters that tp shards, by FQN, once planned.
         flight: Flight recorder of this rank; None in a world of one.
         own_units: Modules selected before DATA that data-parallel plugins take as units of their own.
     """
@@ -97,8 +95,6 @@ class RunContext:
         self.applied_part: Part | None = None
         self._example: Example | Callable[[], Example | None] | None = None
         self.coordinates = layout.coordinates(rank)
-        self.orders: dict[str, Order] = {}
-        self.cuts: dict[str, tuple[int, tuple[int, ...]]] = {}
         self._stashes: dict[type, Any] = {}
         self._parameter_meshes: dict[str, ParameterMesh | None] = {}
         self._views: MeshViews | None = None
@@ -291,7 +287,8 @@ class RunContext:
         """Act as another rank's context inside; changes made there are discarded afterwards."""
         before = dict(vars(self))
         self.state = {key: copy.copy(value) for key, value in self.state.items()}
-        self.orders, self._asked = dict(self.orders), set(self._asked)
+        self._stashes = {kind: _copied(stash) for kind, stash in self._stashes.items()}
+        self._asked = set(self._asked)
         self.rank, self.coordinates = rank, self.layout.coordinates(rank)
         try:
             yield
@@ -363,29 +360,22 @@ class RunContext:
             self._parameter_meshes[fqn] = self._hooks.parameter_mesh(self, fqn)
         return self._parameter_meshes[fqn]
 
-    def reorder(self, fqn: str, *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
-        """Declare that a parameter, its gradient and its state are stored in another order than the model's.
-
-        Args:
-            fqn: Any name of the parameter, also of a tied one.
-            dim: The tensor dim that is reordered.
-            runs: (start, length) in the model's order, in the stored order.
-        """
-        group = next((group for group in self.ties if fqn in group), (fqn,))
-        self.orders |= dict.fromkeys(group, Order(dim, runs))
+    def names_of(self, fqn: str) -> tuple[str, ...]:
+        """Return all FQNs of a parameter, given one of them: several where it is tied."""
+        return next((group for group in self.ties if fqn in group), (fqn,))
 
     @overload
     def in_stored_order(self, fqn: str, full: Tensor) -> Tensor: ...
     @overload
     def in_stored_order(self, fqn: str, full: Slab) -> Slab: ...
     def in_stored_order(self, fqn: str, full: Tensor | Slab) -> Tensor | Slab:
-        """Return a full tensor of this parameter in the stored order."""
-        order = self.orders.get(fqn)
+        """Return a full tensor of this parameter in the order in which it is stored; see `StoredOrders`."""
+        order = self.stash(StoredOrders).by_name.get(fqn)
         return full if order is None else order.stored(full)
 
     def in_model_order(self, fqn: str, full: Tensor) -> Tensor:
         """Return the full tensor of this parameter, its gradient or its state in the model's order."""
-        order = self.orders.get(fqn)
+        order = self.stash(StoredOrders).by_name.get(fqn)
         return full if order is None else order.model(full)
 
     @property
@@ -396,3 +386,10 @@ class RunContext:
     def span(self, name: str, **attributes: Any) -> contextlib.AbstractContextManager[None]:
         """Open a span on every recorder."""
         return spans.opened(self._recorders, name, attributes)
+
+
+def _copied(stash: Any) -> Any:
+    """Return a stash that may change without the one that was given."""
+    if not is_dataclass(stash) or isinstance(stash, type):
+        return copy.copy(stash)
+    return replace(stash, **{field.name: copy.copy(getattr(stash, field.name)) for field in fields(stash)})

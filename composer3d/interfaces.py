@@ -27,6 +27,7 @@ __all__ = [
     "Microbatches",
     "ParameterMesh",
     "Part",
+    "PlannedShards",
     "Recorder",
     "Schedule",
     "Split",
@@ -118,6 +119,19 @@ class Units:
     """
 
     by_module: dict[nn.Module, Unit] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True, eq=False)
+class PlannedShards:
+    """Stash of the weights of linear layers that a plugin is going to shard: `context.stash(PlannedShards)`.
+
+    There before CONVERT, for plugins whose formats have to fit the shards.
+
+    Attributes:
+        by_parameter: By FQN, the sharded tensor dim and the lengths of the runs of rows along it that a rank holds.
+    """
+
+    by_parameter: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

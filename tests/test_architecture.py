@@ -118,7 +118,7 @@ def test_no_module_hides_a_public_name():
     # Importing a submodule makes it an attribute of the package, in place of the name that is imported when it is used.
     names = {path.stem for path in CORE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()}
     assert names & set(composer3d.__all__) == {"propagation", "torch_compat"}
-    lazy = [file for file in CORE.rglob("*/__init__.py") if "def __getattr__" in file.read_text(encoding="utf-8")]
+    lazy = [file for file in CORE.rglob("*/__init__.py") if "__getattr__" in file.read_text(encoding="utf-8")]
     hidden = [
         path for file in lazy for path in file.parent.iterdir() if path.stem in house.public_names(module_of(file))
     ]

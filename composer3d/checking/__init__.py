@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer3d.processes import late_imports
 
 if TYPE_CHECKING:
     from composer3d.checking.check import Inspection, collected_rarely, device_of, inspect, open_manifest
@@ -19,7 +20,6 @@ _MODULES = {
     "plugin_descriptions": ("BESIDES", "PHASES", "describe_plugin"),
     "rules": ("find_factory",),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "BESIDES",
@@ -35,9 +35,4 @@ __all__ = [
     "problem_of",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: some of these modules import torch, which takes a second."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = late_imports(__name__, _MODULES)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import os
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from composer3d.cli.options import Subparsers, positive
 from composer3d.cli.output import say
 from composer3d.errors import ComposerError
 
-if TYPE_CHECKING:
-    from composer3d.planning.hardware import Measurement
-
 __all__ = ["add", "execute"]
 
 MINUTES = 2.0
-_LONGEST, _SLACK_S = 5.0, 60.0
+_LONGEST = 5.0
 
 
 def add(subparsers: Subparsers) -> None:
@@ -54,69 +49,17 @@ def _minutes(text: str) -> float:
 def execute(arguments: argparse.Namespace) -> int:
     """Measure and write; on other ranks than the first, measure only."""
     from composer3d.manifest import dump
-    from composer3d.planning.hardware import hardware_tables, mean_of, problems_of
-    from composer3d.processes import default_device
+    from composer3d.planning.hardware import measure_machine
 
-    device = default_device()
-    seconds = 60 * arguments.minutes
-    if "RANK" in os.environ or device.type != "cpu":
-        measured = _joined(device, seconds)
-    else:
-        measured = _forked(arguments.nproc_per_node or _cores(), seconds)
-    if int(os.environ.get("RANK", "0")):
+    tables = measure_machine(seconds=60 * arguments.minutes, num_ranks=arguments.nproc_per_node)
+    if tables is None:
         return 0
-    tables = hardware_tables(mean_of(measured), machine=_machine(len(measured)), is_cpu=device.type == "cpu")
-    problems = problems_of(tables)
-    assert not problems, problems
     try:
         arguments.output.write_text(dump(tables), encoding="utf-8")
     except OSError as error:
         raise ComposerError(f"{arguments.output}: cannot be written: {error.strerror}") from error
     _show(tables, arguments.output)
     return 0
-
-
-def _cores() -> int:
-    return min(8, len(os.sched_getaffinity(0)))
-
-
-def _forked(num_ranks: int, seconds: float) -> list[Measurement]:
-    """Measure on ranks of this machine, each on one thread."""
-    import torch
-
-    from composer3d.planning.hardware import measure
-    from composer3d.testing import run_ranks
-
-    def rank() -> Measurement:
-        return measure(torch.device("cpu"), seconds=seconds, per_node=num_ranks)
-
-    return run_ranks(rank, num_ranks, timeout_s=10 * seconds + _SLACK_S)
-
-
-def _joined(device: Any, seconds: float) -> list[Measurement]:
-    """Measure on the ranks of a launcher, or on one device alone."""
-    from composer3d import all_gather_json
-    from composer3d.planning.hardware import Measurement, measure
-    from composer3d.processes import join_world
-
-    release = join_world(device)
-    try:
-        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        mine = measure(device, seconds=seconds, per_node=per_node)
-        everyone = all_gather_json(asdict(mine))
-    finally:
-        release()
-    return [Measurement(**each) for each in everyone]
-
-
-def _machine(num_ranks: int) -> str:
-    import datetime
-    import platform
-
-    import torch
-
-    today = datetime.date.today().isoformat()
-    return f"measured on {platform.node()} on {today} with torch {torch.__version__}, {num_ranks} ranks together"
 
 
 def _show(tables: dict[str, Any], output: Path) -> None:

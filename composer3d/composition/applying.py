@@ -9,6 +9,7 @@ from composer3d import initialisation, torch_compat
 from composer3d.composition.unsuitable_models import mark_composed
 from composer3d.errors import InitialisationError, TransformError
 from composer3d.initialisation import Slab
+from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.interfaces import Part
 from composer3d.mesh import Role
 from composer3d.processes.json_exchange import all_gather_json
@@ -109,7 +110,7 @@ def materialise(preparation: Preparation) -> None:
                 recipe,
                 seed=context.manifest.train.seed,
                 device=context.device,
-                load=load if has_loader or context.orders else None,
+                load=load if has_loader or context.stash(StoredOrders).by_name else None,
             )
             tensors = dict([*part.module.named_parameters(), *part.module.named_buffers()])
             names += left

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import checkpoint, initialisation, torch_compat
 from composer3d.errors import CheckpointError, StepError
-from composer3d.initialisation.parameter_order import Order
+from composer3d.initialisation.parameter_order import Order, StoredOrders
 from composer3d.interfaces import Exports, Stateful
 from composer3d.mesh import Role
 from composer3d.step.evaluation import let_go
@@ -212,7 +212,7 @@ class Persistence:
 
         Tensors under the FQN of such a parameter and of its length (optimizer state, averages) have its order.
         """
-        orders = self._assembled.context.orders
+        orders = self._assembled.context.stash(StoredOrders).by_name
         found = []
         for key, tensor in tensors.items():
             order = next((orders[name] for name in key.split("/") if name in orders), None)

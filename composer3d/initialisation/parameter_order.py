@@ -7,7 +7,8 @@ model's order: initial weights, checkpoints, comparisons.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, overload
 
 from composer3d.errors import TransformError
@@ -16,7 +17,7 @@ from composer3d.initialisation import Slab
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Order"]
+__all__ = ["Order", "StoredOrders"]
 
 
 class Order:
@@ -58,3 +59,26 @@ class Order:
 
         pieces = zip(self.runs, full.split([length for _, length in self.runs], self.dim), strict=True)
         return torch.cat([piece for _, piece in sorted(pieces, key=lambda pair: pair[0])], self.dim)
+
+
+@dataclass(kw_only=True, eq=False)
+class StoredOrders:
+    """Stash of parameters that are stored in another order than the model's: `context.stash(StoredOrders)`.
+
+    Their gradients and optimizer state are stored alike.
+
+    Attributes:
+        by_name: Of such a parameter, under each of its FQNs.
+    """
+
+    by_name: dict[str, Order] = field(default_factory=dict)
+
+    def keep(self, names: Iterable[str], *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
+        """Declare a parameter's order.
+
+        Args:
+            names: All FQNs of the parameter; see `RunContext.names_of`.
+            dim: The tensor dim that is reordered.
+            runs: (start, length) in the model's order, in the stored order.
+        """
+        self.by_name |= dict.fromkeys(names, Order(dim, runs))

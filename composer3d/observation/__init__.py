@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer3d.processes.late_imports import late_imports
 
 if TYPE_CHECKING:
     from composer3d.observation.collectives import Collective, Collectives, count_collectives
@@ -15,7 +16,6 @@ _MODULES = {
     "flight_recorder": ("lost_a_peer",),
     "hang_report": ("Account", "Fault", "RecordedCollective", "find_fault", "told_act"),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Account",
@@ -29,9 +29,4 @@ __all__ = [
     "told_act",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: some of these modules import torch, which takes a second."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = late_imports(__name__, _MODULES)

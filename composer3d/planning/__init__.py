@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer3d.processes import late_imports
 
 if TYPE_CHECKING:
     from composer3d.planning.manifest_schedule import ScheduleResult, schedule
@@ -17,7 +18,6 @@ _MODULES = {
     "schedules.drawing": ("draw_svg", "draw_text"),
     "schedules.simulation": ("Cell", "Costs", "Simulation", "simulate"),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "Cell",
@@ -31,9 +31,4 @@ __all__ = [
     "simulate",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: some of these modules import torch, which takes a second."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = late_imports(__name__, _MODULES)

@@ -7,6 +7,7 @@ from composer3d.processes.fake_process_group import fake_world
 from composer3d.processes.foreign_code import running
 from composer3d.processes.forking import Gate, die_with, fork, limit_ranks, prewarm, refuse_unsafe_fork
 from composer3d.processes.json_exchange import all_gather_json, broadcast_json
+from composer3d.processes.late_imports import late_imports
 from composer3d.processes.machine_errors import machine_error
 from composer3d.processes.private_folder import user_folder
 from composer3d.processes.process_group import default_device, join_world
@@ -29,6 +30,7 @@ __all__ = [
     "is_at",
     "join_world",
     "keep_to_loopback",
+    "late_imports",
     "limit_ranks",
     "machine_error",
     "prewarm",

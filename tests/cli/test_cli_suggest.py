@@ -51,7 +51,7 @@ def test_what_it_proposes_is_accepted_by_check(manifest, capsys, tmp_path):
 
 
 def test_text(manifest, capsys):
-    pins = ["--keep", "dp_shard=4", "--keep", "recompute", "--keep", "zero=3"]
+    pins = [word for key in ("dp_shard", "recompute", "zero", "microbatch", "precision") for word in ("--keep", key)]
     assert main(["suggest", manifest, "--world-size", "4", *pins]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("the given manifest fits")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from composer3d.processes import late_imports
 
 if TYPE_CHECKING:
     from composer3d.planning.reports.plan_difference import difference_to_json, show_difference
@@ -17,7 +18,6 @@ _MODULES = {
     "plan_page": ("plan_to_html",),
     "plan_text": ("show_plan",),
 }
-_HOME = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "difference_to_json",
@@ -27,9 +27,4 @@ __all__ = [
     "show_plan",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name when it is first used: some of these modules import torch, which takes a second."""
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+__getattr__ = late_imports(__name__, _MODULES)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from composer3d import (
     BatchError,
     Phase,
+    PlannedShards,
     PluginError,
     RunContext,
     Transform,
@@ -104,7 +105,7 @@ class MXFP8:
         """Return the layers, or [""] where their selection failed, whose error is reported once."""
         chosen: list[str] = context.state.get(self, [""])
         for fqn in chosen:
-            dim, runs = context.cuts.get(f"{fqn}.weight", (0, (BLOCK,)))
+            dim, runs = context.stash(PlannedShards).by_parameter.get(f"{fqn}.weight", (0, (BLOCK,)))
             if any(size % BLOCK for size in runs):
                 raise PluginError(
                     f'mxfp8 multiplies blocks of {BLOCK}, and tp = {context.degrees["tp"]} cuts "{fqn}" into shares of '

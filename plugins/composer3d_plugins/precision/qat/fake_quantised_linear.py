@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from composer3d import RunContext, Share, on_shares, share_of, torch_compat
+from composer3d import RunContext, Share, StoredOrders, on_shares, share_of, torch_compat
 
 if TYPE_CHECKING:
     import torch
@@ -136,7 +136,7 @@ class Rounding:
 
     def _pieces(self, module: Any, share: Share, context: RunContext) -> Pieces | None:
         """Return pieces of groups, if the shard boundary of the inputs splits any."""
-        order = context.orders.get(f"{module.fqn}.weight")
+        order = context.stash(StoredOrders).by_name.get(f"{module.fqn}.weight")
         stored: Sequence[int] = range(module.weight.shape[1])
         if order is not None and order.dim == 1:
             stored = [column for start, length in order.runs for column in range(start, start + length)]

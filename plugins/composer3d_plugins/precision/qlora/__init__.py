@@ -13,9 +13,11 @@ from pydantic import Field
 from composer3d import (
     Exports,
     Phase,
+    PlannedShards,
     PluginError,
     RunContext,
     Stateful,
+    StoredOrders,
     Transform,
     TransformError,
     hookimpl,
@@ -192,7 +194,7 @@ class QLoRA:
         """Adapt the formats to tp's shards; the values do not change."""
         chosen: Chosen | None = context.state.get(self)
         for fqn, form in list(chosen.quantised.items()) if chosen is not None else ():
-            dim, runs = context.cuts.get(f"{fqn}.weight", (0, ()))
+            dim, runs = context.stash(PlannedShards).by_parameter.get(f"{fqn}.weight", (0, ()))
             fitting = form.cut(runs) if dim == 1 else form
             if fitting is None:
                 raise PluginError(
@@ -253,14 +255,15 @@ class QLoRA:
 
     def _store(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         chosen: Chosen = context.state[self]
+        orders = context.stash(StoredOrders)
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
-            order = context.orders.get(f"{fqn}.weight")
+            order = orders.by_name.get(f"{fqn}.weight")
             if order is not None and fqn in chosen.adapted:
                 # An adapter matrix with the rows or columns of a reordered weight is reordered alike.
                 module.has_reordered_inputs = (order.dim == 0) == module.adapter.is_transposed
                 name, dim = ("lora_a", 1) if module.has_reordered_inputs else ("lora_b", 0)
-                context.reorder(f"{fqn}.{name}", dim=dim, runs=order.runs)
+                orders.keep(context.names_of(f"{fqn}.{name}"), dim=dim, runs=order.runs)
             _cut_adapters(module)
             if draws_by_share(module):
                 # With all that it is in: between graphs there would be DTensors, whose gradients the compiler guesses.
@@ -269,7 +272,7 @@ class QLoRA:
             form = chosen.quantised.get(fqn)
             if form is not None:
                 if order is not None and order.dim == 1:
-                    context.reorder(f"{fqn}.weight", dim=1, runs=_in_bytes(order.runs, form))
+                    orders.keep(context.names_of(f"{fqn}.weight"), dim=1, runs=_in_bytes(order.runs, form))
                 module.weight = _stored_like(module.weight, form)
                 if fqn in chosen.waiting:
                     full = context.in_stored_order(f"{fqn}.weight", chosen.waiting.pop(fqn))

@@ -115,11 +115,6 @@ class Courier:
             self._queued += size
             self._queue.append(batch)
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether batches wait for export."""
-        return self._queued > 0
-
     def close(self, timeout_s: float) -> None:
         """Export what is left, for at most so many seconds, and report what was lost."""
         self._closing = True

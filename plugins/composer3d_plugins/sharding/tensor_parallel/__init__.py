@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-from composer3d import LayoutOffer, LayoutTraits, Phase, PluginError, RunContext, Transform, hookimpl, plugin
+from composer3d import (
+    LayoutOffer,
+    LayoutTraits,
+    Phase,
+    PlannedShards,
+    PluginError,
+    RunContext,
+    Transform,
+    hookimpl,
+    plugin,
+)
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Style
 
 if TYPE_CHECKING:
@@ -123,7 +133,7 @@ class TensorParallel:
             raise PluginError('loss_parallel has no effect: no module of the plan is a "head"')
         context.state[self] = made
         if context.degrees["tp"] > 1:
-            context.cuts |= cuts_of(model, made.rules, context.degrees["tp"])
+            context.stash(PlannedShards).by_parameter |= cuts_of(model, made.rules, context.degrees["tp"])
         return list(made.rules)
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:

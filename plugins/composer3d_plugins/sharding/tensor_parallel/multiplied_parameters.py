@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from composer3d import RunContext, torch_compat
+from composer3d import RunContext, StoredOrders, torch_compat
 from composer3d.propagation import Call, Marks, Placed, PropagationError, kind_of
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.local_weights import finding
@@ -163,7 +163,8 @@ def place_weights(
     for name, placed in weights.items():
         full = f"{fqn}.{name}" if fqn else name
         if len(placed.parts) > 1:
-            context.reorder(full, dim=placed.dim, runs=runs_of(placed.parts, mesh.size()))
+            names, runs = context.names_of(full), runs_of(placed.parts, mesh.size())
+            context.stash(StoredOrders).keep(names, dim=placed.dim, runs=runs)
         distribute(module, name, Shard(placed.dim), mesh=mesh, fqn=full, context=context)
         marks[name] = Marks(mesh.size(), frozenset({full}), is_weight=True)
 

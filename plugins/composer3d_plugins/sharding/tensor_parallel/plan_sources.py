@@ -105,7 +105,7 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
 
 
 def cuts_of(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return the dim and a rank's runs of every linear layer's weight that rules shard; see `RunContext.cuts`."""
+    """Return the dim and a rank's runs of every linear layer's weight that rules shard; see `PlannedShards`."""
     outputs, inputs = (*EXPANDING, "head"), CONTRACTING
     return {
         f"{fqn}.weight": cut_of_weight(

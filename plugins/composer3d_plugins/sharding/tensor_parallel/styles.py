@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from composer3d import RunContext, TransformError, torch_compat
+from composer3d import RunContext, StoredOrders, TransformError, torch_compat
 from composer3d.propagation import (
     SEQUENCE,
     Marks,
@@ -202,15 +202,18 @@ class Applier:
                 if other in self.made.unread and owner_of(other) in self._held:
                     setattr(self._held[owner_of(other)], other.rpartition(".")[2], getattr(module, name))
 
+    def _reorder(self, name: str, *, dim: int, runs: Sequence[tuple[int, int]]) -> None:
+        self.context.stash(StoredOrders).keep(self.context.names_of(name), dim=dim, runs=runs)
+
     def _place_linear(self, fqn: str, module: Any, rule: Rule, *, along: str) -> None:
         """Shard a linear layer's weight_OI along outputs or inputs; a bias_O belongs to the outputs."""
         outputs = 0 if kind_of(module) == "linear" else 1
         dim = outputs if along == "outputs" else 1 - outputs
         if rule.parts is not None:
             runs = runs_of(rule.parts, self.mesh.size())
-            self.context.reorder(f"{fqn}.weight", dim=dim, runs=runs)
+            self._reorder(f"{fqn}.weight", dim=dim, runs=runs)
             if along == "outputs" and module.bias is not None:
-                self.context.reorder(f"{fqn}.bias", dim=0, runs=runs)
+                self._reorder(f"{fqn}.bias", dim=0, runs=runs)
         self._place(fqn, module, "weight", dim)
         self._place(fqn, module, "bias", 0 if along == "outputs" else None)
 
@@ -291,7 +294,7 @@ class Applier:
         size, degree = module.embed_dim, self.mesh.size()
         for name in ("in_proj_weight", "in_proj_bias"):
             if getattr(module, name) is not None:
-                self.context.reorder(f"{fqn}.{name}", dim=0, runs=runs_of((size,) * 3, degree))
+                self._reorder(f"{fqn}.{name}", dim=0, runs=runs_of((size,) * 3, degree))
         for name in ("in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
             self._place(fqn, module, name, 0)
         self._place(f"{fqn}.out_proj", module.out_proj, "weight", 1)
