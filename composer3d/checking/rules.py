@@ -24,6 +24,8 @@ from composer3d.errors import (
 )
 from composer3d.manifest import search
 from composer3d.mesh import Layout, Role
+from composer3d.step import refused_of_shards
+from composer3d.transform import Phase
 
 if TYPE_CHECKING:
     from composer3d.composition import Preparation
@@ -269,14 +271,18 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
     """
     from composer3d.runner import optimizer_class
 
-    asked = preparation.hooks.implementing("composer3d_optimizer")
-    if "optimizer" not in manifest.tables or not asked:
+    if "optimizer" not in manifest.tables:
         return []
-    document = manifest.document
+    document, asked = manifest.document, preparation.hooks.implementing("composer3d_optimizer")
     try:
         cls, defaults = optimizer_class(manifest.tables["optimizer"], document.folder)
     except (PluginError, ReferenceFailure):
         return []  # told by `optimizer_problems`
+    if not asked:
+        makes_shards = any(transform.phase in (Phase.TENSOR, Phase.DATA) for transform, _ in preparation.selected)
+        reason = refused_of_shards(cls) if makes_shards else ""
+        # A data-parallel plugin may leave parameters as they are; the run refuses where it does not.
+        return [document.problem(("optimizer", "use"), reason, severity="warning")] if reason else []
     group = {"params": list(preparation.model.parameters()), **defaults}
     try:
         preparation.hooks.optimizer(preparation.context, cls, [group])

@@ -24,6 +24,7 @@ from composer3d.interfaces import Stateful
 from composer3d.step import gradients
 from composer3d.step.buffers import average_buffers
 from composer3d.step.evaluation import Evaluation, evaluating, let_go
+from composer3d.step.full_tensors import full
 from composer3d.step.measurement import measure
 from composer3d.step.optimizer import compose_step, make_optimizer
 from composer3d.step.optimizer_in_backward import BackwardStepper
@@ -76,9 +77,25 @@ class Composition(OwnLoop):
         return self.context.coordinates
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; as local shards."""
+        """Yield this rank's parameters under the FQNs of the whole model, each tensor once; as local shards.
+
+        `full_tensor(fqn, parameter)` gathers one of them.
+        """
         let_go(self.parts)
         yield from self.context.named_parameters()
+
+    def full_tensor(self, fqn: str, tensor: Tensor) -> Tensor:
+        """Return the whole of a parameter, of its gradient, or of another tensor sharded like it, as the model has it.
+
+        DTensor's own `full_tensor()` gathers shards as they are kept: rows of a fused projection, of query, key and
+        value for example, which tensor parallelism shards per part, are then in another order than the model's.
+        Collectives: those of `DTensor.full_tensor`, so every rank that holds a shard calls this.
+
+        Args:
+            fqn: Of the parameter.
+            tensor: Sharded as it; a plain tensor is returned as it is.
+        """
+        return self.context.in_model_order(fqn, full(tensor))
 
     def describe(self) -> str:
         """Return the layout and the ordered plan as text; the same for any order of the manifest's tables."""

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.composition import span_hooks
-from composer3d.composition.unsaved_shards import Shards, are_sharded
+from composer3d.composition.plain_states import shard_state
+from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
+from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_shards
 from composer3d.errors import StepError
 from composer3d.step.evaluation import let_go
 
@@ -43,6 +45,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
     import torch
 
     normal: list[contextlib.ExitStack] = []
+    axes = exchanging_axes(context.layout)
 
     def enter_normal_mode(owner: nn.Module, _: tuple[Any, ...]) -> None:
         # FSDP2 makes the tensors that it gathers into at the first forward, and cannot train on inference tensors.
@@ -55,8 +58,10 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
         if owner is module:
             engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
 
-    def after(owner: nn.Module, *_: Any) -> None:
+    def after(owner: nn.Module, _: Any, output: Any) -> None:
         if owner is module:
+            if axes and torch.is_grad_enabled():
+                refuse_second_derivatives(output, axes)
             engine.leave_own_forward()
             if normal:
                 normal.pop().close()
@@ -72,9 +77,27 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
     module.register_state_dict_pre_hook(reading)
+    _watch_loading(module, engine, context)
     torch_compat.on_state_dict(module, read)
+    refuse_saving_shards(module.parameters())
     torch_compat.call_within(module, engine.explaining)
     if hasattr(module, "reshard"):  # FSDP2's
         # FSDP2's own refuses too, without advice; copy looks at the instance first.
         vars(module)["__deepcopy__"] = _refuse_copy
     span_hooks.watch_own_forward(module, context, lambda: engine.is_own_forward)
+
+
+def _watch_loading(module: nn.Module, engine: StepEngine, context: RunContext) -> None:
+    """Let `load_state_dict` take the tensors of one device's model."""
+
+    def loading(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+        if owner is module:
+            let_go(context.parts)
+            shard_state(module, state, prefix, context, assigns=bool(metadata.get("assign_to_params_buffers")))
+
+    def loaded(owner: nn.Module, _: Any) -> None:
+        if owner is module and (engine.state is None or engine.own_steps.is_open):
+            engine.parameters_loaded()
+
+    module.register_load_state_dict_pre_hook(loading)
+    module.register_load_state_dict_post_hook(loaded)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation, mesh, patterns
 from composer3d.composition.blocks import find_blocks, left_out
+from composer3d.composition.second_derivatives import ADVICE, exchanging_axes, find_second_derivative
 from composer3d.composition.unsuitable_models import refuse_unsuitable
 from composer3d.context import Purpose, RunContext
 from composer3d.errors import (
@@ -203,6 +204,12 @@ def _find_problems(preparation: Preparation) -> None:
     if not problems:
         _select(preparation)
     problems += _unreduced(preparation) if not problems else []
+    axes = exchanging_axes(context.layout)
+    if axes and (found := find_second_derivative(preparation.model)) is not None:
+        message = (
+            f"{found}, and what ranks of {axes[0]} exchange in a backward is in no graph: gradients would be wrong"
+        )
+        problems.append(document.problem(("mesh", axes[0]), message, hint=ADVICE))
     per_node = context.manifest.mesh.gpus_per_node
     for name in mesh.crossings(context.layout, per_node) if per_node else ():
         message = f"{name} = {context.degrees[name]} reaches over the edge of a node of {per_node} GPUs"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
@@ -11,7 +13,7 @@ from composer3d.errors import StepError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["OptimizerShards", "Shards", "are_sharded", "refuse_saving"]
+__all__ = ["OptimizerShards", "Shards", "are_sharded", "refuse_saving", "refuse_saving_shards"]
 
 
 class Shards(OrderedDict[str, Any]):
@@ -48,6 +50,37 @@ def are_sharded(tensors: Iterable[Any]) -> bool:
         and any(not p.is_replicate() and tensor.device_mesh.size(dim) > 1 for dim, p in enumerate(tensor.placements))
         for tensor in tensors
     )
+
+
+def refuse_saving_shards(parameters: Iterable[Any]) -> None:
+    """Have torch.save refuse tensors that are sharded as parameters are: copies of them in a dict of the loop's own.
+
+    Such a tensor is pickled with its mesh, which is theirs all. Whatever else pickles meshes, as the compiler's cache
+    does, may.
+
+    Args:
+        parameters: Of the model.
+    """
+    for mesh in {id(p.device_mesh): p.device_mesh for p in parameters if are_sharded([p])}.values():
+        # pickle looks at the instance, as copy does; a class of its own would make another mesh of it to torch.
+        vars(mesh)["__reduce_ex__"] = functools.partial(_reduce_mesh, mesh)
+
+
+def _reduce_mesh(mesh: Any, protocol: SupportsIndex) -> Any:
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.serialization":
+            raise StepError(
+                "torch.save of a parameter, or of a tensor sharded like one, would write the shard of this rank alone; "
+                "on all ranks write state = run.full_state_dict(), which the first rank then saves, or "
+                'run.save("checkpoints/100")'
+            )
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    how, arguments, state, *rest = type(mesh).__reduce_ex__(mesh, protocol)
+    state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
+    return (how, arguments, state, *rest)
 
 
 def refuse_saving(optimizer: torch.optim.Optimizer, *, of_stage: bool) -> None:

@@ -19,6 +19,7 @@ from composer3d.step.loss import (
 )
 from composer3d.step.microbatches import Digest, cut, map_tensors, tensors, to_device, units_of
 from composer3d.step.optimizer_in_backward import exclusions
+from composer3d.step.optimizer_probe import refused_of_shards
 from composer3d.step.random_streams import Site
 from composer3d.step.sample_draws import draw_of
 
@@ -44,6 +45,7 @@ __all__ = [
     "map_tensors",
     "divisor_of_mean",
     "reduction_of",
+    "refused_of_shards",
     "tensors",
     "to_device",
     "units_of",

@@ -18,6 +18,7 @@ from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.processes.json_exchange import all_gather_json
 from composer3d.step.loop_state import Compared, Decided, same_pieces, same_stage
 from composer3d.step.microbatches import Digest
+from composer3d.step.same_batches import SameBatches
 
 if TYPE_CHECKING:
     import torch
@@ -111,6 +112,7 @@ class Guard:
         sharing = (Role.TENSOR, Role.STAGE, Role.SEQUENCE) if whole_sequences else (Role.TENSOR, Role.STAGE)
         self._peers = {False: self._groups(sharing), True: self._groups((Role.TENSOR, Role.STAGE))}
         self._digest = Digest()
+        self._same = SameBatches(layout, self._ranks)
         self._stages = same_stage(layout, self._ranks)
         self._alike: dict[Compared, tuple[tuple[int, ...], ...]] = {
             "state": self._stages,
@@ -139,13 +141,13 @@ class Guard:
         return tuple(self._ranks[position] for position in group)
 
     def digest(self, value: Any, *, own: bool = False) -> int:
-        """Return the digest of a batch, 0 where no two ranks must have the same one.
+        """Return the digest of a batch, 0 where no two ranks must have the same one, nor are the first steps' compared.
 
         Args:
             value: Nested tensors, as passed by the loop.
             own: Whether the loop runs its own forward, and so has sharded sequences itself.
         """
-        return self._digest(value) if self._compares and self._peers[own] else 0
+        return self._digest(value) if self._compares and (self._peers[own] or self._same.is_looking) else 0
 
     def agree(
         self,
@@ -189,6 +191,10 @@ class Guard:
         total: list[int] = tensor.tolist()
         if size and self._is_answered:
             self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size], own)
+            if self._same.is_looking and call == 0:
+                self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
+                if not self._same.is_looking and not any(self._peers.values()):
+                    self._digest = Digest()  # frees its weights
             self._compare_decided(total[3], total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size :], decided)
         if not self._is_answered:
             return Totals(count=max(sum(counts), 1), num_microbatches=len(counts), equal=len(set(counts)) <= 1)

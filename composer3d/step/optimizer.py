@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import PatternError, StepError
 from composer3d.manifest.regular_expressions import Expression
+from composer3d.step.optimizer_probe import probe_optimizer
 
 if TYPE_CHECKING:
     import torch
@@ -31,11 +32,18 @@ def make_optimizer(
 
     Returns:
         The plugin that answered the hook, empty if none did, and the optimizer.
+
+    Raises:
+        StepError: The class steps shards otherwise than whole parameters.
     """
     described = group_parameters(context.named_parameters(), groups, known=context.parameter_fqns)
     described = [{**defaults, **group} for group in described]
     made = hooks.optimizer(context, cls, described)
-    return made if made is not None else ("", cls(described, **defaults))
+    if made is not None:
+        return made
+    if context.purpose == "run":  # verify compares all that it does
+        probe_optimizer(cls, [p for group in described for p in group["params"]], defaults)
+    return "", cls(described, **defaults)
 
 
 def group_parameters(

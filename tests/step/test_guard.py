@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import logging
 import threading
 from importlib.metadata import version
 
 import pytest
 import torch
 import torch.distributed as dist
-from support.models import composed, mean_loss, mine, padded, unpadded
+from support.models import Even, composed, mean_loss, mine, padded, seeded, unpadded
 
 from composer3d import StepError
 from composer3d.composition import agreeing
@@ -318,3 +319,42 @@ def test_a_rank_with_another_version_is_named():
         "0; start all ranks with the same manifest, overrides, plugins and versions"
     )
     assert run_ranks(other_version, 2) == [message] * 2
+
+
+def alike(text, given):
+    """Return what a rank logs in five steps of its own loop, given the seed of each of its batches."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("composer3d").addHandler(handler)
+    run = composed(text, seeded(Even), loss_fn=mean_loss)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    for seed in given[dist.get_rank()]:
+        tokens, targets = unpadded(num_sequences=2, seed=seed)
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    run.close()
+    return messages
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "is_warned"),
+    [
+        pytest.param("[sharding.fsdp2]\n", [(1, 2, 3, 4, 5)] * 2, True, id="same seed"),
+        pytest.param("[sharding.fsdp2]\n", [(1, 1, 1, 1, 1)] * 2, True, id="one batch"),
+        pytest.param("[sharding.fsdp2]\n", [(1, 2, 3, 3, 3), (1, 2, 4, 3, 3)], False, id="begins alike"),
+        pytest.param(
+            "[mesh]\ndp_shard = 1\npp = 1\ntp = 2\n[sharding.tensor_parallel]\n", [(1,) * 5] * 2, False, id="tp"
+        ),
+    ],
+)
+def test_data_parallel_ranks_that_read_the_same_batches_are_warned_once(text, given, is_warned):
+    first, second = run_ranks(alike, 2, text, given)
+    expected = (
+        "the 2 data-parallel ranks were given the same batch in each of the first 3 steps, so that every sample counts "
+        "2 times and the global batch is no larger than one rank's; where that is not meant, iterate over "
+        "run.loader(DataLoader(...)), which reads every rank's own part of each batch, or slice with "
+        "run.context.data_parallel_rank"
+    )
+    assert (first, second) == ([expected] if is_warned else [], [])

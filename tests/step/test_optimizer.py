@@ -148,3 +148,82 @@ def test_a_group_that_matches_nothing_in_the_model_is_refused():
     # A stage that holds none of a group's parameters is no mistake.
     assert group_parameters(named[:2], [{"match": "^out"}], known=known) == [{"params": [p for _, p in named[:2]]}]
     assert group_parameters([], [{"match": "^out", "lr": 1.0}], known=known) == [{"params": []}]
+
+
+class Ratio(torch.optim.Optimizer):
+    """LARS: steps by the ratio of a parameter's norm to its gradient's, which `number` reads from a norm."""
+
+    def __init__(self, params, lr=0.1, *, number=float):
+        super().__init__(params, {"lr": lr})
+        self.number = number
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            ratio = self.number(self.norm(parameter)) / self.number(self.norm(parameter.grad))
+            parameter.sub_(parameter.grad * ratio * 0.1)
+
+    def norm(self, tensor):
+        return tensor.norm()
+
+
+class LocalRatio(Ratio):
+    def norm(self, tensor):
+        return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).norm()
+
+
+class Langevin(torch.optim.SGD):
+    """SGD with noise, which is another one in every step of every tensor."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+            local.add_(torch.randn(local.shape), alpha=0.1)
+
+
+OPTIMIZERS = {
+    "float": (Ratio, {"number": float}),
+    "item": (Ratio, {"number": lambda norm: norm.item()}),
+    "local": (LocalRatio, {"number": lambda norm: norm}),
+    "tensor": (Ratio, {"number": lambda norm: norm}),
+    "noise": (Langevin, {"lr": 0.1}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.1}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.1}),
+    "Muon": (torch.optim.Muon, {"lr": 0.1}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1}),
+}
+
+
+def made(text):
+    """Return, for each optimizer, the error of making it, and that of a step where it could be made."""
+    found = {}
+    for name, (cls, options) in OPTIMIZERS.items():
+        model = torch.nn.Linear(6, 4, bias=False)
+        with composed(text, model, loss_fn=torch.nn.functional.mse_loss) as run:
+            try:
+                optimizer = run.optimizer(cls, **options)
+                run.forward_backward(torch.ones(2, 6), target=torch.zeros(2, 4))
+                optimizer.step()
+            except StepError as error:
+                found[name] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_optimizers_that_step_shards_otherwise_than_whole_parameters_are_refused(world_size):
+    otherwise = (
+        " steps a sharded parameter otherwise than a whole one: what it computes of a parameter, as float(p.norm()) or "
+        "p.to_local().norm(), is of this rank's shard alone. Keep it a tensor: p.norm() of a DTensor sums over ranks, "
+        "as torch.where(norm > 0, ...) and p.mul_(norm) then do; or take numbers of p.full_tensor()"
+    )
+    in_place = (
+        " writes by indices, or raises sums over shards to a power in place, which DTensor, and so a sharded or "
+        "replicated parameter, does not take; use adamw"
+    )
+    expected = {name: name + in_place for name in ("Adafactor", "Rprop")}
+    if world_size == 2:
+        expected |= {"float": "Ratio" + otherwise, "item": "Ratio" + otherwise, "local": "LocalRatio" + otherwise}
+    for found in run_ranks(made, world_size, FSDP):
+        assert found == expected

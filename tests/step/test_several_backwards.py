@@ -186,3 +186,30 @@ def stale(path):
 @pytest.mark.parametrize("layout", ["zero 3", "zero 2", "unit"])
 def test_what_evaluations_keep_gathered_is_not_read_after_the_optimizer(layout):
     assert max(run_ranks(stale, 2, write_manifest(LAYOUTS[layout]))) <= TIGHT
+
+
+def refused(path, name):
+    """Return the errors of composing a model, or of its first loss."""
+    x = torch.randn(4, 5)
+    try:
+        with composer3d.compose(Forces() if name == "forces" else Critic(), path, example=((x,), {})) as run:
+            LOSSES[name](run.model, x)
+    except composer3d.ComposerError as error:
+        return str(error)
+    return ""
+
+
+def test_what_tensor_parallelism_exchanges_is_not_differentiated_twice():
+    manifest = write_manifest("[mesh]\ntp = 2\n[sharding.tensor_parallel]\n")
+    advice = "write 1 for it, and shard parameters over dp_shard, whose gradients can be differentiated"
+    (message,) = set(run_ranks(refused, 2, manifest, "penalty"))
+    assert message == (
+        "a gradient with create_graph=True of the model's output cannot be differentiated over tp: what its ranks "
+        f"exchange in a backward is in no graph, and gradients would be wrong; in [mesh], {advice}"
+    )
+    (message,) = set(run_ranks(refused, 2, manifest, "forces"))
+    line = Forces.forward.__code__.co_firstlineno
+    assert message == (
+        f"{manifest}:3:1: [mesh] forward of the model (Forces, test_several_backwards.py:{line}) differentiates with "
+        f"create_graph, and what ranks of tp exchange in a backward is in no graph: gradients would be wrong; {advice}"
+    )
