@@ -11,6 +11,7 @@ A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks 
 
 from __future__ import annotations
 
+from composer3d.propagation.attention_call import AttentionCall, SequenceRules
 from composer3d.propagation.contractions import Products
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.block_flow import Flow, blocks_of
@@ -22,9 +23,9 @@ from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
 from composer3d.propagation.module_kinds import Kind, kind_of
 from composer3d.propagation.propagated_module import PropagatedModule
-from composer3d.propagation.propagated_sequence import PropagatedSequence, Sharded
+from composer3d.propagation.propagated_sequence import Begins, PropagatedSequence, Sharded
 from composer3d.propagation.random_functions import eagerly, site_of
-from composer3d.propagation.sequence_mode import AttentionCall, SequencePropagation, SequenceRules
+from composer3d.propagation.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
     SEQUENCE,
     TENSOR_AXIS,
@@ -46,6 +47,7 @@ from composer3d.propagation.whole_operands import is_in_place
 
 __all__ = [
     "AttentionCall",
+    "Begins",
     "Call",
     "Cut",
     "Flow",

@@ -198,7 +198,7 @@ class Propagation(ShapeRules):
             cut = self._cut_of(value)
             if cut is None or not cut.is_sequence:
                 return value
-            if len(set(cut.placed.parts)) > 1:
+            if not self._meeting.can_gather(cut.placed):
                 raise PropagationError(f'"{self._where}": {name} on a sequence cut in parts', sources=cut.sources)
             return self._meeting.gathered(value, cut.placed, is_summed=is_summed)
 

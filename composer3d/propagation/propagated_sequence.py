@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,19 +13,36 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from composer3d import torch_compat
+from composer3d.propagation.attention_call import SequenceRules
 from composer3d.propagation.decision_cache import Memory
+from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.random_functions import eagerly
-from composer3d.propagation.sequence_mode import SequencePropagation, SequenceRules
+from composer3d.propagation.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import SEQUENCE, PropagationError, attach, cut_of, cuts_in, mark, restated, unmark
 from composer3d.propagation.view_shapes import Placed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["PropagatedSequence", "Sharded"]
+__all__ = ["Begins", "PropagatedSequence", "Sharded"]
 
 # Of each tensor among a call's arguments, in order: the dim along which it is sharded, or None.
 Sharded = tuple[int | None, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Begins:
+    """Blocks at which a sequence may begin.
+
+    Args:
+        blocks: FQNs.
+        dim: Of their activations, the sequence.
+        is_sequence: Returns whether an activation that is whole is to be sharded.
+    """
+
+    blocks: Collection[str]
+    dim: int
+    is_sequence: Callable[[Tensor], bool]
 
 
 class PropagatedSequence:
@@ -39,6 +56,9 @@ class PropagatedSequence:
         rules: Of the plugin.
         blocks: What the repeated blocks are given, by FQN.
         inputs: Returns the dims along which a call's arguments are sharded.
+        begins: Returns whether a block shards an activation that it is given whole, as the sequence of an image's
+            patches begins inside of the model, or was gathered before.
+        lengths: Global lengths that do not divide, as the dry run met them.
         rowwise: FQNs of modules that do the same with every position, whatever their code: it sees local shards.
         mesh: Of one dim, the axis; None in a dry run on meta.
         axis: Its name.
@@ -54,16 +74,25 @@ class PropagatedSequence:
         rules: SequenceRules,
         blocks: Mapping[str, Sharded],
         inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[int | str, int]],
+        begins: Begins | None = None,
+        lengths: Collection[int] = (),
         rowwise: Collection[str] = (),
         mesh: DeviceMesh | None = None,
         axis: str = "cp",
     ) -> None:
         self._degree, self._rules, self._mesh, self._axis = degree, rules, mesh, axis
-        self._blocks, self._inputs = blocks, inputs
+        self._blocks, self._inputs, self._begins = blocks, inputs, begins
+        # Global lengths of uneven shards, by a rank's own length.
+        self._lengths = {rules.local_length(length): length for length in lengths}
         self._memory = Memory(axis)
         self._at_work: SequencePropagation | None = None
         self._rowwise = frozenset(rowwise)
         self.watch: Callable[[Any], None] = lambda output: None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Global lengths of uneven shards that it met."""
+        return list(self._lengths.values())
 
     def install(self, model: nn.Module) -> None:
         """Replace the forwards of a model, or of a part of it that keeps its FQNs."""
@@ -98,9 +127,11 @@ class PropagatedSequence:
                 args, kwargs = self._marked_inputs(args, kwargs)
             elif fqn in self._blocks:
                 args, kwargs = self._marked_again(self._blocks[fqn], args, kwargs)
+            if self._begins is not None and fqn in self._begins.blocks:
+                args, kwargs = self._begun(self._begins, args, kwargs)
             if self._at_work is not None:
                 return forward(*args, **kwargs)
-            if not cuts_in(args, kwargs, axis=self._axis):
+            if not cuts_in(args, kwargs, axis=self._axis) and (fqn or self._begins is None):
                 return forward(*args, **kwargs)
             output = self._propagate(forward, fqn, args, kwargs)
             if not fqn or fqn in self._blocks:
@@ -117,6 +148,7 @@ class PropagatedSequence:
             self._degree, fqn, rules=self._rules, mesh=self._mesh, axis=self._axis, memory=self._memory
         )
         self._at_work = mode
+        mode.has_begun = bool(cuts_in(args, kwargs, axis=self._axis))
         try:
             with mode:
                 return forward(*args, **kwargs)
@@ -128,7 +160,8 @@ class PropagatedSequence:
     def _mark(self, x: Tensor, dim: int) -> Tensor:
         with torch_compat.without_torch_functions():
             view = x.view_as(x)
-            placed = Placed(dim=dim, parts=(x.shape[dim] * self._degree,))
+            size = x.shape[dim]
+            placed = Placed(dim=dim, parts=(self._lengths.get(size, size * self._degree),))
             mark(view, placed=placed, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
         return view
 
@@ -154,6 +187,29 @@ class PropagatedSequence:
             lambda leaf: self._mark(leaf, lost[id(leaf)]) if id(leaf) in lost else leaf, [list(args), kwargs]
         )
         return tuple(again), options
+
+    def _begun(
+        self, begins: Begins, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        key = activation_of(args, kwargs)
+        x = None if key is None else args[key] if isinstance(key, int) else kwargs[key]
+        if key is None or x is None or cut_of(x, self._axis) is not None or not begins.is_sequence(x):
+            return args, kwargs
+
+        def shard(x_BSD: Tensor) -> Tensor:
+            with torch_compat.without_torch_functions():
+                length = x_BSD.shape[begins.dim]
+                index = self._rules.index(length, x_BSD.device)
+                if length % self._degree:
+                    self._lengths[len(index)] = length
+                share = x_BSD.index_select(begins.dim, index)
+                placed = Placed(dim=begins.dim, parts=(length,))
+                mark(share, placed=placed, degree=self._degree, sources=frozenset({SEQUENCE}), axis=self._axis)
+            return share
+
+        if self._at_work is not None:
+            self._at_work.has_begun = True
+        return replaced(args, kwargs, key, shard)
 
     # ---- rowwise modules ---------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from composer3d.propagation.view_shapes import Placed
 __all__ = ["marked", "pair"]
 
 
-def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int) -> Any:
+def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int, local: Callable[[int], int]) -> Any:
     """Mark each result with the dim along which it is sharded; return the local results.
 
     Args:
@@ -33,9 +33,10 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
         cuts: Metadata of its sharded arguments.
         name: Of the function, for messages.
         degree: Ranks along the axis.
+        local: Returns the size of this rank's shard of a part.
 
     Raises:
-        PropagationError: The results do not differ by one dim that is `degree` times as long in the whole.
+        PropagationError: The results do not differ by one dim, of which the local one is this rank's shard.
     """
     shares, wholes = torch_compat.tree_leaves(share), torch_compat.tree_leaves(whole)
     if len(shares) != len(wholes):
@@ -49,7 +50,7 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
                 continue
             raise PropagationError("it mixes the features of all ranks")
         dim = differing[0]
-        if one.ndim != other.ndim or len(differing) > 1 or one.shape[dim] * degree != other.shape[dim]:
+        if one.ndim != other.ndim or len(differing) > 1:
             raise PropagationError(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
         joined = name in JOINS and all(cut.placed.dim == dim for cut in cuts) and len(cuts) > 1
         parts = (
@@ -57,6 +58,8 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int)
             if joined and sum(sum(cut.placed.parts) for cut in cuts) == other.shape[dim]
             else common_parts(cuts, other.shape[dim])
         )
+        if sum(map(local, parts)) != one.shape[dim]:
+            raise PropagationError(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
         alike = {(cut.start, cut.scale, cut.whole) for cut in cuts if cut.sources == cuts[0].sources}
         start, scale, gathered = alike.pop() if len(alike) == 1 else (0, 1, frozenset())
         placed = Placed(dim=dim, parts=parts)

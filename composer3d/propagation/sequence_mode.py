@@ -10,130 +10,34 @@ Shapes: B batch, H heads, S queries, T keys, E head dim, D model dim; a rank's s
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from composer3d import torch_compat
+from composer3d.propagation.attention_call import AttentionCall, SequenceRules
 from composer3d.propagation.contractions import operands_of
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_dims import OBJECT, name_of
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.multihead_attention import NAME, attend_with_heads, call_of
 from composer3d.propagation.random_functions import draws
-from composer3d.propagation.shards import SEQUENCE, Cut, PropagationError
-from composer3d.propagation.view_shapes import Placed
-from composer3d.propagation.whole_operands import BATCHED, PAIRED, Meeting, is_in_place
+from composer3d.propagation.sequence_operands import SequenceOperands
+from composer3d.propagation.shards import SEQUENCE, Cut
+from composer3d.propagation.view_shapes import Placed, Unplaceable, regroup
+from composer3d.propagation.whole_operands import BATCHED, PAIRED, is_in_place
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["AttentionCall", "SequencePropagation", "SequenceRules"]
+__all__ = ["SequencePropagation"]
 
 ATTENTION = "scaled_dot_product_attention"
 # Losses whose sum over a rank's positions is its part of the objective.
 LOSSES = frozenset({"cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "kl_div"})
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionCall:
-    """One call of attention on local shards.
-
-    Args:
-        q_BHSE: This rank's queries; all of them if `q_length` is None.
-        k_BKTE: This rank's keys, of K heads that divide H; all of them if `k_length` is None.
-        v_BKTF: This rank's values, as the keys.
-        q_length: Global number of queries where they are sharded; else None.
-        k_length: Global number of keys where they are sharded; else None.
-        mask: Boolean (True is seen) or added to scores, broadcast to [B, H, S, T]; all columns; None without one.
-        has_own_rows: Whether the mask's rows are this rank's alone; otherwise they are all queries' (or one for all).
-        is_causal: As of torch's function.
-        scale: As of torch's function.
-        dropout_p: As of torch's function.
-    """
-
-    q_BHSE: Tensor
-    k_BKTE: Tensor
-    v_BKTF: Tensor
-    q_length: int | None
-    k_length: int | None
-    mask: Tensor | None = None
-    has_own_rows: bool = False
-    is_causal: bool = False
-    scale: float | None = None
-    dropout_p: float = 0.0
-
-
-class SequenceRules(Protocol):
-    """Operations of a plugin that shards the sequence; `index` and `attend` are called with tensors on meta too."""
-
-    def index(self, length: int, device: torch.device) -> Tensor:
-        """Return this rank's positions of a sequence of a global length, int64."""
-
-    def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
-        """Return all positions in order, from this rank's; the gradient is reduce-scattered."""
-
-    def attend(self, call: AttentionCall) -> Tensor:
-        """Return o_BHSF of this rank's queries."""
-
-    def note(self, what: str, name: str) -> None:
-        """Take note that a function was `sharded`, `gathered`, or a product, or draws on replicated tensors.
-
-        Raises:
-            PropagationError: It is to be refused.
-        """
-
-
-class SequenceOperands(Meeting):
-    """Replicated operands of functions on a sharded sequence: each rank takes its positions of them by index."""
-
-    def __init__(self, degree: int, mesh: DeviceMesh | None, rules: SequenceRules) -> None:
-        super().__init__(degree, mesh)
-        self._rules = rules
-
-    def _with_summed_gradient(self, whole: Tensor) -> Tensor:
-        return whole
-
-    def narrowed(self, whole: Tensor, dim: int, parts: tuple[int, ...]) -> Tensor:
-        """Return this rank's positions of a replicated tensor."""
-        self.num_acts += 1
-        self.num_moves += 1
-        pieces = [
-            piece.index_select(dim, self._rules.index(size, piece.device))
-            for piece, size in zip(whole.split(list(parts), dim), parts, strict=True)
-        ]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
-
-    def gathered(self, share: Tensor, placed: Placed, *, is_summed: bool) -> Tensor:
-        """Gather all positions; the gradient is reduce-scattered whatever is done with them."""
-        self.num_acts += 1
-        self.num_moves += 1
-        dim, num = placed.dim, len(placed.parts)
-        if num > 1:
-            share, dim = share.unflatten(dim, (num, -1)), dim + 1
-        whole = gather_along(share, dim, placed.parts[0], self._rules)
-        return whole.flatten(dim - 1, dim) if num > 1 else whole
-
-
-def gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tensor:
-    """Gather all positions of a tensor; an inner axis that shards the same dim gathers its own shards first."""
-    if has_torch_function((x,)):
-        result: Tensor = handle_torch_function(_gather_along, (x,), x, dim, length, rules)
-        return result
-    return _gather_along(x, dim, length, rules)
-
-
-def _gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tensor:
-    if x.is_meta:
-        return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]], requires_grad=x.requires_grad)
-    return rules.gather(x, dim=dim, length=length)
-
-
-_gather_along.__name__ = "gather_along"
 
 
 class SequencePropagation(Propagation):
@@ -163,6 +67,8 @@ class SequencePropagation(Propagation):
         self._rules = rules
         # Rowwise modules at work, whose code sees its local shard.
         self.num_paused = 0
+        # Whether anything is sharded yet: until then ranks may draw what they like for tensors that are whole.
+        self.has_begun = True
         self._is_busy = False
 
     def __torch_function__(
@@ -178,7 +84,7 @@ class SequencePropagation(Propagation):
             self._is_busy = False
 
     def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        if draws(name_of(func), args, options):
+        if self.has_begun and draws(name_of(func), args, options):
             self._rules.note("drawn", name_of(func))
         return super()._unsharded(func, args, options)
 
@@ -195,8 +101,13 @@ class SequencePropagation(Propagation):
         if not cuts:
             return self._unsharded(func, args, options)
         if name == ATTENTION:
-            self._forget()
-            return self._attention(*args, **options)
+            inputs = [*args[:3], *(options.get(each) for each in ("query", "key", "value"))]
+            of_batch = [place(cut) > 2 for x in inputs if (cut := self._cut_of(x)) is not None]
+            if not of_batch or not all(of_batch):
+                self._forget()
+                return self._attention(*args, **options)
+            # Within windows of neighbouring positions, of which each is on one rank.
+            self._rules.note("attention", name)
         if name == NAME and (given := call_of(args, options)) is not None:
             self._forget()
             return self._inside(given)
@@ -208,6 +119,33 @@ class SequencePropagation(Propagation):
             args, options = self._aligned(name, args, options)
         args = self._product(name, args)
         return super().run(func, args, options)
+
+    def _local_size(self, size: int) -> int:
+        return self._rules.local_length(size)
+
+    def _regrouped(self, old: Sequence[int], placed: Placed, new: Sequence[int]) -> Placed:
+        found = regroup(old, placed, new, degree=1)
+        self._check_lengths(placed.parts, found.parts)
+        return found
+
+    def _paired(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
+        result = super()._paired(share, whole, cuts, name)
+        parts = [part for cut in cuts for part in cut.placed.parts]
+        for leaf in torch_compat.tree_leaves(result):
+            cut = self._cut_of(leaf)
+            if cut is not None:
+                self._check_lengths(parts, cut.placed.parts)
+        return result
+
+    def _check_lengths(self, before: Sequence[int], after: Sequence[int]) -> None:
+        """Refuse lengths that a function changes where ranks' positions of the new one are not those that they hold.
+
+        So windows of neighbouring positions stay sharded where every rank has whole ones.
+        """
+        for length in set(after) - set(before):
+            pairs = [(min(other, length), max(other, length)) for other in set(before)]
+            if not any(fine % coarse == 0 and self._rules.divides(coarse=coarse, fine=fine) for coarse, fine in pairs):
+                raise Unplaceable(f"a sequence of {before[0]} is not sharded as one of {length} is")
 
     def _inside(self, given: Mapping[str, Any]) -> Any:
         """Run attention with its projections, each function of which is propagated."""
@@ -283,10 +221,11 @@ class SequencePropagation(Propagation):
         enable_gqa: bool = False,
     ) -> Tensor:
         cuts = [self._cut_of(x) for x in (query, key, value)]
-        for x, cut in zip((query, key, value), cuts, strict=True):
-            if cut is not None and (cut.placed.dim != x.ndim - 2 or len(cut.placed.parts) > 1):
-                raise PropagationError(f'"{self._where}": attention over another dim than the sequence')
-        if cuts[0] is None:
+        others = [cut for cut in cuts if cut is not None and (place(cut) != 2 or len(cut.placed.parts) > 1)]
+        if others:
+            # Features of all positions in turn, or several sequences one after another.
+            query, attn_mask = self._whole(query), None if attn_mask is None else self._whole(attn_mask)
+        if others or cuts[0] is None:
             # All ranks do the same with all queries.
             self._rules.note("gathered", ATTENTION)
             key, value, cuts = self._whole(key), self._whole(value), [None, None, None]

@@ -107,9 +107,9 @@ class ShapeRules(TorchFunctionMode):
         return self._paired(func(**{**given, "groups": channels // self._degree}), whole, cuts, "convolution")
 
     def _view(self, name: str, x: Tensor, cut: Cut, whole: Tensor) -> Tensor:
-        placed = regroup(cut.shadow.shape, cut.placed, whole.shape, degree=self._degree)
+        placed = self._regrouped(cut.shadow.shape, cut.placed, whole.shape)
         shape = list(whole.shape)
-        shape[placed.dim] //= self._degree
+        shape[placed.dim] = sum(map(self._local_size, placed.parts))
         strictly = name in ("view", "view_as")
         self._work = lambda func, args, options: args[0].view(shape) if strictly else args[0].reshape(shape)
         result = self._work(None, [x], {})
@@ -117,6 +117,14 @@ class ShapeRules(TorchFunctionMode):
         return self._marked(
             result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1), gathered=cut.whole
         )
+
+    def _local_size(self, size: int) -> int:
+        """Return the size of this rank's shard of a part; -1 where ranks have none of equal size."""
+        return -1 if size % self._degree else size // self._degree
+
+    def _regrouped(self, old: Sequence[int], placed: Placed, new: Sequence[int]) -> Placed:
+        """Return the sharded dim after a view."""
+        return regroup(old, placed, new, degree=self._degree)
 
     def _split(self, x: Tensor, cut: Cut, whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
         dim = cut.placed.dim
@@ -130,7 +138,7 @@ class ShapeRules(TorchFunctionMode):
         return tuple(result)
 
     def _range(self, x: Tensor, cut: Cut, start: int, stop: int, whole: Tensor) -> Tensor:
-        share = inside(cut.placed, start, stop, self._degree)
+        share = inside(cut.placed, start, stop, self._local_size)
         if share is None:
             size = cut.shadow.shape[cut.placed.dim]
             edge = cut.features(start, stop)
@@ -192,7 +200,7 @@ class ShapeRules(TorchFunctionMode):
         )
 
     def _paired(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
-        return pair(share, whole, cuts, name, degree=self._degree)
+        return pair(share, whole, cuts, name, degree=self._degree, local=self._local_size)
 
     def _refuse_indices(self, index: Any, ndim: int, cut: Cut) -> None:
         entries = list(index) if isinstance(index, tuple) else [index]

@@ -161,9 +161,9 @@ def mark(
     is_weight: bool = False,
     axis: str = TENSOR_AXIS,
 ) -> Tensor:
-    """Mark a tensor as a local shard along one dim, and return it."""
+    """Mark a tensor as a local shard along one dim, whose global size is that of its parts, and return it."""
     shape = list(tensor.shape)
-    shape[placed.dim] *= degree
+    shape[placed.dim] = sum(placed.parts)
     shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
     cut = Cut(shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight, axis=axis, degree=degree)
     return attach(tensor, cut)
@@ -277,7 +277,9 @@ def restated(tensor: Tensor) -> Tensor:
             if cut is None:
                 continue
             dim = cut.placed.dim
-            shape[dim] *= cut.degree
+            # Uneven shards have no size that others follow from.
+            is_even = cut.shadow.shape[dim] % cut.degree == 0
+            shape[dim] = shape[dim] * cut.degree if is_even else cut.shadow.shape[dim]
             if list(cut.shadow.shape) != shape:
                 parts = tuple(part * shape[dim] // cut.shadow.shape[dim] for part in cut.placed.parts)
                 shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 __all__ = ["Indivisible", "Placed", "Unplaceable", "inside", "regroup"]
@@ -107,13 +107,23 @@ def _split(parts: tuple[int, ...], dims: Sequence[int], new: Sequence[int], degr
     raise Unplaceable("the cut dim is gone")
 
 
-def inside(placed: Placed, start: int, stop: int, degree: int) -> tuple[int, int, tuple[int, ...]] | None:
+def inside(
+    placed: Placed, start: int, stop: int, local: Callable[[int], int]
+) -> tuple[int, int, tuple[int, ...]] | None:
     """Return the local range of `start:stop` of the sharded dim, and its parts; None where it splits a part.
 
-    >>> inside(Placed(dim=0, parts=(8, 4, 4)), 8, 12, 2)
+    Args:
+        placed: The sharded dim.
+        start: Of the range, in the whole.
+        stop: Likewise.
+        local: Returns the size of this rank's shard of a part.
+
+    >>> inside(Placed(dim=0, parts=(8, 4, 4)), 8, 12, lambda size: size // 2)
     (4, 6, (4,))
     """
     edges = [sum(placed.parts[:index]) for index in range(len(placed.parts) + 1)]
     if start not in edges or stop not in edges:
         return None
-    return start // degree, stop // degree, placed.parts[edges.index(start) : edges.index(stop)]
+    parts = placed.parts[edges.index(start) : edges.index(stop)]
+    first = sum(map(local, placed.parts[: edges.index(start)]))
+    return first, first + sum(map(local, parts)), parts

@@ -110,6 +110,10 @@ class Meeting:
             self._summed.append((whole, whole))
         return whole
 
+    def can_gather(self, placed: Placed) -> bool:
+        """Return whether a dim can be gathered at once: its parts are of equal size."""
+        return len(set(placed.parts)) <= 1
+
     def reduced(self, share: Tensor) -> Tensor:
         """All-reduce the partial sums of all ranks; the gradient of the sum is that of each."""
         self.num_acts += 1

@@ -208,8 +208,8 @@ def test_heads_that_do_not_divide():
 
 def test_a_slice_through_a_part_is_none():
     placed = Placed(dim=0, parts=(8, 4, 4))
-    assert inside(placed, 0, 12, 2) == (0, 6, (8, 4))
-    assert inside(placed, 0, 10, 2) is None
+    assert inside(placed, 0, 12, lambda size: size // 2) == (0, 6, (8, 4))
+    assert inside(placed, 0, 10, lambda size: size // 2) is None
 
 
 @pytest.mark.parametrize("parts", [[8, 4, 4], [6], [2, 2, 2, 2]])

@@ -41,6 +41,14 @@ class ThreadRules:
     def index(self, length, device):
         return positions(length)[self.rank]
 
+    def local_length(self, length):
+        return len(self.index(length, None))
+
+    def divides(self, *, coarse, fine):
+        times = fine // coarse
+        rows = (positions(coarse)[rank][:, None] * times + torch.arange(times) for rank in range(DEGREE))
+        return all(torch.equal(row.flatten(), other) for row, other in zip(rows, positions(fine), strict=True))
+
     def gather(self, x, *, dim, length):
         order = torch.cat(positions(length))
         return torch.cat(self.exchange.all(self.rank, x), dim).index_select(dim, order.argsort())

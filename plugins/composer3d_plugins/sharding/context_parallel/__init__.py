@@ -137,9 +137,9 @@ class ContextParallel:
         )
 
     def _positions(self, length: int, degree: int) -> Positions:
-        from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous, zigzag
+        from composer3d_plugins.sharding.context_parallel.sequence_rules import positions_of
 
-        return (zigzag if self.balanced else contiguous)(length, degree)
+        return positions_of(length, degree, is_balanced=self.balanced)
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
         from composer3d_plugins.sharding.context_parallel.eligibility import dry_run
@@ -157,6 +157,7 @@ class ContextParallel:
                 rowwise=[fqn for fqn in context.fqns if fqn in stated | known],
                 method=self.method,
                 inner_degree=self.inner_degree,
+                balanced=self.balanced,
             )
         return [""]
 
@@ -171,6 +172,7 @@ class ContextParallel:
         from composer3d.propagation import PropagatedSequence
         from composer3d_plugins.sharding.context_parallel.attention_methods import Method
         from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
+        from composer3d_plugins.sharding.context_parallel.eligibility import begins_of
         from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
         from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
 
@@ -195,6 +197,8 @@ class ContextParallel:
             blocks=found.blocks,
             rowwise={*found.rowwise, *sharded},
             inputs=lambda args, kwargs: sharded_inputs(args, kwargs, found.names, self.sequence_dim),
+            begins=begins_of(found, self.sequence_dim),
+            lengths=found.lengths,
             mesh=mesh,
         ).install(model)
         return fqns

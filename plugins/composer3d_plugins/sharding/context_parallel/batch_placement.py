@@ -35,9 +35,11 @@ def sharded_inputs(
     called += [(name, name, value) for name, value in kwargs.items()]
     tensors = [(at, name, value) for at, name, value in called if isinstance(value, Tensor) and value.ndim > dim]
     stated = [at for at, name, _ in tensors if name in NAMES]
-    first: int | str | None = next((at for at, name, _ in tensors if isinstance(at, int) and at == 0), None)
-    if first is None and not stated and tensors:
-        first = tensors[0][0]
+    # Of an image's dims none is a sequence: it begins inside of the model.
+    sequences = [(at, value) for at, _, value in tensors if not (value.is_floating_point() and value.ndim > dim + 2)]
+    first: int | str | None = next((at for at, _ in sequences if isinstance(at, int) and at == 0), None)
+    if first is None and not stated and sequences and len(sequences) == len(tensors):
+        first = sequences[0][0]
     return dict.fromkeys([*([] if first is None else [first]), *stated], dim)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from composer3d import PluginError, Role, RunContext, torch_compat
 from composer3d.propagation import (
+    Begins,
     Call,
     PropagatedSequence,
     PropagationError,
@@ -37,6 +38,8 @@ class Found:
     """Outcome of a dry run.
 
     Attributes:
+        begins: Blocks that shard what they are given whole, where no input of the model is a sequence.
+        lengths: Of sequences inside of the model that do not divide.
         blocks: Of the tensors that each repeated block takes, the dims along which they are sharded.
         rows: FQNs of modules by what is done in them: attention, products, gathered.
         rowwise: Modules that are said to do the same with every position.
@@ -46,6 +49,8 @@ class Found:
     """
 
     names: tuple[str, ...]
+    begins: tuple[str, ...] = ()
+    lengths: tuple[int, ...] = ()
     blocks: dict[str, Sharded] = field(default_factory=dict)
     rows: dict[str, list[str]] = field(default_factory=dict)
     rowwise: tuple[str, ...] = ()
@@ -63,6 +68,7 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 def dry_run(
     model: nn.Module, context: RunContext,
     *, degree: int, dim: int, others: str, rowwise: Collection[str], method: str, inner_degree: int | None,
+    balanced: bool,
 ) -> Found:  # fmt: skip
     """Run the whole model on meta with its sequence sharded.
 
@@ -74,6 +80,7 @@ def dry_run(
         rowwise: FQNs of modules that do the same with every position.
         method: Of attention.
         inner_degree: Of usp, where it is given.
+        balanced: Whether a rank holds one chunk from both ends.
 
     Raises:
         PluginError: Something cannot be sharded, or nothing would be won.
@@ -87,15 +94,17 @@ def dry_run(
     found = Found(names=names_of(model), rowwise=tuple(rowwise))
     blocks = blocks_of(model, context, several=True)
     call = trace(model, context, blocks=blocks, scale=degree).call
-    rules = DryRules(degree=degree, others=others)
+    rules = DryRules(degree=degree, balanced=balanced, others=others)
     outputs: list[Any] = []
-    call = _narrowed(call.fresh(), found.names, dim=dim, degree=degree)
+    found.begins = tuple(blocks)
+    call = _narrowed(call.fresh(), found, rules, dim=dim)
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
         blocks={},
         rowwise=rowwise,
         inputs=lambda a, k: sharded_inputs(a, k, found.names, dim),
+        begins=begins_of(found, dim),
     )
     sequence.watch = outputs.append
     forwards = {
@@ -106,6 +115,7 @@ def dry_run(
     for what, fqn, _ in rules.notes:
         found.rows.setdefault(what, []).append(fqn)
     _refuse(found, rules, context, Method(method), inner_degree)
+    found.lengths = tuple(sequence.lengths)
     found.shares_output = any(cut is not None for cut in outputs)
     return found
 
@@ -168,15 +178,29 @@ def _heads_over(context: RunContext, num_heads: int) -> int:
     return next((degree for degree in degrees if degree > 1 and num_heads % degree == 0), 1)
 
 
-def _narrowed(call: Call, names: tuple[str, ...], *, dim: int, degree: int) -> Call:
-    dims = sharded_inputs(call.args, call.kwargs, names, dim)
-    if not dims:
-        raise PluginError(f"context_parallel finds no input of the model with a dim {dim} to shard")
+def begins_of(found: Found, dim: int) -> Begins | None:
+    """Return at which blocks a sequence begins that no input has."""
+    if not found.begins:
+        return None
+    return Begins(blocks=found.begins, dim=dim, is_sequence=lambda x: x.ndim == dim + 2)
+
+
+def _narrowed(call: Call, found: Found, rules: DryRules, *, dim: int) -> Call:
+    """Return the call of a rank; blocks begin a sequence where no input has it."""
+    dims = sharded_inputs(call.args, call.kwargs, found.names, dim)
+    if dims:
+        found.begins = ()
+    elif not found.begins:
+        raise PluginError(
+            f"context_parallel finds no input of the model with a dim {dim} to shard, and no list of blocks between "
+            "which a sequence could be",
+            hint='state the repeated blocks: [model] blocks = "PATTERN"',
+        )
 
     def share(key: int | str, x: Any) -> Any:
         if key not in dims:
             return x
-        return x.narrow(dims[key], 0, x.shape[dims[key]] // degree)
+        return x.narrow(dims[key], 0, rules.local_length(x.shape[dims[key]]))
 
     return replace(
         call,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,7 +51,15 @@ class EngineRules:
 
     def positions(self, length: int) -> Positions:
         """Return the positions of every rank of a sequence of a length."""
-        return (zigzag if self.balanced else contiguous)(length, self.group.degree)
+        return positions_of(length, self.group.degree, is_balanced=self.balanced)
+
+    def local_length(self, length: int) -> int:
+        """Return the number of this rank's positions."""
+        return self.positions(length).local_lengths[self.group.rank]
+
+    def divides(self, *, coarse: int, fine: int) -> bool:
+        """Return whether positions of a length are those of a shorter one, each so many in a row."""
+        return divides(self.positions(coarse), self.positions(fine))
 
     def index(self, length: int, device: torch.device) -> Tensor:
         """Return this rank's positions."""
@@ -133,6 +142,7 @@ class DryRules:
 
     Args:
         degree: Ranks along cp.
+        balanced: As of `EngineRules`.
         others: Whether what mixes positions and is no attention is gathered, or refused.
 
     Attributes:
@@ -143,19 +153,32 @@ class DryRules:
     """
 
     degree: int
+    balanced: bool
     others: str
     notes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     at_work: list[str] = field(default_factory=list)
     failed: str = ""
     calls: list[tuple[str, AttentionCall]] = field(default_factory=list)
 
+    def positions(self, length: int) -> Positions:
+        """Return the positions of every rank; those of a dry run are the first one's."""
+        return positions_of(length, self.degree, is_balanced=self.balanced)
+
     def index(self, length: int, device: torch.device) -> Tensor:
         """Return positions of the right number."""
-        return torch.arange(length // self.degree, device=device)
+        return torch.arange(self.local_length(length), device=device)
+
+    def local_length(self, length: int) -> int:
+        """Return the number of positions of the first rank."""
+        return self.positions(length).local_lengths[0]
+
+    def divides(self, *, coarse: int, fine: int) -> bool:
+        """Return what ranks find in a run."""
+        return divides(self.positions(coarse), self.positions(fine))
 
     def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
         """Return a tensor of the global length."""
-        return torch.cat([x] * self.degree, dim)
+        return torch.cat([x] * (self.degree + 1), dim).narrow(dim, 0, length)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the call, and return a tensor of the output's form."""
@@ -173,6 +196,20 @@ class DryRules:
                 f'"{module}": {name} draws random numbers for a tensor that every rank of cp has whole: ranks would '
                 "draw different ones"
             )
+
+
+@functools.lru_cache(maxsize=256)
+def positions_of(length: int, degree: int, *, is_balanced: bool) -> Positions:
+    """Return the positions of every rank of a sequence of a length."""
+    return (zigzag if is_balanced else contiguous)(length, degree)
+
+
+@functools.lru_cache(maxsize=256)
+def divides(coarse: Positions, fine: Positions) -> bool:
+    """Return whether the positions of every rank are those of a shorter sequence, each so many in a row."""
+    times = fine.length // coarse.length
+    scaled = tuple(tuple((start * times, end * times) for start, end in rank) for rank in coarse.runs)
+    return fine.length == coarse.length * times and scaled == fine.runs
 
 
 def shape_of(q_BHSE: Tensor, k_BKTE: Tensor, v_BKTF: Tensor) -> AttentionShape:

@@ -1,0 +1,69 @@
+"""Operations of a plugin that shards the sequence, by which a propagation gathers, indexes and attends.
+
+Letters as in `sequence_mode`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["AttentionCall", "SequenceRules"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """One call of attention on local shards.
+
+    Args:
+        q_BHSE: This rank's queries; all of them if `q_length` is None.
+        k_BKTE: This rank's keys, of K heads that divide H; all of them if `k_length` is None.
+        v_BKTF: This rank's values, as the keys.
+        q_length: Global number of queries where they are sharded; else None.
+        k_length: Global number of keys where they are sharded; else None.
+        mask: Boolean (True is seen) or added to scores, broadcast to [B, H, S, T]; all columns; None without one.
+        has_own_rows: Whether the mask's rows are this rank's alone; otherwise they are all queries' (or one for all).
+        is_causal: As of torch's function.
+        scale: As of torch's function.
+        dropout_p: As of torch's function.
+    """
+
+    q_BHSE: Tensor
+    k_BKTE: Tensor
+    v_BKTF: Tensor
+    q_length: int | None
+    k_length: int | None
+    mask: Tensor | None = None
+    has_own_rows: bool = False
+    is_causal: bool = False
+    scale: float | None = None
+    dropout_p: float = 0.0
+
+
+class SequenceRules(Protocol):
+    """Operations of a plugin that shards the sequence; `index` and `attend` are called with tensors on meta too."""
+
+    def index(self, length: int, device: torch.device) -> Tensor:
+        """Return this rank's positions of a sequence of a global length, int64."""
+
+    def local_length(self, length: int) -> int:
+        """Return how many of them there are; ranks may have unequal numbers."""
+
+    def divides(self, *, coarse: int, fine: int) -> bool:
+        """Return whether all ranks' positions of a length are those of a shorter one, each so many in a row."""
+
+    def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
+        """Return all positions in order, from this rank's; the gradient is reduce-scattered."""
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Return o_BHSF of this rank's queries."""
+
+    def note(self, what: str, name: str) -> None:
+        """Take note that a function was `sharded`, `gathered`, or a product, or draws on replicated tensors.
+
+        Raises:
+            PropagationError: It is to be refused.
+        """

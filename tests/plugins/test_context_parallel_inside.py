@@ -1,0 +1,130 @@
+"""Sequences that begin inside of a model, and windows of neighbours: shards of any length, or gathered."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from support.family_models import VOCAB, ViT
+from support.sequence_models import Language
+from support.sequence_steps import context, padded_batch, sequence_steps
+from torch import nn
+
+from composer3d.testing import run_ranks
+
+
+class Pooled(ViT):
+    """The mean of all positions in place of the class token's."""
+
+    def forward(self, images):
+        x = self.patch_embed(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1) + self.pos_embed
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+class Encoded(nn.Module):
+    """torch's own encoder over patches."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.head = nn.Conv2d(3, 16, 4, stride=4), nn.Linear(16, VOCAB)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, images):
+        return self.head(self.encoder(self.patches(images).flatten(2).transpose(1, 2))[:, 0])
+
+
+class Windows(Language):
+    """Attention within windows of neighbours beside attention over everything."""
+
+    width = 4
+
+    def attend(self, q, k, v, tokens):
+        windows = [x.unflatten(2, (-1, self.width)) for x in (q, k, v)]
+        return self.within(*windows).flatten(2, 3) + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def within(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+class WideWindows(Windows):
+    """Windows that reach over two chunks of a balanced sequence."""
+
+    width = 8
+
+
+class WrittenOut(WideWindows):
+    """The same with a softmax by hand."""
+
+    def within(self, q, k, v):
+        return (q @ k.transpose(-1, -2)).softmax(-1) @ v
+
+
+class Merging(Language):
+    """Features of neighbours side by side, as merged patches have them, and repeated positions."""
+
+    def mixed(self, block, x, tokens):
+        pairs = x.unflatten(1, (-1, 2)).flatten(2).cumsum(-1).unflatten(-1, (2, -1)).flatten(1, 2)
+        wide = x.view(x.shape[0], 2, -1).softmax(-1).view_as(x)
+        return super().mixed(block, x, tokens) + pairs + wide + x.repeat_interleave(3, 1).unflatten(1, (-1, 3)).mean(2)
+
+    def attend(self, q, k, v, tokens):
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def images(height, width):
+    """Return a function that makes images and a class for each."""
+
+    def batch():
+        generator = torch.Generator().manual_seed(3)
+        x_BCHW = torch.randn(2, 3, height, width, generator=generator, dtype=torch.float64)
+        return (x_BCHW,), {}, torch.randint(0, VOCAB, (2,), generator=generator)
+
+    return batch
+
+
+def standard():
+    """Return a transformer over 14 x 14 patches and a class token: 197 positions."""
+    return ViT(patch=16, size=(224, 224))
+
+
+def uneven():
+    """Return one over 12 patches and a class token."""
+    return ViT(size=(12, 16))
+
+
+def steps(degree, cases):
+    found = run_ranks(sequence_steps, degree, cases, timeout_s=120.0)
+    wrong = [(at, each[:3]) for result in found for at, each in enumerate(result) if not max(each[:2]) <= 1e-12]
+    assert wrong == []
+    return [each[3] for each in found[0]]
+
+
+def test_images_whose_sequence_is_made_by_the_model():
+    pooled = (Pooled, context(), images(12, 20))
+    cases = [(uneven, context(method), images(12, 16)) for method in ("gather", "ring", "ulysses")]
+    gather, *_, counted = steps(2, [*cases, (Encoded, context("ring"), images(12, 12)), pooled])
+    # Beside two attentions the class token's position is taken of all, and one mean is.
+    assert (gather["all_gather"][0], gather["reduce_scatter"][0]) == (5, 3)
+    assert (counted["all_gather"][0], counted["reduce_scatter"][0]) == (5, 3)
+
+
+def test_197_positions_on_four_ranks():
+    steps(4, [(standard, context(method, degree=4), images(224, 224)) for method in ("gather", "ring", "usp")])
+
+
+def test_unequal_shards_beside_other_axes():
+    tensor = context(mesh="tp = 2", more="[sharding.tensor_parallel]\n")
+    stages = context("ring", mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
+    shards = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n")
+    again = context(mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
+    steps(4, [(uneven, text, images(12, 16)) for text in (tensor, stages, shards, again)])
+
+
+def test_windows_of_neighbours_are_sharded_where_ranks_hold_them():
+    balanced, contiguous = context(), context(more="balanced = false\n")
+    names = [(Windows, balanced), (WideWindows, contiguous), (WrittenOut, contiguous)]
+    gathered = [(WideWindows, balanced), (WrittenOut, balanced), (Merging, balanced)]
+    counted = steps(2, [(factory, text, padded_batch) for factory, text in (*names, *gathered)])
+    assert [each["all_gather"][0] for each in counted[:3]] == [4, 4, 4]
+    assert all(each["all_gather"][0] > 4 for each in counted[3:])
