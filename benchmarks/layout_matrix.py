@@ -1,4 +1,4 @@
-"""The matrix of layouts: every data parallelism x tensor parallelism x schedule x number of micro-batches.
+"""The matrix of layouts: every data parallelism x tensor parallelism x schedule x number of micro-batches x cp.
 
 A cell is two steps in float64 with clipping and momentum; losses, gradient norms, every gradient and the parameters
 afterwards are compared with one device, relative to the largest value of each tensor. Every cell ends proven, or
@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -96,11 +97,12 @@ def show(found: dict[str, Any]) -> None:
     """Print a table: a line a schedule and number of micro-batches, a column a data and tensor parallelism."""
     outcomes = {row["cell"]: MARKS[row["outcome"]] for row in found["cells"]}
     heads = [f"{data}/{tensor}" for data in OPTIONS["data"] for tensor in OPTIONS["tensor"]]
-    say(" " * 28 + "  ".join(heads))
-    for schedule in OPTIONS["schedule"]:
-        for number in OPTIONS["microbatches"]:
-            marks = (outcomes.get(f"{head}/{schedule}/{number}", ".").center(len(head)) for head in heads)
-            say(f"{schedule + '/' + number:<28}" + "  ".join(marks))
+    say(" " * 36 + "  ".join(heads))
+    for context, schedule, number in product(*(OPTIONS[name] for name in ("context", "schedule", "microbatches"))):
+        line = f"{schedule}/{number}" if context == "cp1" else f"{schedule}/{number}/{context}"
+        marks = [outcomes.get(f"{head}/{line}", ".") for head in heads]
+        if set(marks) != {"."}:
+            say(f"{line:<36}" + "  ".join(mark.center(len(head)) for mark, head in zip(marks, heads, strict=True)))
     say(", ".join(f"{number} {outcome} ({MARKS[outcome]})" for outcome, number in found["summary"].items()))
     say("largest differences: " + ", ".join(f"{kind} {value:.1e}" for kind, value in found["largest"].items()))
     for reason, number in found["refused"].items():

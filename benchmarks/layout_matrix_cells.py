@@ -6,6 +6,7 @@ cell that refuses for another reason has failed, and so has one that is on the l
 
 from __future__ import annotations
 
+import math
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ NUM_LAYERS = 4  # the longest pipelines here have four stages
 NUM_STEPS = 2
 TOLERANCE = 1e-12
 TIMEOUT_S = 120.0  # of a cell
+MAX_RANKS = 8  # of a cell with a sharded sequence
 
 DATA = {
     "ddp": "[sharding.ddp]\n",
@@ -57,12 +59,14 @@ SCHEDULES = (
     "ZBVZeroBubble",
     "DualPipeV",
 )
+CONTEXT = ("cp1", *(f"cp{degree}-{method}" for degree in (2, 4) for method in ("gather", "ring", "ulysses")))
 ONE_STAGE = ("no-pp", "GPipe", "1F1B")  # a rank; the other schedules have two
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "data": tuple(DATA),
     "tensor": tuple(TENSOR),
     "schedule": SCHEDULES,
     "microbatches": ("P", "4P"),
+    "context": CONTEXT,
 }
 
 
@@ -71,19 +75,29 @@ class Cell:
     """One layout.
 
     Args:
-        data: Of `DATA`, over two ranks, or four for hsdp.
+        data: Of `DATA`, over two ranks, or four for hsdp; where the sequence is sharded, over as many less as keep to
+            eight ranks, so that parameters are sharded or averaged over cp alone.
         tensor: Of `TENSOR`.
         schedule: Of `SCHEDULES`.
         microbatches: As many as there are ranks along pp, or four times as many.
+        context: Of `CONTEXT`: ranks that share a sequence, and how attention reads the keys of the others.
     """
 
     data: str
     tensor: str
     schedule: str
     microbatches: str
+    context: str = "cp1"
 
     def __str__(self) -> str:
-        return f"{self.data}/{self.tensor}/{self.schedule}/{self.microbatches}"
+        name = f"{self.data}/{self.tensor}/{self.schedule}/{self.microbatches}"
+        return name if self.context == "cp1" else f"{name}/{self.context}"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it is a cell: with a sharded sequence, of few ranks, and with one of the kinds of other options."""
+        few = self.data != "ddp-bucketed" and self.microbatches == "4P" and self.world_size <= MAX_RANKS
+        return self.context == "cp1" or few
 
     @property
     def degrees(self) -> dict[str, int]:
@@ -94,12 +108,18 @@ class Cell:
             ("dp_shard", not self.data.startswith("ddp")),
             ("tp", self.tensor != "tp1"),
         ]
-        return {name: DEGREE for name, there in axes if there}
+        found = {name: DEGREE for name, there in axes if there}
+        if self.context != "cp1":
+            found["cp"] = int(self.context[2])
+            for name in ("dp_shard", "dp_replicate"):
+                if math.prod(found.values()) > MAX_RANKS:
+                    found.pop(name, None)
+        return found
 
     @property
     def world_size(self) -> int:
         """The number of ranks."""
-        return DEGREE ** len(self.degrees)
+        return math.prod(self.degrees.values())
 
     @property
     def num_stages(self) -> int:
@@ -114,17 +134,23 @@ class Cell:
     @property
     def manifest(self) -> str:
         """The text of its manifest."""
-        data_ranks = self.world_size // self.degrees.get("pp", 1) // self.degrees.get("tp", 1)
+        data_ranks = self.world_size // math.prod(self.degrees.get(name, 1) for name in ("pp", "cp", "tp"))
         mesh = "".join(f"{name} = {degree}\n" for name, degree in self.degrees.items())
         train = f"global_batch = {NUM_SEQUENCES}\nmicrobatch = {NUM_SEQUENCES // data_ranks // self.num_microbatches}\n"
         pipeline = "" if self.schedule == "no-pp" else f'[scheduling.pipeline]\nschedule = "{self.schedule}"\n'
-        return f"composer3d = 1\n[mesh]\n{mesh}[train]\n{train}{DATA[self.data]}{TENSOR[self.tensor]}{pipeline}"
+        method = self.context.partition("-")[2]
+        context = f'[sharding.context_parallel]\nmethod = "{method}"\n' if method else ""
+        tables = f"{DATA[self.data]}{TENSOR[self.tensor]}{context}{pipeline}"
+        return f"composer3d = 1\n[mesh]\n{mesh}[train]\n{train}{tables}"
 
 
 def cells() -> Iterator[Cell]:
     """Yield all of them."""
-    for values in product(*OPTIONS.values()):
-        yield Cell(**dict(zip(OPTIONS, values, strict=True)))
+    for context in CONTEXT:
+        for values in product(*(OPTIONS[name] for name in OPTIONS if name != "context")):
+            cell = Cell(**dict(zip(OPTIONS, values, strict=False)), context=context)
+            if cell.is_there:
+                yield cell
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +186,11 @@ PERMITTED = (
             (cell.schedule == "DualPipeV" and cell.num_microbatches < cell.num_stages) or cell.num_stages > NUM_LAYERS
         ),
     ),
+    Refusal(
+        reason="fewer heads than ranks that exchange them",
+        message=r'method = "ulysses" gives each of 4 ranks the same number of heads, and there are 2',
+        applies=lambda cell: cell.context == "cp4-ulysses" and cell.tensor != "tp1",
+    ),
 )
 
 
@@ -169,7 +200,7 @@ def covering() -> list[Cell]:
     def excluded(row: Mapping[str, str]) -> bool:
         # What is not there yet is taken as what excludes nothing.
         cell = Cell(**{"data": "zero3", "tensor": "tp1", "schedule": "no-pp", "microbatches": "4P", **row})
-        return cell.world_size > 8 or any(refusal.applies(cell) for refusal in PERMITTED)
+        return not cell.is_there or cell.world_size > 8 or any(refusal.applies(cell) for refusal in PERMITTED)
 
     return [Cell(**row) for row in pairwise(OPTIONS, excluded=excluded)]
 
