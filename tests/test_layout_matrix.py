@@ -1,6 +1,7 @@
 """Layouts beside one device: a covering set of the matrix that `benchmarks/matrix.py layouts` runs whole.
 
-Of its groups of eight ranks the fast tests take another one each day, the slow ones all: see support/daily_part.py.
+Of its groups of eight ranks, those with a sharded sequence among them, the fast tests take another one each day, the
+slow ones all: see support/daily_part.py.
 """
 
 from __future__ import annotations
@@ -32,7 +33,21 @@ def test_every_layout_is_a_cell():
     data = ("ddp", "ddp-bucketed", "zero1", "zero2", "zero3", "hsdp")
     schedules = ("no-pp", "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble")
     product_of = product(data, ("tp1", "tp2", "tp2-sp"), (*schedules, "DualPipeV"), ("P", "4P"))
-    assert [str(cell) for cell in cells()] == ["/".join(options) for options in product_of]
+    assert [str(cell) for cell in cells() if cell.context == "cp1"] == ["/".join(options) for options in product_of]
+
+
+def test_every_layout_of_eight_ranks_with_a_sharded_sequence_is_a_cell():
+    wanted = set()
+    for data, tensor, schedule in product(
+        ("ddp", "zero1", "zero2", "zero3", "hsdp"), OPTIONS["tensor"], OPTIONS["schedule"]
+    ):
+        for degree, method in product((2, 4), ("gather", "ring", "ulysses")):
+            least = degree * (1 if tensor == "tp1" else 2) * (1 if schedule == "no-pp" else 2)
+            if least <= 8:
+                wanted.add(f"{data}/{tensor}/{schedule}/4P/cp{degree}-{method}")
+    found = [cell for cell in cells() if cell.context != "cp1"]
+    assert {str(cell) for cell in found} == wanted and len(found) == 510
+    assert all(cell.world_size <= 8 and cell.degrees["cp"] == int(cell.context[2]) for cell in found)
 
 
 def groups_of_the_day():
@@ -68,6 +83,8 @@ def test_two_options_that_stand_nowhere_together_are_those_of_permitted_refusals
     left = all_pairs - set().union(*map(pairs, covering()))
     bucketed, dual = ("data", "ddp-bucketed"), ("schedule", "DualPipeV")
     assert left == {
+        (("tensor", "tp2"), ("context", "cp4-ulysses")),
+        (("tensor", "tp2-sp"), ("context", "cp4-ulysses")),
         *((bucketed, ("tensor", name)) for name in ("tp2", "tp2-sp")),
         *((bucketed, ("schedule", name)) for name in OPTIONS["schedule"] if name != "no-pp"),
         (dual, ("microbatches", "P")),
@@ -123,7 +140,7 @@ def test_a_wrong_gradient_a_missing_one_and_a_refusal_too_many_are_failures(refe
 
 
 def test_a_cell_that_is_permitted_a_refusal_it_does_not_need_is_a_failure(reference, monkeypatch):
-    (bucketed, _) = PERMITTED
+    bucketed, *_ = PERMITTED
     stale = type(bucketed)(reason="stale", message=bucketed.message, applies=lambda cell: True)
     monkeypatch.setattr("layout_matrix_cells.PERMITTED", (stale,))
     (verdict,) = judge([CELL], reference)
