@@ -74,7 +74,7 @@ class Problem:
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part is not None)
         table = f"[{self.table}] " if self.table else ""
         warning = "warning: " if self.severity == "warning" else ""
-        return (
+        return _visible(
             _shortened(f"{place}: " if place else "")
             + warning
             + _shortened(table + self.message)
@@ -84,6 +84,11 @@ class Problem:
     def to_json(self) -> dict[str, Any]:
         """Return the problem as `check --json` prints it."""
         return {key: _shortened(value) if isinstance(value, str) else value for key, value in asdict(self).items()}
+
+
+def _visible(text: str) -> str:
+    """Return a text with what a terminal would obey, or not show, written as escapes; lines stay."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def _shortened(text: str) -> str:

@@ -300,12 +300,15 @@ def optimizer_answer_problems(manifest: Manifest, preparation: Preparation) -> l
 
 def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:
     """Check that nothing needs what an optimizer that steps in the backward leaves nothing of."""
-    from composer3d.runner import in_backward_problems
+    from composer3d.runner import in_backward_problems, untrained_problem
 
     if not manifest.tables.keys() >= {"optimizer", "train", "stability"}:
         return []
     has_schedule = bool(preparation.hooks.implementing("composer3d_schedule"))
     found = in_backward_problems(manifest, preparation.context, has_schedule=has_schedule)
+    if not any(transform.phase is Phase.CONVERT for transform, _ in preparation.selected):  # which may add parameters
+        untrained = untrained_problem(manifest, preparation.model.named_parameters())
+        found += [] if untrained is None else [untrained]
     return [*found, *_matrix_problems(manifest, preparation)]
 
 

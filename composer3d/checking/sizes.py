@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from composer3d.checking.foreign_problems import problem_of_hook
 from composer3d.errors import ComposerError, HookError, Problem
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from composer3d.composition import Preparation
     from composer3d.manifest import Manifest
 
@@ -25,7 +24,25 @@ _MOST_MICROBATCHES, _MOST_SIZES = 2048, 16
 
 
 def output_problems(manifest: Manifest) -> list[Problem]:
-    """Check that the output folder can be one: nothing else stands there, and its name can be written."""
+    """Check that output folders can be such: nothing else stands there, and their names can be written.
+
+    They are the run's, and those that plugins of the family `profiling` have as their option `folder`.
+    """
+    return [*_run_output_problems(manifest), *_plugin_output_problems(manifest)]
+
+
+def _plugin_output_problems(manifest: Manifest) -> list[Problem]:
+    found = []
+    for registered in manifest.plugins:
+        folder, path = getattr(registered.instance, "folder", None), (registered.info.family, registered.name)
+        reason = _objection(Path(folder)) if isinstance(folder, str) and path[0] == "profiling" else None
+        if reason is not None:
+            message = f'folder = "{folder}" {reason}'
+            found.append(manifest.document.problem((*path, "folder"), message, hint="name a folder"))
+    return found
+
+
+def _run_output_problems(manifest: Manifest) -> list[Problem]:
     if "run" not in manifest.tables:
         return []
     stated = manifest.tables["run"].output is not None
@@ -42,6 +59,8 @@ def _objection(path: Path) -> str | None:
         try:
             part.stat()
         except FileNotFoundError:
+            if part.is_symlink():
+                return "is a link to nothing" if part == path else f"lies below {part}, which is a link to nothing"
             continue
         except NotADirectoryError:
             continue  # the file that is in the way is one of the next

@@ -6,10 +6,11 @@ import argparse
 import re
 from typing import Any, TypeAlias
 
-__all__ = ["Subparsers", "add_json", "add_manifest", "add_strict", "natural", "positive", "size"]
+__all__ = ["Subparsers", "add_json", "add_manifest", "add_strict", "amount", "memory", "natural", "positive", "size"]
 
 Subparsers: TypeAlias = Any  # argparse keeps the type of its subparsers to itself
 
+_SMALLEST = 1 << 20  # bytes of a device that are taken for bytes without a unit
 _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1024**power for power, prefix in enumerate("KMGT", 1)}
@@ -76,3 +77,35 @@ def size(text: str) -> int:
     if match is None or unit not in _UNITS or float(match[1]) * _UNITS[unit] < 1:
         raise argparse.ArgumentTypeError(f'"{text}" is not a size; write for example 5GiB or 500MB')
     return int(float(match[1]) * _UNITS[unit])
+
+
+def memory(text: str) -> int:
+    """Read the size of a device's memory, as an argument's type; a number without a unit must be one of bytes.
+
+    >>> memory("80GiB")
+    85899345920
+
+    Raises:
+        argparse.ArgumentTypeError: It is none, or a number without a unit that can hardly be meant as bytes.
+    """
+    if re.fullmatch(r"[0-9.]+", text) and size(text) < _SMALLEST:
+        raise argparse.ArgumentTypeError(f'"{text}" has no unit; write for example {text}GiB')
+    return size(text)
+
+
+def amount(text: str) -> float:
+    """Read a number above 0 that is not infinite, as an argument's type.
+
+    >>> amount("2e12")
+    2000000000000.0
+
+    Raises:
+        argparse.ArgumentTypeError: It is none.
+    """
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0; write for example 2e12')
+    return value

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from composer3d.cli.options import Subparsers, add_json, add_manifest, natural, positive, size
+from composer3d.cli.options import Subparsers, add_json, add_manifest, amount, memory, natural, positive
 from composer3d.cli.output import coloured, print_problems, say, say_json
 from composer3d.errors import ComposerError, ManifestError
 
@@ -41,13 +41,11 @@ def add(subparsers: Subparsers) -> None:
         metavar="WHICH",
         help="worst: one of each distinct role; all: one of every pipeline position; or a number; default: worst",
     )
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device, for example 80GiB: does it fit?")
     parser.add_argument("--hardware", metavar="NAME", help="of a described cluster, or its file: how long a step takes")
-    parser.add_argument("--tokens", type=_amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
-    parser.add_argument("--samples", type=_amount, metavar="N", help="the same, of a model that is given no tokens")
-    parser.add_argument(
-        "--price", type=_amount, metavar="P", help="of one device for an hour, in dollars, for the cost"
-    )
+    parser.add_argument("--tokens", type=amount, metavar="N", help="of a whole run, for example 2e12: days and cost")
+    parser.add_argument("--samples", type=amount, metavar="N", help="the same, of a model that is given no tokens")
+    parser.add_argument("--price", type=amount, metavar="P", help="of one device for an hour, in dollars, for the cost")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
         "--full", action="store_true", help="trace every block, where two depths of equal blocks would do"
@@ -58,13 +56,6 @@ def add(subparsers: Subparsers) -> None:
 
 def _rank(text: str) -> str | int:
     return text if text in ("worst", "all") else natural(text)
-
-
-def _amount(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError(text)
-    return value
 
 
 def execute(arguments: argparse.Namespace) -> int:

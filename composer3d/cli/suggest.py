@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from composer3d.cli.options import Subparsers, add_json, add_manifest, positive, size
+from composer3d.cli.options import Subparsers, add_json, add_manifest, memory, positive
 from composer3d.cli.output import print_problems, say, say_json
 from composer3d.errors import ManifestError
 
@@ -26,7 +26,7 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--hardware", default="h100", metavar="NAME|FILE", help="a shipped cluster or a TOML file; default: h100"
     )
-    parser.add_argument("--memory", type=size, metavar="SIZE", help="of a device; default: what the cluster's has")
+    parser.add_argument("--memory", type=memory, metavar="SIZE", help="of a device; default: what the cluster's has")
     parser.add_argument(
         "--keep",
         action="append",

@@ -102,7 +102,8 @@ def _phrases(member: Any) -> list[str]:
     plain = bare(member)
     origin = get_origin(plain) or plain
     if origin is str and (pattern := _pattern(member)):
-        return [f"a string that matches {pattern}"]
+        suffix = re.fullmatch(r"\\(\.\w+)\$", pattern)
+        return [f"the path of a {suffix[1]} file" if suffix else f"a string that matches {pattern}"]
     if origin in _NOUNS:
         return [" ".join([_NOUNS[origin][0], *_bounds(member)])]
     if fields(origin) or (isinstance(origin, type) and issubclass(origin, Mapping)):

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from composer3d.runner.merged_weights import MergedWeights
     from composer3d.runner.model_factory import ModelFactory
     from composer3d.runner.optimizer_arguments import refused_arguments
-    from composer3d.runner.optimizer_groups import in_backward_problems, make_optimizer, optimizer_class
+    from composer3d.runner.optimizer_groups import (
+        in_backward_problems,
+        make_optimizer,
+        optimizer_class,
+        untrained_problem,
+    )
     from composer3d.runner.progress import LastSeen
     from composer3d.runner.quantised_weights import find_form
     from composer3d.runner.runner_tables import TABLES, ModelTable, TrainTable
@@ -39,7 +44,7 @@ _MODULES = {
     "merged_weights": ("MergedWeights",),
     "model_factory": ("ModelFactory",),
     "optimizer_arguments": ("refused_arguments",),
-    "optimizer_groups": ("in_backward_problems", "make_optimizer", "optimizer_class"),
+    "optimizer_groups": ("in_backward_problems", "make_optimizer", "optimizer_class", "untrained_problem"),
     "progress": ("LastSeen",),
     "quantised_weights": ("find_form",),
     "runner_tables": ("ModelTable", "TABLES", "TrainTable"),
@@ -77,6 +82,7 @@ __all__ = [
     "set_timeout",
     "train",
     "under_torchrun",
+    "untrained_problem",
     "warning_once",
     "with_tokenizer",
 ]

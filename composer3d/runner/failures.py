@@ -187,7 +187,7 @@ class FailureReport:
         if self.advice:
             lines.append(f"try: {self.advice}")
         if output is not None and not wrong_manifest(self):
-            lines.append(_where(output))
+            lines.append(self._where(output))
         return "\n".join(lines) + "\n"
 
     def write_error_json(self, output: Path) -> Path:
@@ -228,6 +228,24 @@ class FailureReport:
         elif self.phase is not None:
             text += " before its first step"
         return text + (f" while {self.phase}" if self.phase in ("loading", "evaluating", "saving", "closing") else "")
+
+    def _where(self, output: Path) -> str:
+        """Return where details are, and which checkpoint the next run goes on from."""
+        from composer3d.checkpoint import complete, latest
+
+        try:
+            checkpoint = latest(output / "checkpoints")
+            kept = f"the newest complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was complete"
+        except CheckpointError as error:
+            checkpoint, kept = None, str(error)
+        if checkpoint is not None and self.error == "CheckpointError" and str(checkpoint) in self.message:
+            others = [path for path in checkpoint.parent.glob("step-*") if path != checkpoint and complete(path)]
+            newest = max(others, key=lambda path: path.stat().st_mtime_ns, default=None)
+            kept = f"{checkpoint} is the newest checkpoint, and " + (
+                f"the one before it is {newest}: --resume {newest} goes on from there" if newest else "the only one"
+            )
+        details = output / "error.json"
+        return f"details: {details}; {kept}" if details.exists() else f"{details} could not be written; {kept}"
 
     def _same(self) -> list[FailureReport]:
         return [other for other in self.others if (other.error, other.message) == (self.error, self.message)]
@@ -341,18 +359,6 @@ def _short(other: FailureReport) -> str:
     if other.kind == "machine":
         return other.message.partition(" (")[0]
     return f"{other.error}: {other.message.partition(chr(10))[0]}" if other.error else other.message
-
-
-def _where(output: Path) -> str:
-    from composer3d.checkpoint import latest
-
-    try:
-        checkpoint = latest(output / "checkpoints")
-        kept = f"the newest complete checkpoint is {checkpoint}" if checkpoint else "no checkpoint was complete"
-    except CheckpointError as error:
-        kept = str(error)
-    details = output / "error.json"
-    return f"details: {details}; {kept}" if details.exists() else f"{details} could not be written; {kept}"
 
 
 def _signal_name(number: int) -> str:

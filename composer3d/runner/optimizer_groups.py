@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +15,12 @@ from composer3d.step import exclusions
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from composer3d import Composition, RunContext
     from composer3d.runner.runner_tables import OptimizerTable
 
-__all__ = ["describe_groups", "in_backward_problems", "make_optimizer", "optimizer_class"]
+__all__ = ["describe_groups", "in_backward_problems", "make_optimizer", "optimizer_class", "untrained_problem"]
 
 
 def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | None = None) -> torch.optim.Optimizer:
@@ -38,9 +39,8 @@ def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | 
     steps_there = table.in_backward if in_backward is None else in_backward
     if steps_there and (problems := in_backward_problems(manifest, run.context, has_schedule=False)):
         raise ManifestError(problems)
-    if not any(parameter.requires_grad for _, parameter in run.named_parameters()) and len(run.parts) == 1:
-        message = "frozen leaves no parameter to train"
-        raise ManifestError([document.problem(("train", "frozen"), message)])
+    if len(run.parts) == 1 and (problem := untrained_problem(manifest, run.named_parameters())) is not None:
+        raise ManifestError([problem])
     key = "use"
     try:
         cls, defaults = optimizer_class(table, document.folder)
@@ -61,6 +61,24 @@ def make_optimizer(run: Composition, manifest: Manifest, *, in_backward: bool | 
         return optimizer
     except ComposerError as error:
         raise ManifestError([document.problem(("optimizer", key), str(error))]) from error
+
+
+def untrained_problem(manifest: Manifest, parameters: Iterable[tuple[str, nn.Parameter]]) -> Problem | None:
+    """Return the problem of parameters none of which is trained.
+
+    Args:
+        manifest: With the runner's tables.
+        parameters: Of the model, with their names.
+    """
+    held = [parameter for _, parameter in parameters]
+    if any(parameter.requires_grad for parameter in held):
+        return None
+    if not held:
+        return manifest.document.problem(("model", "use"), "the model has no parameter, so there is nothing to train")
+    if not manifest.tables["train"].frozen:
+        message = f"none of the model's {len(held)} parameters has requires_grad, so there is nothing to train"
+        return manifest.document.problem(("model", "use"), message)
+    return manifest.document.problem(("train", "frozen"), "frozen leaves no parameter to train")
 
 
 def in_backward_problems(manifest: Manifest, context: RunContext, *, has_schedule: bool) -> list[Problem]:

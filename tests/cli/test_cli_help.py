@@ -65,6 +65,9 @@ def test_every_command_has_help_and_is_listed():
             ["check", "x", "--rank", "-1"],
             'composer3d check: error: argument --rank: "-1" is not a whole number of at least 0',
         ),
+        (["plan", "x", "--tokens", "-3"], 'argument --tokens: "-3" is not a number above 0; write for example 2e12'),
+        (["plan", "x", "--samples", "1e400"], 'argument --samples: "1e400" is not a number above 0; write for example'),
+        (["plan", "x", "--memory", "80"], 'argument --memory: "80" has no unit; write for example 80GiB'),
         (
             ["export", "x", "--to", "y", "--max-shard", "5 boxes"],
             'composer3d export: error: argument --max-shard: "5 boxes" is not a size; write for example 5GiB or 500MB',

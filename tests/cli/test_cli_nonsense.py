@@ -55,7 +55,17 @@ ALONE = {
     'model = ""': "3:1: [model] model.use must have at least 1 character, not 0",
     '"\\u001b[31mred" = 1': '3:1: ["\\u001b[31mred"] unknown table "\\u001b[31mred"; one of: ',
     '"\\u202e" = 1': '3:1: ["\\u202e"] unknown table "\\u202e"; one of: ',
-    'mesh.pp = 2\nscheduling.pipeline = { schedule = "own.txt" }': '"DualPipeV" or a string that matches \\.csv$, not',
+    'mesh.pp = 2\nscheduling.pipeline = { schedule = "own.txt" }': '"DualPipeV" or the path of a .csv file, not',
+    "sharding.fsdp2.zero = true": "3:16: [sharding.fsdp2] zero = true is not one of 1, 2, 3",
+    "sharding.fsdp2.zero = 3.0": "3:16: [sharding.fsdp2] zero = 3.0 is not one of 1, 2, 3",
+    'train.frozen = ["**"]': "3:7: [train] frozen leaves no parameter to train",
+    'model = "bad_calls:Empty"': "3:1: [model] the model has no parameter, so there is nothing to train",
+    'model = "bad_calls:Frozen"': "3:1: [model] none of the model's 1 parameters has requires_grad, so there is ",
+    'profiling.memory_snapshot.folder = "run.toml"': '[profiling.memory_snapshot] folder = "run.toml" is not a folder',
+    'profiling.opentelemetry.folder = "run.toml/x"': 'folder = "run.toml/x" lies below run.toml, which is not a folder',
+    'run.output = "dangling"': '3:5: [run] output = "dangling" is a link to nothing; name a folder',
+    'run.output = "dangling/x"': 'output = "dangling/x" lies below dangling, which is a link to nothing',
+    "model.args.num_layers = 9_000_000_000": "num_layers = 9000000000 is above 65536",
     "optimizer.lr = inf": "3:11: [optimizer] optimizer.lr must be a finite number, not inf",
     "run.timeout_s = inf": "3:5: [run] run.timeout_s must be a finite number, not inf",
     "run.timeout_s = 1e300": "3:5: [run] run.timeout_s must be at most 10000000.0, not 1e+300",
@@ -89,7 +99,14 @@ FILES = {
     "bad_base.py": "class Own(BaseException): pass\nraise Own('no')\n",
     "bad_calls.py": "from torch import nn\n\n\ndef exits(): raise SystemExit(0)\n"
     "def interrupts(): raise KeyboardInterrupt\n"
-    "def nothing(): return None\n",
+    "def nothing(): return None\n"
+    "class Empty(nn.Module):\n"
+    "    def forward(self, x): return x\n"
+    "class Frozen(nn.Module):\n"
+    "    def __init__(self):\n"
+    "        super().__init__()\n"
+    "        self.head = nn.Embedding(256, 256).requires_grad_(False)\n"
+    "    def forward(self, x): return self.head(x)\n",
     "bad_plugin.py": """\
 from composer3d import hookimpl, plugin
 @plugin(family="profiling")
@@ -114,6 +131,7 @@ def bad_folder(folder):
     for name, text in FILES.items():
         (folder / name).write_text(text)
     os.mkfifo(folder / "pipe")
+    (folder / "dangling").symlink_to("/nowhere/at/all")
     (folder / "large.toml").write_text("composer3d = 1\n" + "# filler\n" * 200_000)
     for index in range(2000):
         (folder / f"chain-{index}.toml").write_text(f'composer3d = 1\nextends = "chain-{index + 1}.toml"\n')

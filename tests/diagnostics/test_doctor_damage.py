@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 
 import pytest
 from support.doctor_cases import folder, start, write
@@ -17,7 +16,7 @@ from composer3d.processes.forking import limit_ranks
 __all__ = ["folder"]
 
 ANOMALY = {"step": 3, "rank": 1, "what": "output", "fqn": "head", "class": "Linear", "microbatch": 0, "stage": 0}
-ODD = (None, "text", -1, 2**70, 1.5, [], {}, [None], {"x": 1}, True)
+ODD = (None, "text", -1, 2**70, [None])
 
 
 def swapped(content, path, value):
@@ -32,7 +31,7 @@ def swapped(content, path, value):
 
 def leaves(content, path=()):
     items = content.items() if isinstance(content, dict) else enumerate(content) if isinstance(content, list) else ()
-    for key, value in list(items)[:12]:
+    for key, value in list(items)[:16]:
         yield (*path, key)
         yield from leaves(value, (*path, key))
 
@@ -87,16 +86,12 @@ def test_no_damage_ends_in_a_traceback_or_is_left_unsaid(run):
             for value in ODD:
                 path.write_text(json.dumps(swapped(first, leaf, value)) + "\n")
                 assert diagnosed(run).kind not in ("ended", "running"), (name, leaf, value)
+        for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/nowhere/at/all")):  # noqa: B023
+            path.unlink() if not path.is_dir() or path.is_symlink() else path.rmdir()
+            make()
+            assert names(diagnosed(run), name)
+        path.unlink()
         path.write_bytes(data)
-
-
-@pytest.mark.parametrize("name", ["error.json", "metrics.jsonl", "environment.json", "accounts/rank-0.json"])
-def test_what_is_no_file_is_named(run, name):
-    path = run / name
-    for make in (path.mkdir, lambda: os.mkfifo(path), lambda: path.symlink_to("/nowhere/at/all")):
-        path.unlink() if not path.is_dir() or path.is_symlink() else shutil.rmtree(path)
-        make()
-        assert names(diagnosed(run), name)
 
 
 def test_a_finished_run_with_a_damaged_file_is_not_well(run):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from composer3d.errors import DataError, ManifestError, Problem, StepError
+from composer3d.errors import CheckpointError, DataError, ManifestError, Problem, StepError
 from composer3d.runner.failures import Ending, FailureReport, read_failures, root_cause, wrong_manifest
 from composer3d.runner.progress import LastSeen, Progress, RunPhase, attempt_folder
 from composer3d.runner.rank import rank_main, under_torchrun
@@ -144,6 +144,30 @@ def test_a_report_says_what_the_rank_did(tmp_path, monkeypatch):
     )
     assert block(report).splitlines()[0] == (
         "run failed: rank 0 of 1 (HOST) raised OSError at step 5 while saving: disk full"
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "said"),
+    [
+        ((), "{newest} is the newest checkpoint, and the only one"),
+        (("step-2",), "{newest} is the newest checkpoint, and the one before it is {folder}/step-2: --resume "),
+    ],
+)
+def test_a_damaged_checkpoint_is_not_the_one_to_go_on_from(tmp_path, others, said):
+    folder = tmp_path / "checkpoints"
+    for name in (*others, "step-4"):
+        (folder / name).mkdir(parents=True)
+        for part in (".metadata", "state.json"):
+            (folder / name / part).write_text("{}")
+    newest = folder / "step-4"
+    error = CheckpointError(f"{newest / '__0_0.distcp'}: damaged")
+    report = FailureReport.from_exception(error, rank=0, world_size=1, folder=tmp_path)
+    assert (
+        report.render(tmp_path)
+        .splitlines()[-1]
+        .partition("; ")[2]
+        .startswith(said.format(newest=newest, folder=folder))
     )
 
 
