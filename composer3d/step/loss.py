@@ -122,7 +122,21 @@ def _known_reduction(node: Any) -> Reduction | None:
     saved = getattr(node, "_saved_reduction", None)
     if saved == 1 or name.startswith(("MeanBackward", "DivBackward")):
         return "mean"
-    return "sum" if saved == 2 or name.startswith("SumBackward") else None
+    if saved == 2 or name.startswith("SumBackward"):
+        return "sum"
+    terms = _terms(node)
+    reductions = {_known_reduction(term) for term in terms}
+    if len(reductions) != 1 or (any(_is_other(term) for term in terms) and _divisor(node) is None):
+        return None
+    return reductions.pop()
+
+
+def _terms(node: Any) -> tuple[Any, ...]:
+    """Return what a node adds up, past constant factors: the two parts of cross entropy with label smoothing."""
+    if not type(node).__name__.startswith("AddBackward") or len(node.next_functions) != 2:
+        return ()
+    terms = [operand for operand, _ in node.next_functions]
+    return () if None in terms else tuple(_past_factors(_past_views(term))[1] for term in terms)
 
 
 def _reduction_at(node: Any) -> Reduction:
@@ -146,8 +160,16 @@ def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
     Returns:
         A number without a gradient; None where the graph does not say, or the divisor has a gradient itself.
     """
-    _, node = _past_factors(loss)
+    return _divisor(_past_factors(_past_views(loss.grad_fn))[1])
+
+
+def _divisor(node: Any) -> Tensor | int | None:
     name = type(node).__name__
+    if terms := _terms(node):
+        one, other = (_divisor(term) for term in terms)
+        if one is None or other is None:
+            return None
+        return one if torch_compat.active_fake_mode() is not None or bool(one == other) else None
     if name.startswith("MeanBackward"):
         return int(node._saved_self_sym_numel)
     if name.startswith("DivBackward"):
@@ -163,13 +185,18 @@ def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
 
 def has_other_divisor(loss: Tensor) -> bool:
     """Return whether a mean may be divided by another number than that of its targets, and its graph says by which."""
-    _, node = _past_factors(loss)
+    return _is_other(_past_factors(_past_views(loss.grad_fn))[1])
+
+
+def _is_other(node: Any) -> bool:
     name = type(node).__name__
+    if terms := _terms(node):
+        return any(_is_other(term) for term in terms) and _divisor(node) is not None
     if name.startswith("NllLoss"):
         return node._saved_weight is not None
     if name.startswith("MeanBackward"):
         return type(_past_views(node.next_functions[0][0])).__name__.startswith(("IndexBackward", "MaskedSelect"))
-    return name.startswith("DivBackward") and divisor_of_mean(loss) is not None
+    return name.startswith("DivBackward") and _divisor(node) is not None
 
 
 def _number(value: Any) -> Tensor | None:
@@ -187,13 +214,15 @@ def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
     A loop that accumulates divides every loss by the number of its backwards. A sum that is divided, by its tokens
     then, is a mean.
     """
-    factor, node = _past_factors(loss)
+    factor, node = _past_factors(_past_views(loss.grad_fn))
     return factor, _known_reduction(node)
 
 
-def _past_factors(loss: Tensor) -> tuple[float, Any]:
-    factor, node = 1.0, _past_views(loss.grad_fn)
-    while (found := _constant_factor(node)) is not None and _known_reduction(found[1]) != "sum":
+def _past_factors(node: Any) -> tuple[float, Any]:
+    factor = 1.0
+    while (found := _constant_factor(node)) is not None:
+        if _known_reduction(found[1]) == "sum" and len(node.next_functions) > 1:
+            break  # the loop's own factor may make it a mean
         factor, node = factor * found[0], found[1]
     return factor, node
 
@@ -205,6 +234,9 @@ def _constant_factor(node: Any) -> tuple[float, Any] | None:
     name = type(node).__name__
     if not name.startswith(("MulBackward", "DivBackward")):
         return None
+    if len(node.next_functions) == 1:  # torch's own, by a number
+        value = float(node._saved_other)
+        return (value if name.startswith("Mul") else 1.0 / value), _past_views(node.next_functions[0][0])
     (first, _), (second, _) = node.next_functions
     if (first is None) == (second is None) or (first is None and name.startswith("Div")):
         return None

@@ -132,7 +132,7 @@ from composer3d.torch_compat.tensors import (
 )
 from composer3d.torch_compat.units import Units, release_units, watch_units
 from composer3d.torch_compat.views import keep_output_hooks
-from composer3d.torch_compat.whole import scalar_parameters
+from composer3d.torch_compat.whole import whole_parameters
 
 __all__ = [
     "bounded_messages",
@@ -218,7 +218,7 @@ __all__ = [
     "release_units",
     "replicate_units",
     "run_backward",
-    "scalar_parameters",
+    "whole_parameters",
     "selective_contexts",
     "set_group_timeout",
     "shard_integers",

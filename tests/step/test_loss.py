@@ -35,6 +35,10 @@ LOSSES = {
     "bce": lambda x, how: F.binary_cross_entropy(x.sigmoid(), torch.ones(3, 3), reduction=how),
     "bce with logits": lambda x, how: F.binary_cross_entropy_with_logits(x, torch.ones(3, 3), reduction=how),
     "kl_div": lambda x, how: F.kl_div(x, torch.ones(3, 3), reduction="batchmean" if how == "mean" else how),
+    "label smoothing": lambda x, how: F.cross_entropy(
+        x, torch.tensor([0, 2, -100]), reduction=how, label_smoothing=0.1
+    ),
+    "two losses": lambda x, how: F.mse_loss(x, torch.ones(3, 3), reduction=how) + getattr(x.square(), how)(),
     "tensor methods": lambda x, how: x.square().mean() if how == "mean" else x.square().sum(),
     "along all dims": lambda x, how: x.mean((0, 1)) if how == "mean" else x.sum((0, 1)),
     "a wider copy": lambda x, how: getattr(x.bfloat16(), how)().float(),
@@ -57,6 +61,8 @@ def test_a_sum_divided_is_a_mean():
     [
         (lambda x: x.sum() + x.mean(), "its last operation is AddBackward"),
         (lambda x: 0.5 * x.sum(), "its last operation is MulBackward"),
+        (lambda x: x.mean() + 1.0, "its last operation is AddBackward"),
+        (lambda x: x.sum() / x.detach().sum() + x.mean(), "its last operation is AddBackward"),
         (lambda x: x.logsumexp(0), "its last operation is LogsumexpBackward"),
         (lambda x: x.sum().detach(), "it has no graph"),
     ],
@@ -119,6 +125,15 @@ def test_what_compose_was_told_beats_the_graph():
         (lambda x: F.cross_entropy(x, torch.tensor([0, 2, 7]), ignore_index=7), 2, False),
         (lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1]), weight=torch.tensor([0.5, 1.0, 2.0])), 3.5, True),
         (lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1]), weight=torch.tensor([0.5, 1.0, 2.0])) / 4, 3.5, True),
+        (lambda x: F.cross_entropy(x, torch.tensor([0, 2, -100]), label_smoothing=0.1), 2, True),
+        (
+            lambda x: (
+                F.cross_entropy(x, torch.tensor([0, 2, 1]), weight=torch.arange(1.0, 4.0), label_smoothing=0.1) / 2
+            ),
+            6,
+            True,
+        ),
+        (lambda x: F.mse_loss(x, torch.ones(3, 3)) + 0.5 * x.square().mean(), 9, False),
         (lambda x: (x * torch.eye(3)).sum() / torch.eye(3).sum(), 3, True),
         (lambda x: x.sum() / 9, 9, True),
         (lambda x: x[torch.eye(3) > 0].mean(), 3, True),

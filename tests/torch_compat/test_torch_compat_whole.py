@@ -34,14 +34,15 @@ class Gate(Mlp):
 
 
 class Temperate(Even):
-    """Another one in the root, and one more that nothing uses."""
+    """Another one in the root, one more that nothing uses, and one without elements."""
 
     def __init__(self):
         super().__init__(block=Gate)
         self.temperature, self.unused = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.tensor(1.0))
+        self.empty = nn.Parameter(torch.zeros(0, 3))
 
     def forward(self, tokens):
-        return super().forward(tokens) / self.temperature
+        return super().forward(tokens) / self.temperature + self.empty.sum()
 
 
 def refusal():
@@ -53,14 +54,15 @@ def refusal():
 
 
 def test_torch_still_shards_no_parameter_without_dims():
-    """Once it does, `scalar_parameters` has no reason any more."""
+    """Once it does, `whole_parameters` has no reason any more."""
     [message] = run_ranks(refusal, 1)
     assert "scalar" in message
 
 
-def test_scalar_parameters_are_those_without_dims():
+def test_whole_parameters_are_those_without_dims_or_elements():
     model = Temperate()
-    assert torch_compat.scalar_parameters(model) == {model.temperature, model.unused, *(b.gate for b in model.layers)}
+    expected = {model.temperature, model.unused, model.empty, *(b.gate for b in model.layers)}
+    assert torch_compat.whole_parameters(model) == expected
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ class DDP:
 
     reducer = "unit": torch's replicate over FSDP2's machinery: DTensor parameters and the same hooks as FSDP2.
         Collectives: one all-reduce a unit (the root is one), after the last micro-batch; one for all parameters without
-        dims, which FSDP2 does not handle.
+        dims or elements, which FSDP2 does not handle.
     reducer = "bucketed": torch's DistributedDataParallel, kept outside the module tree, so FQNs stay.
         Collectives: one all-reduce a bucket, after the last micro-batch; at the first forward one broadcast of
         parameters; with broadcast_buffers one broadcast a buffer and forward.
@@ -130,8 +130,8 @@ class DDP:
     def composer3d_step_actions(self, context: RunContext) -> Sequence[StepAction]:
         """Reduce after the last micro-batch only."""
         actions = [StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
-        if self.reducer == "unit" and any(torch_compat.scalar_parameters(part.module) for part in context.parts):
-            actions.append(StepAction(name="ddp.scalars", point=StepPoint.GRADIENTS_LOCAL, run=_average_scalars))
+        if self.reducer == "unit" and any(torch_compat.whole_parameters(part.module) for part in context.parts):
+            actions.append(StepAction(name="ddp.whole", point=StepPoint.GRADIENTS_LOCAL, run=_average_whole))
         return actions
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
@@ -167,7 +167,7 @@ class DDP:
                     param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
                 ),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
-                ignored_params=torch_compat.scalar_parameters(model),
+                ignored_params=torch_compat.whole_parameters(model),
             )
             context.stash(Units).by_module[module] = Unit(
                 written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
@@ -201,10 +201,11 @@ class DDP:
                 module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
 
 
-def _average_scalars(state: StepState) -> None:
+def _average_whole(state: StepState) -> None:
     for part in state.parts:
-        scalars = [parameter for parameter in part.module.parameters() if not parameter.dim()]
-        average_whole(scalars, axes=state.context.data_axes(REPLICAS), context=state.context)
+        whole = torch_compat.whole_parameters(part.module)
+        ordered = [parameter for parameter in part.module.parameters() if parameter in whole]
+        average_whole(ordered, axes=state.context.data_axes(REPLICAS), context=state.context)
 
 
 def _compute_in(model: nn.Module, context: RunContext) -> None:

@@ -84,8 +84,8 @@ class FSDP2:
         forward_prefetch: How many units ahead all-gathers are issued in the forward; 0 leaves it to torch.
         backward_prefetch: The same in the backward.
         ignored: Patterns of parameters that stay replicated on every rank; their gradients are averaged in one
-            all-reduce. Parameters without dims, which cannot be sharded, are always among them, and those of another
-            dtype than others of the same module.
+            all-reduce. Parameters without dims or elements, which cannot be sharded, are always among them, and those
+            of another dtype than others of the same module.
     """
 
     zero: Literal[1, 2, 3] = 3
@@ -221,7 +221,7 @@ class FSDP2:
         names = {fqn for pattern in self.ignored for fqn in select_fqns(pattern, context.parameter_fqns)}
         names |= context.state.get(self, set())
         named = {p for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in names}
-        return named | torch_compat.scalar_parameters(model)
+        return named | torch_compat.whole_parameters(model)
 
     def _average_ignored(self, state: StepState) -> None:
         for part in state.parts:

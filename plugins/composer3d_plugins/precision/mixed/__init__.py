@@ -257,7 +257,7 @@ class Mixed:
                 mp_policy=MixedPrecisionPolicy(
                     param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
                 ),
-                ignored_params=torch_compat.scalar_parameters(model),
+                ignored_params=torch_compat.whole_parameters(model),
             )
             context.stash(Units).by_module[module] = Unit(
                 written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
