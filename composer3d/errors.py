@@ -143,7 +143,8 @@ class HookError(PluginError):
         message: Names the plugin and the hook, and quotes the exception with its line.
         path: Of the plugin's table, its family and its name.
         place: Where the table stands.
-        is_own: Whether it was not torch that raised it, which also objects to tensors on meta and to fake tensors.
+        is_own: Whether it is no objection of torch's, which may be to tensors on meta or to fake ones, and no lack of
+            what the plugin remembers, which may be there in runs alone.
     """
 
     def __init__(self, message: str, *, path: tuple[str, str], place: str, is_own: bool) -> None:

@@ -310,14 +310,16 @@ def blamed(registered: Registered, name: str, function: Callable[..., Any]) -> C
                 raise
             if is_interrupt(error) or lost_a_peer(error):
                 raise
-            frames = traceback.extract_tb(error.__traceback__)
-            is_torchs = is_torch(frames[-1].filename) or (isinstance(error, RuntimeError) and not is_of_raise(error))
+            innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+            is_torchs = is_torch(innermost) or (isinstance(error, RuntimeError) and not is_of_raise(error))
+            # What a plugin remembers may be there in runs alone.
+            is_memory = isinstance(error, KeyError) and error.args[:1] == (registered.instance,)
             place = place_of_error(error).removesuffix(": ")
             raise HookError(
                 f"{name} of {registered.name} raised {describe_error(error)}, at {place}",
                 path=(registered.info.family, registered.name),
                 place=registered.place,
-                is_own=not is_torchs,
+                is_own=not is_torchs and not is_memory,
             ) from error
 
     return call

@@ -6,6 +6,7 @@ Each rule returns problems at the lines of the keys at fault.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +46,9 @@ __all__ = [
     "vocab_size_of",
 ]
 
+# More layers are a slip of the pen; a factory would make them for hours, and be ended after its minute.
+_MOST_LAYERS = 1 << 16
+_LAYERS = re.compile(r"(num|n)_?\w*(layers?|blocks?)|depth")
 # Text below this size is read whole: a fraction of a second, and binary files are found too.
 _READ_BYTES = 1 << 26
 
@@ -54,6 +58,8 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
     from composer3d.runner import ModelFactory
 
     document, table, data = manifest.document, manifest.tables["model"], manifest.tables["data"]
+    if problems := list(_too_many_layers(table.args, document)):
+        return None, problems
     if table.hf is not None:
         return _find_hugging_face(manifest)
     try:
@@ -78,6 +84,12 @@ def find_factory(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]
         return ModelFactory(manifest, vocab_size=derived.get("vocab_size")), []
     except ManifestError as error:
         return None, list(error.problems)
+
+
+def _too_many_layers(args: Mapping[str, Any], document: Document) -> Iterator[Problem]:
+    for key, value in args.items():
+        if isinstance(value, int) and value > _MOST_LAYERS and _LAYERS.fullmatch(key):
+            yield document.problem(("model", "args", key), f"{key} = {value} is above {_MOST_LAYERS}")
 
 
 def _find_hugging_face(manifest: Manifest) -> tuple[ModelFactory | None, list[Problem]]:

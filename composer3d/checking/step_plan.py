@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from composer3d.errors import ComposerError, HookError, ReferenceFailure
+from composer3d.errors import ComposerError, HookError, ReferenceFailure, describe_error
 from composer3d.transform import StepAction, StepPoint, order
 
 if TYPE_CHECKING:
@@ -64,7 +64,8 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
         except ComposerError as error:  # what a plugin looks for may not be there yet
             if isinstance(error, HookError) and error.is_own and not isinstance(error.__cause__, AttributeError):
                 raise
-            note = f"declared when the run is composed: {error.message if isinstance(error, HookError) else error}"
+            why = describe_error(error.__cause__ or error) if isinstance(error, HookError) else error
+            note = f"declared when the run is composed: {why}"
             later.append(StepRow(point="?", name=registered.name, plugin=table, note=note))
             continue
         for action in (answer,) if isinstance(answer, StepAction) else answer:

@@ -27,7 +27,6 @@ _BACKENDS = {
     "math": SDPBackend.MATH,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-_MOST_LAYERS = 1 << 16  # more are a slip of the pen, which making them would answer after hours
 _INIT_STD = 0.02
 
 
@@ -58,8 +57,6 @@ class LlamaConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} = {value}; it must be at least 1")
-        if self.num_layers > _MOST_LAYERS:
-            raise ValueError(f"num_layers = {self.num_layers} is above {_MOST_LAYERS}")
         if self.dim % self.num_heads:
             raise ValueError(f"dim = {self.dim} does not divide into num_heads = {self.num_heads}")
         if self.head_dim % 2:

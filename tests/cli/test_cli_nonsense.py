@@ -65,7 +65,7 @@ ALONE = {
     'profiling.opentelemetry.folder = "run.toml/x"': 'folder = "run.toml/x" lies below run.toml, which is not a folder',
     'run.output = "dangling"': '3:5: [run] output = "dangling" is a link to nothing; name a folder',
     'run.output = "dangling/x"': 'output = "dangling/x" lies below dangling, which is a link to nothing',
-    "model.args.num_layers = 9_000_000_000": "num_layers = 9000000000 is above 65536",
+    "model.args.num_layers = 9_000_000_000": "3:12: [model.args] num_layers = 9000000000 is above 65536",
     "optimizer.lr = inf": "3:11: [optimizer] optimizer.lr must be a finite number, not inf",
     "run.timeout_s = inf": "3:5: [run] run.timeout_s must be a finite number, not inf",
     "run.timeout_s = 1e300": "3:5: [run] run.timeout_s must be at most 10000000.0, not 1e+300",

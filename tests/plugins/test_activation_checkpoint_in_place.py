@@ -161,6 +161,34 @@ def test_an_argument_that_changes_before_the_recomputation_is_refused():
         )
 
 
+class OnInput(nn.Module):
+    """A block that scales what it is given, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+
+    def forward(self, x):
+        x.mul_(2)
+        return self.up(x)
+
+
+def scaled(text):
+    model = seeded(lambda: nn.Sequential(nn.Linear(8, 8), OnInput()))
+    run = composed(text, model, loss_fn=lambda output, target: output.square().sum())
+    try:
+        with pytest.raises(PluginError) as caught, run.step(0):
+            run.forward_backward(torch.ones(4, 8), target=torch.zeros(4))
+    finally:
+        run.close()
+    return str(caught.value)
+
+
+def test_a_block_that_changes_its_input_is_refused_while_a_budget_is_measured():
+    ((message,),) = in_one_world(scaled, 1, (AC + 'units = ["1"]\n' + BUDGET.format(1.0),))
+    assert message.startswith("1 is recomputed from its arguments, and one of them, of shape (4, 8), was changed in ")
+
+
 class Codebook(nn.Module):
     """Reads buffers that it changes: in place, by a new tensor, and once; with spectral norm's vectors inside."""
 

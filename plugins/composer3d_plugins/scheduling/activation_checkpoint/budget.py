@@ -140,8 +140,10 @@ class Budget:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
             if fqn not in self.chosen and fqn not in self.measured and not torch_compat.in_backward():
-                with Found(fqn=fqn, block=unit).discarded():
+                found = Found(fqn=fqn, block=unit, arguments=(args, kwargs))
+                with found.discarded():
                     self.measured[fqn] = _measure(unit, forward, args, kwargs)
+                found.refuse_changed()  # measuring has changed it once more
             choice = self.chosen.get(fqn, Choice())
             if not choice.is_recomputed:
                 return forward(*args, **kwargs)

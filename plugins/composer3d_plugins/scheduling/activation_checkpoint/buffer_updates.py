@@ -82,7 +82,7 @@ class Found:
         Raises:
             PluginError: An argument was changed in place after the forward began.
         """
-        self._refuse_changed()
+        self.refuse_changed()
         modules = list(self.block.modules())
         saved = {(id(m._buffers), name) for m in modules for name in m._buffers.keys() - m._non_persistent_buffers_set}
         found: dict[tuple[int, str], Tensor | None] = {}
@@ -114,7 +114,12 @@ class Found:
             for (owner, name), buffer in held:
                 owner[name] = buffer
 
-    def _refuse_changed(self) -> None:
+    def refuse_changed(self) -> None:
+        """Refuse arguments that were changed in place.
+
+        Raises:
+            PluginError: An argument was.
+        """
         for reference, version in self._versions:
             tensor = reference()
             if tensor is not None and _version(tensor) != version:
