@@ -297,6 +297,9 @@ class StepEngine:
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
         """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
         state = self.current(call)
+        if self._gathered:  # by a forward that had no backward
+            self._gathered = False
+            let_go(state.parts)
         if self._used:
             return list(state.parameters())
         if self._ledger.pending:
@@ -310,9 +313,6 @@ class StepEngine:
                 "gradients over all ranks; write run.backward(loss) instead of loss.backward()"
             )
         self._used = True
-        if self._gathered:  # by a forward that had no backward
-            self._gathered = False
-            let_go(state.parts)
         parameters = list(state.parameters())
         if self.stepper is not None:  # nothing is left to do to gradients, which are gone
             self.stepper.finish(self._ledger.correction)

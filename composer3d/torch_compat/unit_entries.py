@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -77,14 +78,22 @@ def _entered(enter: Enter, call: Callable[..., Any], *args: Any, **kwargs: Any) 
 
 
 def _methods_reading(cls: type, names: set[str]) -> Iterator[tuple[str, types.FunctionType]]:
-    """Yield a class's methods, but `forward` and torch's, whose code names an attribute among `names`."""
+    """Yield a class's methods that take arguments and whose code names an attribute among `names`.
+
+    Not `forward`, nor what torch's classes have: ranks may call `extra_repr` for a print, or count parameters, alone.
+    """
+    from torch import nn
+
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if not base.__module__.startswith("torch."):
             found |= vars(base)
     for name, function in found.items():
-        is_method = isinstance(function, types.FunctionType) and not name.startswith("__")
-        if is_method and name not in ("forward", "reset_parameters") and names & set(_names(function.__code__)):
+        if not isinstance(function, types.FunctionType) or hasattr(nn.Module, name) or name == "forward":
+            continue
+        code = inspect.unwrap(function).__code__
+        takes = code.co_argcount + code.co_kwonlyargcount > 1 or bool(code.co_flags & inspect.CO_VARARGS)
+        if takes and not code.co_flags & inspect.CO_GENERATOR and names & set(_names(code)):
             yield name, function
 
 

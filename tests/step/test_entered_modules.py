@@ -130,3 +130,46 @@ def all_errors(path):
 def test_modules_and_methods_that_a_loop_calls_equal_one_device(layout):
     for found in run_ranks(all_errors, 2, write_manifest(LAYOUTS[layout])):
         assert max(found.values()) <= TIGHT, found
+
+
+class Described(Autoencoder):
+    """Methods that name parameters, and are no forwards."""
+
+    def extra_repr(self):
+        return f"scale of {self.scale.shape}"
+
+    def size(self):
+        return self.scale.numel()
+
+    @torch.no_grad()
+    def rescaled(self, x):
+        return x * self.scale
+
+
+def on_one_rank(path):
+    """Return what the first rank alone reads of a model; and how stale a forward between clipping and a step is."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model = Described()
+    run = composer3d.compose(model, path)
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.05)
+    alone = ("scale of" in str(run.model), run.model.size()) if run.context.rank == 0 else None
+    x, found = torch.ones(2, 6), []
+    for _ in range(2):
+        run.backward(run.model(x).pow(2).mean() + run.model.encode(x).mean() + run.model.decode(x).pow(2).mean())
+        run.clip_grad_norm_(1.0)
+        run.model.rescaled(x)
+        run.model.decode(run.model.encode(x))
+        optimizer.step()
+        optimizer.zero_grad()
+        scale = run.full_tensor("scale", dict(run.named_parameters())["scale"])
+        found.append(float((run.model.rescaled(x) - scale).abs().max()))
+    run.close()
+    return alone, found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_descriptions_gather_nothing_and_what_is_gathered_is_not_stale(layout):
+    (alone, *found), (nothing, *other) = run_ranks(on_one_rank, 2, write_manifest(LAYOUTS[layout]))
+    assert (alone, nothing) == ((True, 1), None)
+    assert found == other == [[0.0, 0.0]]
