@@ -191,7 +191,7 @@ class Propagation(ShapeRules):
         first = self._cut_of(args[0]) if args else None
         if is_in_place(name) and first is not None and first.is_sequence:
             raise PropagationError(
-                f'"{self._where}": {name} writes cut features along a cut sequence', sources=first.sources
+                f'"{self._where}": {name} writes sharded features along a sharded sequence', sources=first.sources
             )
 
         def gather(value: Any) -> Any:
@@ -229,7 +229,7 @@ class Propagation(ShapeRules):
         except (Unplaceable, PropagationError) as error:
             edge = error.edge if isinstance(error, PropagationError) else None
             raise PropagationError(
-                f'"{self._where}": {name} on cut features: {error}',
+                f'"{self._where}": {name} on sharded features: {error}',
                 sources=sources,
                 edge=edge,
                 ranges=ranges_of(cuts),
@@ -239,7 +239,7 @@ class Propagation(ShapeRules):
         except RuntimeError as error:
             text = str(error).partition("\n")[0]
             raise PropagationError(
-                f'"{self._where}": {name} does not work on cut features ({text})',
+                f'"{self._where}": {name} does not work on sharded features ({text})',
                 sources=sources,
                 ranges=ranges_of(cuts),
                 summed=summed_size(name, *given, self.axis),

@@ -40,7 +40,7 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int,
     """
     shares, wholes = torch_compat.tree_leaves(share), torch_compat.tree_leaves(whole)
     if len(shares) != len(wholes):
-        raise PropagationError("it takes the dim that is cut apart")
+        raise PropagationError("it takes the sharded dim apart")
     for one, other in zip(shares, wholes, strict=True):
         if not isinstance(one, Tensor) or not isinstance(other, Tensor):
             continue

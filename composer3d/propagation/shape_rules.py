@@ -52,7 +52,7 @@ class ShapeRules(TorchFunctionMode):
         if name in CONVOLUTIONS and (convolved := self._convolved(func, args, options, whole, cuts)) is not None:
             return convolved
         if any(mixes(name, args, options, ndim=cut.shadow.ndim, dim=cut.placed.dim) for cut in cuts):
-            raise PropagationError("it goes along the dim that is cut")
+            raise PropagationError("it goes along the sharded dim")
         x, cut = args[0] if args else None, self._cut_of(args[0]) if args else None
         if cut is not None and isinstance(x, Tensor):
             if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == cut.shadow.numel():
@@ -86,7 +86,7 @@ class ShapeRules(TorchFunctionMode):
 
     @property
     def _hidden(self) -> type[TorchFunctionMode]:
-        """Modes that do not see work on local shards; those of others see runs, and no rehearsal."""
+        """Modes that do not see work on local shards; those of others see runs, and no dry run."""
         return TorchFunctionMode if self.mesh is None else ShapeRules
 
     def _local(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -179,7 +179,7 @@ class ShapeRules(TorchFunctionMode):
         if isinstance(entry, slice) and entry != slice(None):
             start, stop, step = entry.indices(cut.shadow.shape[cut.placed.dim])
             if step != 1:
-                raise PropagationError("it takes a step along the dim that is cut")
+                raise PropagationError("it takes a step along the sharded dim")
             shape = list(cut.shadow.shape)
             shape[cut.placed.dim] = stop - start
             taken = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
@@ -189,7 +189,7 @@ class ShapeRules(TorchFunctionMode):
             run, x = run_of(x, taken, cut.placed.dim), taken
             entries[position or 0] = slice(None)
         elif isinstance(entry, Tensor | int | list):
-            raise PropagationError("it picks elements along the dim that is cut")
+            raise PropagationError("it picks elements along the sharded dim")
         if not any(isinstance(entry, Tensor | list) for entry in entries):
             dim = cut.placed.dim
             self._work = lambda func, args, options: (args[0] if run is None else args[0].narrow(dim, *run))[
@@ -206,7 +206,7 @@ class ShapeRules(TorchFunctionMode):
         entries = list(index) if isinstance(index, tuple) else [index]
         at = next((at for at, dim in dims_of(entries, ndim).items() if dim == cut.placed.dim), None)
         if (at is not None and entries[at] != slice(None)) or any(isinstance(entry, Tensor) for entry in entries):
-            raise PropagationError("it writes into some of the dim that is cut")
+            raise PropagationError("it writes into some of the sharded dim")
 
     def _cut_of(self, value: Any) -> Cut | None:
         return cut_of(value, self.axis)

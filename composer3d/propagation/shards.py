@@ -300,11 +300,11 @@ def common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
     """Return the parts of a result's sharded dim, in which its operands have to agree."""
     found = {cut.placed.parts for cut in cuts if sum(cut.placed.parts) == size}
     if len(found) > 1:
-        raise PropagationError(f"what it joins is cut in different parts: {sorted(found)}")
+        raise PropagationError(f"what it joins is sharded in different parts: {sorted(found)}")
     if found:
         return found.pop()
     if any(len(cut.placed.parts) > 1 for cut in cuts):
-        raise PropagationError("it changes the size of a dim that is cut in parts")
+        raise PropagationError("it changes the size of a dim that is sharded in parts")
     return (size,)
 
 

@@ -74,7 +74,7 @@ def cut(batch: Batch, size: int | None) -> list[Batch]:
     length = first.shape[0]
     if length % size or not length:
         raise BatchError(
-            f"a batch of {length} samples cannot be cut into micro-batches of {size} ([train] microbatch); "
+            f"a batch of {length} samples cannot be split into micro-batches of {size} ([train] microbatch); "
             f"hand over a multiple of {size} samples a call"
         )
     return [

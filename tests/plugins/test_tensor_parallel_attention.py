@@ -155,4 +155,4 @@ def refused():
 
 def test_refusals():
     reason = "it adds a key and a value of its own, which belong to all heads"
-    assert run_ranks(refused, 2)[0] == [f'"attention" cannot be cut: {reason}; write "replicate"'] * 2
+    assert run_ranks(refused, 2)[0] == [f'"attention" cannot be sharded: {reason}; write "replicate"'] * 2

@@ -31,7 +31,7 @@ def rows(name, text):
 def plans(cases):
     """Return which modules are cut how; how the model's code is run beside that is another test's."""
     return [
-        {style: fqns for style, fqns in rows(name, text).items() if style not in ("sizes", "followed")}
+        {style: fqns for style, fqns in rows(name, text).items() if style not in ("sizes", "propagated")}
         for name, text in cases
     ]
 
@@ -173,7 +173,7 @@ def test_the_plan_says_where_the_sequence_stays_whole():
 
 
 def codes(cases):
-    return [{label: rows(name, text).get(label, ()) for label in ("sizes", "followed")} for name, text in cases]
+    return [{label: rows(name, text).get(label, ()) for label in ("sizes", "propagated")} for name, text in cases]
 
 
 CODES = [
@@ -184,16 +184,16 @@ CODES = [
     (("bert", auto()), {"sizes": layers("attention", blocks="layer")}),
     (("bert", auto(2, SP)), {"sizes": layers("attention", blocks="layer")}),
     (("GroupedNormed", auto()), {"sizes": ("layers.0", "layers.1")}),
-    # Sizes computed from whole activations; the rest of the block is not followed.
-    (("gpt2", auto()), {"followed": layers("attn", blocks="h")}),
-    (("gpt2", auto(2, SP)), {"followed": layers("attn", blocks="h")}),
-    (("Alibi", auto()), {"followed": ("layers.0", "layers.1")}),
+    # Sizes computed from whole activations; the rest of the block is not propagated.
+    (("gpt2", auto()), {"propagated": layers("attn", blocks="h")}),
+    (("gpt2", auto(2, SP)), {"propagated": layers("attn", blocks="h")}),
+    (("Alibi", auto()), {"propagated": ("layers.0", "layers.1")}),
 ]
 
 
 def test_what_is_done_to_the_models_code_is_in_the_plan():
     found = run_ranks(codes, 2, [case for case, _ in CODES])[0]
-    assert found == [{"sizes": (), "followed": (), **expected} for _, expected in CODES]
+    assert found == [{"sizes": (), "propagated": (), **expected} for _, expected in CODES]
 
 
 # ---- declared plans --------------------------------------------------------------------------------------------------
@@ -238,7 +238,7 @@ PAIR = {"colwise": layers("mlp.c_fc", blocks="h"), "rowwise": layers("mlp.c_proj
 # A style of Hugging Face's that is not known here: the code tells as much.
 DERIVED = {
     "colwise": layers("mlp.c_fc", blocks="h"),
-    "followed": layers("attn", blocks="h"),
+    "propagated": layers("attn", blocks="h"),
     "head": ("lm_head",),
     "packed_colwise": layers("attn.c_attn", blocks="h"),
     "rowwise": ("h.0.attn.c_proj", "h.0.mlp.c_proj", "h.1.attn.c_proj", "h.1.mlp.c_proj"),
@@ -261,7 +261,7 @@ DECLARED = [
     ),
     (
         ({"h.*.attn.c_attn": "colwise", "h.*.attn.c_proj": "rowwise"},),
-        'the plan does not fit the model\'s code: "GPT2Block": split on cut features: 0:16 of 48 is no whole part',
+        'the plan does not fit the model\'s code: "GPT2Block": split on sharded features: 0:16 of 48 is no whole part',
     ),
 ]
 

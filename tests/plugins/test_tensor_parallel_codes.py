@@ -77,7 +77,7 @@ def steps(reads, settings):
                 p.grad = None
     heads = [layer.num_heads for layer in run.model.layers]
     run.close()
-    return {label: rows.get(label, ()) for label in ("sizes", "followed")}, largest(errors), heads
+    return {label: rows.get(label, ()) for label in ("sizes", "propagated")}, largest(errors), heads
 
 
 BLOCKS = ("layers.0", "layers.1")
@@ -86,13 +86,13 @@ BLOCKS = ("layers.0", "layers.1")
 def test_an_attribute_holds_this_ranks_number_of_heads_for_batches_of_any_size():
     for settings in ("", SP):
         for rows, error, heads in run_ranks(steps, 2, False, settings):
-            assert rows == {"sizes": BLOCKS, "followed": ()}
+            assert rows == {"sizes": BLOCKS, "propagated": ()}
             assert heads == [HEADS // 2] * 2
             assert error < TIGHT
 
 
-def test_an_attribute_that_the_model_reads_elsewhere_is_left_and_the_code_followed():
+def test_an_attribute_that_the_model_reads_elsewhere_is_left_and_the_code_propagated():
     for rows, error, heads in run_ranks(steps, 2, True, ""):
-        assert rows == {"sizes": (), "followed": BLOCKS}
+        assert rows == {"sizes": (), "propagated": BLOCKS}
         assert heads == [HEADS] * 2
         assert error < TIGHT

@@ -24,7 +24,7 @@ def text(settings="", more=""):
     return f"[mesh]\ntp = 2\n{AUTO}{settings}\n{more}"
 
 
-# Attention of gpt2 is followed, that of llama is not, and that of Alibi lies in the block itself.
+# Attention of gpt2 is propagated, that of llama is not, and that of Alibi lies in the block itself.
 CASES = [("gpt2", text("", COMPILE)), ("gpt2", text(SP, COMPILE)), ("llama", text(SP, COMPILE))]
 CASES += [("Alibi", text("", COMPILE)), ("Alibi", text("", COMPILE + AC)), ("llama", text("", COMPILE + AC))]
 

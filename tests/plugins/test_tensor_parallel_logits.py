@@ -132,15 +132,15 @@ def test_no_rank_ever_holds_all_logits():
     assert run_ranks(largest, 2, "") == [1.0, 1.0]
 
 
-ONLY = "; of the losses only cross_entropy works on logits that are cut; leave out loss_parallel"
+ONLY = "; of the losses only cross_entropy works on sharded logits; leave out loss_parallel"
 REFUSED = {
     "log_softmax": (
         lambda x, y: -F.log_softmax(x, -1).gather(-1, y.clamp(min=0).unsqueeze(-1)).sum(),
-        f'"loss_parallel": log_softmax on cut features: it goes along the dim that is cut{ONLY}',
+        f'"loss_parallel": log_softmax on sharded features: it goes along the sharded dim{ONLY}',
     ),
     "logsumexp": (
         lambda x, y: x.logsumexp(-1).sum(),
-        f'"loss_parallel": logsumexp on cut features: it mixes the features of all ranks{ONLY}',
+        f'"loss_parallel": logsumexp on sharded features: it mixes the features of all ranks{ONLY}',
     ),
     "probabilities": (
         lambda x, y: F.cross_entropy(x.transpose(1, 2), torch.zeros(x.transpose(1, 2).shape)),
@@ -156,7 +156,7 @@ REFUSED = {
     ),
     "in place": (
         lambda x, y: flat(x.mul_(0.5), y),
-        f'"loss_parallel": mul_ changes cut logits in place{ONLY}',
+        f'"loss_parallel": mul_ changes sharded logits in place{ONLY}',
     ),
     "old": (
         lambda x, y: F.cross_entropy(x.transpose(1, 2), y, reduce=False).sum(),

@@ -57,17 +57,17 @@ REFUSALS = [
     ),
     (
         ("llama", entries(2, **{"output": '"colwise"'})),
-        '"output" is "colwise", and no module around it holds a "rowwise" one that puts its cut result together again; '
+        '"output" is "colwise", and no module around it holds a "rowwise" one that reduces its sharded result; '
         'plan that one, or write "head" for a projection whose result is the output',
     ),
     (
         ("llama", entries(2, **{WO: '"rowwise"'})),
-        '"layers.0.attention.wo" is "rowwise", and no "colwise" module beside it gives it a cut input; plan the '
+        '"layers.0.attention.wo" is "rowwise", and no "colwise" module beside it gives it a sharded input; plan the '
         "projections that feed it too",
     ),
     (
         ("llama", entries(2, **PAIR, norm='"colwise"')),
-        '"norm" is a RMSNorm, and "colwise" cuts a linear layer with a weight of two dims',
+        '"norm" is a RMSNorm, and "colwise" shards a linear layer with a weight of two dims',
     ),
     (
         ("llama", entries(5, tok_embeddings='"vocab"')),
@@ -75,8 +75,8 @@ REFUSALS = [
     ),
     (
         ("gpt2", entries(2, wte='"vocab"')),
-        '"wte.weight" and "lm_head.weight" are one tensor, but "wte" is "vocab" and "lm_head" is "replicate"; cut both '
-        '("vocab" and "head") or neither',
+        '"wte.weight" and "lm_head.weight" are one tensor, but "wte" is "vocab" and "lm_head" is "replicate"; shard '
+        'both ("vocab" and "head") or neither',
     ),
     (
         (
@@ -109,7 +109,7 @@ REFUSALS = [
         ),
         'sequence_parallel: plan does not say whether "tok_embeddings", which has parameters, works on '
         "activations that "
-        'are cut along the sequence; write "sequence" if it does, else "replicate"',
+        'are sharded along the sequence; write "sequence" if it does, else "replicate"',
     ),
     (
         (
@@ -175,5 +175,5 @@ def unplanned():
 def test_a_module_that_the_plan_does_not_mention():
     """Over all features a norm cannot work on a share of them; over a group of them it can, its gradient added up."""
     assert run_ranks(unplanned, 2)[0].startswith(
-        'the plan does not fit the model\'s code: "Normed": layer_norm does not work on cut features (Given '
+        'the plan does not fit the model\'s code: "Normed": layer_norm does not work on sharded features (Given '
     )

@@ -94,7 +94,7 @@ def rows_of(names):
     for name in names:
         run = composer3d.compose(built(name), write_manifest(auto(SP)), loss_fn=class_loss)
         rows = {row.name.removeprefix("tensor_parallel."): row.fqns for row in run.plan}
-        labels = ("split", "gather", "split_gather", "gathered", "followed", "attention")
+        labels = ("split", "gather", "split_gather", "gathered", "propagated", "attention")
         found[name] = {label: rows[label] for label in labels if label in rows}
         run.close()
     return found
@@ -109,7 +109,7 @@ ROWS = {
         "split": ("decoder.0",),
         "gather": ("decoder.1",),
         "split_gather": ("encoder.0",),
-        # Their code reads the length of the sequence, and is not followed.
+        # Their code reads the length of the sequence, and is not propagated.
         "gathered": (
             "encoder.0.attention",
             "decoder.0.attention",
@@ -127,8 +127,8 @@ ROWS = {
             *(f"decoder.layers.{n}.{name}" for n in (0, 1) for name in ("self_attn", "multihead_attn")),
         ),
     },
-    # Heads are written out in evaluation alone, in which the code has to be followed as well.
-    "Evaluated": {"split": layers(0), "gather": layers(1), "followed": layers(0, 1)},
+    # Heads are written out in evaluation alone, in which the code has to be propagated as well.
+    "Evaluated": {"split": layers(0), "gather": layers(1), "propagated": layers(0, 1)},
 }
 
 
@@ -166,25 +166,25 @@ def test_evaluation_during_a_run_equals_one_device():
 
 
 def drawn(cases):
-    """Return gradients of a step with dropout, and whether blocks are followed."""
+    """Return gradients of a step with dropout, and whether blocks are propagated."""
     torch.set_default_dtype(torch.float64)
     found = []
     for settings, again in cases:
         options = {"dropout": 0.3, "again": again}
         run = composer3d.compose(built("Recomputed", options), write_manifest(auto(settings)), loss_fn=class_loss)
         inputs, targets = (mine(run, tensor) for tensor in batch_of("Recomputed"))
-        followed = {row.name: row.fqns for row in run.plan}.get("tensor_parallel.followed", ())
+        propagated = {row.name: row.fqns for row in run.plan}.get("tensor_parallel.propagated", ())
         with run.step(0):
             run.forward_backward(inputs, target=targets)
-            found.append(({name: full(p.grad) for name, p in run.named_parameters()}, followed))
+            found.append(({name: full(p.grad) for name, p in run.named_parameters()}, propagated))
         run.close()
     return found
 
 
-def test_what_the_models_code_recomputes_is_followed_again_and_draws_the_same():
+def test_what_the_models_code_recomputes_is_propagated_again_and_draws_the_same():
     cases = [(settings, again) for settings in ("", SP) for again in (False, True)]
     for found in run_ranks(drawn, 2, cases):
-        assert all(followed == ("layers.0", "layers.1") for _, followed in found)
+        assert all(propagated == ("layers.0", "layers.1") for _, propagated in found)
         for (plain, _), (recomputed, _) in zip(found[::2], found[1::2], strict=True):
             assert plain.keys() == recomputed.keys()
             assert all(torch.equal(plain[name], recomputed[name]) for name in plain)

@@ -100,5 +100,7 @@ def test_writing_into_some_positions_is_refused():
             x_BSD[:, 0] = 0.0
             return x_BSD
 
-    with pytest.raises(PropagationError, match="__setitem__ on cut features: it writes into some of the dim that is"):
+    with pytest.raises(
+        PropagationError, match="__setitem__ on sharded features: it writes into some of the dim that is"
+    ):
         run_sharded(Writing().double(), torch.zeros(2, LENGTH, dtype=torch.int64), lambda out, index: out.sum())

@@ -59,7 +59,7 @@ def test_a_batch_that_does_not_divide_is_refused(num, size):
     with pytest.raises(BatchError) as caught:
         cut(Batch(args=(rows(num),)), size)
     assert str(caught.value) == (
-        f"a batch of {num} samples cannot be cut into micro-batches of {size} ([train] microbatch); "
+        f"a batch of {num} samples cannot be split into micro-batches of {size} ([train] microbatch); "
         f"hand over a multiple of {size} samples a call"
     )
 

@@ -283,7 +283,7 @@ def batch_that_does_not_divide():
 
 def test_a_batch_that_does_not_divide_is_refused():
     assert run_ranks(batch_that_does_not_divide, 1)[0] == (
-        "a batch of 12 samples cannot be cut into micro-batches of 5 ([train] microbatch); "
+        "a batch of 12 samples cannot be split into micro-batches of 5 ([train] microbatch); "
         "hand over a multiple of 5 samples a call"
     )
 

@@ -71,7 +71,7 @@ class EinsumWeights(nn.Module):
 
 
 class Gated(nn.Module):
-    """A gate from the whole activation on cut features: one number a token, and one a head."""
+    """A gate from the whole activation on sharded features: one number a token, and one a head."""
 
     def __init__(self, dim, heads=4):
         super().__init__()

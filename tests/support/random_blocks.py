@@ -1,4 +1,4 @@
-"""Blocks that draw random numbers on cut features, on whole activations, between both, and by every kind of call."""
+"""Blocks that draw random numbers on sharded features, on whole activations, between both, by every kind of call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def keep(block, site, after):
 
 
 class Drawing(nn.Module):
-    """Open sizes, so that nothing but its random numbers asks for its code to be followed; probabilities of any name.
+    """Open sizes, so that nothing but its random numbers asks for its code to be propagated; probabilities of any name.
 
     `seen` keeps what each site let through: of the features of a rank, or of whole activations.
     """

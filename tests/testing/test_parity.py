@@ -300,8 +300,8 @@ def first(number):
         (
             lambda: (Net, first(4), {"microbatch": 3}),
             BatchError,
-            "a batch of 2 samples cannot be cut into micro-batches of 3 ([train] microbatch); hand over a multiple of "
-            "3 samples a call",
+            "a batch of 2 samples cannot be split into micro-batches of 3 ([train] microbatch); hand over a multiple "
+            "of 3 samples a call",
         ),
     ],
 )

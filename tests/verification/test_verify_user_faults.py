@@ -91,7 +91,7 @@ def of_blocks(block, **options):
             TP + users("sharding", "columns"),
             {"loss_fn": vocabulary_loss(lambda rank, size: rank * (size + 1))},
             r"what comes after the model is to blame: the loss returns another value, from the same targets and right",
-            id="a wrong offset in a cross entropy over cut logits",
+            id="a wrong offset in a cross entropy over sharded logits",
         ),
         pytest.param(
             PP,

@@ -144,7 +144,7 @@ class TensorParallel:
         extra = {
             "sizes": list(dict.fromkeys(fqn for fqn, _ in made.sizes)),
             "gathered": list(made.gathered),
-            "followed": list(made.followed),
+            "propagated": list(made.propagated),
             "whole sequence": [fqn for fqn in context.fqns if fqn in made.uncut] if self.sequence_parallel else [],
             "gathered parts": [fqn for fqn, rule in made.rules.items() if rule.gathered],
         }

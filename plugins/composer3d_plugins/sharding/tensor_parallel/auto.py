@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from composer3d import PluginError, RunContext, torch_compat
 from composer3d.propagation import Call, PropagationError, Traced, blocks_of, kind_of, plain, trace
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
+from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, Style, features
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.sequence_plan import along_sequence, with_boundaries, without_sequence
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import first_names, gives_features
@@ -57,7 +57,7 @@ class Derivation:
     gathered: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
     first: dict[str, PropagationError] = field(default_factory=dict)
 
-    def run(self) -> Rehearsal:
+    def run(self) -> BlockDryRun:
         """Return the first run in which every sharded result reaches a layer that contracts it, also in evaluation.
 
         Raises:
@@ -70,23 +70,23 @@ class Derivation:
             gathered = {name: frozenset(ranges) for name, ranges in self.gathered.items()}
             roles = Roles(expanding=dict(self.expanding), gathered=gathered)
             where = self.fqn or type(self.block).__name__
-            rehearsal, evaluated = (
-                Rehearsal(block=self.block, degree=self.degree, roles=roles, training=mode) for mode in (True, False)
+            dry_run, evaluated = (
+                BlockDryRun(block=self.block, degree=self.degree, roles=roles, training=mode) for mode in (True, False)
             )
             try:
-                rehearsal.follow(self.call, where)
-                evaluated.follow(self.call, where)
+                dry_run.propagate(self.call, where)
+                evaluated.propagate(self.call, where)
             except PropagationError as error:
                 if not error.sources:
                     raise
                 self._give_way(error)
                 continue
-            unused = self.expanding.keys() - {name for names, _ in rehearsal.contracting.values() for name in names}
+            unused = self.expanding.keys() - {name for names, _ in dry_run.contracting.values() for name in names}
             if not unused:
-                return rehearsal
+                return dry_run
             for name in unused:
                 self._leave(name, "nothing contracts its result")
-                if name in rehearsal.contracting:
+                if name in dry_run.contracting:
                     del self.reasons[name]
 
     def _consider(self, name: str, module: nn.Module) -> None:
@@ -106,7 +106,7 @@ class Derivation:
     def _give_way(self, error: PropagationError) -> None:
         """Take what an error is about for fused projections, or leave it whole."""
         sources = sorted(error.sources & self.expanding.keys())
-        assert sources, "whatever is cut comes from a layer that is taken for an expanding one"
+        assert sources, "whatever is sharded comes from a layer that is taken for an expanding one"
         for name in sources:
             self.first.setdefault(name, error)
         if len(sources) == 1:
@@ -226,7 +226,7 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
     cut: frozenset[str] = frozenset()
     if sequence_dim is not None and list(traced.forms) == [""]:
-        log.info("tensor_parallel leaves the sequence whole: the model has no list of blocks, between which it is cut")
+        log.info("tensor_parallel leaves the sequence whole: the model has no list of blocks to shard it between")
     elif sequence_dim is not None:
         rules, cut = _with_sequence(rules, derivations, traced, sequence_dim)
     uncut = {fqn for group in traced.forms.values() for fqn in group if sequence_dim is not None} - cut
@@ -273,7 +273,7 @@ def _named(rules: Rules, fqns: Sequence[str]) -> Rules:
 
 def _rules_of(derivation: Derivation) -> Rules:
     """Return the rules of one block, by the FQNs in it."""
-    rehearsal = derivation.run()
+    dry_run = derivation.run()
     rules: Rules = {}
     for name, parts in derivation.expanding.items():
         packed = len(parts) > 1
@@ -281,11 +281,11 @@ def _rules_of(derivation: Derivation) -> Rules:
         gathered = derivation.gathered.get(name, set())
         at = tuple(index for index in range(len(parts)) if (sum(parts[:index]), sum(parts[: index + 1])) in gathered)
         rules[name] = replace(rule, gathered=at)
-    for name, (_, parts) in rehearsal.contracting.items():
+    for name, (_, parts) in dry_run.contracting.items():
         packed = len(parts) > 1
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
     # What needs its shard of a weight, as a depthwise convolution does, gets it where it is propagated.
-    for name in rehearsal.local - rehearsal.moving:
+    for name in dry_run.local - dry_run.moving:
         is_read = derivation._full(name) in derivation.read
         if next(derivation.block.get_submodule(name).parameters(), None) is not None and not is_read:
             rules[name] = Rule(style="local")
@@ -295,7 +295,7 @@ def _rules_of(derivation: Derivation) -> Rules:
 
 
 def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
-    """Cut the heads of torch's own attention modules, whose projections are parameters."""
+    """Shard the heads of torch's own attention modules, whose projections are parameters."""
     for name, module in derivation.block.named_modules():
         if not isinstance(module, nn.MultiheadAttention):
             continue

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
 from composer3d.propagation import SEQUENCE, Call, PropagationError, Traced, blocks_of, outside, trace
+from composer3d_plugins.sharding.tensor_parallel.block_dry_run import sized
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import sized
 
 if TYPE_CHECKING:
     from torch import nn
@@ -51,7 +51,7 @@ class Codes:
         try:
             traced = trace(self.model, self.context, blocks=self.blocks)
         except PluginError:
-            return self._all_followed()
+            return self._all_propagated()
         self._refuse_read(traced)
         found: list[tuple[str, Code | None]] = []
         # Every form is looked at: what cannot be propagated is refused now, not in the first step.
@@ -64,7 +64,7 @@ class Codes:
                 found.append((fqn, known[rules]))
         codes = {fqn: code for fqn, code in found if code is not None}
         if len(codes) < len(found) or not self._holds(codes, traced):
-            return self._all_followed()
+            return self._all_propagated()
         return _joined(codes)
 
     def _refuse_read(self, traced: Traced) -> None:
@@ -132,7 +132,7 @@ class Codes:
         block, rules = self.model.get_submodule(fqn), self._inside(fqn)
         roles = self._roles(fqn)
         if roles.weights:
-            return Code(followed=frozenset({""}))
+            return Code(propagated=frozenset({""}))
         regions = {name: region for name in roles.expanding if (region := region_of(name, rules)) is not None}
         apart = {
             name
@@ -158,7 +158,7 @@ class Codes:
         is_cut = all(rule.is_cut for rule in rules.values() if rule.style == "sequence")
         return code if is_cut or roles.sequence_dim is None else None
 
-    def _all_followed(self) -> Code:
+    def _all_propagated(self) -> Code:
         """Propagate blocks that are sharded along the sequence, also those without sharded layers; else regions."""
         cut = self._cut_blocks()
         regions = {
@@ -168,7 +168,7 @@ class Codes:
         }
         multiplying = {self._block_around(fqn) or "" for fqn, rule in self.rules.items() if rule.style == "weights"}
         cut = [*cut, *multiplying]
-        return Code(followed=frozenset(cut) | {region for region in regions if self._block_around(region) not in cut})
+        return Code(propagated=frozenset(cut) | {region for region in regions if self._block_around(region) not in cut})
 
     def _cut_blocks(self) -> list[str]:
         if self.sequence_dim is None:
@@ -193,7 +193,7 @@ def _joined(codes: Mapping[str, Code]) -> Code:
 
     return Code(
         sizes={(full(fqn, name), key): v for fqn, code in codes.items() for (name, key), v in code.sizes.items()},
-        followed=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.followed),
+        propagated=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.propagated),
         gathered=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.gathered),
         given={full(fqn, name): cuts for fqn, code in codes.items() for name, cuts in code.given.items()},
         apart=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.apart),

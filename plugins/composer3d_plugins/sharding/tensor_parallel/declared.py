@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 def declared(model: nn.Module, context: RunContext) -> Rules | None:
     """Return the rules that the model declares; None if it declares none, or Hugging Face's in other styles than here.
 
-    Declarations of transformers that cut nothing but experts are none.
+    Declarations of transformers that shard nothing but experts are none.
 
     Experts stay whole: their weights are stacked in parameters that are no projections. A pattern of Hugging Face's
     declarations that matches nothing (a family's plan names parts that a model lacks) is left out; the embedding of

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from composer3d.propagation import Call, PropagationError, Record
+from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,12 +79,12 @@ class Search:
     num_runs: int = 0
 
     def __post_init__(self) -> None:
-        rehearsal = self._rehearsal()
-        rehearsal.follow(self.call, type(self.block).__name__)
-        self.right, self.given = rehearsal.record, dict(rehearsal.given)
+        dry_run = self._dry_run()
+        dry_run.propagate(self.call, type(self.block).__name__)
+        self.right, self.given = dry_run.record, dict(dry_run.given)
 
-    def _rehearsal(self) -> Rehearsal:
-        return Rehearsal(block=self.block, degree=self.degree, roles=self.roles, training=self.training)
+    def _dry_run(self) -> BlockDryRun:
+        return BlockDryRun(block=self.block, degree=self.degree, roles=self.roles, training=self.training)
 
     @property
     def length(self) -> int:
@@ -94,13 +94,13 @@ class Search:
     def agreeing(self, code: Code) -> int:
         """Return how far a run is right: how many entries, and one more if it is to the end."""
         self.num_runs += 1
-        rehearsal = self._rehearsal()
+        dry_run = self._dry_run()
         try:
-            rehearsal.run_as(code, self.call)
+            dry_run.run_as(code, self.call)
         except Exception:  # a model's own code may raise anything
-            return self.right.agreeing(rehearsal.record)
-        same = rehearsal.record.entries == self.right.entries
-        return self.length if same else self.right.agreeing(rehearsal.record)
+            return self.right.agreeing(dry_run.record)
+        same = dry_run.record.entries == self.right.entries
+        return self.length if same else self.right.agreeing(dry_run.record)
 
     def run(self, code: Code) -> Code | None:
         """Return what makes every entry right."""
@@ -122,7 +122,7 @@ class Search:
             further = self.agreeing(candidate)
             if further > reached:
                 return candidate, further
-        for candidate in self._following(code, reached):
+        for candidate in self._propagating(code, reached):
             further = self.agreeing(candidate)
             if further > reached:
                 return candidate, further
@@ -163,15 +163,15 @@ class Search:
                 yield gathered
                 yield from self._sized(gathered, reached)
 
-    def _following(self, code: Code, reached: int) -> Iterator[Code]:
+    def _propagating(self, code: Code, reached: int) -> Iterator[Code]:
         for fqn in self._around(reached):
-            if fqn not in self.regions.values() or any(_is_in(fqn, other) for other in code.followed):
+            if fqn not in self.regions.values() or any(_is_in(fqn, other) for other in code.propagated):
                 continue
             # Code that is propagated sees whole sizes.
             yield replace(
                 code,
                 sizes={key: value for key, value in code.sizes.items() if not _is_in(key[0], fqn)},
-                followed=frozenset({fqn, *(other for other in code.followed if not _is_in(other, fqn))}),
+                propagated=frozenset({fqn, *(other for other in code.propagated if not _is_in(other, fqn))}),
                 gathered=frozenset(other for other in code.gathered if not _is_in(other, fqn)),
             )
 

@@ -21,7 +21,7 @@ from composer3d.propagation import Placed, Propagation, PropagationError, copy_m
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["CutLogits"]
+__all__ = ["ShardedLogits"]
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -39,29 +39,29 @@ class _Classes(Propagation):
 
     def __init__(self, mesh: DeviceMesh, span: Span) -> None:
         super().__init__(mesh.size(), "loss_parallel", mesh=mesh)
-        self.cut_along, self.span = mesh, span
+        self.sharded_over, self.span = mesh, span
 
 
-class CutLogits(Tensor):
+class ShardedLogits(Tensor):
     """Local logits_BS(V/T). Code sees the global sizes, as in a region; cross-entropy is over the whole vocabulary.
 
     Whatever else needs the logits of other ranks, such as a softmax, is an error.
     """
 
-    composer3d_following: _Classes
+    composer3d_classes: _Classes
 
     @classmethod
-    def of(cls, logits: Any, mesh: DeviceMesh, span: Span) -> CutLogits:
+    def of(cls, logits: Any, mesh: DeviceMesh, span: Span) -> ShardedLogits:
         """Return a DTensor's local shard as sharded logits; their loss opens spans around its collectives."""
         local: Tensor = torch_compat.unviewed(logits.to_local())
         placed = Placed(dim=local.ndim - 1, parts=(logits.shape[-1],))
         return cls._wrapped(mark(local, placed=placed, degree=mesh.size()), _Classes(mesh, span))
 
     @classmethod
-    def _wrapped(cls, local: Tensor, following: _Classes) -> CutLogits:
+    def _wrapped(cls, local: Tensor, classes: _Classes) -> ShardedLogits:
         with torch_compat.without_torch_functions():
-            result: CutLogits = copy_mark(local, local.as_subclass(cls))
-        result.composer3d_following = following
+            result: ShardedLogits = copy_mark(local, local.as_subclass(cls))
+        result.composer3d_classes = classes
         return result
 
     @classmethod
@@ -71,7 +71,7 @@ class CutLogits(Tensor):
         """Run one function on the local shard."""
         options = dict(kwargs or {})
         leaves = torch_compat.tree_leaves([list(args), options])
-        following = next(leaf for leaf in leaves if isinstance(leaf, cls)).composer3d_following
+        classes = next(leaf for leaf in leaves if isinstance(leaf, cls)).composer3d_classes
         with torch_compat.without_torch_functions():
             if name_of(func) in OWN:
                 return func(*args, **options)
@@ -81,27 +81,27 @@ class CutLogits(Tensor):
             args, options = torch_compat.tree_map(_plain, [list(args), options])
             try:
                 if func is F.cross_entropy:
-                    return _cross_entropy(following, *args, **options)
+                    return _cross_entropy(classes, *args, **options)
                 if is_in_place(name_of(func)):
-                    raise PropagationError(f'"loss_parallel": {name_of(func)} changes cut logits in place')
-                result = following.run(func, args, options)
+                    raise PropagationError(f'"loss_parallel": {name_of(func)} changes sharded logits in place')
+                result = classes.run(func, args, options)
             except PropagationError as error:
                 raise TransformError(
-                    f"{error}; of the losses only cross_entropy works on logits that are cut; leave out loss_parallel"
+                    f"{error}; of the losses only cross_entropy works on sharded logits; leave out loss_parallel"
                 ) from error
-        return torch_compat.tree_map(functools.partial(_rewrapped, following=following), result)
+        return torch_compat.tree_map(functools.partial(_rewrapped, classes=classes), result)
 
 
 def _plain(value: Any) -> Any:
-    return copy_mark(value, value.as_subclass(Tensor)) if isinstance(value, CutLogits) else value
+    return copy_mark(value, value.as_subclass(Tensor)) if isinstance(value, ShardedLogits) else value
 
 
-def _rewrapped(value: Any, following: _Classes) -> Any:
-    return value if cut_of(value) is None else CutLogits._wrapped(value, following)
+def _rewrapped(value: Any, classes: _Classes) -> Any:
+    return value if cut_of(value) is None else ShardedLogits._wrapped(value, classes)
 
 
 def _cross_entropy(
-    following: _Classes,
+    classes: _Classes,
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -113,7 +113,7 @@ def _cross_entropy(
 ) -> Tensor:
     """Return the loss as `F.cross_entropy` does, whose arguments these are; of ..., with classes along dim 1."""
     cut = cut_of(input)
-    assert cut is not None, "it is called with cut logits"
+    assert cut is not None, "it is called with sharded logits"
     dim = min(1, input.ndim - 1)
     if cut.placed.dim != dim:
         raise PropagationError(
@@ -124,7 +124,7 @@ def _cross_entropy(
         raise PropagationError(f"cross_entropy with {what} needs whole logits")
     if size_average is not None or reduce is not None:
         raise PropagationError("cross_entropy knows size_average and reduce no more; use reduction")
-    losses = _Losses.apply(input.movedim(dim, -1), target, ignore_index, label_smoothing, following)
+    losses = _Losses.apply(input.movedim(dim, -1), target, ignore_index, label_smoothing, classes)
     weights = (target != ignore_index).to(losses.dtype)
     if weight is not None:
         weights = weights * weight[target.clamp(min=0)]
@@ -140,13 +140,13 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, following: _Classes
+        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, classes: _Classes
     ) -> Tensor:
         """Return losses_BS of logits_BS(V/T) and targets_BS, 0 where they are ignored."""
-        mesh, share = following.cut_along, logits.shape[-1]
+        mesh, share = classes.sharded_over, logits.shape[-1]
         x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         largest = x.amax(-1)
-        with following.span("all_reduce", group="largest logits", axis="tp", bytes=largest.nbytes):
+        with classes.span("all_reduce", group="largest logits", axis="tp", bytes=largest.nbytes):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
         x = x - largest.unsqueeze(-1)
         valid = target != ignore_index
@@ -157,7 +157,7 @@ class _Losses(torch.autograd.Function):
         mean = x.sum(-1) / (share * mesh.size())
         x = x.exp_()
         sums = torch.stack([x.sum(-1), of_target, mean])
-        with following.span("all_reduce", group="sums of logits", axis="tp", bytes=sums.nbytes):
+        with classes.span("all_reduce", group="sums of logits", axis="tp", bytes=sums.nbytes):
             dist.all_reduce(sums, group=mesh.get_group())
         exponentials, of_target, mean = sums
         losses = exponentials.log() - (1 - smoothing) * of_target - smoothing * mean

@@ -78,7 +78,7 @@ class Code:
 
     Args:
         sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
-        followed: Modules whose code is propagated.
+        propagated: Modules whose code is propagated.
         gathered: Modules that are given the full sequence, of which all they do with it is to project it.
         given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
             sequence.
@@ -86,7 +86,7 @@ class Code:
     """
 
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
-    followed: frozenset[str] = frozenset()
+    propagated: frozenset[str] = frozenset()
     gathered: frozenset[str] = frozenset()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: frozenset[str] = frozenset()

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from composer3d import RunContext, StoredOrders, torch_compat
 from composer3d.propagation import Call, Marks, Placed, PropagationError, kind_of
+from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.local_weights import finding
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Rules
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 from composer3d_plugins.sharding.tensor_parallel.weight_shards import distribute
 
@@ -134,13 +134,13 @@ class WeightSearch:
             return PropagationError("it has too many parameters to try")
         for training in (True, False):
             roles = replace(self.roles, weights=weights)
-            rehearsal = Rehearsal(block=self.block, degree=self.degree, roles=roles, training=training)
+            dry_run = BlockDryRun(block=self.block, degree=self.degree, roles=roles, training=training)
             try:
-                rehearsal.follow(self.call, self.where)
+                dry_run.propagate(self.call, self.where)
             except PropagationError as error:
-                error.step = len(rehearsal.record.entries)
+                error.step = len(dry_run.record.entries)
                 return error
-            if name not in rehearsal.products.summed & rehearsal.products.multiplied:
+            if name not in dry_run.products.summed & dry_run.products.multiplied:
                 return PropagationError("nothing sums over what it is multiplied with")
         return None
 

@@ -131,7 +131,7 @@ def check_rules(
         module = model.get_submodule(fqn)
         if rule.style in WANTED and kind_of(module) not in WANTED[rule.style]:
             kinds = "an embedding" if rule.style == "vocab" else "a linear layer with a weight of two dims"
-            raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "{rule.style}" cuts {kinds}')
+            raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "{rule.style}" shards {kinds}')
         if rule.style == "attention":
             _check_attention(fqn, module, degree)
         if rule.style in ("vocab", "sequence") and getattr(module, "max_norm", None) is not None:
@@ -159,10 +159,10 @@ def _check_attention(fqn: str, module: Any, degree: int) -> None:
     from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 
     if not isinstance(module, nn.MultiheadAttention):
-        raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "attention" cuts nn.MultiheadAttention')
+        raise PluginError(f'"{fqn}" is a {type(module).__name__}, and "attention" shards nn.MultiheadAttention')
     reason = why_whole(module, degree)
     if reason is not None:
-        raise PluginError(f'"{fqn}" cannot be cut: {reason}', hint='write "replicate"')
+        raise PluginError(f'"{fqn}" cannot be sharded: {reason}', hint='write "replicate"')
 
 
 def _check_divides(fqn: str, module: Any, rule: Rule, degree: int) -> None:
@@ -196,8 +196,8 @@ def _check_pairs(rules: Rules) -> None:
     for fqn, region in regions.items():
         if region is None:
             raise PluginError(
-                f'"{fqn}" is "{rules[fqn].style}", and no module around it holds a "rowwise" one that puts its cut '
-                "result together again",
+                f'"{fqn}" is "{rules[fqn].style}", and no module around it holds a "rowwise" one that reduces its '
+                "sharded result",
                 hint='plan that one, or write "head" for a projection whose result is the output',
             )
     for fqn, rule in rules.items():
@@ -205,7 +205,7 @@ def _check_pairs(rules: Rules) -> None:
             not r or fqn.startswith(f"{r}.") for r in regions.values() if r is not None
         ):
             raise PluginError(
-                f'"{fqn}" is "{rule.style}", and no "colwise" module beside it gives it a cut input',
+                f'"{fqn}" is "{rule.style}", and no "colwise" module beside it gives it a sharded input',
                 hint="plan the projections that feed it too",
             )
 
@@ -253,7 +253,7 @@ def _check_ties(model: nn.Module, rules: Rules, context: RunContext, unread: Col
                 raise PluginError(
                     f'"{group[0]}" and "{name}" are one tensor, but "{first}" is "{styles[0]}" and "{second}" is '
                     f'"{styles[1]}"',
-                    hint='cut both ("vocab" and "head") or neither',
+                    hint='shard both ("vocab" and "head") or neither',
                 )
 
 
@@ -269,7 +269,7 @@ def check_covered(model: nn.Module, rules: Rules) -> None:
         ):
             raise PluginError(
                 f'sequence_parallel: plan does not say whether "{fqn or "the root"}", which has parameters, works on '
-                "activations that are cut along the sequence",
+                "activations that are sharded along the sequence",
                 hint='write "sequence" if it does, else "replicate"',
             )
 

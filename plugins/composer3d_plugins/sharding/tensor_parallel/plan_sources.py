@@ -39,7 +39,7 @@ class Made:
 
     Args:
         rules: By FQN.
-        followed: Modules whose code is propagated in every forward: blocks whose activations are sharded along the
+        propagated: Modules whose code is propagated in every forward: blocks whose activations are sharded along the
             sequence, else what lies around projections.
         sizes: This rank's values of attributes that are sizes of the whole model, by module and name.
         gathered: Modules that are given the full sequence where activations around them are sharded.
@@ -52,7 +52,7 @@ class Made:
     """
 
     rules: Rules
-    followed: tuple[str, ...] = ()
+    propagated: tuple[str, ...] = ()
     sizes: Mapping[tuple[str, str], int] = field(default_factory=dict)
     gathered: tuple[str, ...] = ()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
@@ -125,7 +125,7 @@ def _with_code(codes: Codes, unread: frozenset[str]) -> Made:
     found = codes.find()
     return Made(
         rules=codes.rules,
-        followed=tuple(fqn for fqn in codes.context.fqns if fqn in found.followed),
+        propagated=tuple(fqn for fqn in codes.context.fqns if fqn in found.propagated),
         sizes=found.sizes,
         gathered=tuple(fqn for fqn in codes.context.fqns if fqn in found.gathered),
         given=found.given,

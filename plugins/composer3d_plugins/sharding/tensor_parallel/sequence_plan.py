@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from composer3d.propagation import VALUES, Call, Flow, PropagationError, device_of
+from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, Style
-from composer3d_plugins.sharding.tensor_parallel.rehearsal import Rehearsal
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -53,24 +53,24 @@ def along_sequence(
         PropagationError: Something in the block needs what cannot be gathered.
     """
 
-    def followed(rules: Rules, call: Call) -> Rules:
-        rehearsal = Rehearsal(block=block, degree=degree, roles=roles(rules))
-        rehearsal.follow(call, where)
-        return _rules_of(rehearsal, rules, read)
+    def propagated(rules: Rules, call: Call) -> Rules:
+        dry_run = BlockDryRun(block=block, degree=degree, roles=roles(rules))
+        dry_run.propagate(call, where)
+        return _rules_of(dry_run, rules, read)
 
     whole = {name: _whole(rule) for name, rule in rules.items()}
     # Experts that pick their tokens can be given the full sequence; which code does so shows with values alone.
     first: PropagationError | None = None
     for chosen in (rules, whole):
         try:
-            return followed(chosen, call)
+            return propagated(chosen, call)
         except PropagationError as error:
             first = first or error
     assert first is not None, "both ways have failed"
     if VALUES not in str(first):
         raise first
     try:
-        return followed(rules, call.with_values(device_of(block)))
+        return propagated(rules, call.with_values(device_of(block)))
     except PropagationError:
         raise first from None
 
@@ -79,20 +79,20 @@ def _whole(rule: Rule) -> Rule:
     return Rule(style="replicate") if rule.style == "attention" else rule
 
 
-def _rules_of(rehearsal: Rehearsal, rules: Rules, read: Collection[str]) -> Rules:
+def _rules_of(dry_run: BlockDryRun, rules: Rules, read: Collection[str]) -> Rules:
     """Return the rules with those of modules that work on x_B(S/T)D element by element.
 
     What mixes the sequence, or has its weights computed or read elsewhere, is propagated function by function.
     """
-    uncut = rehearsal.uncut - rehearsal.along
+    uncut = dry_run.uncut - dry_run.along
     result = {
         name: replace(rule, is_cut=False) if name in uncut and rule.style in (*EXPANDING, *CONTRACTING) else rule
         for name, rule in rules.items()
     }
     return result | {
         name: Rule(style="sequence")
-        for name in rehearsal.whole - rehearsal.contracting.keys() - rehearsal.moving - set(read)
-        if _matters(rehearsal.block.get_submodule(name))
+        for name in dry_run.whole - dry_run.contracting.keys() - dry_run.moving - set(read)
+        if _matters(dry_run.block.get_submodule(name))
     }
 
 

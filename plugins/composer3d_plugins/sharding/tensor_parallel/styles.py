@@ -41,7 +41,7 @@ from composer3d.propagation import (
 from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
-from composer3d_plugins.sharding.tensor_parallel.logits import CutLogits
+from composer3d_plugins.sharding.tensor_parallel.logits import ShardedLogits
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import place_weights
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rule, Rules, region_of
 from composer3d_plugins.sharding.tensor_parallel.plan_sources import Made
@@ -141,7 +141,7 @@ class Applier:
         for fqn in fqns:
             name = region_of(fqn, self.rules) if self.rules[fqn].style in EXPANDING else None
             if name is not None and name not in regions:
-                regions[name] = Region(self._activations.share, is_known=self._is_followed(name))
+                regions[name] = Region(self._activations.share, is_known=self._is_propagated(name))
         self._prepare_code()
         for fqn in self.made.gathered:
             inside = [name for name in fqns if self.rules[name].style in EXPANDING and name.startswith(f"{fqn}.")]
@@ -161,7 +161,7 @@ class Applier:
         for fqn in self.made.apart:
             if fqn in held and fqn not in self.rules:
                 self._draw_apart(fqn, held[fqn])
-        for fqn in self.made.followed:
+        for fqn in self.made.propagated:
             if fqn in held and next(held[fqn].parameters(), None) is not None:
                 PropagatedModule(held[fqn], fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context)
 
@@ -178,8 +178,8 @@ class Applier:
         ]
         return self.sequence_dim if not inside or any(rule.is_cut for rule in inside) else None
 
-    def _is_followed(self, fqn: str) -> bool:
-        return any(not other or fqn == other or fqn.startswith(f"{other}.") for other in self.made.followed)
+    def _is_propagated(self, fqn: str) -> bool:
+        return any(not other or fqn == other or fqn.startswith(f"{other}.") for other in self.made.propagated)
 
     def _cut(self, rule: Rule) -> Shard | None:
         """Return how activations outside the region are sharded there, None where they are replicated."""
@@ -226,13 +226,13 @@ class Applier:
 
         size, cut = module.weight.shape[0 if kind_of(module) == "linear" else 1], self._cut(rule)
         parts = rule.parts or (size,)
-        is_followed = self._is_followed(fqn)
+        is_propagated = self._is_propagated(fqn)
         # Known by the layer they come from, so that what is gathered of them is not taken for another one's.
         marks = Marks(self.mesh.size(), frozenset({fqn}), rule.ranges) if rule.gathered else self._marks
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Tensor:
             local: Tensor = torch_compat.unviewed(output.to_local())
-            return marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_followed else local
+            return marks.mark(local, Placed(dim=local.ndim - 1, parts=parts)) if is_propagated else local
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -242,7 +242,7 @@ class Applier:
         around = [region for name, region in regions.items() if not name or fqn.startswith(f"{name}.")]
         outputs = 0 if kind_of(module) == "linear" else 1
         share = module.weight.shape[1 - outputs] // self.mesh.size()
-        cut, is_followed = self._cut(rule), self._is_followed(fqn)
+        cut, is_propagated = self._cut(rule), self._is_propagated(fqn)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             from torch.distributed.tensor import Shard
@@ -260,7 +260,7 @@ class Applier:
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
             self._activations.refuse_uneven(output, cut)
             local: Tensor = self._activations.unwrap(output, cut)
-            if cut is not None and is_followed:
+            if cut is not None and is_propagated:
                 self._sequence_marks.mark(local, Placed(dim=cut.dim, parts=(output.shape[cut.dim],)))
             return local
 
@@ -284,7 +284,7 @@ class Applier:
         module.register_forward_pre_hook(lambda module, args: (self._activations.share(args[0], cut), *args[1:]))
         if self.loss_parallel:
             module.register_forward_hook(
-                lambda module, args, output: CutLogits.of(output, self.mesh, self.context.span)
+                lambda module, args, output: ShardedLogits.of(output, self.mesh, self.context.span)
             )
         else:
             module.register_forward_hook(lambda module, args, output: self._activations.unwrap(output, None))
@@ -300,7 +300,7 @@ class Applier:
         self._place(f"{fqn}.out_proj", module.out_proj, "weight", 1)
         self._place(f"{fqn}.out_proj", module.out_proj, "bias", None)
         given = self.made.given.get(fqn, (False,) * 3)
-        marks = self._sequence_marks if self._is_followed(fqn) else None
+        marks = self._sequence_marks if self._is_propagated(fqn) else None
         heads = HeadsOf(module=module, fqn=fqn, mesh=self.mesh, context=self.context, given=given, marks=marks)
         module.forward = heads.forward if not module.dropout else eagerly(functools.partial(heads.forward))
 
@@ -321,7 +321,7 @@ class Applier:
             share = Shard(0) if joins else self._sequence
             forward = module.forward
             # In propagated code a tensor says itself whether it is sharded; elsewhere it is.
-            is_known = rule.style == "sequence" and self._is_followed(fqn)
+            is_known = rule.style == "sequence" and self._is_propagated(fqn)
 
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
                 cut = cut_of(x)
@@ -342,7 +342,7 @@ class Applier:
     def _draw_apart(self, fqn: str, module: nn.Module) -> None:
         """Let dropout on x_B(S/T)D draw other numbers on every rank."""
         forward, context = module.forward, self.context
-        degree, is_known = self.mesh.size(), self._is_followed(fqn)
+        degree, is_known = self.mesh.size(), self._is_propagated(fqn)
 
         def drawn(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not module.training:
@@ -384,7 +384,7 @@ class Applier:
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             key = activation_of(args, kwargs)
             if key is None:
-                raise TransformError(f'"{fqn}" was given no activation of three dims to cut along the sequence')
+                raise TransformError(f'"{fqn}" was given no activation of three dims to shard along the sequence')
             return replaced(args, kwargs, key, cut)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

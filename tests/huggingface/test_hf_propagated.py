@@ -1,4 +1,4 @@
-"""transformers' code under tensor parallelism: what of it is followed at every step, and what is given whole."""
+"""transformers' code under tensor parallelism: what of it is propagated at every step, and what is given whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def codes(cases):
         text = write_manifest(f"[mesh]\ntp = 2\n[sharding.tensor_parallel]\n{settings}\n")
         run = composer3d.compose(model, text, loss_fn=token_sum)
         rows = {row.name.removeprefix("tensor_parallel."): row.fqns for row in run.plan}
-        found.append([rows.get(label, ()) for label in ("sizes", "gathered", "followed")])
+        found.append([rows.get(label, ()) for label in ("sizes", "gathered", "propagated")])
         run.close()
     return found
 
@@ -36,7 +36,7 @@ CASES = [
 ]
 
 
-def test_what_is_followed():
+def test_what_is_propagated():
     # Once, and not in every rank.
     import_transformers()
     assert run_ranks(codes, 2, [case for case, _ in CASES])[0] == [expected for _, expected in CASES]

@@ -29,7 +29,7 @@ def shares(whole, parts=None, dim=-1, marks=None):
 
 
 def assert_alike(function, *wholes, parts=None, dim=-1, marks=None, memories=(None, None)):
-    """Run a function on whole tensors, and followed on every rank's shares: each result is the share of the whole's."""
+    """Run a function on global tensors, and on every rank's shards: each result is the shard of the global one."""
     expected = function(*wholes)
     ranks = list(zip(*(shares(whole, parts, dim, marks) for whole in wholes), strict=True))
     for rank, mine in enumerate(ranks):
@@ -159,29 +159,32 @@ def test_what_is_remembered_is_right_on_other_numbers_and_sizes(name):
 
 
 REFUSED = {
-    "softmax": (lambda x: x.softmax(-1), "softmax on cut features: it goes along the dim that is cut"),
-    "sum": (lambda x: x.sum(-1), "sum on cut features: it mixes the features of all ranks"),
-    "norm": (lambda x: F.layer_norm(x, (8,)), "layer_norm does not work on cut features"),
-    "weights": (lambda x: x @ torch.ones(8, 8), "matmul does not work on cut features"),
-    "unpaired": (lambda x: torch.einsum("...f,f->...f", x, torch.ones(8)), "einsum does not work on cut features"),
-    "writing into whole": (lambda x: torch.zeros(2, 3, 8).add_(x), "add_ on cut features: it writes them into"),
-    "writing a share": (lambda x: x.__setitem__((..., slice(0, 4)), 0.0), "__setitem__ on cut features: it writes"),
-    "writing by mask": (lambda x: x.__setitem__(x > 0, 0.0), "__setitem__ on cut features: it writes"),
+    "softmax": (lambda x: x.softmax(-1), "softmax on sharded features: it goes along the sharded dim"),
+    "sum": (lambda x: x.sum(-1), "sum on sharded features: it mixes the features of all ranks"),
+    "norm": (lambda x: F.layer_norm(x, (8,)), "layer_norm does not work on sharded features"),
+    "weights": (lambda x: x @ torch.ones(8, 8), "matmul does not work on sharded features"),
+    "unpaired": (lambda x: torch.einsum("...f,f->...f", x, torch.ones(8)), "einsum does not work on sharded features"),
+    "writing into whole": (lambda x: torch.zeros(2, 3, 8).add_(x), "add_ on sharded features: it writes them into"),
+    "writing a share": (lambda x: x.__setitem__((..., slice(0, 4)), 0.0), "__setitem__ on sharded features: it writes"),
+    "writing by mask": (lambda x: x.__setitem__(x > 0, 0.0), "__setitem__ on sharded features: it writes"),
     "key-value heads": (
         lambda x: F.scaled_dot_product_attention(
             x.repeat_interleave(3, -1).mT[:, :, None], *[torch.ones(2, 3, 5, 3)] * 2, enable_gqa=True
         ),
-        "scaled_dot_product_attention on cut features: 3 heads that are not cut meet 24 that are",
+        "scaled_dot_product_attention on sharded features: 3 heads that are not cut meet 24 that are",
     ),
-    "normalize": (lambda x: F.normalize(x.transpose(1, 2)), "normalize on cut features: it goes along the dim"),
-    "batch norm": (lambda x: F.batch_norm(x, None, None, training=True), "batch_norm on cut features: it goes along"),
-    "strides": (lambda x: x.as_strided((2, 4), (8, 1)), "as_strided on cut features: it goes along"),
-    "element": (lambda x: x[..., 0], "__getitem__ on cut features: it picks elements along the dim that is cut"),
-    "halves": (lambda x: x[..., :4], "__getitem__ on cut features: 0:4 of 8 is no whole part"),
-    "glu": (F.glu, "glu on cut features: its halves are no parts"),
-    "heads": (lambda x: x.view(2, 3, 1, 8).view(2, 3, 8, 1).view(2, 3, 2, 4).unbind(2), "unbind on cut features"),
-    "flip": (lambda x: x.flip(-1), "flip on cut features: it goes along the dim that is cut"),
-    "convolution": (lambda x: F.conv1d(x.transpose(1, 2), torch.ones(8, 8, 1)), "conv1d on cut features"),
+    "normalize": (lambda x: F.normalize(x.transpose(1, 2)), "normalize on sharded features: it goes along the dim"),
+    "batch norm": (
+        lambda x: F.batch_norm(x, None, None, training=True),
+        "batch_norm on sharded features: it goes along",
+    ),
+    "strides": (lambda x: x.as_strided((2, 4), (8, 1)), "as_strided on sharded features: it goes along"),
+    "element": (lambda x: x[..., 0], "__getitem__ on sharded features: it picks elements along the sharded dim"),
+    "halves": (lambda x: x[..., :4], "__getitem__ on sharded features: 0:4 of 8 is no whole part"),
+    "glu": (F.glu, "glu on sharded features: its halves are no parts"),
+    "heads": (lambda x: x.view(2, 3, 1, 8).view(2, 3, 8, 1).view(2, 3, 2, 4).unbind(2), "unbind on sharded features"),
+    "flip": (lambda x: x.flip(-1), "flip on sharded features: it goes along the sharded dim"),
+    "convolution": (lambda x: F.conv1d(x.transpose(1, 2), torch.ones(8, 8, 1)), "conv1d on sharded features"),
 }
 
 

@@ -37,11 +37,11 @@ from composer3d_plugins.sharding.tensor_parallel.local_weights import tried
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 
-__all__ = ["Rehearsal", "sized"]
+__all__ = ["BlockDryRun", "sized"]
 
 
 @dataclass(kw_only=True)
-class Rehearsal:
+class BlockDryRun:
     """Observations of one dry run.
 
     Attributes:
@@ -73,10 +73,10 @@ class Rehearsal:
     # What gathered modules are given, and what it was gathered from.
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _has_values: bool = False
-    _following: Propagation | None = None
+    _propagation: Propagation | None = None
     _recorder: Recorder | None = None
 
-    def follow(self, call: Call, where: str) -> None:
+    def propagate(self, call: Call, where: str) -> None:
         """Run with sharded tensors propagated.
 
         Raises:
@@ -84,10 +84,10 @@ class Rehearsal:
         """
         self._has_values = call.has_values
         call = self._marked(call.fresh())
-        self._following = Propagation(self.degree, where, record=self.record)
-        self.products = self._following.products
+        self._propagation = Propagation(self.degree, where, record=self.record)
+        self.products = self._propagation.products
         try:
-            with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._following:
+            with in_mode(self.block, training=self.training), patched(self._answers(Code())), self._propagation:
                 output = on_meta(self.block, call)
         except PropagationError:
             raise
@@ -106,7 +106,7 @@ class Rehearsal:
         first = first_of(output)
         for leaf in torch_compat.tree_leaves(output):
             if (cut_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):
-                what = "whole" if leaf is first else "cut along the sequence beside its activation"
+                what = "whole" if leaf is first else "sharded along the sequence beside its activation"
                 raise PropagationError(f"it returns a tensor that is {what}", sources=frozenset({SEQUENCE}))
         if not isinstance(first, Tensor):
             raise PropagationError("it returns no activation first", sources=frozenset({SEQUENCE}))
@@ -122,7 +122,7 @@ class Rehearsal:
         with mode, sized(self.block, code.sizes), patched(self._answers(code)), self._recorder:
             on_meta(self.block, call)
 
-    def _followed(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def _propagated(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a module's forward in which sharded tensors are propagated, while they are not around it."""
         recorder = self._recorder
         assert recorder is not None, "the code around it is recorded"
@@ -132,12 +132,12 @@ class Rehearsal:
                 call = Call(args=args, kwargs=kwargs)
                 if activation_of(args, kwargs) is not None:
                     call = self._marked(call, is_share=True)
-            self._following, recorder.is_paused = Propagation(self.degree, fqn, record=self.record), True
+            self._propagation, recorder.is_paused = Propagation(self.degree, fqn, record=self.record), True
             try:
-                with self._following:
+                with self._propagation:
                     output = forward(*call.args, **call.kwargs)
             finally:
-                self._following, recorder.is_paused = None, False
+                self._propagation, recorder.is_paused = None, False
             with torch_compat.without_torch_functions():
                 for leaf in torch_compat.tree_leaves([call.args, dict(call.kwargs)]):
                     unmark(leaf)
@@ -180,8 +180,8 @@ class Rehearsal:
                 answer = self._apart(answer)
             if fqn in code.gathered:
                 answer = self._gathered(answer)
-            if fqn in code.followed:
-                answer = self._followed(fqn, answer)
+            if fqn in code.propagated:
+                answer = self._propagated(fqn, answer)
             answers[module] = self._placed(fqn, answer)
         return answers
 
@@ -219,10 +219,10 @@ class Rehearsal:
     @contextlib.contextmanager
     def _working(self, fqn: str) -> Iterator[None]:
         """Run the functions of a module without a rule, and note whether they gather or narrow something."""
-        before = 0 if self._following is None else self._following.num_moves
+        before = 0 if self._propagation is None else self._propagation.num_moves
         with torch.no_grad() if fqn in self.roles.local else contextlib.nullcontext():
             yield
-        if self._following is not None and self._following.num_moves > before:
+        if self._propagation is not None and self._propagation.num_moves > before:
             self.moving.add(fqn)
 
     def _note(self, fqn: str, arguments: Any) -> None:
@@ -260,7 +260,7 @@ class Rehearsal:
 
     def _contracts(self, fqn: str, x: Tensor, inputs: int) -> bool:
         cut = cut_of(x)
-        if self._following is not None:
+        if self._propagation is not None:
             is_features = cut is not None and cut.sources != {SEQUENCE}
             return is_features and cut is not None and cut.placed.dim == x.ndim - 1
         return x.shape[-1] * self.degree == inputs
@@ -268,15 +268,15 @@ class Rehearsal:
     def _whole_shape(self, fqn: str, x: Tensor) -> list[int]:
         """Return the shape of an activation whose features are not sharded, its sequence gathered."""
         dim, cut, shape = self.roles.sequence_dim, cut_of(x), list(x.shape)
-        followed = self._following is not None
+        propagated = self._propagation is not None
         if dim is None:
             return shape
-        if followed:
+        if propagated:
             (self.uncut if cut is None else self.along).add(fqn)
-        is_whole = cut is None if followed else fqn in self.roles.uncut
+        is_whole = cut is None if propagated else fqn in self.roles.uncut
         if is_whole or any(whole is x for whole, _ in self._wholes):
             return shape
-        if followed and cut is not None and cut.placed.dim != dim:
+        if propagated and cut is not None and cut.placed.dim != dim:
             raise PropagationError("it works along the sequence", sources=frozenset({SEQUENCE}))
         shape[dim] *= self.degree
         return shape
@@ -284,7 +284,7 @@ class Rehearsal:
     def _expanded(self, fqn: str, x: Tensor, outputs: int) -> Tensor:
         shape = [*self._whole_shape(fqn, x)[:-1], outputs // self.degree]
         result = _differentiable(shape, x)
-        if self._following is None:
+        if self._propagation is None:
             return result
         placed = Placed(dim=result.ndim - 1, parts=self.roles.expanding[fqn])
         whole = self.roles.gathered.get(fqn, frozenset())
@@ -296,7 +296,7 @@ class Rehearsal:
             return _differentiable(shape, x)
         # What comes of whole sequences alone has one of its own.
         is_whole = fqn in self.roles.uncut
-        if self._following is not None and cut is not None:
+        if self._propagation is not None and cut is not None:
             is_whole = not cut.sources & self.along
             (self.uncut if is_whole else self.along).add(fqn)
         if is_whole:
@@ -307,7 +307,7 @@ class Rehearsal:
         shape[dim] //= self.degree
         result = _differentiable(shape, x)
         placed = Placed(dim=dim, parts=(size,))
-        if self._following is None:
+        if self._propagation is None:
             return result
         return mark(result, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
 
@@ -344,7 +344,7 @@ class Rehearsal:
                 rest = {name: value for name, value in kwargs.items() if name not in names}
                 out, weights = forward(*[wholes[id(x)] for x in given], *args[3:], **rest)
                 out = _differentiable(list(given[0].shape), given[0])
-                if cuts[0] and self._following is not None:
+                if cuts[0] and self._propagation is not None:
                     placed = Placed(dim=dim, parts=(out.shape[dim] * self.degree,))
                     mark(out, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
                 self.record.note(f"{fqn} heads", [*given, *args[3:]], rest, (out, weights))
@@ -353,16 +353,16 @@ class Rehearsal:
         return answer
 
     def _cuts_of(self, fqn: str, given: list[Tensor], dim: int, code: Code) -> tuple[bool, ...]:
-        if self._following is None:
+        if self._propagation is None:
             return code.given.get(fqn, (False,) * 3)
         cuts = [cut_of(x) for x in given]
         found = tuple(cut is not None for cut in cuts)
         if any(cut is not None and (cut.placed.dim != dim or not cut.is_sequence) for cut in cuts):
             raise PropagationError(
-                f'"{fqn}" is given something else than a cut sequence', sources=frozenset({SEQUENCE})
+                f'"{fqn}" is given something else than a sharded sequence', sources=frozenset({SEQUENCE})
             )
         if self.given.setdefault(fqn, found) != found:
-            raise PropagationError(f'"{fqn}" is given cut sequences and whole ones', sources=frozenset({SEQUENCE}))
+            raise PropagationError(f'"{fqn}" is given sharded sequences and whole ones', sources=frozenset({SEQUENCE}))
         return found
 
 
