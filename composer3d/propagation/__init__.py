@@ -17,7 +17,7 @@ from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.block_flow import Flow, blocks_of
 from composer3d.propagation.dry_run.meta_forward import VALUES, device_of, in_mode, on_meta, patched, unseen
 from composer3d.propagation.dry_run.meta_records import Record
-from composer3d.propagation.dry_run.meta_trace import Recorder, Traced, outside, plain, trace
+from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, trace
 from composer3d.propagation.function_dims import name_of
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
@@ -62,7 +62,6 @@ __all__ = [
     "PropagationError",
     "Ranges",
     "Record",
-    "Recorder",
     "SEQUENCE",
     "SMALL",
     "SequencePropagation",

@@ -151,7 +151,7 @@ class Odd(Block):
         (
             "changed",
             '"layers.0" changes in place what it is given, and another stage than its own uses that; let it change a '
-            "copy, or cut elsewhere",
+            "copy, or split elsewhere",
         ),
         (
             "beside",
@@ -160,8 +160,8 @@ class Odd(Block):
         ),
         (
             "written",
-            'the buffer "layers.0.calls" is written by calls on stages 0 and 1, each of which would have its own; cut '
-            "elsewhere",
+            'the buffer "layers.0.calls" is written by calls on stages 0 and 1, each of which would have its own; '
+            "split elsewhere",
         ),
         ("unused", 'nothing that is computed before "layers.2" is used there or later'),
     ],

@@ -12,7 +12,6 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.context import RunContext
@@ -72,7 +71,7 @@ def _is_block(module: nn.Module) -> bool:
     return any(kind_of(inner) in ("linear", "transposed") for inner in inside)
 
 
-class Flow(TorchFunctionMode):
+class Flow:
     """Records the uses of the activation that each block returns.
 
     Attributes:
@@ -82,7 +81,6 @@ class Flow(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.calls: list[str] = []
         self.edges: set[tuple[int, int]] = set()
         self.used: set[int] = set()
@@ -91,18 +89,14 @@ class Flow(TorchFunctionMode):
         self._inside: list[int] = []
         self._taken: set[int] = set()
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        result = func(*args, **(kwargs or {}))
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record the activations that a function took."""
         if self._given:
-            leaves = torch_compat.tree_leaves([list(args), dict(kwargs or {})])
+            leaves = torch_compat.tree_leaves([list(args), dict(kwargs)])
             used = {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given} - self._taken
             # Of other questions, such as its dtype, the answer is the same for a share.
             if used and (name_of(func) in SIZES or _has_tensors(result)):
                 self.used |= used
-        return result
 
     @contextlib.contextmanager
     def inside(self, fqn: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:

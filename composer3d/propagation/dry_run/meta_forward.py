@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.errors import TransformError
@@ -18,8 +19,10 @@ from composer3d.propagation.shards import PropagationError, cut_of
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
 
-__all__ = ["VALUES", "device_of", "in_mode", "on_meta", "patched", "unseen"]
+__all__ = ["VALUES", "Note", "device_of", "in_mode", "on_meta", "patched", "unseen"]
 
+# Called after each torch function with the function, its arguments by place and by name, and its result.
+Note = Callable[[Any, Sequence[Any], Mapping[str, Any], Any], None]
 VALUES = "it does what depends on values, of which a rank has a share"
 
 
@@ -52,7 +55,30 @@ def in_mode(module: nn.Module, *, training: bool) -> Iterator[None]:
             inner.training = mode
 
 
-def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], None] | None = None) -> Any:
+class _Noted(TorchFunctionMode):
+    """Has each torch function noted."""
+
+    def __init__(self, notes: Sequence[Note]) -> None:
+        super().__init__()
+        self._notes = notes
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run one function."""
+        result = func(*args, **(kwargs or {}))
+        for note in self._notes:
+            note(func, args, kwargs or {}, result)
+        return result
+
+
+def on_meta(
+    module: nn.Module,
+    call: Call,
+    *,
+    seen: Callable[[Mapping[str, Tensor]], None] | None = None,
+    notes: Sequence[Note] = (),
+) -> Any:
     """Run a module with all its tensors on meta, gradients as in training; what it holds is left as it is.
 
     A call that has values runs with values, of which those on meta take no memory: each is one number.
@@ -61,7 +87,13 @@ def on_meta(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]]
         module: Any module; its tensors are replaced inside alone.
         call: Its arguments.
         seen: Called with the tensors that stand for its own, by their names.
+        notes: Called after each torch function, those that make these tensors included.
     """
+    with _Noted(notes) if notes else contextlib.nullcontext():
+        return _run(module, call, seen)
+
+
+def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], None] | None) -> Any:
     device = device_of(module) if call.has_values else torch.device("meta")
     tensors = {
         name: _valued(tensor, device) if call.has_values else torch.empty_like(tensor, device="meta")

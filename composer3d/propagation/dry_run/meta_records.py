@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ class Record:
         self,
         func: Any,
         args: Sequence[Any],
-        options: dict[str, Any],
+        options: Mapping[str, Any],
         result: Any,
         *,
         has_acted: bool = False,

@@ -7,13 +7,12 @@ run again by itself, with its linear layers returning what they would under a pl
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 from composer3d.context import RunContext
@@ -25,7 +24,7 @@ from composer3d.propagation.dry_run.parameter_reads import Reads
 from composer3d.propagation.module_calls import Call
 from composer3d.propagation.module_kinds import kind_of
 
-__all__ = ["Recorder", "Traced", "outside", "plain", "trace"]
+__all__ = ["Traced", "outside", "plain", "trace"]
 
 # Image sizes that are tried where nothing tells one.
 IMAGE_SIZES = (224, 32, 28, 64, 16, 96, 48, 384)
@@ -54,24 +53,6 @@ class Traced:
     results: dict[str, Tensor] = field(default_factory=dict)
     flow: Flow = field(default_factory=Flow)
     read: frozenset[str] = frozenset()
-
-
-class Recorder(TorchFunctionMode):
-    """Records each torch function, unless another mode does."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        self._record = record
-        self.is_paused = False
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        result = func(*args, **(kwargs or {}))
-        if not self.is_paused:
-            self._record.note(func, args, dict(kwargs or {}), result)
-        return result
 
 
 def forms_of(model: nn.Module, blocks: Sequence[str]) -> dict[str, list[str]]:
@@ -108,8 +89,8 @@ def trace(model: nn.Module, context: RunContext, *, blocks: Sequence[str], scale
         traced, reads = Traced(forms=forms_of(model, blocks), call=call), Reads(model)
         forwards = {module: reads.around(module, each) for module, each in _watching(model, traced).items()}
         try:
-            with patched(forwards), traced.flow, reads:
-                traced.output = on_meta(model, call, seen=reads.watch)
+            with patched(forwards):
+                traced.output = on_meta(model, call, seen=reads.watch, notes=[reads.note, traced.flow.note])
         except Exception as error:  # a model's own code may raise anything
             failures.append(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
             continue
@@ -167,8 +148,8 @@ def outside(model: nn.Module, traced: Traced) -> Record:
     answers = {
         model.get_submodule(fqn): answered(fqn, first) for first, group in traced.forms.items() for fqn in group if fqn
     }
-    with patched(answers), Recorder(record):
-        on_meta(model, traced.call)
+    with patched(answers):
+        on_meta(model, traced.call, notes=[record.note])
     return record
 
 

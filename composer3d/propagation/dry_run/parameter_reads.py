@@ -6,14 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
 
 __all__ = ["Reads"]
 
 
-class Reads(TorchFunctionMode):
+class Reads:
     """Records parameters that functions take while none of the modules that own them is running.
 
     Args:
@@ -24,7 +23,6 @@ class Reads(TorchFunctionMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
         self.owners: set[str] = set()
         self._model = model
         self._at_work: list[nn.Module] = [model]
@@ -54,17 +52,12 @@ class Reads(TorchFunctionMode):
 
         return answer
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        result = func(*args, **(kwargs or {}))
-        with torch_compat.without_torch_functions():
-            if any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result)):
-                for leaf in torch_compat.tree_leaves([list(args), dict(kwargs or {})]):
-                    self._note(self._holders.get(id(leaf), {}))
-        return result
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record the parameters that a function took, if it returned a tensor."""
+        if any(isinstance(leaf, Tensor) for leaf in torch_compat.tree_leaves(result)):
+            for leaf in torch_compat.tree_leaves([list(args), dict(kwargs)]):
+                self._taken(self._holders.get(id(leaf), {}))
 
-    def _note(self, holders: Mapping[str, nn.Module]) -> None:
+    def _taken(self, holders: Mapping[str, nn.Module]) -> None:
         if not any(module is other for module in holders.values() for other in self._at_work):
             self.owners |= holders.keys()

@@ -65,7 +65,7 @@ def _range(places: Sequence[str]) -> str:
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
-    """Cut the model into stages where `pp` has several ranks."""
+    """Split the model into stages where `pp` has several ranks."""
     if degrees.get("pp", 1) == 1:
         return None
     stages = wanted.stages_per_rank or 1
@@ -109,7 +109,7 @@ class Pipeline:
         split: `auto` makes the costliest stage as cheap as can be, in floating-point operations, those of embeddings
             and head counted; of such splits the one whose fullest stage needs least memory, parameters and the
             activations of all micro-batches in flight there. Or the FQNs of the blocks that begin the second and every
-            further stage. `tracer` follows values whatever the blocks look like; `{ tracer = [...] }` begins stages
+            further stage. `tracer` traces values whatever the blocks look like; `{ tracer = [...] }` begins stages
             at the calls named, of blocks or of any modules (`decoder`), where `layers.1@2` is the third call of
             layers.1.
     """
@@ -231,7 +231,7 @@ class Pipeline:
                 f"{num_stages} stages, and the model calls blocks {len(places)} times ({_range(places)}); every stage "
                 "needs one"
             )
-        stated = self._stated_cuts(places, num_stages)
+        stated = self._stated_starts(places, num_stages)
         return stated or balance(load, num_stages=num_stages, in_flight=self._in_flight(context))
 
     def _in_flight(self, context: RunContext) -> list[int]:
@@ -242,7 +242,7 @@ class Pipeline:
         orders = self._orders(schedule, degree, num_microbatches)
         return peak_in_flight((action for order in orders for action in order), num_stages)
 
-    def _stated_cuts(self, blocks: Sequence[str], num_stages: int) -> list[int] | None:
+    def _stated_starts(self, blocks: Sequence[str], num_stages: int) -> list[int] | None:
         if isinstance(self.split, str):
             return None
         split = self.split["tracer"] if isinstance(self.split, dict) else self.split
@@ -252,14 +252,14 @@ class Pipeline:
                 "besides the first"
             )
         positions = {fqn: index for index, fqn in enumerate(blocks)}
-        cuts = [0]
+        starts = [0]
         for fqn in split:
             if fqn not in positions:
                 raise PluginError(f'split names "{fqn}", which is no block; blocks are {blocks[0]} to {blocks[-1]}')
-            if positions[fqn] <= cuts[-1]:
+            if positions[fqn] <= starts[-1]:
                 raise PluginError(f'split names "{fqn}" out of order, or leaves a stage without a block')
-            cuts.append(positions[fqn])
-        return cuts
+            starts.append(positions[fqn])
+        return starts
 
     @hookimpl
     def composer3d_split(self, context: RunContext, model: nn.Module) -> Split | None:

@@ -1,7 +1,7 @@
 """Tensors that stand for what another stage holds, and that nothing may be computed with unnoticed.
 
 Every stage runs the whole forward, so its code computes with parameters and values of other stages and throws the
-results away. What the forward that was followed did not need there, another batch's may: then the output would be made
+results away. What the traced forward did not need there, another batch's may: then the output would be made
 of zeros. So results of absent tensors are absent too, and using one where it counts is an error. A tensor of the
 model's own cannot become absent when one is written into it: it gets NaN there, which reaches whatever is computed from
 it, by views too, and is looked for in what leaves the stage.

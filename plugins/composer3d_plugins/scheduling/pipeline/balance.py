@@ -111,10 +111,10 @@ def _best(
     for stage in range(num_stages):
         following: dict[int, tuple[float, list[int]]] = {}
         ends = range(stage + 1, num_blocks - (num_stages - stage - 1) + 1)
-        for start, (total, cuts) in best.items():
+        for start, (total, starts) in best.items():
             for end in ends if stage < num_stages - 1 else (num_blocks,):
                 if end > start and allowed(stage, start, end):
-                    candidate = (join(total, value(stage, start, end)), [*cuts, start])
+                    candidate = (join(total, value(stage, start, end)), [*starts, start])
                     if end not in following or candidate < following[end]:
                         following[end] = candidate
         best = following

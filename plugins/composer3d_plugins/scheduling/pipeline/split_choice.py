@@ -45,7 +45,7 @@ def divide(
         example: `(args, kwargs)` of a forward; None tries a batch of token numbers.
         choose: Which places begin stages.
         num_stages: Of the pipeline.
-        is_traced: Whether values are followed whatever the blocks look like.
+        is_traced: Whether values are traced whatever the blocks look like.
         is_stated: Whether somebody named the blocks: then stages begin nowhere else.
         beginnings: FQNs at whose calls traced stages are said to begin; of any modules where no blocks are named.
 
@@ -130,7 +130,7 @@ def _places(model: nn.Module, listed: Sequence[str], example: Any, *, num_stages
         if inner:
             try:
                 seen = trace(model, _opened(wanted, inner), example)
-            except TransformError:  # as finely, it cannot be followed
+            except TransformError:  # as finely, it cannot be traced
                 continue
             chains = {fqn: names for fqn, names in inner.items() if seen.is_chain(names)}
             if chains:
@@ -142,7 +142,7 @@ def _opened(places: Sequence[str], inner: Mapping[str, Sequence[str]]) -> list[s
 
 
 def _joined(straight: TransformError | None, error: ComposerError) -> ComposerError:
-    return error if straight is None else TransformError(f"{straight}; and where values are followed, {error}")
+    return error if straight is None else TransformError(f"{straight}; and where values are traced, {error}")
 
 
 def _seen(lists: Sequence[tuple[str, ...]]) -> str:

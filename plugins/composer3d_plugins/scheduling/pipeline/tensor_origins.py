@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = [
-    "Follower",
+    "Origins",
     "Source",
     "draw_values",
     "leaves_of",
@@ -33,11 +33,11 @@ Source = str | int | tuple[str, int]
 _PROBE = (2, 8)
 _MOST_DRAWN = 2**24  # elements
 
-F = TypeVar("F", bound="Follower")
+W = TypeVar("W", bound="Origins")
 log = logging.getLogger(__name__)
 
 
-class Follower(abc.ABC):
+class Origins(abc.ABC):
     """Propagates the sources of every tensor through one forward.
 
     Args:
@@ -172,7 +172,7 @@ def draw_values(values: Values, tensors: Sequence[Tensor]) -> bool:
     return True
 
 
-def run_on_meta(make: Callable[[], F], example: Any) -> tuple[F, Any]:
+def run_on_meta(make: Callable[[], W], example: Any) -> tuple[W, Any]:
     """Run the forward that is watched, and return what watched it with its output.
 
     What a module reads of values that depend on weights is taken to be one, or true. Code that needs more of them, such
@@ -206,7 +206,7 @@ def run_on_meta(make: Callable[[], F], example: Any) -> tuple[F, Any]:
         ) from error
 
 
-def _run(watch: Follower, example: Any) -> Any:
+def _run(watch: Origins, example: Any) -> Any:
     import torch
 
     args, kwargs = example if example is not None else ((torch.zeros(_PROBE, dtype=torch.int64, device="meta"),), {})

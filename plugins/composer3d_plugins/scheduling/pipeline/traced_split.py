@@ -161,7 +161,7 @@ class Traced(Division[Trace]):
                 if kind == CHANGED and self.stage_of(number) != stage:
                     raise TransformError(
                         f'"{self.seen.calls[number].name}" changes in place what it is given, and another stage than '
-                        "its own uses that; let it change a copy, or cut elsewhere"
+                        "its own uses that; let it change a copy, or split elsewhere"
                     )
                 if kind == DRAWN and seen.setdefault(source, stage) != stage:
                     raise TransformError(
@@ -173,7 +173,7 @@ class Traced(Division[Trace]):
             if len(stages) > 1:
                 raise TransformError(
                     f'the buffer "{fqn}" is written by calls on stages {stages[0]} and {stages[-1]}, each of which '
-                    "would have its own; cut elsewhere"
+                    "would have its own; split elsewhere"
                 )
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import TransformError, torch_compat
 from composer3d_plugins.scheduling.pipeline.tensor_origins import (
-    Follower,
+    Origins,
     Source,
     leaves_of,
     run_on_meta,
@@ -109,7 +109,7 @@ def trace(model: nn.Module, blocks: Sequence[str], example: Any) -> Trace:
     return watch.finish(output)
 
 
-class _Watch(Follower):
+class _Watch(Origins):
     """Propagates values through one forward."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from composer3d.propagation import (
     Propagation,
     PropagationError,
     Record,
-    Recorder,
     activation_of,
     cut_of,
     first_of,
@@ -74,7 +73,6 @@ class BlockDryRun:
     _wholes: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     _has_values: bool = False
     _propagation: Propagation | None = None
-    _recorder: Recorder | None = None
 
     def propagate(self, call: Call, where: str) -> None:
         """Run with sharded tensors propagated.
@@ -117,27 +115,28 @@ class BlockDryRun:
         call, dim = call.fresh(), self.roles.sequence_dim
         if dim is not None:
             call = _replaced(call, lambda x: x.narrow(dim, 0, x.shape[dim] // self.degree))
-        self._recorder = Recorder(self.record)
         mode = in_mode(self.block, training=self.training)
-        with mode, sized(self.block, code.sizes), patched(self._answers(code)), self._recorder:
-            on_meta(self.block, call)
+        with mode, sized(self.block, code.sizes), patched(self._answers(code)):
+            on_meta(self.block, call, notes=[self._note])
+
+    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        if self._propagation is None:  # else it records itself
+            self.record.note(func, args, kwargs, result)
 
     def _propagated(self, fqn: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         """Return a module's forward in which sharded tensors are propagated, while they are not around it."""
-        recorder = self._recorder
-        assert recorder is not None, "the code around it is recorded"
 
         def answer(*args: Any, **kwargs: Any) -> Any:
             with torch_compat.without_torch_functions():
                 call = Call(args=args, kwargs=kwargs)
                 if activation_of(args, kwargs) is not None:
                     call = self._marked(call, is_share=True)
-            self._propagation, recorder.is_paused = Propagation(self.degree, fqn, record=self.record), True
+            self._propagation = Propagation(self.degree, fqn, record=self.record)
             try:
                 with self._propagation:
                     output = forward(*call.args, **call.kwargs)
             finally:
-                self._propagation, recorder.is_paused = None, False
+                self._propagation = None
             with torch_compat.without_torch_functions():
                 for leaf in torch_compat.tree_leaves([call.args, dict(call.kwargs)]):
                     unmark(leaf)

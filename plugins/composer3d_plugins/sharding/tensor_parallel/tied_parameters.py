@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from composer3d import PluginError, RunContext, torch_compat
 from composer3d.propagation import kind_of, on_meta, patched, trace
@@ -42,14 +41,15 @@ def unread_names(model: nn.Module, context: RunContext) -> frozenset[str]:
     for working, others in groups:
         reading = _Reading()
         owners = [model.get_submodule(owner_of(name)) for name in working]
-        with patched({owner: reading.inside(owner.forward) for owner in owners}), reading:
-            on_meta(model, call, seen=functools.partial(reading.watch, names=set(working) | set(others)))
+        watch = functools.partial(reading.watch, names=set(working) | set(others))
+        with patched({owner: reading.inside(owner.forward) for owner in owners}):
+            on_meta(model, call, seen=watch, notes=[reading.note])
         if not reading.is_read:
             found |= set(others)
     return frozenset(found)
 
 
-class _Reading(TorchFunctionMode):
+class _Reading:
     """Records whether a function takes a tensor outside of certain modules.
 
     Attributes:
@@ -57,7 +57,6 @@ class _Reading(TorchFunctionMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.is_read = False
         self._depth = 0
         self._watched: set[int] = set()
@@ -78,14 +77,10 @@ class _Reading(TorchFunctionMode):
 
         return answer
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        """Run one function."""
-        result = func(*args, **(kwargs or {}))
+    def note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+        """Record whether a function took one of them."""
         if not self._depth:
-            leaves = torch_compat.tree_leaves([list(args), dict(kwargs or {})])
+            leaves = torch_compat.tree_leaves([list(args), dict(kwargs)])
             takes = any(id(leaf) in self._watched for leaf in leaves)
             gives = any(isinstance(leaf, torch.Tensor) for leaf in torch_compat.tree_leaves(result))
             self.is_read = self.is_read or (takes and gives)
-        return result
