@@ -58,10 +58,10 @@ CASES_OF_4 = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory):
+def folders(tmp_path_factory, request):
     import_transformers()
     root = tmp_path_factory.mktemp("models")
-    families = {family for family, *_ in [*CASES.values(), *CASES_OF_4.values()]}
+    families = {{**CASES, **CASES_OF_4}[name][0] for name in selected(request, "name")}
     # Several files and an index, as large models have.
     return {family: make(family, root / family, max_shard_size="60KB") for family in sorted(families)}
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -35,14 +37,24 @@ def manifest(tmp_path):
     return path
 
 
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory):
+    """The exit code, the JSON and the page of one plan."""
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "run.toml").write_text(MANIFEST)
+    page, out = folder / "plan.html", io.StringIO()
+    with redirect_stdout(out):
+        code = main(["plan", str(folder / "run.toml"), "--json", "--memory", "80GiB", "--html", str(page)])
+    return code, json.loads(out.getvalue()), page.read_text()
+
+
 def planned(capsys, *arguments):
     code = main(["plan", *map(str, arguments)])
     return code, capsys.readouterr().out
 
 
-def test_json_has_every_figure_and_how_it_is_known(manifest, capsys):
-    code, out = planned(capsys, manifest, "--json", "--memory", "80GiB")
-    plan = json.loads(out)
+def test_json_has_every_figure_and_how_it_is_known(reported):
+    code, plan, _ = reported
     assert (code, plan["composer3d"], plan["world_size"], plan["verdict"]) == (0, 1, 4, "fits")
     assert [(rank["rank"], rank["stands_for"]) for rank in plan["ranks"]] == [(0, 2), (2, 2)]
     for rank in plan["ranks"]:
@@ -71,20 +83,18 @@ def test_what_does_not_fit_ends_with_1(manifest, capsys):
     assert re.search(r"rank 0 needs [0-9.]+ .iB of 512 MiB \([0-9.]+ .iB to [0-9.]+ .iB\)", out)
 
 
-def test_one_screen_says_how_each_figure_is_known(manifest, capsys):
+def test_one_screen_says_how_each_figure_is_known(manifest, reported, capsys):
     code, out = planned(capsys, manifest, "--memory", "80GiB")
     assert code == 0
     assert "fits [modelled]" in out and "exact" in out and "assumed" not in out.split("note:")[0]
     assert "pipeline 1F1B: bubble" in out and "note: no time: no hardware was named" in out
     assert len(out.splitlines()) < 50
-    found = json.loads(planned(capsys, manifest, "--memory", "80GiB", "--json")[1])["ranks"]
+    found = reported[1]["ranks"]
     assert len(re.findall(r"  peak (.+) to (.+) \[traced\], device (.+) to (.+) \[modelled\]", out)) == len(found)
 
 
-def test_the_page_holds_everything_itself(manifest, tmp_path, capsys):
-    page = tmp_path / "plan.html"
-    assert planned(capsys, manifest, "--html", page, "--json")[0] == 0
-    text = page.read_text()
+def test_the_page_holds_everything_itself(reported):
+    text = reported[2]
     # Of every rank a table: what is counted has no bounds, everything else has.
     cells = re.findall(r"<tr><td>([a-z ]+)</td><td>([^<]+)</td><td>([^<]*)</td><td>([a-z]+)</td></tr>", text)
     assert {name for name, *_ in cells} >= {"parameters", "activations", "peak", "reserved", "context", "total"}
