@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from composer3d.registry import plugin
     from composer3d.runner.run import RunResult, run
     from composer3d.step.evaluation import Evaluation
+    from composer3d.step.gathered_units import make_unit
     from composer3d.step.gradients import average_whole
     from composer3d.step.microbatches import map_tensors, units_of
     from composer3d.step.own_meshes import own_meshes
@@ -111,6 +112,7 @@ _MODULES = {
         "TransformError",
     ),
     "step.evaluation": ("Evaluation",),
+    "step.gathered_units": ("make_unit",),
     "step.gradients": ("average_whole",),
     "step.own_meshes": ("own_meshes",),
     "linear_selection": ("Share", "linear_layers", "on_shares", "share_of"),
@@ -219,6 +221,7 @@ __all__ = [
     "hookimpl",
     "linear_layers",
     "load_manifest",
+    "make_unit",
     "map_tensors",
     "on_shares",
     "own_meshes",

@@ -7,8 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from composer3d.torch_compat.views import keep_output_hooks
-
 __all__ = [
     "ShardOf",
     "clear_sharding_caches",
@@ -76,8 +74,6 @@ def replicate_units(module: Any, **options: Any) -> Any:
     """Replicate a unit over FSDP2's machinery: DTensor parameters, the same setters (torch 2.11-2.15, not public)."""
     from torch.distributed._composable.replicate_with_fsdp import replicate
 
-    shard_integers()
-    keep_output_hooks(module)
     return replicate(module, **options)
 
 

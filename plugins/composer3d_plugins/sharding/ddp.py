@@ -19,10 +19,9 @@ from composer3d import (
     StepPoint,
     StepState,
     Transform,
-    Unit,
-    Units,
     average_whole,
     hookimpl,
+    make_unit,
     map_tensors,
     own_meshes,
     plugin,
@@ -153,24 +152,18 @@ class DDP:
         return context.units(())
 
     def _apply_units(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+        from torch.distributed.fsdp import OffloadPolicy
 
         own = own_meshes(model, context)
         for fqn in sorted(dict.fromkeys([*fqns, *own]), key=lambda name: -len(name.split(".")) if name else 1):
-            dtypes = context.dtypes(fqn)
-            module: Any = model.get_submodule(fqn)
-            written = type(module)
-            torch_compat.replicate_units(
-                module,
+            make_unit(
+                torch_compat.replicate_units,
+                fqn,
+                model,
+                context,
                 mesh=context.data_mesh(own.get(fqn), replicas=REPLICAS),
-                mp_policy=MixedPrecisionPolicy(
-                    param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
-                ),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
                 ignored_params=torch_compat.whole_parameters(model),
-            )
-            context.stash(Units).by_module[module] = Unit(
-                written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
             )
         return list(fqns)
 

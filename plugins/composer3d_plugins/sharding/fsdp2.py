@@ -19,10 +19,9 @@ from composer3d import (
     StepPoint,
     StepState,
     Transform,
-    Unit,
-    Units,
     average_whole,
     hookimpl,
+    make_unit,
     own_meshes,
     plugin,
     select_fqns,
@@ -32,7 +31,7 @@ from composer3d import (
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+    from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import Shard
 
 REPLICAS, SHARDS = "dp_replicate", "dp_shard"
@@ -172,26 +171,21 @@ class FSDP2:
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
         from torch.distributed.fsdp import OffloadPolicy, fully_shard
 
-        torch_compat.shard_integers()
         context.state.setdefault(self, set()).update(self._dtypes_of(model, fqns, context).whole)
         ignored = self._ignored_parameters(model, context)
         own = own_meshes(model, context)
         # Inner units first: fully_shard takes the parameters that no unit inside has taken.
         for fqn in sorted(dict.fromkeys([*fqns, *own]), key=lambda name: -len(name.split(".")) if name else 1):
-            module: Any = model.get_submodule(fqn)
-            written = type(module)
-            torch_compat.keep_output_hooks(module)
-            fully_shard(
-                module,
+            make_unit(
+                fully_shard,
+                fqn,
+                model,
+                context,
                 mesh=context.data_mesh(own.get(fqn), replicas=REPLICAS, shards=SHARDS),
                 shard_placement_fn=_along(own.get(fqn), context),
                 reshard_after_forward=self._reshard(context, is_root=not fqn),
-                mp_policy=_policy(context, fqn),
                 offload_policy=context.offload_policy(fqn) or OffloadPolicy(),
                 ignored_params=ignored,
-            )
-            context.stash(Units).by_module[module] = Unit(
-                written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
             )
         units: list[Any] = [model.get_submodule(fqn) for fqn in fqns if fqn]
         for index, unit in enumerate(units):
@@ -289,12 +283,3 @@ def _along(own: str | None, context: RunContext) -> Callable[[nn.Parameter], Sha
     if answer is None:
         return None
     return lambda parameter: Shard(answer.shard_dim if parameter.ndim > answer.shard_dim else 0)
-
-
-def _policy(context: RunContext, fqn: str) -> MixedPrecisionPolicy:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    dtypes = context.dtypes(fqn)
-    return MixedPrecisionPolicy(
-        param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output, cast_forward_inputs=True
-    )

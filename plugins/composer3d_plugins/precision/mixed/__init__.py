@@ -19,9 +19,8 @@ from composer3d import (
     RunContext,
     Stateful,
     Transform,
-    Unit,
-    Units,
     hookimpl,
+    make_unit,
     map_tensors,
     plugin,
     select_fqns,
@@ -242,25 +241,17 @@ class Mixed:
         return list(fqns)
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+        from torch.distributed.fsdp import fully_shard
 
-        torch_compat.shard_integers()
         for fqn in sorted(fqns, key=lambda name: -len(name.split(".")) if name else 1):
-            dtypes = context.dtypes(fqn)
-            module: Any = model.get_submodule(fqn)
-            written = type(module)
-            torch_compat.keep_output_hooks(module)
-            fully_shard(
-                module,
+            make_unit(
+                fully_shard,
+                fqn,
+                model,
+                context,
                 mesh=context.data_mesh(None),
                 reshard_after_forward=False,
-                mp_policy=MixedPrecisionPolicy(
-                    param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output
-                ),
                 ignored_params=torch_compat.whole_parameters(model),
-            )
-            context.stash(Units).by_module[module] = Unit(
-                written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
             )
         return list(fqns)
 

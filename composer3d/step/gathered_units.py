@@ -1,0 +1,43 @@
+"""Units of data parallelism: modules whose parameters are gathered and reduced as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+from composer3d.context import RunContext
+from composer3d.interfaces import Unit, Units
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["make_unit"]
+
+
+def make_unit(make: Callable[..., Any], fqn: str, model: nn.Module, context: RunContext, **options: Any) -> None:
+    """Make a module a unit, in the dtypes that plugins ask for, and add it to `context.stash(Units)`.
+
+    Inner units are made first: a unit takes the parameters that none inside of it has taken.
+
+    Args:
+        make: `torch.distributed.fsdp.fully_shard`, or a function that takes its arguments.
+        fqn: Of the module, in `model`.
+        model: Of the part.
+        context: Of the run.
+        options: Of `make`, but for its module and its `mp_policy`.
+
+    Memory and collectives: those of `make`.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtypes = context.dtypes(fqn)
+    module: Any = model.get_submodule(fqn)
+    written = type(module)
+    torch_compat.shard_integers()
+    torch_compat.keep_output_hooks(module)
+    policy = MixedPrecisionPolicy(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output)
+    make(module, mp_policy=policy, **options)
+    context.stash(Units).by_module[module] = Unit(
+        written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
+    )
