@@ -6,15 +6,15 @@ import functools
 
 import pytest
 import torch
-from support.data_axes import ExpertNet
 from support.models import composed, full, largest, mine, one_step, padded, seeded, sum_loss, write_manifest
+from third_party.data_axes import ExpertNet
 
 import composer3d
 from composer3d import Batch, own_meshes
 from composer3d.testing import assert_parity, count_collectives, fake_world, run_ranks
 
-CP = '[sharding.sequences]\nuse = "support.data_axes:Sequences"\n'
-EP = '[sharding.expert_shards]\nuse = "support.data_axes:ExpertShards"\n'
+CP = '[sharding.sequences]\nuse = "third_party.data_axes:Sequences"\n'
+EP = '[sharding.expert_shards]\nuse = "third_party.data_axes:ExpertShards"\n'
 FSDP, DDP = "[sharding.fsdp2]\n", "[sharding.ddp]\n"
 EXPERTS = {"factory": ExpertNet}
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.every_hook import LAYOUTS, OVERFLOW_STEP, SCALE, VETO_STEP, log_of
 from support.models import Net, mine, sum_loss, unpadded, write_manifest
+from third_party.every_hook import LAYOUTS, OVERFLOW_STEP, SCALE, VETO_STEP, log_of
 
 import composer3d
 from composer3d import StepError, StepPoint
@@ -14,7 +14,7 @@ from composer3d.hookspecs import HookSpecs
 from composer3d.testing import count_collectives, gather_full, run_ranks
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("composer3d_")]
-PLUGIN = '[profiling.every]\nuse = "support.every_hook:Every"\n'
+PLUGIN = '[profiling.every]\nuse = "third_party.every_hook:Every"\n'
 TEXT = "[train]\nmicrobatch = 3\n[sharding.fsdp2]\n"
 STEPS = 4
 

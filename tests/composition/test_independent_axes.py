@@ -8,7 +8,7 @@ from support.models import composed, full, gradient_error, padded, reference_gra
 
 from composer3d.testing import run_ranks
 
-ISLANDS = '[communication.islands]\nuse = "support.island_plugins:Islands"\n'
+ISLANDS = '[communication.islands]\nuse = "third_party.island_plugins:Islands"\n'
 LAYOUTS = [
     ("[mesh]\nisland = 2\n[sharding.fsdp2]\n", 4),
     ("[mesh]\nisland = 2\ndp_replicate = 1\n[sharding.ddp]\n", 2),

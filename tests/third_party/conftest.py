@@ -1,4 +1,4 @@
-"""The packages here are not part of this distribution: test_downstream.py installs them and runs their own tests."""
+"""Plugins of others: modules that manifests name, and packages that test_downstream.py installs and tests."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ BASE = (
     'model = "composer3d.models:llama"\ndata.use = "synthetic"\ndata.seq_len = 512\ntrain.steps = 1\n'
     "train.global_batch = 16\n"
 )
-FOREIGN = '[sharding.foreign]\nuse = "support.layout_plugins:Foreign"\n'
+FOREIGN = '[sharding.foreign]\nuse = "third_party.layout_plugins:Foreign"\n'
 
 
 def typed(tables):
@@ -65,7 +65,7 @@ def test_a_plugin_of_another_package_is_examined_and_proposed_like_a_built_in_on
 
 
 def test_two_plugins_that_say_different_things_are_named():
-    manifest = typed(FOREIGN + '[precision.contrary]\nuse = "support.layout_plugins:Contrary"\n')
+    manifest = typed(FOREIGN + '[precision.contrary]\nuse = "third_party.layout_plugins:Contrary"\n')
     with pytest.raises(
         QueryError, match=r"precision\.contrary.*sharding\.foreign.*both answer composer3d_layout for zero"
     ):

@@ -117,9 +117,9 @@ class BlockDryRun:
             call = _replaced(call, lambda x: x.narrow(dim, 0, x.shape[dim] // self.degree))
         mode = in_mode(self.block, training=self.training)
         with mode, sized(self.block, code.sizes), patched(self._answers(code)):
-            on_meta(self.block, call, notes=[self._note])
+            on_meta(self.block, call, notes=[self._record_function])
 
-    def _note(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
+    def _record_function(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> None:
         if self._propagation is None:  # else it records itself
             self.record.note(func, args, kwargs, result)
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
+from support.models import Block, Net
 from torch import nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from composer3d import Batch, ParameterMesh, Phase, Transform, hookimpl, plugin, torch_compat
-from support.models import Block, Net
 
 
 class Experts(nn.Module):
