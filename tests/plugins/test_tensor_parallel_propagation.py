@@ -173,7 +173,10 @@ REFUSED = {
         ),
         "scaled_dot_product_attention on sharded features: 3 heads that are not cut meet 24 that are",
     ),
-    "normalize": (lambda x: F.normalize(x.transpose(1, 2)), "normalize on sharded features: it goes along the dim"),
+    "normalize": (
+        lambda x: F.normalize(x.transpose(1, 2)),
+        "normalize on sharded features: it goes along the sharded dim",
+    ),
     "batch norm": (
         lambda x: F.batch_norm(x, None, None, training=True),
         "batch_norm on sharded features: it goes along",

@@ -101,6 +101,6 @@ def test_writing_into_some_positions_is_refused():
             return x_BSD
 
     with pytest.raises(
-        PropagationError, match="__setitem__ on sharded features: it writes into some of the dim that is"
+        PropagationError, match="__setitem__ on sharded features: it writes into some of the sharded dim"
     ):
         run_sharded(Writing().double(), torch.zeros(2, LENGTH, dtype=torch.int64), lambda out, index: out.sum())
