@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation
 from composer3d.errors import StepError
+from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.torch_compat import is_wrapper_subclass
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def shard_state(module: nn.Module, state: dict[str, Any], prefix: str, context: 
                 f'"{fqn}" is kept as {type(own.to_local()).__name__}, which no plain tensor is copied into; load the '
                 "weights into the model before compose, or a checkpoint of this run by run.load(...)"
             )
-        order = context.orders.get(fqn)
+        order = context.stash(StoredOrders).by_name.get(fqn)
         placed = torch.empty_like(own.detach())
         initialisation.place(placed, full if order is None else order.stored(full))
         state[prefix + fqn] = placed
