@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import pytest
 
@@ -65,10 +66,13 @@ def test_memory_is_that_of_the_hardware_and_its_layout_is_examined(found):
 
 
 def test_the_screen_shows_time():
-    code, text = plan("--hardware", "h100", "--tokens", "1e9")
+    code, text = plan("--hardware", "h100", "--tokens", "1e14", "--price", "2")
     assert code == 0
     assert "on h100: a step of 256 tokens takes " in text
-    assert "[modelled]" in text and "the run: 3,906,250 steps, " in text.replace("\n", " ")
+    assert "[modelled]" in text and "the run: 390,625,000,000 steps, " in text.replace("\n", " ")
+    # Numbers as people write them: no exponents, thousands apart.
+    assert re.search(r"cost \$\d{1,3}(,\d{3})+ \(\$\d", text.replace("\n", " ")), text
+    assert not re.search(r"\de\+\d\d (tokens|days|device)", text), text
 
 
 @pytest.mark.parametrize(
