@@ -142,11 +142,14 @@ class Batch:
         args: Positional arguments of the model; tensors x_B... are split into micro-batches along dim 0.
         kwargs: Keyword arguments of the model, split likewise.
         target: Second argument of the loss; a tensor, or a nested container of tensors.
+        is_own_forward: Whether the loop calls the model itself, and reads its output: a plugin that shards the batch
+            then returns outputs whole.
     """
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     target: Any = None
+    is_own_forward: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -76,12 +76,21 @@ class Assembled:
         """Return a loop's arguments as this rank's batch, as plugins place it, on its device."""
         if target is None and self.engine.criterion.is_the_models:
             target = kwargs.get("labels")  # it is what the model counts, too
-        batch = Batch(args=args, kwargs=kwargs, target=target)
-        for function in self.place_batch:
-            batch = function(context=self.context, batch=batch) or batch
-        batch = to_device(batch, self.context.device)
+        batch = to_device(self._placed(Batch(args=args, kwargs=kwargs, target=target)), self.context.device)
         for function in self.observe_batch:
             function(context=self.context, batch=batch)
+        return batch
+
+    def placed_call(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], Mapping[str, Any]]:
+        """Return the arguments of a forward that the loop runs itself, as plugins place them."""
+        batch = self._placed(Batch(args=args, kwargs=kwargs, is_own_forward=True))
+        return batch.args, batch.kwargs
+
+    def _placed(self, batch: Batch) -> Batch:
+        for function in self.place_batch:
+            batch = function(context=self.context, batch=batch) or batch
         return batch
 
     def reported(self, step: int, metrics: dict[str, float]) -> dict[str, float]:

@@ -57,7 +57,7 @@ class Composition(OwnLoop):
         self._optimizer: torch.optim.Optimizer | None = None
         self._unwatch = refuse_other_optimizers(self._engine, self.context)
         if not assembled.has_schedule:
-            watch_model(self.parts[0].module, self._engine, self.context)
+            watch_model(self.parts[0].module, self._engine, self.context, assembled.placed_call)
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
@@ -31,7 +31,12 @@ def _refuse_copy(memo: object) -> NoReturn:
     )
 
 
-def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> None:
+def watch_model(
+    module: nn.Module,
+    engine: StepEngine,
+    context: RunContext,
+    place: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Mapping[str, Any]]],
+) -> None:
     """Attach hooks to the whole model of a composition without a schedule.
 
     They are functions that check the module they are called for: `copy.deepcopy` of the model keeps them, and on a copy
@@ -41,6 +46,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
         module: The only part.
         engine: Runs its steps.
         context: Frozen.
+        place: Returns arguments of a forward that the loop runs itself as plugins place them.
     """
     import torch
 
@@ -54,9 +60,11 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
             normal[-1].enter_context(torch.inference_mode(False))
             normal[-1].enter_context(torch.no_grad())
 
-    def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if owner is module:
-            engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
+    def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if owner is not module:
+            return None
+        engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
+        return None if engine.is_running else place(args, kwargs)
 
     def after(owner: nn.Module, _: Any, output: Any) -> None:
         if owner is module:
@@ -84,7 +92,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext) -> N
     if hasattr(module, "reshard"):  # FSDP2's
         # FSDP2's own refuses too, without advice; copy looks at the instance first.
         vars(module)["__deepcopy__"] = _refuse_copy
-    span_hooks.watch_own_forward(module, context, lambda: engine.is_own_forward)
+    span_hooks.watch_own_forward(module, context, lambda: engine.state is not None and not engine.is_running)
 
 
 def _watch_loading(module: nn.Module, engine: StepEngine, context: RunContext) -> None:

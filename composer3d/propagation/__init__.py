@@ -26,6 +26,7 @@ from composer3d.propagation.propagated_module import PropagatedModule
 from composer3d.propagation.propagated_sequence import Begins, PropagatedSequence, Sharded
 from composer3d.propagation.random_functions import eagerly, site_of
 from composer3d.propagation.sequence_mode import SequencePropagation
+from composer3d.propagation.sequence_operands import gather_along
 from composer3d.propagation.shards import (
     SEQUENCE,
     TENSOR_AXIS,
@@ -79,6 +80,7 @@ __all__ = [
     "eagerly",
     "exchanged",
     "first_of",
+    "gather_along",
     "in_mode",
     "is_in_place",
     "kind_of",

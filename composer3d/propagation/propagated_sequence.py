@@ -18,7 +18,17 @@ from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.random_functions import eagerly
 from composer3d.propagation.sequence_mode import SequencePropagation
-from composer3d.propagation.shards import SEQUENCE, PropagationError, attach, cut_of, cuts_in, mark, restated, unmark
+from composer3d.propagation.shards import (
+    SEQUENCE,
+    Cut,
+    PropagationError,
+    attach,
+    cut_of,
+    cuts_in,
+    mark,
+    restated,
+    unmark,
+)
 from composer3d.propagation.view_shapes import Placed
 
 if TYPE_CHECKING:
@@ -64,7 +74,7 @@ class PropagatedSequence:
         axis: Its name.
 
     Attributes:
-        watch: Called with the mark of each tensor that the root returns, or None.
+        returned: Called with each tensor that the root returns, and its mark or None; returns what takes its place.
     """
 
     def __init__(
@@ -87,7 +97,7 @@ class PropagatedSequence:
         self._memory = Memory(axis)
         self._at_work: SequencePropagation | None = None
         self._rowwise = frozenset(rowwise)
-        self.watch: Callable[[Any], None] = lambda output: None
+        self.returned: Callable[[Tensor, Cut | None], Tensor] = lambda output, cut: output
 
     @property
     def lengths(self) -> list[int]:
@@ -134,14 +144,24 @@ class PropagatedSequence:
             if not cuts_in(args, kwargs, axis=self._axis) and (fqn or self._begins is None):
                 return forward(*args, **kwargs)
             output = self._propagate(forward, fqn, args, kwargs)
-            if not fqn or fqn in self._blocks:
-                with torch_compat.without_torch_functions():
-                    for leaf in torch_compat.tree_leaves(output):
-                        self.watch(cut_of(leaf, self._axis))
-                        unmark(leaf, self._axis)
-            return output
+            if fqn and fqn not in self._blocks:
+                return output
+            return self._unmarked(output, is_root=not fqn)
 
         return eagerly(propagating)
+
+    def _unmarked(self, output: Any, *, is_root: bool) -> Any:
+        """Remove marks from what a forward returns, in place; what the root returns may be replaced."""
+        leaves = [leaf for leaf in torch_compat.tree_leaves(output) if isinstance(leaf, Tensor)]
+        cuts = [cut_of(leaf, self._axis) for leaf in leaves]
+        for leaf in leaves:
+            unmark(leaf, self._axis)
+        if not is_root:
+            return output
+        results = {id(leaf): self.returned(leaf, cut) for leaf, cut in zip(leaves, cuts, strict=True)}
+        if all(results[id(leaf)] is leaf for leaf in leaves):
+            return output
+        return torch_compat.tree_map(lambda leaf: results.get(id(leaf), leaf), output)
 
     def _propagate(self, forward: Callable[..., Any], fqn: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mode = SequencePropagation(

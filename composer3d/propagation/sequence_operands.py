@@ -15,7 +15,7 @@ from composer3d.propagation.whole_operands import Meeting
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SequenceOperands"]
+__all__ = ["SequenceOperands", "gather_along"]
 
 
 class SequenceOperands(Meeting):

@@ -87,7 +87,7 @@ class StepEngine:
             with self.explaining(), context.span("step", step=number), self.units.over("step", number):
                 self._at(StepPoint.BEGIN)
                 if target is not None:
-                    self._announce_own(target, self.identity(target, own=True))
+                    self._announce_own(target, self.identity(target))
                 yield self.state
                 self._at(StepPoint.END)
         finally:
@@ -131,9 +131,9 @@ class StepEngine:
 
     # ---- forward and backward ----------------------------------------------------------------------------------------
 
-    def identity(self, value: Any, *, own: bool = False) -> int:
+    def identity(self, value: Any) -> int:
         """Return the digest that ranks of one batch compare; before plugins shard it and it moves to a device."""
-        return self._guard.digest(value, own=own)
+        return self._guard.digest(value)
 
     def forward_backward(
         self, batch: Batch, *, identity: int, size: int | None, train: Callable[[Sequence[Batch]], None]
@@ -218,18 +218,17 @@ class StepEngine:
     # ---- a loop's own forward ----------------------------------------------------------------------------------------
 
     @property
-    def is_own_forward(self) -> bool:
-        """Whether a forward that begins now is the loop's own, inside a step."""
-        return self.state is not None and not self._scheduled and not self._evaluating
+    def is_running(self) -> bool:
+        """Whether a forward that begins now is the engine's, of a batch that plugins have placed."""
+        return self._scheduled or self._evaluating
 
     def enter_own_forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, trains: bool) -> None:
         """Start the random stream of a forward that the loop runs itself inside a step; open one to train in."""
         if self.state is None and trains and self.optimizer is not None and not (self._evaluating or self.is_plain):
             self.own_steps.open()
-        if self.is_own_forward:
-            assert self.state is not None, "inside a step"
+        if self.state is not None and not self.is_running:
             if self._own is None:  # else the step was announced with its target, or by its first backward
-                self._seen += self.identity((args, kwargs), own=True)
+                self._seen += self.identity((args, kwargs))
             self.streams.announce([Batch(args=args, kwargs=kwargs)])
             self.streams.enter(self.state.step, self._num_forwards, index=0)
             self._num_forwards += 1
@@ -242,7 +241,7 @@ class StepEngine:
         """
         import torch
 
-        if self._scheduled or self._evaluating:
+        if self.is_running:
             return
         self.streams.leave()
         if torch.is_grad_enabled():
@@ -272,7 +271,7 @@ class StepEngine:
 
     def _announce_own(self, target: Any, identity: int) -> None:
         self._own = OwnForward() if target is None else OwnForward(target=target, count=self.criterion.count(target))
-        self._agree([self._own.count], identity, own=True)
+        self._agree([self._own.count], identity)
 
     def forget_losses(self) -> None:
         """Drop the losses recorded so far in this step."""
@@ -280,14 +279,14 @@ class StepEngine:
 
     # ---- counts ------------------------------------------------------------------------------------------------------
 
-    def _agree(self, counts: Sequence[int], identity: int, *, own: bool = False) -> None:
+    def _agree(self, counts: Sequence[int], identity: int) -> None:
         assert self.state is not None, "inside a step"
         step, call = self.state.step, self._call
         with self._context.span("all_reduce", group="counts", axis="world"):
             # `verify` lets a fault run on, and reports its effects.
             compares = self._guard.compares and not call and self._context.purpose == "run"
             decided = self.loop.decided(step, self.optimizer) if compares else Decided()
-            totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, own=own, decided=decided)
+            totals = self._guard.agree(step=step, call=call, counts=counts, digest=identity, decided=decided)
         self._call, self._equal = self._call + 1, totals.equal
         self.state.count += totals.count
         self._ledger.announce(totals.count)

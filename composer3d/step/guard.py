@@ -110,7 +110,7 @@ class Guard:
         # Ranks along tp and pp hold the same samples: only the first of them counts.
         self._counts = all(coordinates[name] == 0 for name in others)
         sharing = (Role.TENSOR, Role.STAGE, Role.SEQUENCE) if whole_sequences else (Role.TENSOR, Role.STAGE)
-        self._peers = {False: self._groups(sharing), True: self._groups((Role.TENSOR, Role.STAGE))}
+        self._peers = self._groups(sharing)
         self._digest = Digest()
         self._same = SameBatches(layout, self._ranks)
         self._stages = same_stage(layout, self._ranks)
@@ -140,14 +140,13 @@ class Guard:
         group = next((group for group in self._stages if self._slot in group), (self._slot,))
         return tuple(self._ranks[position] for position in group)
 
-    def digest(self, value: Any, *, own: bool = False) -> int:
+    def digest(self, value: Any) -> int:
         """Return the digest of a batch, 0 where no two ranks must have the same one, nor are the first steps' compared.
 
         Args:
             value: Nested tensors, as passed by the loop.
-            own: Whether the loop runs its own forward, and so has sharded sequences itself.
         """
-        return self._digest(value) if self._compares and (self._peers[own] or self._same.is_looking) else 0
+        return self._digest(value) if self._compares and (self._peers or self._same.is_looking) else 0
 
     def agree(
         self,
@@ -156,7 +155,6 @@ class Guard:
         call: int | None,
         counts: Sequence[int],
         digest: int = 0,
-        own: bool = False,
         decided: Decided = _NOTHING,
     ) -> Totals:
         """Sum counts over all ranks and verify that they run the same step on the batches that they must share.
@@ -166,7 +164,6 @@ class Guard:
             call: Index of the batch within this step; None for an evaluation.
             counts: Valid tokens of each of this rank's micro-batches.
             digest: Of the batch; compared between ranks that must have the same one.
-            own: The loop runs its own forward, see `digest`.
             decided: Decisions of this rank's loop.
 
         Raises:
@@ -190,10 +187,10 @@ class Guard:
         dist.all_reduce(tensor, group=self._group)
         total: list[int] = tensor.tolist()
         if size and self._is_answered:
-            self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size], own)
+            self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size])
             if self._same.is_looking and call == 0:
                 self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
-                if not self._same.is_looking and not any(self._peers.values()):
+                if not self._same.is_looking and not self._peers:
                     self._digest = Digest()  # frees its weights
             self._compare_decided(total[3], total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size :], decided)
         if not self._is_answered:
@@ -212,7 +209,7 @@ class Guard:
 
     # ---- what ranks must have in common ------------------------------------------------------------------------------
 
-    def _compare(self, places: list[int], setups: list[int], digests: list[int], own: bool) -> None:
+    def _compare(self, places: list[int], setups: list[int], digests: list[int]) -> None:
         """Compare sums of fingerprints; only a difference is examined rank by rank."""
         if places.count(places[0]) != len(places):
             self._differ(
@@ -240,7 +237,7 @@ class Guard:
                 lambda num: f"have {num}",
                 "collectives of micro-batches need all ranks, so hand every rank a batch of the same size",
             )
-        for group in self._peers[own]:
+        for group in self._peers:
             if len({digests[position] for position in group}) != 1:
                 self._other_batch(group, digests, at)
 

@@ -31,6 +31,15 @@ LAYOUTS = (
     (1, ""),
 )
 FEW = (*LAYOUTS[:2], LAYOUTS[-1])
+CP = '[mesh]\ncp = {}\n[sharding.context_parallel]\nmethod = "{}"\n'
+# From two ranks of a sequence to four, to one, to two with nobody else averaging, and back to one.
+SEQUENCES = (
+    (2, CP.format(2, "ring") + "[sharding.fsdp2]\n"),
+    (4, CP.format(4, "gather") + "[sharding.fsdp2]\nzero = 2\n"),
+    (1, ""),
+    (2, CP.format(2, "ulysses")),
+    (1, ""),
+)
 
 
 def tensors(run, optimizer):
@@ -75,7 +84,9 @@ def distance(one, other):
     return max(float((one[name] - other[name]).abs().max() / other[name].abs().max()) for name in other)
 
 
-@pytest.mark.parametrize("layouts", [FEW, pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["few", "all"])
+@pytest.mark.parametrize(
+    "layouts", [FEW, pytest.param(LAYOUTS, marks=pytest.mark.slow), SEQUENCES], ids=["few", "all", "sequences"]
+)
 def test_every_layout_goes_on_from_every_kind_of_other(layouts, tmp_path):
     ((losses, final, _),) = run_ranks(go_on, 1, "", 0, len(layouts), None, None)
     # Weights, and two moments each.

@@ -146,25 +146,22 @@ def test_peers_must_be_handed_the_same_batch(degrees, digests, who, axes):
     assert run_ranks(refused, len(digests), given, degrees) == [message] * len(digests)
 
 
-def shares(degrees, digests, options, own):
+def shares(degrees, digests, options):
     guard = guard_of(**degrees, **options)
-    return guard.agree(step=2, call=0, counts=[1], digest=digests[dist.get_rank()], own=own).count
+    return guard.agree(step=2, call=0, counts=[1], digest=digests[dist.get_rank()]).count
 
 
 @pytest.mark.parametrize(
-    ("degrees", "digests", "options", "own"),
+    ("degrees", "digests", "options"),
     [
-        pytest.param(
-            {"pp": 2, "dp_shard": 2, "tp": 2}, [1, 1, 2, 2, 1, 1, 2, 2], {}, False, id="other samples along dp"
-        ),
-        pytest.param({"cp": 2}, [1, 2], {"whole_sequences": False}, False, id="a loop that cuts sequences itself"),
-        pytest.param({"cp": 2}, [1, 2], {}, True, id="a forward of the loop's own"),
-        pytest.param({"tp": 2}, [1, 2], {"compares": False}, False, id="switched off"),
+        pytest.param({"pp": 2, "dp_shard": 2, "tp": 2}, [1, 1, 2, 2, 1, 1, 2, 2], {}, id="other samples along dp"),
+        pytest.param({"cp": 2}, [1, 2], {"whole_sequences": False}, id="a loop that shards sequences itself"),
+        pytest.param({"tp": 2}, [1, 2], {"compares": False}, id="switched off"),
     ],
 )
-def test_ranks_that_may_differ_are_not_named(degrees, digests, options, own):
+def test_ranks_that_may_differ_are_not_named(degrees, digests, options):
     expected = 2 if degrees != {"tp": 2} else 1
-    assert run_ranks(shares, len(digests), degrees, digests, options, own) == [expected] * len(digests)
+    assert run_ranks(shares, len(digests), degrees, digests, options) == [expected] * len(digests)
 
 
 def votes(table):

@@ -215,6 +215,8 @@ def _examples(model: nn.Module, context: RunContext, scale: int) -> Iterator[Cal
     tokens = Call(args=(torch.zeros(batch, length, dtype=torch.int64, device="meta"),), kwargs={})
     if first is None or any(kind_of(module) == "embedding" for module in modules):
         yield tokens
+        if scale > 1:  # a model may have a limit
+            yield Call(args=(torch.zeros(batch, length // 2, dtype=torch.int64, device="meta"),), kwargs={})
     if isinstance(first, nn.Conv2d):
         for height, width in _image_sizes(model):
             yield Call(

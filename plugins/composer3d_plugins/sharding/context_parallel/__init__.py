@@ -26,7 +26,7 @@ from composer3d import (
 )
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from composer3d_plugins.sharding.context_parallel.eligibility import Found
     from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
@@ -49,7 +49,8 @@ class ContextParallel:
     The model's code is propagated: it computes with sizes, positions and masks of the whole sequence, on local shards.
     What is whole, such as a mask or a table of rotations, is indexed where it meets a shard. Attention, as
     `scaled_dot_product_attention` or written out as products and a softmax, reads the keys and values of all ranks.
-    What mixes positions otherwise is gathered and computed on every rank; the rows of the plan name it.
+    What mixes positions otherwise is gathered and computed on every rank; the rows of the plan name it. Lengths that
+    ranks cannot share equally are padded where the model is causal, which changes no loss, count or gradient.
 
     gather: keys and values are all-gathered, and again in the backward.
     ring: they are passed from rank to rank while blocks are computed: no rank holds them all.
@@ -115,26 +116,28 @@ class ContextParallel:
 
     @hookimpl
     def composer3d_place_batch(self, context: RunContext, batch: Batch) -> Batch | None:
-        """Shard inputs and targets along the sequence."""
-        from composer3d_plugins.sharding.context_parallel.batch_placement import place, sharded_inputs
+        """Shard inputs and targets along the sequence, padded where that is exact."""
+        from composer3d_plugins.sharding.context_parallel.batch_placement import Placement
 
         degree = context.degrees["cp"]
         if degree == 1:
             return None
         found: Found = context.state[self]
         rank = context.coordinates["cp"]
-
-        def take(x: Tensor, dim: int) -> Tensor:
-            return x.index_select(dim, self._positions(x.shape[dim], degree).index(rank).to(x.device))
-
-        return place(
-            batch,
-            dims=sharded_inputs(batch.args, batch.kwargs, found.names, self.sequence_dim),
+        placement = Placement(
+            names=found.names,
             dim=self.sequence_dim,
+            unit=self._unit(degree),
             shares_target=found.shares_output,
-            unit=degree * (2 if self.balanced else 1),
-            take=take,
+            unpadded=found.unpadded,
+            index=lambda length: self._positions(length, degree).index(rank),
         )
+        placed, found.sequences = placement.place(batch)
+        return placed
+
+    def _unit(self, degree: int) -> int:
+        """Return what lengths are multiples of."""
+        return degree * (2 if self.balanced else 1)
 
     def _positions(self, length: int, degree: int) -> Positions:
         from composer3d_plugins.sharding.context_parallel.sequence_rules import positions_of
@@ -152,6 +155,7 @@ class ContextParallel:
                 model,
                 context,
                 degree=degree,
+                unit=self._unit(degree),
                 dim=self.sequence_dim,
                 others=self.others,
                 rowwise=[fqn for fqn in context.fqns if fqn in stated | known],
@@ -174,6 +178,7 @@ class ContextParallel:
         from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
         from composer3d_plugins.sharding.context_parallel.eligibility import begins_of
         from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup, divided_group
+        from composer3d_plugins.sharding.context_parallel.sequence_outputs import Outputs
         from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
 
         if context.degrees["cp"] == 1:
@@ -184,23 +189,31 @@ class ContextParallel:
             group = divided_group(context.mesh, axis="cp", inner_degree=found.inner_degree)
         else:
             group = SequenceGroup.of(mesh.get_group())
-        rules = EngineRules(group=group, method=Method(self.method), balanced=self.balanced)
+        rules = EngineRules(
+            group=group,
+            method=Method(self.method),
+            balanced=self.balanced,
+            tokens=lambda length: found.sequences.tokens(length),
+        )
         # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks.
         sharded = {
             fqn
             for fqn, module in model.named_modules()
             if any(hasattr(parameter, "device_mesh") for parameter in module.parameters(recurse=False))
         }
-        PropagatedSequence(
+        sequence = PropagatedSequence(
             degree=mesh.size(),
             rules=rules,
             blocks=found.blocks,
-            rowwise={*found.rowwise, *sharded},
+            rowwise={*found.rowwise, *sharded, *found.converted(model)},
             inputs=lambda args, kwargs: sharded_inputs(args, kwargs, found.names, self.sequence_dim),
             begins=begins_of(found, self.sequence_dim),
             lengths=found.lengths,
             mesh=mesh,
-        ).install(model)
+        )
+        if any(part.is_last and part.module is model for part in context.parts):
+            sequence.returned = Outputs(rules=rules, found=found)
+        sequence.install(model)
         return fqns
 
 

@@ -1,21 +1,28 @@
-"""Arguments of a model that are sharded along the sequence: those that become activations token by token."""
+"""Batches whose sequence is sharded: arguments that become activations token by token, and padding of their length.
+
+A length that does not divide is padded at its end where the model is causal: no token sees what follows it. Outputs of
+padding are dropped before the loss sees them, so that losses, counts and gradients are those of the batch as it was.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from composer3d import Batch, BatchError, torch_compat
 
-__all__ = ["place", "sharded_inputs"]
+__all__ = ["Placement", "Sequences", "sharded_inputs"]
 
 # Names of arguments that become activations, beside the first tensor. Masks, positions, documents and images stay
 # whole: their positions are taken where they meet sharded activations.
-NAMES = frozenset(
-    "input_ids inputs_embeds decoder_input_ids decoder_inputs_embeds labels shift_labels targets target tokens".split()
-)
+LABELS = frozenset("labels shift_labels targets target".split())
+NAMES = LABELS | frozenset("input_ids inputs_embeds decoder_input_ids decoder_inputs_embeds tokens".split())
+# Of a label that losses leave out.
+IGNORED = -100
 
 
 def sharded_inputs(
@@ -29,10 +36,7 @@ def sharded_inputs(
         names: Names of the model's parameters, in order.
         dim: The one that is the sequence.
     """
-    called: list[tuple[int | str, str, Any]] = [
-        (at, names[at] if at < len(names) else "", value) for at, value in enumerate(args)
-    ]
-    called += [(name, name, value) for name, value in kwargs.items()]
+    called = list(_named(args, kwargs, names))
     tensors = [(at, name, value) for at, name, value in called if isinstance(value, Tensor) and value.ndim > dim]
     stated = [at for at, name, _ in tensors if name in NAMES]
     # Of an image's dims none is a sequence: it begins inside of the model.
@@ -43,48 +47,123 @@ def sharded_inputs(
     return dict.fromkeys([*([] if first is None else [first]), *stated], dim)
 
 
-def place(
-    batch: Batch,
-    *,
-    dims: Mapping[int | str, int],
-    dim: int,
-    shares_target: bool,
-    unit: int,
-    take: Callable[[Tensor, int], Tensor],
-) -> Batch:
-    """Return a batch of which this rank's positions are taken.
+def _named(
+    args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> Iterator[tuple[int | str, str, Any]]:
+    """Yield the key, the name and the value of each argument."""
+    for at, value in enumerate(args):
+        yield at, names[at] if at < len(names) else "", value
+    for name, value in kwargs.items():
+        yield name, name, value
+
+
+@dataclass(kw_only=True)
+class Sequences:
+    """Lengths of the batch at work.
+
+    Attributes:
+        lengths: Lengths of its tokens by those that ranks share equally.
+        is_own_forward: Whether its outputs are to be whole again.
+    """
+
+    lengths: dict[int, int] = field(default_factory=dict)
+    is_own_forward: bool = False
+
+    def tokens(self, length: int) -> int:
+        """Return the number of tokens of a sequence, without padding."""
+        return self.lengths.get(length, length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """How batches are sharded.
 
     Args:
-        batch: Whole.
-        dims: As of `sharded_inputs`.
-        dim: The dim of targets that is the sequence.
-        shares_target: Whether the model's output is sharded, so that its targets are.
+        names: Names of the model's parameters.
+        dim: The dim of inputs and targets that is the sequence.
         unit: What lengths have to be multiples of.
-        take: Returns this rank's positions along a dim.
-
-    Raises:
-        BatchError: A length is no multiple of the unit.
+        shares_target: Whether the model's output is sharded, so that its targets are.
+        unpadded: Why lengths are not padded; empty where they are.
+        index: Returns this rank's positions of a sequence of a length, int64.
     """
-    lengths: set[int] = set()
 
-    def placed(x: Tensor, along: int) -> Tensor:
-        length = x.shape[along]
-        if length % unit:
-            lower, upper = length // unit * unit, -(-length // unit) * unit
-            near = f"{upper}" if not lower else f"{lower} or {upper}"
-            raise BatchError(
-                f"a sequence of {length} tokens does not divide into {unit} equal chunks, as context_parallel needs; "
-                f"use {near}"
-            )
-        lengths.add(length)
-        return take(x, along)
+    names: Sequence[str]
+    dim: int
+    unit: int
+    shares_target: bool
+    unpadded: str
+    index: Callable[[int], Tensor]
 
-    args = tuple(placed(x, dims[at]) if at in dims else x for at, x in enumerate(batch.args))
-    kwargs = {name: placed(x, dims[name]) if name in dims else x for name, x in batch.kwargs.items()}
+    def place(self, batch: Batch) -> tuple[Batch, Sequences]:
+        """Return a batch of which this rank's positions are taken, and its lengths.
 
-    def target(leaf: Any) -> Any:
-        is_sequence = isinstance(leaf, Tensor) and leaf.ndim > dim and leaf.shape[dim] in lengths
-        return take(leaf, dim) if is_sequence else leaf
+        Raises:
+            BatchError: A length is no multiple of the unit, and is not padded.
+        """
+        dims = sharded_inputs(batch.args, batch.kwargs, self.names, self.dim)
+        named = list(_named(batch.args, batch.kwargs, self.names))
+        sharded = [(at, x.shape[dims[at]]) for at, _, x in named if at in dims]
+        found = Sequences(is_own_forward=batch.is_own_forward)
+        for _, length in sharded:
+            found.lengths[self._padded(length)] = length
+        padded = {tokens: length for length, tokens in found.lengths.items() if tokens != length}
 
-    targets = batch.target if batch.target is None or not shares_target else torch_compat.tree_map(target, batch.target)
-    return Batch(args=args, kwargs=kwargs, target=targets)
+        def placed(key: int | str, name: str, x: Any) -> Any:
+            if key in dims:
+                return self._taken(x, dims[key], name in LABELS)
+            return self._extended(x, name, padded) if isinstance(x, Tensor) and padded else x
+
+        values = {key: placed(key, name, x) for key, name, x in named}
+        args = tuple(values[at] for at in range(len(batch.args)))
+        kwargs = {name: values[name] for name in batch.kwargs}
+        targets = batch.target
+        if targets is not None and self.shares_target:
+            lengths = set(found.lengths.values())
+            targets = torch_compat.tree_map(lambda leaf: self._target(leaf, lengths), targets)
+        return replace(batch, args=args, kwargs=kwargs, target=targets), found
+
+    def _padded(self, length: int) -> int:
+        """Return the length with padding."""
+        if length % self.unit and self.unpadded:
+            self._refuse(length, self.unpadded)
+        return -(-length // self.unit) * self.unit
+
+    def _refuse(self, length: int, why: str) -> NoReturn:
+        lower, upper = length // self.unit * self.unit, -(-length // self.unit) * self.unit
+        near = f"{upper}" if not lower else f"{lower} or {upper}"
+        raise BatchError(
+            f"a sequence of {length} tokens does not divide into {self.unit} equal chunks, as context_parallel needs, "
+            f"and is not padded, since {why}; use {near}"
+        )
+
+    def _taken(self, x: Tensor, dim: int, is_label: bool) -> Tensor:
+        """Return this rank's positions; padding repeats the last token, and has labels that losses leave out."""
+        length = x.shape[dim]
+        index = self.index(self._padded(length)).to(x.device)
+        taken = x.index_select(dim, index.clamp(max=length - 1))
+        if not is_label or self._padded(length) == length:
+            return taken
+        if x.is_floating_point():
+            self._refuse(length, "labels of floating point have no value that losses leave out")
+        shape = [1] * x.ndim
+        shape[dim] = -1
+        return taken.masked_fill((index >= length).view(shape), IGNORED)
+
+    def _extended(self, x: Tensor, name: str, padded: Mapping[int, int]) -> Tensor:
+        """Return a mask, positions or documents of the padded length, whose last column is repeated."""
+        dims = [at for at in range(1, x.ndim) if x.shape[at] in padded]
+        if not dims or x.is_floating_point() and len(dims) == 1:
+            return x  # the sizes of images are none of tokens
+        length = x.shape[dims[0]]
+        if len(dims) > 1:
+            self._refuse(length, f'"{name}" of {list(x.shape)} has a row and a column a token')
+        index = torch.arange(padded[length], device=x.device).clamp(max=length - 1)
+        return x.index_select(dims[0], index)
+
+    def _target(self, leaf: Any, lengths: set[int]) -> Any:
+        """Return this rank's positions of a target, without padding."""
+        if not isinstance(leaf, Tensor) or leaf.ndim <= self.dim or leaf.shape[self.dim] not in lengths:
+            return leaf
+        length = leaf.shape[self.dim]
+        index = self.index(self._padded(length)).to(leaf.device)
+        return leaf.index_select(self.dim, index[index < length])

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from composer3d import PluginError, Role, RunContext, torch_compat
+from composer3d import Batch, PluginError, Role, RunContext, torch_compat
 from composer3d.propagation import (
     Begins,
     Call,
+    Cut,
     PropagatedSequence,
     PropagationError,
     Sharded,
     blocks_of,
     cut_of,
+    kind_of,
     on_meta,
     patched,
     trace,
     unseen,
 )
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
-from composer3d_plugins.sharding.context_parallel.batch_placement import sharded_inputs
+from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
 
@@ -45,7 +48,10 @@ class Found:
         rowwise: Modules that are said to do the same with every position.
         names: Of the model's parameters.
         shares_output: Whether the model's output is sharded.
+        unpadded: Why lengths that do not divide are not padded; empty where they are.
+        sequences: Lengths of the batch at work.
         inner_degree: Of usp, ranks that exchange heads; else 1.
+        layers: Forwards of the classes of linear layers, by FQN, before precision plugins convert them.
     """
 
     names: tuple[str, ...]
@@ -55,7 +61,18 @@ class Found:
     rows: dict[str, list[str]] = field(default_factory=dict)
     rowwise: tuple[str, ...] = ()
     shares_output: bool = True
+    unpadded: str = ""
+    sequences: Sequences = field(default_factory=Sequences)
     inner_degree: int = 1
+    layers: dict[str, Any] = field(default_factory=dict)
+
+    def converted(self, model: nn.Module) -> set[str]:
+        """Return linear layers with another product than torch's, which is that of each token whatever its code."""
+        return {
+            fqn
+            for fqn, module in model.named_modules()
+            if fqn in self.layers and type(module).forward is not self.layers[fqn]
+        }
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
@@ -67,7 +84,7 @@ def names_of(model: nn.Module) -> tuple[str, ...]:
 
 def dry_run(
     model: nn.Module, context: RunContext,
-    *, degree: int, dim: int, others: str, rowwise: Collection[str], method: str, inner_degree: int | None,
+    *, degree: int, unit: int, dim: int, others: str, rowwise: Collection[str], method: str, inner_degree: int | None,
     balanced: bool,
 ) -> Found:  # fmt: skip
     """Run the whole model on meta with its sequence sharded.
@@ -75,6 +92,7 @@ def dry_run(
     Args:
         model: The whole model.
         degree: Ranks along cp.
+        unit: What lengths are multiples of, with padding.
         dim: The dim of inputs that is the sequence.
         others: "gather" or "refuse".
         rowwise: FQNs of modules that do the same with every position.
@@ -91,13 +109,26 @@ def dry_run(
             "positions it reads cannot be seen",
             hint=f"write {kernel.instead}",
         )
-    found = Found(names=names_of(model), rowwise=tuple(rowwise))
+    layers = {
+        fqn: type(module).forward
+        for fqn, module in model.named_modules()
+        if kind_of(module) in ("linear", "transposed")
+    }
+    found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
     blocks = blocks_of(model, context, several=True)
     call = trace(model, context, blocks=blocks, scale=degree).call
     rules = DryRules(degree=degree, balanced=balanced, others=others)
-    outputs: list[Any] = []
+    outputs: list[Cut | None] = []
     found.begins = tuple(blocks)
-    call = _narrowed(call.fresh(), found, rules, dim=dim)
+    placement = Placement(
+        names=found.names,
+        dim=dim,
+        unit=unit,
+        shares_target=False,
+        unpadded="",
+        index=lambda length: torch.arange(length // degree),
+    )
+    call = _narrowed(call.fresh(), found, placement)
     sequence = PropagatedSequence(
         degree=degree,
         rules=rules,
@@ -106,7 +137,12 @@ def dry_run(
         inputs=lambda a, k: sharded_inputs(a, k, found.names, dim),
         begins=begins_of(found, dim),
     )
-    sequence.watch = outputs.append
+
+    def returned(leaf: Tensor, cut: Cut | None) -> Tensor:
+        outputs.append(cut)
+        return leaf
+
+    sequence.returned = returned
     forwards = {
         module: _tracked(fqn, forward if call.has_values or not fqn else unseen(forward), rules, found, set(blocks))
         for module, fqn, forward in sequence.forwards(model)
@@ -117,7 +153,30 @@ def dry_run(
     _refuse(found, rules, context, Method(method), inner_degree)
     found.lengths = tuple(sequence.lengths)
     found.shares_output = any(cut is not None for cut in outputs)
+    found.unpadded = _unpadded(rules, outputs)
     return found
+
+
+def _unpadded(rules: DryRules, outputs: Sequence[Cut | None]) -> str:
+    """Return why tokens may see padding that follows them; empty where they do not.
+
+    Masks have no values on meta: those of a run are looked at.
+    """
+    for what, reason in (
+        ("gathered", "sees padding as it sees tokens"),
+        ("products", "multiplies tokens with each other, under a mask that is not known"),
+    ):
+        for found, fqn, name in rules.notes:
+            if found == what:
+                return f'"{fqn}" ({name}) {reason}'
+    for fqn, call in rules.calls:
+        if call.k_length is not None and (
+            call.q_length != call.k_length or not (call.is_causal or call.mask is not None)
+        ):
+            return f'"{fqn}" attends to what follows a token'
+    if not all(cut is not None and len(cut.placed.parts) == 1 for cut in outputs):
+        return "not all that the model returns is sharded"
+    return ""
 
 
 def _run(
@@ -185,28 +244,18 @@ def begins_of(found: Found, dim: int) -> Begins | None:
     return Begins(blocks=found.begins, dim=dim, is_sequence=lambda x: x.ndim == dim + 2)
 
 
-def _narrowed(call: Call, found: Found, rules: DryRules, *, dim: int) -> Call:
+def _narrowed(call: Call, found: Found, placement: Placement) -> Call:
     """Return the call of a rank; blocks begin a sequence where no input has it."""
-    dims = sharded_inputs(call.args, call.kwargs, found.names, dim)
-    if dims:
+    if sharded_inputs(call.args, call.kwargs, found.names, placement.dim):
         found.begins = ()
     elif not found.begins:
         raise PluginError(
-            f"context_parallel finds no input of the model with a dim {dim} to shard, and no list of blocks between "
-            "which a sequence could be",
+            f"context_parallel finds no input of the model with a dim {placement.dim} to shard, and no list of blocks "
+            "between which a sequence could be",
             hint='state the repeated blocks: [model] blocks = "PATTERN"',
         )
-
-    def share(key: int | str, x: Any) -> Any:
-        if key not in dims:
-            return x
-        return x.narrow(dims[key], 0, rules.local_length(x.shape[dims[key]]))
-
-    return replace(
-        call,
-        args=tuple(share(at, x) for at, x in enumerate(call.args)),
-        kwargs={name: share(name, x) for name, x in call.kwargs.items()},
-    )
+    batch, _ = placement.place(Batch(args=call.args, kwargs=call.kwargs))
+    return replace(call, args=batch.args, kwargs=batch.kwargs)
 
 
 def _tracked(

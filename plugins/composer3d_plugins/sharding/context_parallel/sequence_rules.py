@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from composer3d import PluginError, torch_compat
+from composer3d import BatchError, PluginError, torch_compat
 from composer3d.propagation import AttentionCall, PropagationError
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
@@ -41,13 +43,16 @@ class EngineRules:
         group: The ranks.
         method: Of attention.
         balanced: Whether a rank holds one chunk from both ends of the sequence.
+        tokens: Returns the number of tokens of a sequence of a length, without padding.
     """
 
     group: SequenceGroup
     method: Method
     balanced: bool
+    tokens: Callable[[int], int] = int
     _indices: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _plans: dict[Any, SequencePlan] = field(default_factory=dict)
+    _causal: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
 
     def positions(self, length: int) -> Positions:
         """Return the positions of every rank of a sequence of a length."""
@@ -86,6 +91,7 @@ class EngineRules:
             return F.scaled_dot_product_attention(
                 q, k, v, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
             )
+        self._refuse_padding(call)
         flat = q.ndim == 3
         if flat:
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))
@@ -103,6 +109,25 @@ class EngineRules:
         else:
             out = attend(q, k, v, attention, self._plan(q, k, v, attention, call.q_length, call.k_length))
         return out.squeeze(1) if flat else out
+
+    def _refuse_padding(self, call: AttentionCall) -> None:
+        """Raise an error where a mask lets tokens see the padding that follows them."""
+        mask, length = call.mask, call.k_length
+        if mask is None or length is None or (tokens := self.tokens(length)) == length or call.is_causal:
+            return
+        if mask in self._causal:
+            return
+        rows = mask
+        if mask.shape[-2] > 1 and call.q_length is not None:
+            at = self.index(call.q_length, mask.device) if call.has_own_rows else torch.arange(call.q_length)
+            rows = mask[..., (at < self.tokens(call.q_length)).nonzero()[:, 0].to(mask.device), :]
+        seen = rows[..., tokens:]
+        if bool((seen if seen.dtype is torch.bool else seen > torch.finfo(seen.dtype).min / 2).any()):
+            raise BatchError(
+                f"a sequence of {tokens} tokens was padded to {length}, since ranks of cp share it equally, and a mask "
+                f"lets tokens see the padding; pad it yourself, with a mask that hides it, or use {length} tokens"
+            )
+        self._causal.add(mask)
 
     def _plan(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, q_length: int, k_length: int

@@ -1,0 +1,46 @@
+"""Outputs of a model whose sequence is sharded: without padding, and whole for a loop that calls the model itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from composer3d.propagation import Cut, gather_along
+from composer3d_plugins.sharding.context_parallel.eligibility import Found
+from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
+
+__all__ = ["Outputs"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outputs:
+    """Returns of each tensor that the model returns what the loss takes.
+
+    A loss of whole outputs is computed on every rank, and counted as often as its tokens are.
+
+    Args:
+        rules: Exchanges.
+        found: What is known of the model and of the batch at work.
+    """
+
+    rules: EngineRules
+    found: Found
+
+    def __call__(self, output: Tensor, cut: Cut | None) -> Tensor:
+        """Return this rank's tokens, or all of them to a loop that calls the model itself.
+
+        Collectives: in such a loop 1 all-gather, backward 1 reduce-scatter.
+        """
+        if cut is None or len(cut.placed.parts) > 1:
+            return output
+        dim, length = cut.placed.dim, cut.shadow.shape[cut.placed.dim]
+        tokens = self.found.sequences.tokens(length)
+        if self.found.sequences.is_own_forward:
+            whole: Tensor = gather_along(output, dim, length, self.rules).narrow(dim, 0, tokens)
+            return whole
+        if tokens == length:
+            return output
+        held = int((self.rules.index(length, output.device) < tokens).sum())
+        # A rank holds its positions in order.
+        return output.narrow(dim, 0, held)

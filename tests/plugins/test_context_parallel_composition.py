@@ -1,0 +1,135 @@
+"""Sequences sharded over cp beside other plugins: equal to one device, with the collectives that follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layout_matrix_cells import batch, distance, factory, loss_fn, one_device, train
+from support.models import mine, write_manifest
+
+import composer3d
+from composer3d.runner.ema import EMA
+from composer3d.testing import count_collectives, full, run_ranks
+
+LAYERS = 4
+FSDP = "[sharding.fsdp2]\n"
+SP = "[sharding.tensor_parallel]\nsequence_parallel = true\n"
+OFFLOAD = "[scheduling.activation_offload]\nmin_mib = 0.0\n"
+
+
+def cp(method, tables, *, mesh="", train=""):
+    return (
+        f"composer3d = 1\n[mesh]\ncp = 2\n{mesh}\n[train]\nglobal_batch = 32\n{train}\n{tables}"
+        f'[sharding.context_parallel]\nmethod = "{method}"\n'
+    )
+
+
+def recompute(mode, policy=None):
+    text = f'[scheduling.activation_checkpoint]\nmode = "{mode}"\n'
+    return text if policy is None else f'{text}policy = "{policy}"\n'
+
+
+def pipeline(schedule):
+    return f'[scheduling.pipeline]\nschedule = "{schedule}"\n'
+
+
+def distances(cases, reference):
+    """Return how far two optimizer steps of each case are from one device."""
+    found = [train(text) for text in cases]
+    return [max(distance(tensor, reference[name]) for name, tensor in each.items()) for each in found]
+
+
+def assert_equal_to_one_device(world_size, cases):
+    for ranks in zip(*run_ranks(distances, world_size, cases, one_device()), strict=True):
+        assert max(ranks) <= 1e-12
+
+
+def test_data_parallelism_accumulation_and_nobody_else():
+    cases = [
+        cp("ring", ""),
+        cp("ring", "", train="microbatch = 8"),
+        cp("gather", FSDP + "zero = 1\n", train="microbatch = 8"),
+        cp("ulysses", "[sharding.ddp]\n"),
+    ]
+    assert_equal_to_one_device(2, cases)
+
+
+def test_recomputed_and_offloaded_activations():
+    cases = [
+        cp("ring", FSDP + recompute("selective", "attention")),
+        cp("ulysses", FSDP + recompute("full")),
+        cp("gather", FSDP + recompute("sqrt")),
+        cp("universal", FSDP + OFFLOAD),
+        cp("ring", FSDP + recompute("full") + OFFLOAD),
+    ]
+    assert_equal_to_one_device(2, cases)
+
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [each if each in ("1F1B", "ZBVZeroBubble") else pytest.param(each, marks=pytest.mark.slow) for each in SCHEDULES],
+)
+def test_schedules(schedule):
+    tables = FSDP + pipeline(schedule)
+    cases = [cp("ring", tables, mesh="pp = 2", train="microbatch = 4")]
+    cases += [cp("gather", tables + recompute("full"), mesh="pp = 2", train="microbatch = 4")]
+    assert_equal_to_one_device(4, cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_with_sequences_that_tp_shards_again(schedule):
+    tables = FSDP + SP + pipeline(schedule)
+    assert_equal_to_one_device(8, [cp("ring", tables, mesh="pp = 2\ntp = 2", train="microbatch = 4")])
+
+
+def counted(cases):
+    """Return the collectives over cp of one step of each case."""
+    found = []
+    for text in cases:
+        with composer3d.compose(factory, write_manifest(text), loss_fn=loss_fn, device="cpu") as run:
+            tokens, targets = (mine(run, tensor) for tensor in batch(0))
+            with run.step(0), count_collectives(run.mesh) as collectives:
+                run.forward_backward(tokens, target=targets)
+            found.append({op: n for (op, axis), (n, _) in collectives.summary().items() if axis == "cp"})
+    return found
+
+
+def test_a_named_policy_keeps_what_attention_exchanged():
+    policies = ["", recompute("full"), recompute("selective", "attention")]
+    cases = [cp(method, tables) for method in ("ring", "ulysses", "gather") for tables in policies]
+    counts = run_ranks(counted, 2, cases)[0]
+    ring, ulysses, gather = counts[:3], counts[3:6], counts[6:]
+    # A ring of two has a message forward and three backward; ulysses four each way; gather one forward, one backward.
+    assert [each["send"] for each in ring] == [4 * LAYERS, 5 * LAYERS, 4 * LAYERS]
+    assert [each["all_to_all"] for each in ulysses] == [8 * LAYERS, 12 * LAYERS, 8 * LAYERS]
+    assert [each["all_gather"] for each in gather] == [2 * LAYERS, 3 * LAYERS, 2 * LAYERS]
+    assert {each["reduce_scatter"] for each in gather} == {LAYERS}
+
+
+def averaged(text):
+    """Train two steps; return the evaluated loss of the averaged weights, and the averages."""
+    torch.set_default_dtype(torch.float64)
+    with composer3d.compose(factory, write_manifest(text), loss_fn=loss_fn, device="cpu") as run:
+        optimizer, ema = run.optimizer(torch.optim.SGD, lr=0.5), EMA(run, decay=0.75)
+        tokens, targets = (mine(run, tensor) for tensor in batch(0))
+        for step in range(2):
+            with run.step(step):
+                run.forward_backward(tokens, target=targets)
+                optimizer.step()
+                ema.update(step)
+                optimizer.zero_grad()
+        with ema.applied():
+            weights = {name: full(parameter.detach()).clone() for name, parameter in run.named_parameters()}
+            evaluated = run.evaluate(tokens, target=targets)
+    return float(evaluated.loss), evaluated.count, weights
+
+
+def test_averages_of_weights_and_their_evaluation():
+    ((loss_1, count_1, weights_1),) = run_ranks(averaged, 1, "composer3d = 1\n")
+    for loss, count, weights in run_ranks(averaged, 2, cp("ring", FSDP)):
+        assert abs(loss - loss_1) <= 1e-12 * loss_1 and count == count_1
+        assert max(distance(weights[name], weights_1[name]) for name in weights_1) <= 1e-6  # averages are float32
