@@ -70,6 +70,7 @@ from composer3d.torch_compat.modes import (
     start_autograd,
     traceable,
     without_torch_functions,
+    works_on_meta,
 )
 from composer3d.torch_compat.operator_shapes import ResultMemory
 from composer3d.torch_compat.operators import (
@@ -247,5 +248,6 @@ __all__ = [
     "with_local",
     "without_own_messages",
     "without_torch_functions",
+    "works_on_meta",
     "written_tensors",
 ]

@@ -28,6 +28,7 @@ __all__ = [
     "start_autograd",
     "traceable",
     "without_torch_functions",
+    "works_on_meta",
 ]
 
 
@@ -175,7 +176,7 @@ def start_autograd() -> None:
 
 
 def selective_contexts(policy: Any) -> tuple[Any, Any]:
-    """Return torch's contexts of a selective checkpoint, which let ranges of the profiler pass.
+    """Return torch's contexts of a selective checkpoint, which let ranges of the profiler and sizes on meta pass.
 
     torch counts every operator of the forward, and the recomputation may have no further ones. A unit of FSDP2 inside
     the checkpoint opens a range in every backward that it did not open in the forward, and ranges are operators here.
@@ -191,11 +192,21 @@ def selective_contexts(policy: Any) -> tuple[Any, Any]:
     return contexts
 
 
+def works_on_meta(args: tuple[Any, ...]) -> bool:
+    """Return whether an operator is given tensors on meta, whose sizes a propagation compares with those of shards.
+
+    It does so in a first forward alone, so that what is counted or kept must not include them.
+    """
+    import torch
+
+    return any(type(each) in (torch.Tensor, torch.nn.Parameter) and each.is_meta for each in args)
+
+
 @functools.cache
 def _without_ranges(kind: Any) -> Any:
     class WithoutRanges(kind):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func.namespace == "profiler":
+            if func.namespace == "profiler" or works_on_meta(args):
                 return func(*args, **(kwargs or {}))
             return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -59,6 +59,8 @@ def test_recomputed_and_offloaded_activations():
         cp("ring", FSDP + recompute("selective", "attention")),
         cp("ulysses", FSDP + recompute("full")),
         cp("gather", FSDP + recompute("sqrt")),
+        cp("universal", FSDP + recompute("selective")),
+        cp("ring", FSDP + '[scheduling.activation_checkpoint]\nmode = "budget"\nbudget_fraction = 0.5\n'),
         cp("universal", FSDP + OFFLOAD),
         cp("ring", FSDP + recompute("full") + OFFLOAD),
     ]
@@ -90,7 +92,9 @@ def counted(cases):
     """Return the collectives over cp of one step of each case."""
     found = []
     for text in cases:
-        with composer3d.compose(factory, write_manifest(text), loss_fn=loss_fn, device="cpu") as run:
+        with composer3d.compose(
+            factory, write_manifest(text.removeprefix("composer3d = 1\n")), loss_fn=loss_fn, device="cpu"
+        ) as run:
             tokens, targets = (mine(run, tensor) for tensor in batch(0))
             with run.step(0), count_collectives(run.mesh) as collectives:
                 run.forward_backward(tokens, target=targets)
@@ -113,7 +117,9 @@ def test_a_named_policy_keeps_what_attention_exchanged():
 def averaged(text):
     """Train two steps; return the evaluated loss of the averaged weights, and the averages."""
     torch.set_default_dtype(torch.float64)
-    with composer3d.compose(factory, write_manifest(text), loss_fn=loss_fn, device="cpu") as run:
+    with composer3d.compose(
+        factory, write_manifest(text.removeprefix("composer3d = 1\n")), loss_fn=loss_fn, device="cpu"
+    ) as run:
         optimizer, ema = run.optimizer(torch.optim.SGD, lr=0.5), EMA(run, decay=0.75)
         tokens, targets = (mine(run, tensor) for tensor in batch(0))
         for step in range(2):

@@ -40,7 +40,12 @@ def gradients(text):
     torch_compat.silence_redistribution()
     tokens = torch.randint(0, VOCAB, (4, 33), generator=torch.Generator().manual_seed(1))
     targets = tokens[:, 1:].masked_fill(torch.arange(32) < 3, -100)
-    with composer3d.compose(factory, write_manifest(text), loss_fn=loss_fn, device="cpu") as run, run.step(0):
+    with (
+        composer3d.compose(
+            factory, write_manifest(text.removeprefix("composer3d = 1\n")), loss_fn=loss_fn, device="cpu"
+        ) as run,
+        run.step(0),
+    ):
         run.forward_backward(mine(run, tokens[:, :-1].contiguous()), target=mine(run, targets))
         return {
             name: run.context.in_model_order(name, full(parameter.grad)).float().clone()

@@ -236,6 +236,10 @@ def _offloading(
         stay = {torch_compat.storage_key(_local(each)) for each in (*unit.parameters(), *model.buffers())}
 
         def pack(tensor: Tensor) -> Any:
+            with torch_compat.without_torch_functions():  # a propagation shows sizes of more than this rank has
+                return sent(tensor)
+
+        def sent(tensor: Tensor) -> Any:
             if type(tensor) not in (torch.Tensor, DTensor) or tensor.is_sparse:
                 return tensor
             local = _local(tensor.detach())
@@ -247,9 +251,8 @@ def _offloading(
                 return tensor
             if key not in known:
                 known[key] = Away(_as_bytes(local), run, traffic), local
-            away = known[key][0]
-            away.saved()
-            return _Saved(away, tensor, local)
+            known[key][0].saved()
+            return _Saved(known[key][0], tensor, local)
 
         def unpack(saved: Any) -> Any:
             return saved.restored(prefetch) if isinstance(saved, _Saved) else saved

@@ -260,6 +260,8 @@ class _Probe:
         """Run an operator and record its results."""
         import torch
 
+        if torch_compat.works_on_meta(args):
+            return operator(*args, **kwargs)
         self._calls[operator] += 1
         key = operator, self._calls[operator]
         before = self._random_state() if torch.Tag.nondeterministic_seeded in operator.tags else None
@@ -287,9 +289,11 @@ class _Probe:
 
     def saved(self, tensor: Tensor) -> Tensor:
         """Record a tensor that autograd saves, except parameters and buffers."""
-        if _key(tensor) not in self._stay:
-            self.needed[_key(tensor)] = _bytes(tensor), tensor.detach()
-        return tensor
+        # A propagation that is entered shows sizes of more than this rank has.
+        with torch_compat.without_torch_functions():
+            if _key(tensor) not in self._stay:
+                self.needed[_key(tensor)] = _bytes(tensor), tensor.detach()
+            return tensor
 
     def results(self) -> dict[Key, Result]:
         """Return results that may be kept instead of being recomputed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
 __all__ = ["Found", "dry_run", "names_of"]
 
 AXIS = "cp"
+# Kinds of modules whose product precision plugins may replace.
+LAYERS = ("linear", "transposed")
 
 
 @dataclass(kw_only=True)
@@ -103,31 +106,16 @@ def dry_run(
     Raises:
         PluginError: Something cannot be sharded, or nothing would be won.
     """
-    for kernel in opaque_kernels(model):
-        raise PluginError(
-            f'context_parallel: "{kernel.fqn}" calls {kernel.name}, a kernel that is no operator of torch: which '
-            "positions it reads cannot be seen",
-            hint=f"write {kernel.instead}",
-        )
-    layers = {
-        fqn: type(module).forward
-        for fqn, module in model.named_modules()
-        if kind_of(module) in ("linear", "transposed")
-    }
+    _refuse_kernels(model)
+    layers = {fqn: type(module).forward for fqn, module in model.named_modules() if kind_of(module) in LAYERS}
     found = Found(names=names_of(model), rowwise=tuple(rowwise), layers=layers)
     blocks = blocks_of(model, context, several=True)
     call = trace(model, context, blocks=blocks, scale=degree).call
     rules = DryRules(degree=degree, balanced=balanced, others=others)
     outputs: list[Cut | None] = []
     found.begins = tuple(blocks)
-    placement = Placement(
-        names=found.names,
-        dim=dim,
-        unit=unit,
-        shares_target=False,
-        unpadded="",
-        index=lambda length: torch.arange(length // degree),
-    )
+    local = partial(_local_positions, degree)
+    placement = Placement(names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", index=local)
     call = _narrowed(call.fresh(), found, placement)
     sequence = PropagatedSequence(
         degree=degree,
@@ -155,6 +143,19 @@ def dry_run(
     found.shares_output = any(cut is not None for cut in outputs)
     found.unpadded = _unpadded(rules, outputs)
     return found
+
+
+def _refuse_kernels(model: nn.Module) -> None:
+    for kernel in opaque_kernels(model):
+        raise PluginError(
+            f'context_parallel: "{kernel.fqn}" calls {kernel.name}, a kernel that is no operator of torch: which '
+            "positions it reads cannot be seen",
+            hint=f"write {kernel.instead}",
+        )
+
+
+def _local_positions(degree: int, length: int) -> Tensor:
+    return torch.arange(length // degree)
 
 
 def _unpadded(rules: DryRules, outputs: Sequence[Cut | None]) -> str:
