@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from composer3d.interfaces import (
         Action,
         Batch,
+        Decisions,
         Dtypes,
         Exports,
         GradScaler,
@@ -123,6 +124,7 @@ _MODULES = {
     "interfaces": (
         "Action",
         "Batch",
+        "Decisions",
         "Dtypes",
         "Exports",
         "GradScaler",
@@ -162,6 +164,7 @@ __all__ = [
     "ComposerError",
     "Composition",
     "DataError",
+    "Decisions",
     "Dtypes",
     "Evaluation",
     "Exports",

@@ -17,6 +17,7 @@ __all__ = [
     "Dtypes",
     "Example",
     "ExportForm",
+    "Decisions",
     "Exports",
     "GradScaler",
     "LayoutOffer",
@@ -220,6 +221,17 @@ class Exports:
     merges: dict[str, Merge] = field(default_factory=dict)
     form: ExportForm | None = None
     config: Callable[[], Mapping[str, Any]] | None = None
+
+
+@dataclass(kw_only=True, eq=False)
+class Decisions:
+    """Stash of what plugins decided by the sizes of a run, which a plan reports: `context.stash(Decisions)`.
+
+    Attributes:
+        notes: A sentence for each decision, with the figures that it was made by.
+    """
+
+    notes: list[str] = field(default_factory=list)
 
 
 class Recorder(Protocol):

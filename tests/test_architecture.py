@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import tomllib
 from collections.abc import Iterator
@@ -182,11 +183,15 @@ def test_every_package_above_composition_is_counted():
     assert set(later) == set(house.ABOVE_COMPOSITION)
 
 
+# Besides `composer3d` itself.
+PUBLIC_PACKAGES = ("composer3d.propagation", "composer3d.planning.hardware")
+
+
 def allowed_in_plugin(item: Import, plugin: str) -> bool:
     if item.module == "composer3d":
         return item.name in composer3d.__all__ or item.name == "torch_compat"
-    if item.module == "composer3d.propagation":
-        return item.name is None or item.name in composer3d.propagation.__all__
+    if item.module in PUBLIC_PACKAGES:
+        return item.name is None or item.name in importlib.import_module(item.module).__all__
     if item.module.startswith("composer3d."):
         return item.module == "composer3d.torch_compat"
     if item.module.split(".")[0] == "composer3d_plugins":

@@ -26,6 +26,7 @@ __all__ = [
 
 HOST_COPY = "host_copy"  # the name of copies between a device and its host
 _MESSAGES = ("send", "receive")
+_STAGES = "pp"  # whose messages the simulation of the pipeline places; those of a ring run beside its blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +114,7 @@ def beside_compute(
         compute_s: Seconds of the operators alone.
         flops: That these execute.
     """
-    collectives = [transfer for transfer in transfers if transfer.op not in _MESSAGES]
+    collectives = [t for t in transfers if t.op not in _MESSAGES or (t.op == "send" and t.axis != _STAGES)]
     waited = [t for t in transfers if not t.is_overlapped and t.op != "receive"]
     blocking = sum(_all_s(transfer, hardware) for transfer in waited)
     beside = [transfer for transfer in collectives if transfer.is_overlapped]

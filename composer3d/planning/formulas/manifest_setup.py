@@ -16,7 +16,7 @@ from composer3d.manifest import Manifest, inline
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.registry import FAMILIES, Catalogue
 
-__all__ = ["Offered", "choices_of", "degrees_of", "installed_offers", "patch", "setup_of"]
+__all__ = ["Offered", "choices_of", "degrees_of", "installed_offers", "patch", "setup_of", "shards_sequences"]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 _AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -67,6 +67,12 @@ def _overlap(one: LayoutOffer, other: LayoutOffer) -> bool:
 def choices_of(offers: Sequence[Offered], trait: str) -> tuple[Any, ...]:
     """Return the values that plugins can give a trait, each once."""
     return tuple(dict.fromkeys(value for offered in offers for value in offered.offer.choices.get(trait, ())))
+
+
+def shards_sequences(offers: Sequence[Offered]) -> bool:
+    """Return whether a plugin shards sequences where `cp` has several ranks."""
+    tables = [(each.offer.table(LayoutTraits(), {"cp": degree}) for degree in (1, 2)) for each in offers]
+    return any(alone is None and several is not None for alone, several in tables)
 
 
 def setup_of(manifest: Manifest, degrees: Mapping[str, int]) -> Setup:
@@ -151,7 +157,7 @@ def patch(manifest: Manifest, own: Setup, setup: Setup, offers: Sequence[Offered
     stated = manifest.degrees
     changes = [
         f"mesh.{axis}={getattr(setup, axis)}"
-        for axis in ("pp", "dp_replicate", "dp_shard", "tp")
+        for axis in _AXES
         if stated.get(axis) != getattr(setup, axis) and (axis in stated or getattr(setup, axis) > 1)
         if not (stated.get(axis) is None and getattr(setup, axis) == 1)
     ]

@@ -92,7 +92,7 @@ class LayoutCosts:
         Each mode is traced at the least tensor-parallel degree; at others the parts are about the same.
         """
         least, plain = next((other, found) for other, found in self._plain(self._base_of(setup)) if found is not None)
-        key = (setup.recompute, setup.precision)
+        key = (setup.recompute, setup.precision, setup.cp)
         if key not in self._modes:
             found = self._costs(replace(least, recompute=setup.recompute))
             kept, again = 1.0, 0.0
@@ -108,7 +108,7 @@ class LayoutCosts:
         return [
             (other, found)
             for other, found in self._traced.items()
-            if (other.recompute, other.precision) == ("none", base.precision)
+            if (other.recompute, other.precision, other.cp) == ("none", base.precision, base.cp)
         ]
 
     def _base_of(self, setup: Setup) -> Setup:

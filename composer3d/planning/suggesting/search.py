@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 from composer3d.planning.costs.allocator import reserved_bytes
 from composer3d.planning.formulas.layout_numbers import Recompute, Setup
-from composer3d.planning.formulas.manifest_setup import Offered, choices_of
+from composer3d.planning.formulas.manifest_setup import Offered, choices_of, shards_sequences
 from composer3d.planning.hardware.cluster import Hardware
 
-__all__ = ["Candidate", "Choices", "Costs", "Found", "Keep", "evaluate", "search", "search_choices"]
+__all__ = ["Candidate", "Choices", "Costs", "Found", "Keep", "evaluate", "search", "search_choices", "sequence_degrees"]
 
 Keep = Callable[[Setup], bool]
 FITS, TIGHT = 0.92, 1.0  # of the device's memory; between them a run may fail on a longer batch or fragmentation
@@ -53,6 +53,7 @@ class Choices:
         recompute: What the backward recomputes, the fastest first.
         offload: Whether optimizer state may go to the host where nothing else fits.
         tensor_parallel: Whether `tp` may be more than 1.
+        context_parallel: Whether `cp` may be more than the manifest's, where nothing fits with that.
     """
 
     zero: tuple[int, ...] = (1, 2, 3)
@@ -64,6 +65,7 @@ class Choices:
     recompute: tuple[Recompute, ...] = ("none", "selective", "full")
     offload: bool = True
     tensor_parallel: bool = True
+    context_parallel: bool = False
 
 
 def search_choices(offers: Sequence[Offered]) -> Choices:
@@ -76,6 +78,7 @@ def search_choices(offers: Sequence[Offered]) -> Choices:
         recompute=tuple(mode for mode in kept if mode == "none" or mode in recomputed),
         offload=True in choices_of(offers, "offloads_state"),
         tensor_parallel=bool(choices_of(offers, "sequence_parallel")),
+        context_parallel=shards_sequences(offers),
     )
 
 
@@ -197,6 +200,23 @@ def _tried(
         else:
             if wanted:  # what is not wanted says nothing of larger micro-batches
                 return
+
+
+def sequence_degrees(own: Setup, world_size: int, choices: Choices) -> Iterator[int]:
+    """Yield the degrees of cp to search until something fits: the manifest's, then larger ones.
+
+    Sharding a sequence costs exchanges that sharding samples does not: it pays where one sequence is too much.
+
+    Args:
+        own: The given manifest in numbers.
+        world_size: Ranks.
+        choices: What installed plugins can make.
+    """
+    yield own.cp
+    degree = 2 * own.cp
+    while choices.context_parallel and world_size % degree == 0 and own.seq_len % (2 * degree) == 0:
+        yield degree
+        degree *= 2
 
 
 def _sized(costs: Costs, setup: Setup, hardware: Hardware, correction: float) -> Candidate:

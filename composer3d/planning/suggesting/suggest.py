@@ -9,7 +9,16 @@ from typing import Any
 from composer3d.errors import ComposerError
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.cluster import Hardware
-from composer3d.planning.suggesting.search import Candidate, Choices, Costs, Found, Keep, evaluate, search
+from composer3d.planning.suggesting.search import (
+    Candidate,
+    Choices,
+    Costs,
+    Found,
+    Keep,
+    evaluate,
+    search,
+    sequence_degrees,
+)
 
 __all__ = ["Planned", "Suggestion", "against", "bases", "different", "suggest"]
 
@@ -86,20 +95,24 @@ def suggest(
     """
     trials = _Trials(costs=costs, hardware=hardware, memory_bytes=memory_bytes, plan=plan)
     while True:
-        searched = [
-            search(
-                costs,
-                base,
-                hardware,
-                world_size=world_size,
-                memory_bytes=memory_bytes,
-                keep=keep,
-                choices=choices,
-                correction=trials.correction,
-            )
-            for base in bases(own, hardware)
-        ]
-        found = _together(searched)
+        tried: list[Found] = []
+        for cp in sequence_degrees(own, world_size, choices or Choices()):
+            tried += [
+                search(
+                    costs,
+                    replace(base, cp=cp),
+                    hardware,
+                    world_size=world_size,
+                    memory_bytes=memory_bytes,
+                    keep=keep,
+                    choices=choices,
+                    correction=trials.correction,
+                )
+                for base in bases(own, hardware)
+            ]
+            if any(one.num_fitting for one in tried):
+                break
+        found = _together(tried)
         if not trials.hear(different(found.best, trials.chosen)):
             break
     trials.ask_float8(keep)

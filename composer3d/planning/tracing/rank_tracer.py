@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from composer3d import torch_compat
+from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
 from composer3d.planning.tracing.equal_blocks import BlockCut
 from composer3d.planning.tracing.extending import Sketch, extend, repeat, run_alike, sketch_of
@@ -42,13 +43,15 @@ _UNCOMPILED = "blocks that are compiled were traced as they are written: compile
 class _Traced:
     """Trace of a rank's step, with all blocks or fewer; `names` are those of every stage's blocks.
 
-    `sketch` is None where a longer trace was requested and would add nothing; `num_traced` counts micro-batches.
+    `sketch` is None where a longer trace was requested and would add nothing; `num_traced` counts micro-batches;
+    `notes` are decisions of plugins.
     """
 
     sketch: Sketch | None
     names: list[list[str]]
     are_alike: bool
     num_traced: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -198,7 +201,7 @@ class Tracer:
             rank=rank,
             stands_for=stands_for,
             is_extrapolated=is_extrapolated or more > 0,
-            notes=[_UNCOMPILED] if self._compiles else [],
+            notes=[*traced.notes, *([_UNCOMPILED] if self._compiles else [])],
         )
 
     @property
@@ -259,7 +262,8 @@ class Tracer:
                         if not (buckets or differs or freed):
                             break
                 sketch = sketch_of(observer.result, cut.places_of)
-                return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number)
+                notes = tuple(dict.fromkeys(run.context.stash(Decisions).notes))
+                return _Traced(sketch=sketch, names=cut.names, are_alike=cut.are_alike, num_traced=number, notes=notes)
         finally:
             if was_enabled:
                 gc.enable()

@@ -144,7 +144,7 @@ def _transfer(message: Message, count: int, plugins: _Plugins) -> Transfer:
         count=count,
         bytes=size,
         wire_bytes=count * wire_bytes(name, size, len(ranks)),
-        is_overlapped=waits and plugins.may_overlap(axis),
+        is_overlapped=waits and plugins.may_overlap(name, axis),
     )
 
 
@@ -170,8 +170,10 @@ class _Plugins:
         owners = {self._context.owners[n].name for n in names if n in self._context.owners}
         return owners.pop() if len(owners) == 1 else None
 
-    def may_overlap(self, axis: str) -> bool:
+    def may_overlap(self, op: str, axis: str) -> bool:
         """Return whether a c10d collective over an axis runs on its own stream: data parallelism's, and messages."""
         roles = {each.name: each.role for each in self._context.layout.axes}
         found = {roles.get(name) for name in axis.split("+")}
+        if op in ("send", "receive") and found == {Role.SEQUENCE}:
+            return True  # a ring's, posted before the block that hides them
         return found <= {Role.BATCH, Role.STAGE} or (Role.BATCH in found and found <= {Role.BATCH, Role.SEQUENCE})

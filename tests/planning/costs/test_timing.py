@@ -191,6 +191,17 @@ def test_overlapped_collectives_hide_behind_compute_but_for_the_first():
     assert blocked.total_s == pytest.approx(busy + 10 * one)
 
 
+def test_messages_of_a_ring_hide_behind_compute_and_those_of_stages_are_left_to_the_pipeline():
+    compute = [product(8192, 8192, 8192, count=100)]
+    ring = [transfer(op, size=2**28, ranks=range(2), count=4, axis="cp") for op in ("send", "receive")]
+    one = message_s(2**28, Group(num_ranks=2, num_nodes=1), H100)
+    time = segment_time(segment(operators=compute, transfers=ring), H100)
+    assert time.communication_s == pytest.approx(4 * one)
+    assert time.exposed_s == pytest.approx(one + 0.1 * min(4 * one, time.compute_s))
+    stages = [transfer(op, size=2**28, ranks=range(2), axis="pp") for op in ("send", "receive")]
+    assert segment_time(segment(operators=compute, transfers=stages), H100).communication_s == 0
+
+
 def test_what_compute_cannot_hide_is_exposed():
     compute = [product(1024, 1024, 1024)]
     busy = compute_s(compute, H100)

@@ -14,7 +14,7 @@ from composer3d.errors import ComposerError
 from composer3d.planning.formulas.layout_numbers import Precision, Setup
 from composer3d.planning.hardware.hardware_file import load_hardware
 from composer3d.planning.suggesting.pinned import kept
-from composer3d.planning.suggesting.search import search
+from composer3d.planning.suggesting.search import Choices, search
 from composer3d.planning.suggesting.suggest import NUM_PLANNED, Planned, suggest
 
 GIB = 2**30
@@ -131,6 +131,20 @@ def suggested(own, pins, plan, *, shape=LLAMA_1B, given=None):
         plan=plan,
         given=given,
     )
+
+
+def test_a_sequence_is_sharded_where_one_of_it_fits_no_device():
+    long = Setup(seq_len=2**18, global_batch=8)
+    costs = DecoderCosts(LLAMA_8B, H100)
+    # Of 77.3 GiB that the leanest layout needs without cp and 74.5 with two ranks of it, 92 % of this are between.
+    options = {"world_size": 8, "memory_bytes": 82.5 * GIB, "keep": kept([], long)}
+    for choices, offers in ((Choices(), False), (Choices(context_parallel=True), True)):
+        made, searched, _ = suggest(costs, long, H100, plan=planned_by(costs), choices=choices, **options)
+        assert bool(made) is bool(searched.num_fitting) is offers
+        assert {each.candidate.setup.cp for each in made} <= {2}  # the least degree with which something fits
+    short = replace(long, seq_len=4096)
+    made, *_ = suggest(costs, short, H100, plan=planned_by(costs), choices=Choices(context_parallel=True), **options)
+    assert {each.candidate.setup.cp for each in made} == {1}
 
 
 def test_suggestions_differ_and_check_has_the_last_word():

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from composer3d import (
     Batch,
+    ComposerError,
+    Decisions,
     LayoutOffer,
     LayoutTraits,
     Phase,
@@ -27,8 +29,11 @@ from composer3d import (
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from composer3d.planning.hardware import Hardware
     from composer3d_plugins.sharding.context_parallel.eligibility import Found
+    from composer3d_plugins.sharding.context_parallel.method_choice import Link
     from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["ContextParallel"]
@@ -67,7 +72,9 @@ class ContextParallel:
     al., The Llama 3 Herd of Models, arXiv:2407.21783.
 
     Args:
-        method: How attention reads the keys of other ranks; "auto" chooses the one that sends fewest bytes.
+        method: How attention reads the keys of other ranks; "auto" chooses the one that sends fewest bytes, or that
+            waits least on `hardware`; the plan's notes have the figures.
+        hardware: Cluster as of `composer3d plan --hardware`, a name or a file, by whose figures "auto" chooses.
         inner_degree: Ranks of such a group; default the most that cp and all heads allow.
         balanced: A rank has one chunk from both ends of the sequence, so that causal attention is equal work for all.
         others: Whether what mixes positions and is no attention is gathered, or refused with its module's name.
@@ -76,6 +83,7 @@ class ContextParallel:
     """
 
     method: Literal["auto", "gather", "ring", "ulysses", "usp", "universal"] = "auto"
+    hardware: str | None = Field(default=None, examples=[])
     inner_degree: int | None = Field(default=None, ge=2, examples=[])
     balanced: bool = True
     others: Literal["gather", "refuse"] = "gather"
@@ -84,7 +92,11 @@ class ContextParallel:
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
-        """Refuse a degree of groups that there are not."""
+        """Refuse options without effect, and clusters that are not described."""
+        if self.hardware is not None:
+            if self.method != "auto":
+                raise PluginError(f'hardware has no effect with method = "{self.method}"', hint='write method = "auto"')
+            self._cluster()
         if self.inner_degree is not None and self.method != "usp":
             raise PluginError(f'inner_degree has no effect with method = "{self.method}"', hint='write method = "usp"')
 
@@ -123,17 +135,26 @@ class ContextParallel:
         if degree == 1:
             return None
         found: Found = context.state[self]
-        rank = context.coordinates["cp"]
         placement = Placement(
             names=found.names,
             dim=self.sequence_dim,
             unit=self._unit(degree),
             shares_target=found.shares_output,
             unpadded=found.unpadded,
-            index=lambda length: self._positions(length, degree).index(rank),
+            positions=lambda length: self._positions(length, degree),
+            rank=context.coordinates["cp"],
         )
         placed, found.sequences = placement.place(batch)
         return placed
+
+    def _cluster(self) -> Hardware | None:
+        """Return the described cluster, if there is one."""
+        from composer3d.planning.hardware import load_hardware
+
+        try:
+            return None if self.hardware is None else load_hardware(self.hardware)
+        except ComposerError as error:
+            raise PluginError(str(error)) from error
 
     def _unit(self, degree: int) -> int:
         """Return what lengths are multiples of."""
@@ -194,6 +215,8 @@ class ContextParallel:
             method=Method(self.method),
             balanced=self.balanced,
             tokens=lambda length: found.sequences.tokens(length),
+            link=self._link(mesh),
+            decided=context.stash(Decisions).notes.append,
         )
         # What tensor parallelism has sharded takes and returns plain tensors, and computes on DTensors in its hooks.
         sharded = {
@@ -215,6 +238,13 @@ class ContextParallel:
             sequence.returned = Outputs(rules=rules, found=found)
         sequence.install(model)
         return fqns
+
+    def _link(self, mesh: DeviceMesh) -> Callable[[str], Link | None]:
+        """Return a function of a dtype that returns what is known of the links between the ranks."""
+        from composer3d_plugins.sharding.context_parallel.method_choice import link_of
+
+        cluster, ranks = self._cluster(), mesh.mesh.flatten().tolist()
+        return lambda dtype: None if cluster is None else link_of(cluster, ranks=ranks, dtype=dtype)
 
 
 def _average(state: StepState) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from composer3d import Batch, BatchError, torch_compat
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
 
 __all__ = ["Placement", "Sequences", "sharded_inputs"]
 
@@ -84,7 +85,8 @@ class Placement:
         unit: What lengths have to be multiples of.
         shares_target: Whether the model's output is sharded, so that its targets are.
         unpadded: Why lengths are not padded; empty where they are.
-        index: Returns this rank's positions of a sequence of a length, int64.
+        positions: Returns the positions of every rank of a sequence of a length.
+        rank: This rank's place.
     """
 
     names: Sequence[str]
@@ -92,7 +94,8 @@ class Placement:
     unit: int
     shares_target: bool
     unpadded: str
-    index: Callable[[int], Tensor]
+    positions: Callable[[int], Positions]
+    rank: int
 
     def place(self, batch: Batch) -> tuple[Batch, Sequences]:
         """Return a batch of which this rank's positions are taken, and its lengths.
@@ -139,7 +142,7 @@ class Placement:
     def _taken(self, x: Tensor, dim: int, is_label: bool) -> Tensor:
         """Return this rank's positions; padding repeats the last token, and has labels that losses leave out."""
         length = x.shape[dim]
-        index = self.index(self._padded(length)).to(x.device)
+        index = self.positions(self._padded(length)).index(self.rank).to(x.device)
         taken = x.index_select(dim, index.clamp(max=length - 1))
         if not is_label or self._padded(length) == length:
             return taken
@@ -165,5 +168,6 @@ class Placement:
         if not isinstance(leaf, Tensor) or leaf.ndim <= self.dim or leaf.shape[self.dim] not in lengths:
             return leaf
         length = leaf.shape[self.dim]
-        index = self.index(self._padded(length)).to(leaf.device)
-        return leaf.index_select(self.dim, index[index < length])
+        positions = self.positions(self._padded(length))
+        index = positions.index(self.rank).to(leaf.device)
+        return leaf.index_select(self.dim, index[: positions.num_below(self.rank, length)])

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from composer3d import Batch, PluginError, Role, RunContext, torch_compat
@@ -30,6 +29,7 @@ from composer3d.propagation import (
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.batch_placement import Placement, Sequences, sharded_inputs
 from composer3d_plugins.sharding.context_parallel.opaque_kernels import opaque_kernels
+from composer3d_plugins.sharding.context_parallel.sequence_positions import contiguous
 from composer3d_plugins.sharding.context_parallel.sequence_rules import DryRules
 
 __all__ = ["Found", "dry_run", "names_of"]
@@ -114,8 +114,10 @@ def dry_run(
     rules = DryRules(degree=degree, balanced=balanced, others=others)
     outputs: list[Cut | None] = []
     found.begins = tuple(blocks)
-    local = partial(_local_positions, degree)
-    placement = Placement(names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", index=local)
+    whole = partial(contiguous, degree=degree)
+    placement = Placement(
+        names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
+    )
     call = _narrowed(call.fresh(), found, placement)
     sequence = PropagatedSequence(
         degree=degree,
@@ -152,10 +154,6 @@ def _refuse_kernels(model: nn.Module) -> None:
             "positions it reads cannot be seen",
             hint=f"write {kernel.instead}",
         )
-
-
-def _local_positions(degree: int, length: int) -> Tensor:
-    return torch.arange(length // degree)
 
 
 def _unpadded(rules: DryRules, outputs: Sequence[Cut | None]) -> str:

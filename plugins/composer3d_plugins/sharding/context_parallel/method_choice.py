@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, inner_degrees, unfit
 from composer3d_plugins.sharding.context_parallel.attention_traffic import (
@@ -19,7 +20,10 @@ from composer3d_plugins.sharding.context_parallel.attention_traffic import (
     moved_bytes,
 )
 
-__all__ = ["Choice", "Link", "MethodFigures", "choose"]
+if TYPE_CHECKING:
+    from composer3d.planning.hardware import Hardware
+
+__all__ = ["Choice", "Link", "MethodFigures", "choose", "link_of"]
 
 # Gathered keys and values may take so many times what a rank's own queries, keys, values and outputs take.
 _MAX_HELD = 4.0
@@ -75,6 +79,24 @@ class Choice:
     def inner_degree(self) -> int:
         """Ranks that exchange heads; 1 but for usp."""
         return self.figures[self.method].inner_degree
+
+
+def link_of(hardware: Hardware, *, ranks: Sequence[int], dtype: str) -> Link:
+    """Return the figures of a described cluster for ranks that share a sequence.
+
+    Args:
+        hardware: The cluster.
+        ranks: Of the world; those of one node are linked inside of it.
+        dtype: Of attention, such as `bfloat16`.
+    """
+    nodes = {rank // hardware.devices_per_node for rank in ranks}
+    link = hardware.intra if len(nodes) == 1 else hardware.inter
+    peak = hardware.device.peaks.get(dtype)
+    return Link(
+        bytes_per_s=link.reached,
+        latency_s=link.latency_s + link.base_s,
+        flops_per_s=None if peak is None else peak * hardware.device.attention_efficiency,
+    )
 
 
 METHODS = (Method.GATHER, Method.RING, Method.ULYSSES, Method.USP, Method.UNIVERSAL)

@@ -41,6 +41,4 @@ class Outputs:
             return whole
         if tokens == length:
             return output
-        held = int((self.rules.index(length, output.device) < tokens).sum())
-        # A rank holds its positions in order.
-        return output.narrow(dim, 0, held)
+        return output.narrow(dim, 0, self.rules.positions(length).num_below(self.rules.group.rank, tokens))

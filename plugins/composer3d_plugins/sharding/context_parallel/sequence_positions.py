@@ -75,6 +75,10 @@ class Positions:
         """Return a rank's positions, int64 [local length]."""
         return _joined(self.runs[rank])
 
+    def num_below(self, rank: int, bound: int) -> int:
+        """Return how many of a rank's positions lie below a bound; in ascending runs they come first."""
+        return sum(max(0, min(end, bound) - start) for start, end in self.runs[rank])
+
     def order(self) -> torch.Tensor:
         """Return all ranks' positions, one rank after another, int64 [length]."""
         return _joined(tuple(run for rank in self.runs for run in rank))

@@ -18,7 +18,7 @@ from composer3d.propagation import AttentionCall, PropagationError
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
-from composer3d_plugins.sharding.context_parallel.method_choice import choose
+from composer3d_plugins.sharding.context_parallel.method_choice import Link, choose
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
     SequencePlan,
@@ -44,12 +44,16 @@ class EngineRules:
         method: Of attention.
         balanced: Whether a rank holds one chunk from both ends of the sequence.
         tokens: Returns the number of tokens of a sequence of a length, without padding.
+        link: Returns figures of the links between the ranks, for attention in a dtype; None where there are none.
+        decided: Called with a sentence for each method that `auto` chooses.
     """
 
     group: SequenceGroup
     method: Method
     balanced: bool
     tokens: Callable[[int], int] = int
+    link: Callable[[str], Link | None] = lambda dtype: None
+    decided: Callable[[str], None] = lambda sentence: None
     _indices: dict[tuple[int, str], Tensor] = field(default_factory=dict)
     _plans: dict[Any, SequencePlan] = field(default_factory=dict)
     _causal: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
@@ -115,7 +119,7 @@ class EngineRules:
         mask, length = call.mask, call.k_length
         if mask is None or length is None or (tokens := self.tokens(length)) == length or call.is_causal:
             return
-        if mask in self._causal:
+        if mask in self._causal or torch_compat.active_fake_mode() is not None:
             return
         rows = mask
         if mask.shape[-2] > 1 and call.q_length is not None:
@@ -142,11 +146,11 @@ class EngineRules:
         if key not in self._plans:
             rows, columns = self.positions(q_length), self.positions(k_length)
             layout = Layout(rows=rows, columns=columns, pattern=attention.pattern)
-            method = self._method(shape_of(q, k, v), layout, needs)
+            method = self._method(shape_of(q, k, v), layout, needs, str(q.dtype).removeprefix("torch."))
             self._plans[key] = SequencePlan.of(method, self.group, rows, columns)
         return self._plans[key]
 
-    def _method(self, shape: AttentionShape, layout: Layout, needs_autograd: str) -> Method:
+    def _method(self, shape: AttentionShape, layout: Layout, needs_autograd: str, dtype: str) -> Method:
         degree = self.group.degree
         if self.method is not Method.AUTO:
             # Dropout and trained biases are computed by universal whatever is asked for.
@@ -155,7 +159,12 @@ class EngineRules:
             if why is not None:
                 raise PluginError(why)
             return self.method
-        return choose(shape, layout, needs_autograd=needs_autograd, methods=METHODS).method
+        found = choose(shape, layout, link=self.link(dtype), needs_autograd=needs_autograd, methods=METHODS)
+        self.decided(
+            f'context_parallel: method = "auto" is "{found.method}" for {shape.num_heads} heads, {shape.num_kv_heads} '
+            f"of keys, and {layout.columns.length} positions: {found.reason}"
+        )
+        return found.method
 
     def note(self, what: str, name: str) -> None:
         """Take no note in a run: the dry run has."""
