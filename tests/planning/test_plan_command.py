@@ -172,14 +172,14 @@ def test_what_has_one_target_a_sample_is_planned(tmp_path, capsys):
 
 def test_the_choice_between_methods_of_attention_is_shown_with_its_figures(manifest, capsys):
     cp = ["--set", "mesh.pp=1", "--set", "scheduling.pipeline=false", "--set", "mesh.cp=2"]
-    cp += ["--set", "sharding.context_parallel=true", "--set", "data.seq_len=64"]
+    cp += ["--set", "sharding.context_parallel={}", "--set", "data.seq_len=64"]
     code, out = planned(capsys, manifest, *cp, "--json")
     notes = [note for note in json.loads(out)["notes"] if note.startswith("context_parallel")]
     assert code == 0
-    # Keys and values of 4 sequences and 64 positions: gathered twice, half of them from another rank, and reduced.
+    # Of one sequence in float32 a quarter of queries, keys, values and outputs each way, 4 x 64 x 32 x 4 bytes.
     assert notes == [
-        'context_parallel: method = "auto" is "gather" for 4 heads, 4 of keys, and 64 positions: '
-        "98,304 bytes sent an attention, the fewest (ring 131,072, ulysses 65,536)"
+        'context_parallel: method = "auto" is "ulysses" for 4 heads, 4 of keys, and 64 positions: '
+        "16,384 bytes sent an attention, the fewest (gather 24,576, ring 32,768)"
     ]
     by_time = ["--set", 'sharding.context_parallel.hardware="h100"']
     _, out = planned(capsys, manifest, *cp, *by_time, "--json")
