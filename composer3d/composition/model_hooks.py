@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 __all__ = ["watch_model"]
 
+Place = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Mapping[str, Any]]]
+
 
 def _refuse_copy(memo: object) -> NoReturn:
     raise StepError(
@@ -31,12 +33,7 @@ def _refuse_copy(memo: object) -> NoReturn:
     )
 
 
-def watch_model(
-    module: nn.Module,
-    engine: StepEngine,
-    context: RunContext,
-    place: Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Mapping[str, Any]]],
-) -> None:
+def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, place: Place) -> None:
     """Attach hooks to the whole model of a composition without a schedule.
 
     They are functions that check the module they are called for: `copy.deepcopy` of the model keeps them, and on a copy
