@@ -32,6 +32,7 @@ def watch_units(module: Any) -> Units:
             continue
         cls: Any = type(state)
         state.__class__, state.units = _watched_state(cls), units
+        units.states.append(state)
         state.watched = [group for group, _, _ in fsdp_groups(child)]
         for group in state.watched:
             cls = type(group)
@@ -61,7 +62,8 @@ class Units:
             any rank has. None where that is found out after the backward.
         idle: Sharded parameters whose gradients are zeros on this rank, while nobody has said whether others used them.
         unused: Sharded parameters that no rank has used, as far as `agree` was called.
-        groups: FSDP2's, in the order of their modules.
+        states: FSDP2's, in the order of their modules.
+        groups: Theirs; each has the parameters that are gathered as one.
         is_trained: Whether a backward that runs now is one whose gradients are used.
         builds_graph: Whether the backward that runs now is differentiated itself.
         left: Called after a forward that did not begin in the root; None where nobody asks.
@@ -71,7 +73,7 @@ class Units:
     """
 
     def __init__(self, root: Any) -> None:
-        self.root, self.groups = root, list[Any]()
+        self.root, self.states, self.groups = root, list[Any](), list[Any]()
         self.is_trained = self.builds_graph = False
         self.left: Callable[[], None] | None = None
         self.before: Callable[[int], None] | None = None
@@ -128,8 +130,9 @@ class Units:
 
     def complete(self) -> None:
         """Reduce and reshard what is held after a backward whose outputs no unit returned, as that of a penalty."""
-        if self.are_held and self.root is not None:
-            self.root._root_post_backward_final_callback()
+        for state in self.states if self.are_held else ():
+            if state._is_root:
+                state._root_post_backward_final_callback()
 
     def enter(self, state: Any, unit: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call a function that reads parameters of a unit, outside of the unit's forward.
@@ -177,7 +180,8 @@ def _watched_state(cls: Any) -> Any:
         def _post_forward(self, module: Any, inputs: Any, output: Any) -> Any:
             units, is_first = self.units, self._state_ctx.iter_forward_root is self
             output = super()._post_forward(module, inputs, output)
-            if is_first and self is not units.root and units.left is not None:
+            # Without a root unit every unit is the first, inside of the model's own forward.
+            if is_first and units.root is not None and self is not units.root and units.left is not None:
                 units.left()
             return output
 

@@ -213,3 +213,14 @@ def test_what_tensor_parallelism_exchanges_is_not_differentiated_twice():
         f"{manifest}:3:1: [mesh] forward of the model (Forces, test_several_backwards.py:{line}) differentiates with "
         f"create_graph, and what ranks of tp exchange in a backward is in no graph: gradients would be wrong; {advice}"
     )
+
+
+def test_buckets_refuse_a_penalty_of_which_some_parameter_is_no_part():
+    with pytest.raises(composer3d.RankError) as caught:
+        run_ranks(errors, 2, write_manifest(LAYOUTS["bucketed"]), "penalty")
+    assert (
+        'StepError: no gradient reached "leave.bias" in step 0, and torch\'s DistributedDataParallel waits for one of '
+        "every parameter before it reduces any; in [sharding.ddp] write find_unused_parameters = true for parameters "
+        'that the forward leaves out, and reducer = "unit" for those that a penalty, a gradient of the output, does '
+        "not depend on"
+    ) in str(caught.value)

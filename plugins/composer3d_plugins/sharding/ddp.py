@@ -16,6 +16,7 @@ from composer3d import (
     Role,
     RunContext,
     StepAction,
+    StepError,
     StepPoint,
     StepState,
     Transform,
@@ -131,6 +132,8 @@ class DDP:
         actions = [StepAction(name="ddp", point=StepPoint.BEFORE_MICROBATCH, run=self._before_microbatch)]
         if self.reducer == "unit" and any(torch_compat.whole_parameters(part.module) for part in context.parts):
             actions.append(StepAction(name="ddp.whole", point=StepPoint.GRADIENTS_LOCAL, run=_average_whole))
+        if self.reducer == "bucketed" and not (self.find_unused_parameters or self.static_graph):
+            actions.append(StepAction(name="ddp.unused", point=StepPoint.AFTER_MICROBATCH, run=self._refuse_unused))
         return actions
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
@@ -192,6 +195,22 @@ class DDP:
                 # micro-batch early changes nothing but the traffic.
                 first = self.static_graph is True and state.context.state.setdefault(self, state.step) == state.step
                 module.set_requires_gradient_sync(state.is_last or (first and state.index == 0))
+
+    def _refuse_unused(self, state: StepState) -> None:
+        """Raise where the reducer waits for a gradient in vain: it has reduced none, and says so a step later."""
+        if not state.is_last:
+            return
+        known, key = state.context.state, (self, "parameters")
+        if key not in known:
+            known[key] = [(fqn, p) for part in state.parts for fqn, p in part.module.named_parameters()]
+        unused = [fqn for fqn, parameter in known[key] if parameter.grad is None and parameter.requires_grad]
+        if unused and any(parameter.grad is not None for _, parameter in known[key]):
+            raise StepError(
+                f'no gradient reached "{unused[0]}" in step {state.step}, and torch\'s DistributedDataParallel waits '
+                "for one of every parameter before it reduces any; in [sharding.ddp] write find_unused_parameters = "
+                'true for parameters that the forward leaves out, and reducer = "unit" for those that a penalty, a '
+                "gradient of the output, does not depend on"
+            )
 
 
 def _average_whole(state: StepState) -> None:
