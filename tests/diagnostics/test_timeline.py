@@ -75,6 +75,28 @@ def test_the_bubble_is_measured_and_simulated(pipelined):
     assert len(again) == 4 * 4
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"[" * 100_000,
+        lambda data: b"{}\n",
+        lambda data: b"null\n" + data,
+        lambda data: data.replace(b'"startTimeUnixNano":"', b'"startTimeUnixNano":"x'),
+        lambda data: data[: len(data) // 2] + b"\xff\xfe",
+        lambda data: b"",
+    ],
+    ids=["deep", "empty-object", "null", "no-number", "cut", "empty"],
+)
+@pytest.mark.parametrize("name", ["traces/rank-0.jsonl", "traces/rank-0.metrics.jsonl", "metrics.jsonl"])
+def test_damaged_files_are_named_or_passed_over(pipelined, tmp_path, name, damage, capsys):
+    run = shutil.copytree(pipelined, tmp_path / "run")
+    (run / name).write_bytes(damage((run / name).read_bytes()))
+    code = main(["timeline", str(run), "--html", str(tmp_path / "page.html")])
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err and code in (0, 2)
+    assert code == 0 or str(run) in said.err
+
+
 def test_equal_actions_have_the_bubble_of_the_formula(tmp_path):
     """A trace written by hand: 1F1B of two ranks and two micro-batches; forwards take 1 ms, backwards 2 ms."""
     actions = {0: [("F", 0, 0, 1), ("F", 1, 1, 2), ("B", 0, 4, 6), ("B", 1, 7, 9)]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -79,7 +80,8 @@ def read_trace(run: Path) -> Trace:
         groups[rank] = []
         for part in _parts(path):
             rows, complete = _lines(part)
-            groups[rank] += [_group(row) for row in rows]
+            with _written_by_a_run(part):
+                groups[rank] += [_group(row) for row in rows]
             if not complete:
                 cut.append(part.name)
     if not any(groups.values()):
@@ -97,8 +99,8 @@ def read_trace(run: Path) -> Trace:
     return Trace(
         ranks=ranks,
         coordinates=coordinates,
-        memory={rank: tuple(_memory(folder / f"rank-{rank}.metrics.jsonl")) for rank in ranks},
-        rows=tuple(_lines(metrics)[0]) if metrics.is_file() else (),
+        memory={rank: _memory(folder / f"rank-{rank}.metrics.jsonl") for rank in ranks},
+        rows=tuple(row for row in _lines(metrics)[0] if isinstance(row, dict)) if metrics.is_file() else (),
         cut=tuple(cut),
     )
 
@@ -112,12 +114,31 @@ def _parts(path: Path) -> list[Path]:
 def _lines(path: Path) -> tuple[list[Any], bool]:
     """Return what the lines hold, up to a truncated one, and whether there was none."""
     result = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ComposerError(f"{path}: cannot be read: {(error.strerror or str(error)).lower()}") from error
+    for line in content.splitlines():
         try:
             result.append(json.loads(line))
-        except ValueError:
+        except (ValueError, RecursionError):
             return result, False
     return result, True
+
+
+@contextlib.contextmanager
+def _written_by_a_run(path: Path) -> Iterator[None]:
+    """Refuse values that no run writes.
+
+    Raises:
+        ComposerError: Names the file.
+    """
+    try:
+        yield
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ComposerError(
+            f"{path}: holds what no run writes ({type(error).__name__}: {error}); remove the file, or those lines"
+        ) from error
 
 
 def _group(row: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], list[Span]]:
@@ -148,10 +169,14 @@ def _attributes(items: Any) -> dict[str, Any]:
     return result
 
 
-def _memory(path: Path) -> Iterator[float]:
-    for row in (row for part in _parts(path) for row in _lines(part)[0]):
-        for resource in row["resource_metrics"]:
-            for scope in resource["scope_metrics"]:
-                for metric in scope["metrics"]:
-                    if metric["name"] == "composer3d.memory.resident":
-                        yield float(metric["data"]["data_points"][-1]["value"])
+def _memory(path: Path) -> tuple[float, ...]:
+    with _written_by_a_run(path):
+        return tuple(
+            float(metric["data"]["data_points"][-1]["value"])
+            for part in _parts(path)
+            for row in _lines(part)[0]
+            for resource in row["resource_metrics"]
+            for scope in resource["scope_metrics"]
+            for metric in scope["metrics"]
+            if metric["name"] == "composer3d.memory.resident"
+        )
