@@ -277,6 +277,8 @@ def _select(preparation: Preparation) -> None:
             _check_selection(transform, fqns, context)
             if transform.own_units:
                 context.own_units += fqns
+            if transform.rows is not None:
+                transform.rows(context)
             preparation.selected.append((transform, fqns))
 
 
@@ -314,7 +316,8 @@ def _blaming(registered: Registered, transform: Transform) -> Transform:
     """Return a transform whose functions raise errors that name the plugin."""
     select = blamed(registered, f'select of the transform "{transform.name}"', transform.select)
     apply = blamed(registered, f'apply of the transform "{transform.name}"', transform.apply)
-    return replace(transform, select=select, apply=apply)
+    name, rows = f'rows of the transform "{transform.name}"', transform.rows
+    return replace(transform, select=select, apply=apply, rows=None if rows is None else blamed(registered, name, rows))
 
 
 def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:

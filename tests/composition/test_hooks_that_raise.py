@@ -17,6 +17,7 @@ from composer3d.testing import run_ranks
 RETURNED = {
     "InSelect": 'select of the transform "odd" of odd',
     "InApply": 'apply of the transform "odd" of odd',
+    "InRows": 'rows of the transform "odd" of odd',
     "InAction": 'the step action "odd" of odd',
 }
 # What a run calls with batches, weights or a checkpoint.

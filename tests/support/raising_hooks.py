@@ -8,7 +8,7 @@ from typing import Any
 from composer3d import Phase, StepAction, StepPoint, Transform, hookimpl, plugin
 from composer3d.hookspecs import HookSpecs
 
-__all__ = ["HOOKS", "InAction", "InApply", "InSelect", "class_of"]
+__all__ = ["HOOKS", "InAction", "InApply", "InRows", "InSelect", "class_of"]
 
 HOOKS = [name for name in vars(HookSpecs) if name.startswith("composer3d_")]
 
@@ -50,6 +50,17 @@ class InApply:
     @hookimpl
     def composer3d_convert(self, context: Any) -> Transform:
         return Transform(name="odd", phase=Phase.CONVERT, select=lambda model, context: [""], apply=_fail)
+
+
+@plugin(family="profiling")
+class InRows:
+    """A transform that cannot say what it does."""
+
+    @hookimpl
+    def composer3d_convert(self, context: Any) -> Transform:
+        return Transform(
+            name="odd", phase=Phase.CONVERT, select=lambda model, context: [""], apply=lambda *_: [""], rows=_fail
+        )
 
 
 @plugin(family="profiling")
