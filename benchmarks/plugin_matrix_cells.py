@@ -163,7 +163,7 @@ class Verdict:
 
 
 # Proven by tests of their own, and in no recorded row yet.
-PENDING = ("sharding.context_parallel", "mesh.cp")
+PENDING = ("sharding.context_parallel", "mesh.cp", "sharding.expert_parallel", "mesh.ep")
 
 
 def options() -> dict[str, tuple[str, ...]]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
     from composer3d.composition.preparing import PlanRow
+    from composer3d.composition.routed_lists import chosen_by_values
     from composer3d.composition.sampling import Sampler
     from composer3d.context import RunContext
     from composer3d.errors import (
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
     from composer3d.interfaces import (
         Action,
         Batch,
+        DataDependent,
         Decisions,
         Dtypes,
         Exports,
@@ -121,9 +123,11 @@ _MODULES = {
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
     "composition.preparing": ("PlanRow",),
+    "composition.routed_lists": ("chosen_by_values",),
     "interfaces": (
         "Action",
         "Batch",
+        "DataDependent",
         "Decisions",
         "Dtypes",
         "Exports",
@@ -163,6 +167,7 @@ __all__ = [
     "CheckpointError",
     "ComposerError",
     "Composition",
+    "DataDependent",
     "DataError",
     "Decisions",
     "Dtypes",
@@ -220,6 +225,7 @@ __all__ = [
     "average_whole",
     "broadcast_json",
     "check",
+    "chosen_by_values",
     "compose",
     "hookimpl",
     "linear_layers",

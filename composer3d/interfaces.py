@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Action",
     "Batch",
+    "DataDependent",
     "Dtypes",
     "Example",
     "ExportForm",
@@ -232,6 +233,20 @@ class Decisions:
     """
 
     notes: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True, eq=False)
+class DataDependent:
+    """Stash of what a plugin's messages depend on beside shapes: `context.stash(DataDependent)`.
+
+    Attributes:
+        axes: Those over which ranks send as many bytes as the values of the batch decide. The number of collectives
+            does not depend on values, and neither does the sum of their bytes over all ranks.
+        routing_skew: Rows that a plan's rank is sent over the mean of all ranks.
+    """
+
+    axes: set[str] = field(default_factory=set)
+    routing_skew: float = 1.0
 
 
 class Recorder(Protocol):

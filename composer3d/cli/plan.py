@@ -48,6 +48,13 @@ def add(subparsers: Subparsers) -> None:
     parser.add_argument("--price", type=amount, metavar="P", help="of one device for an hour, in dollars, for the cost")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write the plan as a page")
     parser.add_argument(
+        "--routing-skew",
+        type=amount,
+        default=1.0,
+        metavar="X",
+        help="rows that the experts of the fullest rank are sent, over the mean of all ranks; default: 1, balanced",
+    )
+    parser.add_argument(
         "--full", action="store_true", help="trace every block, where two depths of equal blocks would do"
     )
     add_json(parser)
@@ -122,6 +129,7 @@ def _plan(arguments: argparse.Namespace, source: str) -> Plan | None:
             price=arguments.price,
             overrides=arguments.overrides,
             full=arguments.full,
+            routing_skew=arguments.routing_skew,
         ).plan
     except ManifestError as error:
         print_problems(error.problems)

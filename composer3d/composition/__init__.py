@@ -7,6 +7,7 @@ from composer3d.composition.applying import apply_transforms, give_memory, gradi
 from composer3d.composition.assembling import build_mesh, freeze
 from composer3d.composition.blocks import find_blocks
 from composer3d.composition.preparing import PlanRow, Preparation, layout_of, prepare
+from composer3d.composition.routed_lists import routed_lists
 from composer3d.composition.sampling import Sampler, indices, local_slice
 
 __all__ = [
@@ -27,4 +28,5 @@ __all__ = [
     "leaves",
     "local_slice",
     "prepare",
+    "routed_lists",
 ]

@@ -53,6 +53,12 @@ def apply_transforms(
         raise TransformError(f"{unheard[0]} gives dtypes, but no plugin of this manifest applies them")
 
 
+def _is_of_experts(fqn: str, context: RunContext) -> bool:
+    """Return whether other ranks may hold a parameter instead of this one, along an axis of experts."""
+    own = context.parameter_mesh(fqn)
+    return own is not None and bool({*(own.mesh.mesh_dim_names or ())} & {*context.layout.names(Role.EXPERT)})
+
+
 def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> None:
     for part in context.parts:
         before = _names(part.module)
@@ -67,7 +73,7 @@ def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> No
             raise TransformError(f'{transform.name} touched "{foreign[0]}", which it had not selected')
         initialisation.restore_ties(part.module, context.ties)
         now = _names(part.module)
-        if lost := sorted(before - now):
+        if lost := sorted(name for name in before - now if not _is_of_experts(name, context)):
             raise TransformError(f'{transform.name} renamed or dropped "{lost[0]}"; FQNs must stay')
         if transform.phase is not Phase.CONVERT and (more := sorted(now - before)):
             raise TransformError(f'{transform.name} added "{more[0]}"; only transforms in phase CONVERT add parameters')

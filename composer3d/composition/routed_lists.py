@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["RoutedList", "routed_list"]
+__all__ = ["RoutedList", "chosen_by_values", "routed_list", "routed_lists"]
 
 _Loop = ast.For | ast.ListComp | ast.GeneratorExp | ast.DictComp | ast.SetComp
 _LOOPS = (ast.For, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
@@ -67,6 +67,39 @@ def routed_list(model: nn.Module, fqn: str) -> RoutedList | None:
         model: That holds the list.
         fqn: Of the list.
     """
+    for reader, file, first in _readers(model, fqn):
+        found = reader.find()
+        if found is not None:
+            return RoutedList(fqn=fqn, place=f"{file}:{first + found.lineno - 1}")
+    return None
+
+
+def chosen_by_values(model: nn.Module, fqn: str) -> bool:
+    """Return whether the module around a list chooses its entries, or the rows that it gives them, by values: experts.
+
+    Beside what `routed_list` finds, a loop may call every entry, with rows that a mask or `torch.where` has chosen.
+
+    Args:
+        model: That holds the list.
+        fqn: Of the list.
+    """
+    return any(reader.find() is not None or reader.gives_chosen_rows() for reader, _, _ in _readers(model, fqn))
+
+
+def routed_lists(model: nn.Module) -> dict[str, int]:
+    """Return the FQNs of lists of `chosen_by_values`, each with the number of its entries."""
+    from torch import nn
+
+    lists = (nn.ModuleList, nn.ModuleDict)
+    return {
+        fqn: len(module)
+        for fqn, module in model.named_modules()
+        if fqn and isinstance(module, lists) and len(module) > 1 and chosen_by_values(model, fqn)
+    }
+
+
+def _readers(model: nn.Module, fqn: str) -> Iterator[tuple[_Reader, str, int]]:
+    """Yield a reader, the file and the first line of every method around a list that has source."""
     owner, _, name = fqn.rpartition(".")
     around = model.get_submodule(owner)
     for function in _functions(type(around)):
@@ -76,23 +109,25 @@ def routed_list(model: nn.Module, fqn: str) -> RoutedList | None:
         except (OSError, TypeError, SyntaxError, ValueError):  # no source: made at run time, or built in
             continue
         if isinstance(tree, ast.FunctionDef):
-            found = _Reader(tree, name=name, modules=dict(around.named_children())).find()
-            if found is not None:
-                file = Path(inspect.getfile(function)).name
-                return RoutedList(fqn=fqn, place=f"{file}:{first + found.lineno - 1}")
-    return None
+            yield _Reader(tree, name=name, modules=dict(around.named_children())), _file(function), first
+
+
+def _file(function: Callable[..., Any]) -> str:
+    return Path(inspect.getfile(function)).name
 
 
 def _functions(cls: type) -> Iterator[Callable[..., Any]]:
-    """Yield the methods of a class and of its bases up to torch's, without those that are overridden."""
+    """Yield the methods of a class and of its bases up to torch's, overridden ones where `super` calls them."""
     seen: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] == "torch" or base is object:
             continue
         for name, value in vars(base).items():
             if inspect.isfunction(value) and name not in seen and name != "__init__":
-                seen.add(name)
-                yield inspect.unwrap(value)
+                function = inspect.unwrap(value)
+                if "super" not in function.__code__.co_names:
+                    seen.add(name)
+                yield function
 
 
 class _Reader:
@@ -120,6 +155,20 @@ class _Reader:
                 if found is not None:
                     return found
         return None
+
+    def gives_chosen_rows(self) -> bool:
+        """Return whether a loop calls entries with tensors whose size depends on values."""
+        for loop in ast.walk(self._tree):
+            if not isinstance(loop, _LOOPS) or not self._mentions(loop, set()):
+                continue
+            entries = self._entries(loop)
+            for node in ast.walk(loop):
+                called = node.func if isinstance(node, ast.Call) else None
+                is_entry = isinstance(called, ast.Name) and called.id in entries
+                is_entry = is_entry or (isinstance(called, ast.Subscript) and self._mentions(called.value, set()))
+                if is_entry and any(self.kind(each) is _Kind.VALUE for each in node.args):  # type: ignore[attr-defined]
+                    return True
+        return False
 
     def _decider(self, loop: _Loop) -> ast.expr | ast.stmt | None:
         generators = loop.generators if isinstance(loop, _COMPREHENSIONS) else [loop]

@@ -61,6 +61,7 @@ def plan(
     price: float | None = None,
     overrides: Sequence[str] = (),
     full: bool = False,
+    routing_skew: float = 1.0,
 ) -> PlanResult:
     """Plan what a manifest costs: memory, collectives, bubble and time, per rank, without the ranks.
 
@@ -75,6 +76,7 @@ def plan(
         price: Dollars an hour of one device; needs `tokens` or `samples`.
         overrides: `table.key=value`, as given to `--set`.
         full: Trace every block, where two depths of equal blocks would do.
+        routing_skew: Rows that the ranks planned are sent over the mean of all ranks, where experts are sharded.
 
     Raises:
         ManifestError: The manifest has problems, all of which it has.
@@ -92,6 +94,7 @@ def plan(
     found = inspect(inspected, world_size=world_size, rank=0, device=torch.device("cpu"))
     if not found.ok(strict=False) or found.layout is None or found.preparation is None:
         raise ManifestError(found.ordered())
+    _skew(found, routing_skew)
     made = plan_of(
         inspected,
         found,
@@ -194,6 +197,23 @@ def inspected_job(inspected: InspectedManifest, found: Inspection) -> Job:
         target=target,
         has_targets=target is not None,
     )
+
+
+def _skew(found: Inspection, routing_skew: float) -> None:
+    """Assume that experts of a rank are sent more rows than those of others."""
+    from composer3d.interfaces import DataDependent
+    from composer3d.mesh import Role
+
+    assert found.layout is not None and found.preparation is not None, "inspected without errors"
+    degree = found.layout.degree(Role.EXPERT)
+    if routing_skew != 1.0 and not 1.0 <= routing_skew <= degree:
+        allowed = (
+            f"it is at least 1 and at most the {degree} ranks that share experts"
+            if degree > 1
+            else ("no ranks of this manifest share experts; set ep in [mesh]")
+        )
+        raise ComposerError(f"--routing-skew {routing_skew:g}: {allowed}")
+    found.preparation.context.stash(DataDependent).routing_skew = routing_skew
 
 
 def _refuse_idle(amount: float | None, price: float | None, hardware: str | None) -> None:

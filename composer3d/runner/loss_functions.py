@@ -129,7 +129,8 @@ def token_loss(
     """Return the cross entropy of logits, summed in float32 over the targets that are not ignored.
 
     Args:
-        output: Logits `[..., vocabulary]`, or a dict, named tuple or other registered tree that has them as `logits`.
+        output: Logits `[..., vocabulary]`, or a dict, named tuple or other registered tree that has them as `logits`,
+            and may have a scalar as `auxiliary`, which joins the objective as its mean over micro-batches.
         target: `[...]`, tokens or classes.
         ignore_index: The target that carries no loss.
         label_smoothing: Share of the target's probability that is spread over all classes.
@@ -175,7 +176,13 @@ def token_loss(
         ignore_index=ignore_index,
         label_smoothing=label_smoothing,
     )
-    return Loss(sum=total, count=(target != ignore_index).sum())
+    return Loss(sum=total, count=(target != ignore_index).sum(), auxiliary=_auxiliary_of(output))
+
+
+def _auxiliary_of(output: Any) -> Tensor | None:
+    """Return the `auxiliary` of an output that has one beside its logits, as `Loss.auxiliary` takes it."""
+    found = output.get("auxiliary") if isinstance(output, Mapping) else getattr(output, "auxiliary", None)
+    return found if logits_of(output) is not output else None
 
 
 def _elementwise(output: Any, target: Any, *, kind: str, options: Mapping[str, Any]) -> Loss:

@@ -5,6 +5,7 @@ torch 2.11 to 2.15. A name that disappears fails in tests/torch_compat/test_torc
 
 from __future__ import annotations
 
+from composer3d.torch_compat.assumed_sizes import assumed_share, assumed_size_of, were_sizes_assumed
 from composer3d.torch_compat.attention_kernels import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -138,6 +139,8 @@ from composer3d.torch_compat.whole import whole_parameters
 __all__ = [
     "bounded_messages",
     "active_fake_mode",
+    "assumed_share",
+    "assumed_size_of",
     "fake_tensors",
     "is_in_place",
     "is_view",
@@ -145,6 +148,7 @@ __all__ = [
     "lone_pipeline",
     "on_state_dict",
     "watch_storages",
+    "were_sizes_assumed",
     "with_values",
     "record_memory_history",
     "recomputed_tensors",

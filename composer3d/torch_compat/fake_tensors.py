@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
+from composer3d.torch_compat.assumed_sizes import assumed_size_of
 from composer3d.torch_compat.modes import start_autograd
 from composer3d.torch_compat.operator_shapes import ResultMemory
 
@@ -53,6 +54,13 @@ def fake_tensors(memory: ResultMemory | None = None) -> Any:
                 return args[0]  # torch's own would take new memory, where the real one returns what it is given
             if name in _READERS and any(isinstance(arg, FakeTensor) for arg in args):
                 return _value(name, args[0].dtype)
+            assumed = (
+                assumed_size_of(func, args, kwargs or {})
+                if args and isinstance(args[0], FakeTensor)
+                else NotImplemented
+            )
+            if assumed is not NotImplemented:
+                return assumed
             if name == "aten::_grouped_mm" and isinstance(args[0], FakeTensor):
                 return known.run(func, args, kwargs, lambda: _grouped_product(*args, **(kwargs or {})))
             return known.run(func, args, kwargs, lambda: self.dispatch(func, types, args, kwargs))

@@ -66,8 +66,9 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
         yield from drawing_failures([report.drawing for report in evidence.ranks])
     for row in evidence.rows:
         if not row.ok:
+            where = f"rank {row.rank}" + (", bytes of all ranks together" if row.is_summed else "")
             yield (
-                f"{row.op} over {row.axis}: {row.count} of {row.bytes} bytes happened on rank {row.rank}, "
+                f"{row.op} over {row.axis}: {row.count} of {row.bytes} bytes happened on {where}, "
                 f"{row.expected} of {row.expected_bytes} bytes were expected"
             )
     for axis in evidence.silent:

@@ -184,8 +184,29 @@ def test_what_has_no_plain_form_is_left_to_torch():
             assert float(number.sum()) == 1.0
             assert lazy.is_conj() and lazy.resolve_conj().is_conj() is False and lazy.imag.is_neg()
             assert (lazy.imag * 1).is_neg() is False
-            with pytest.raises(Exception, match="nonzero"):
-                number.nonzero()
+            with pytest.raises(Exception, match="unique"):
+                number.unique()
+
+
+def test_sizes_that_values_decide_are_assumed():
+    with torch_compat.fake_tensors(), torch_compat.were_sizes_assumed() as were_assumed:
+        x, mask = torch.ones(6, 4, requires_grad=True), torch.ones(6, dtype=torch.bool)
+        assert torch.bincount(torch.ones(3, dtype=torch.int64), minlength=5).shape == (5,)
+        assert torch_compat.assumed_size_of(torch.ops.aten.add.Tensor, (x, x), {}) is NotImplemented
+        assert not were_assumed()
+        assert mask.nonzero().shape == (6, 1)
+        assert were_assumed()
+        with torch_compat.assumed_share(0.25):
+            rows, columns = torch.where(mask[:, None] == torch.ones(4, dtype=torch.bool))
+            assert rows.shape == columns.shape == (6,)
+            assert x[mask].shape == (2, 4) and x.masked_select(x > 0).shape == (6,)
+            x[mask].sum().backward()
+            assert x.grad.shape == (6, 4)
+            written = torch.zeros(6, 4)
+            written[mask] = x.detach()[mask]
+        assert x[mask].shape == (6, 4)
+    with torch_compat.were_sizes_assumed() as were_assumed:
+        assert not were_assumed()
 
 
 def grouped(dtype, is_transposed):

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from composer3d import torch_compat
+from composer3d.composition import routed_lists
 from composer3d.interfaces import Decisions
 from composer3d.mesh import Role
 from composer3d.planning.tracing.equal_blocks import BlockCut
@@ -89,6 +90,8 @@ class Tracer:
         self._positions = first_ranks(self._preparation.context.layout)
         self._sent: dict[int, Any] = {}
         self._memory = torch_compat.ResultMemory()
+        self._routed = routed_lists(self._preparation.model)
+        self._assumptions: dict[str, None] = {}
 
     def contents(self) -> list[Contents]:
         """Return the parameters of every position's stages; see `contents_of`."""
@@ -201,7 +204,7 @@ class Tracer:
             rank=rank,
             stands_for=stands_for,
             is_extrapolated=is_extrapolated or more > 0,
-            notes=[*traced.notes, *([_UNCOMPILED] if self._compiles else [])],
+            notes=[*traced.notes, *([_UNCOMPILED] if self._compiles else []), *self._assumptions],
         )
 
     @property
@@ -241,7 +244,11 @@ class Tracer:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
-            with self._uncompiled(), composed(job, self._preparation, rank, cut=cut, memory=self._memory) as run:
+            with (
+                self._uncompiled(),
+                self._assuming(),
+                composed(job, self._preparation, rank, cut=cut, memory=self._memory) as run,
+            ):
                 if if_longer and not (cut.are_alike and {len(names) >= (keep or 0) for names in cut.names} == {True}):
                     return _Traced(sketch=None, names=cut.names, are_alike=cut.are_alike, num_traced=number)
                 optimizer = job.make_optimizer(run)
@@ -267,6 +274,22 @@ class Tracer:
         finally:
             if was_enabled:
                 gc.enable()
+
+    @contextlib.contextmanager
+    def _assuming(self) -> Iterator[None]:
+        """Assume sizes that values decide: of rows chosen for the entries of a list, each entry's equal share."""
+        share = max((1 / number for number in self._routed.values()), default=1.0)
+        with torch_compat.assumed_share(share), torch_compat.were_sizes_assumed() as were_assumed:
+            yield
+            if were_assumed():
+                first = next(iter(self._routed), None)
+                note = "sizes that the values of a batch decide were taken at their largest"
+                if first is not None:
+                    note = (
+                        f'routing is assumed to be balanced: each of the {self._routed[first]} entries of "{first}" '
+                        "and lists like it is given the same number of rows"
+                    )
+                self._assumptions[note] = None
 
     # ---- what stages say to each other -------------------------------------------------------------------------------
 

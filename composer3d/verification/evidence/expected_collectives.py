@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from composer3d.interfaces import DataDependent
 from composer3d.mesh import Layout
 from composer3d.step import to_device
 from composer3d.verification.evidence.module_outputs import Output, Outputs, watched_loss, watching
@@ -40,17 +41,21 @@ class Counted:
     Args:
         totals: (count, bytes) by (op, axis).
         of_plugins: Number over each axis, without the step's own agreements.
+        data_dependent: Axes over which ranks send as many bytes as the values of the batch decide.
         outputs: Of modules and the loss in the first step.
     """
 
     totals: Mapping[tuple[str, str], tuple[int, int]]
     of_plugins: Mapping[str, int]
     outputs: Outputs = field(default_factory=dict)
+    data_dependent: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One kind of collective over one axis, of the rank where real and traced runs differ most, else of rank 0.
+
+    Where bytes depend on data, they are the sum of all ranks', which does not.
 
     Args:
         op: As in `Collective`.
@@ -60,6 +65,7 @@ class Row:
         expected: Number in the trace.
         expected_bytes: Payload in the trace.
         rank: The rank compared.
+        is_summed: Whether bytes are those of all ranks together.
     """
 
     op: str
@@ -69,6 +75,7 @@ class Row:
     expected: int
     expected_bytes: int
     rank: int
+    is_summed: bool = False
 
     @property
     def ok(self) -> bool:
@@ -106,7 +113,8 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
         outputs = {**returned, **outputs}
         with count_collectives(run.mesh) as collectives:
             _step(subject, run, optimizer, _WARM_UP)
-    return replace(_counted(collectives.rows), outputs=outputs), messages
+        data_dependent = frozenset(run.context.stash(DataDependent).axes)
+    return replace(_counted(collectives.rows), outputs=outputs, data_dependent=data_dependent), messages
 
 
 def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequence[Any]) -> Counted:
@@ -167,6 +175,9 @@ def compare_collectives(happened: Sequence[Counted], traced: Sequence[Counted]) 
             _row(op, axis, rank, real.totals.get((op, axis), (0, 0)), imagined.totals.get((op, axis), (0, 0)))
             for rank, (real, imagined) in enumerate(zip(happened, traced, strict=True))
         ]
+        if any(axis in counted.data_dependent for counted in happened):
+            total, expected = sum(row.bytes for row in candidates), sum(row.expected_bytes for row in candidates)
+            candidates = [replace(row, bytes=total, expected_bytes=expected, is_summed=True) for row in candidates]
         rows.append(max(candidates, key=lambda row: (not row.ok, abs(row.count - row.expected), row.count, -row.rank)))
     return rows
 

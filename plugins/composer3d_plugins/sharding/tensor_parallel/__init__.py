@@ -162,10 +162,16 @@ class TensorParallel:
                 context=context,
                 sequence_dim=self.sequence_dim if self.sequence_parallel else None,
                 loss_parallel=self.loss_parallel,
-            ).apply(fqns)
+            ).apply([fqn for fqn in fqns if not _is_elsewhere(model.get_submodule(fqn), fqn, context)])
             if self.sequence_parallel:
                 watch_boundaries(model, made.rules)
         return fqns
+
+
+def _is_elsewhere(module: nn.Module, fqn: str, context: RunContext) -> bool:
+    """Return whether another rank along an axis of experts holds a module instead of this one."""
+    absent = [name for name, parameter in module._parameters.items() if parameter is None]
+    return len(absent) == len(module._parameters) and any(context.parameter_mesh(f"{fqn}.{name}") for name in absent)
 
 
 def _rule(value: Style | Planned | Mapping[str, object]) -> Rule:

@@ -1,0 +1,186 @@
+"""Expert parallelism: experts of a mixture sharded over ranks, which exchange the tokens that are routed to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from composer3d import (
+    DataDependent,
+    Decisions,
+    LayoutOffer,
+    LayoutTraits,
+    Metric,
+    ParameterMesh,
+    Phase,
+    PluginError,
+    Role,
+    RunContext,
+    Transform,
+    hookimpl,
+    plugin,
+)
+from composer3d_plugins.sharding.expert_parallel.stacked_experts import Dispatch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from composer3d_plugins.sharding.expert_parallel.expert_selection import Experts
+
+__all__ = ["ExpertParallel"]
+
+AXIS = "ep"
+
+
+def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
+    """Shard experts where `ep` has several ranks."""
+    return {} if degrees.get(AXIS, 1) > 1 else None
+
+
+@dataclass
+class _Found:
+    """What a run has.
+
+    Attributes:
+        experts: Of the whole model.
+        fqns: What `composer3d_parameter_mesh` is asked of: prefixes of their parameters.
+        loads: Rows of each of this rank's experts since the last measurement, by FQN.
+    """
+
+    experts: list[Experts] = field(default_factory=list)
+    loads: dict[str, list[int]] = field(default_factory=dict)
+
+    def holds(self, parameter: str) -> bool:
+        """Return whether a parameter is one of experts."""
+        return any(parameter.startswith(f"{each.fqn}.") for each in self.experts)
+
+    def note(self, fqn: str, rows: Sequence[int]) -> None:
+        """Add the rows of a forward."""
+        before = self.loads.get(fqn, [0] * len(rows))
+        self.loads[fqn] = [one + other for one, other in zip(before, rows, strict=True)]
+
+
+@plugin(family="sharding", owns=(AXIS,), offer=LayoutOffer(table=_table))
+class ExpertParallel:
+    """Shard the experts of a mixture over the ranks of ep, which is carved out of dp_shard x cp.
+
+    A rank holds num_experts / ep consecutive experts of each layer. Tokens travel to the ranks of their experts and
+    back, as many as were routed: none is dropped, none is padded, and a rank whose experts get none takes part.
+    Experts are modules with stacked weights (those of transformers 5, and `composer3d.models:moe`), which are called
+    with tokens, the experts of each and their weights; or modules of a list, around whose loop the exchange is made:
+    the block's own code runs twice, once to record what each expert is given, once to use what they return.
+
+    Data-parallel plugins reduce and shard the experts' parameters over the ranks that hold the same ones: dp_replicate
+    and efsdp, which is dp_shard x cp / ep. Their gradients are divided by ep where experts are run.
+    Memory: experts / ep; rows sent and received, twice each.
+    Collectives: a layer and micro-batch 3 all-to-alls forward (counts, rows, results) and 2 backward; all_gather: 4
+    all-gathers and 1 reduce-scatter forward, 1 all-gather and 2 reduce-scatters backward.
+
+    Source: Lepikhin et al., GShard, arXiv:2006.16668; Rajbhandari et al., DeepSpeed-MoE, arXiv:2201.05596.
+
+    Args:
+        experts: Patterns of what holds experts; "auto" finds it.
+        dispatch: How tokens reach experts: sent to them, or gathered by all ranks. "auto" gathers where a token has
+            more experts than ep has ranks, which takes fewer bytes. Experts of lists are always sent their rows.
+    """
+
+    experts: str | tuple[str, ...] = "auto"
+    dispatch: Dispatch = "auto"
+
+    @hookimpl
+    def composer3d_configure(self, context: RunContext) -> None:
+        """Refuse ep where nobody averages gradients over the ranks that it is carved out of."""
+        owned = any(axis in context.owners for axis in context.layout.names(Role.BATCH, Role.SEQUENCE))
+        if context.degrees[AXIS] > 1 and not owned:
+            raise PluginError(
+                f"ep = {context.degrees[AXIS]} is carved out of the ranks that share a batch, and no plugin of this "
+                "manifest averages gradients over those",
+                hint="add a data-parallel plugin, for example [sharding.fsdp2]",
+            )
+
+    @hookimpl
+    def composer3d_shard(self, context: RunContext) -> Transform:
+        """Shard experts."""
+        return Transform(
+            name="expert_parallel",
+            phase=Phase.TENSOR,
+            select=self._select,
+            apply=self._apply,
+            uses=(AXIS,),
+            rows=self._rows,
+            before=("tensor_parallel",),
+        )
+
+    @hookimpl
+    def composer3d_parameter_mesh(self, context: RunContext, fqn: str) -> ParameterMesh | None:
+        """Place experts on their own mesh; data-parallel plugins shard them along dim 1, which ep leaves whole."""
+        found = context.state.get(self)
+        if found is None or context.degrees[AXIS] == 1 or not found.holds(fqn):
+            return None
+        is_list = next(each.is_list for each in found.experts if fqn.startswith(f"{each.fqn}."))
+        return ParameterMesh(mesh=context.expert_mesh(AXIS), shard_dim=0 if is_list else 1)
+
+    @hookimpl
+    def composer3d_measure(self, context: RunContext) -> Sequence[Metric]:
+        """Measure how evenly tokens are routed."""
+        found: _Found | None = context.state.get(self)
+        if found is None or not found.loads:
+            return []
+        loads = [rows for rows in found.loads.values() if sum(rows)]
+        found.loads = {}
+        fullest = max((max(rows) * len(rows) / sum(rows) for rows in loads), default=1.0)
+        starved = sum(rows.count(0) for rows in loads)
+        return [
+            Metric(name="expert_load_max", value=fullest, reduction="max"),
+            Metric(name="experts_without_tokens", value=float(starved), reduction="max"),
+        ]
+
+    def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
+        from composer3d_plugins.sharding.expert_parallel.expert_selection import find_experts
+
+        patterns = (self.experts,) if isinstance(self.experts, str) else self.experts
+        experts = find_experts(model, None if patterns == ("auto",) else patterns, context)
+        context.state[self] = _Found(experts=experts)
+        return [each.fqn for each in experts]
+
+    def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
+        found: _Found | None = context.state.get(self)
+        rows: dict[str, list[str]] = {}
+        for each in found.experts if found is not None else ():
+            kind = "list" if each.is_list else "stacked"
+            rows.setdefault(f"{kind} of {each.number}", []).append(each.fqn)
+        return rows
+
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
+        from functools import partial
+
+        from composer3d_plugins.sharding.expert_parallel.listed_experts import shard_listed
+        from composer3d_plugins.sharding.expert_parallel.stacked_experts import shard_stacked
+
+        if context.degrees[AXIS] == 1:
+            return fqns
+        found: _Found = context.state[self]
+        mesh = context.expert_mesh(AXIS)[AXIS]
+        dependent = context.stash(DataDependent)
+        dependent.axes.add(AXIS)
+        if any(each.is_list for each in found.experts):  # rows of experts of lists may be reduced over tensor axes
+            dependent.axes.update(context.layout.names(Role.TENSOR))
+        context.stash(Decisions).notes.append(
+            "routing is assumed to be balanced: all experts are sent the same number of rows"
+            if dependent.routing_skew == 1.0
+            else f"a rank's experts are assumed to be sent {dependent.routing_skew:g} times the mean of all ranks"
+        )
+        for each in found.experts:
+            if each.fqn not in fqns:
+                continue
+            note = partial(found.note, each.fqn)
+            if each.is_list:
+                owner, _, name = each.fqn.rpartition(".")
+                shard_listed(model.get_submodule(owner), name, mesh, fqn=owner, note=note, skew=dependent.routing_skew)
+            else:
+                module = model.get_submodule(each.fqn)
+                shard_stacked(
+                    module, mesh, fqn=each.fqn, dispatch=self.dispatch, note=note, skew=dependent.routing_skew
+                )
+        return fqns

@@ -1,0 +1,118 @@
+"""Modules that hold experts, stacked or as a list: found by what they are, or named by patterns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from composer3d import PluginError, RunContext, chosen_by_values, select_fqns
+from composer3d_plugins.sharding.expert_parallel.stacked_experts import is_stacked
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Experts", "find_experts"]
+
+_CONTRACT = (
+    "a module with `num_experts`, parameters that begin with that dim, and a forward of (tokens, experts of each, "
+    "their weights); or an nn.ModuleList or nn.ModuleDict of equal modules whose code around it chooses entries, "
+    "or their rows, by values"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """Experts of one layer.
+
+    Args:
+        fqn: Of the module that holds them: stacked parameters, or a list.
+        number: How many.
+        is_list: Whether they are modules of a list.
+    """
+
+    fqn: str
+    number: int
+    is_list: bool
+
+    @property
+    def block(self) -> str:
+        """FQN of the module whose forward is changed: of a list, the one around it."""
+        return self.fqn.rpartition(".")[0] if self.is_list else self.fqn
+
+
+def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunContext) -> list[Experts]:
+    """Return the experts of a model, in order.
+
+    Args:
+        model: The whole one.
+        patterns: Of what holds them; None looks for all.
+        context: With all FQNs.
+
+    Raises:
+        PluginError: There are none, a pattern matches something else, or their number does not divide by ep.
+        PatternError: A pattern matches nothing.
+    """
+    degree = context.degrees["ep"]
+    if patterns is None:
+        found = [
+            each for fqn, module in model.named_modules() if (each := _recognised(model, fqn, module, named=False))
+        ]
+        if not found:
+            lists = [fqn for fqn, module in model.named_modules() if _is_list(module)]
+            seen = f"; its lists of equal modules: {', '.join(lists)}" if lists else "; it has no list of equal modules"
+            raise PluginError(
+                f"expert_parallel found no experts in {type(model).__name__}: it looked for {_CONTRACT}{seen}",
+                hint="name what holds them: experts = [...], or remove [sharding.expert_parallel]",
+            )
+    else:
+        found = []
+        for fqn in dict.fromkeys(name for pattern in patterns for name in select_fqns(pattern, context.fqns)):
+            each = _recognised(model, fqn, model.get_submodule(fqn), named=True)
+            if each is None:
+                kind = type(model.get_submodule(fqn)).__name__
+                raise PluginError(f'expert_parallel: "{fqn}" ({kind}) holds no experts: what does is {_CONTRACT}')
+            found.append(each)
+    for each in found:
+        if degree > each.number:
+            raise PluginError(f'ep = {degree} is more than the {each.number} experts of "{each.fqn}"')
+        if each.number % degree:
+            divisors = ", ".join(str(n) for n in range(2, each.number + 1) if each.number % n == 0)
+            raise PluginError(
+                f'"{each.fqn}" has {each.number} experts, which do not divide by ep = {degree}; ep may be {divisors}'
+            )
+    _refuse_shared(model, found)
+    return found
+
+
+def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -> Experts | None:
+    if is_stacked(module):
+        return Experts(fqn=fqn, number=int(module.num_experts), is_list=False)  # type: ignore[arg-type]
+    if fqn and _is_list(module) and (named or chosen_by_values(model, fqn)):
+        return Experts(fqn=fqn, number=len(list(module.children())), is_list=True)
+    return None
+
+
+def _is_list(module: nn.Module) -> bool:
+    from torch import nn
+
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        return False
+    forms = {
+        (type(entry), tuple((name, parameter.shape) for name, parameter in entry.named_parameters()))
+        for entry in module.children()
+    }
+    return len(module) > 1 and len(forms) == 1 and any(True for _ in module.parameters())
+
+
+def _refuse_shared(model: nn.Module, found: Sequence[Experts]) -> None:
+    """Refuse experts that are in two lists: the ranks of one list's would have to be those of the other's."""
+    owners: dict[int, str] = {}
+    for each in found:
+        for name, parameter in model.get_submodule(each.fqn).named_parameters(remove_duplicate=False):
+            other = owners.setdefault(id(parameter), each.fqn)
+            if other != each.fqn:
+                raise PluginError(
+                    f'expert_parallel: "{each.fqn}.{name}" is also a parameter of "{other}": an expert that is in two '
+                    "lists cannot be sharded; name one of them in experts"
+                )

@@ -1,0 +1,276 @@
+"""Experts that are modules of a list, which a block's own code calls as it likes: recorded, exchanged, and replayed.
+
+A loop over experts that skips those without tokens cannot exchange rows expert by expert: other ranks skip others. The
+block runs twice instead. In the first run each expert records what it is given; all of it is exchanged at once, the
+ranks that hold the experts run them, and the results come back. In the second run each expert returns its result. It
+is the block's own code both times, so routing, weights and the order of sums are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d import PluginError
+from composer3d_plugins.sharding.expert_parallel.token_exchange import exchange_counts, scale_gradients, send_rows
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["local_experts", "shard_listed"]
+
+
+def local_experts(num_experts: int, *, degree: int, rank: int) -> range:
+    """Return the indexes of the experts that a rank holds: consecutive ones."""
+    local = num_experts // degree
+    return range(rank * local, (rank + 1) * local)
+
+
+def shard_listed(
+    block: nn.Module, name: str, mesh: DeviceMesh, *, fqn: str, note: Callable[[list[int]], None], skew: float
+) -> None:
+    """Leave this rank its experts of a list, and exchange rows around the block's forward.
+
+    Args:
+        block: Whose forward calls the experts, each at most once, with one tensor of rows.
+        name: Of the list, an attribute of the block.
+        mesh: Of one dim, ep.
+        fqn: Of the block, for messages.
+        note: Called in every forward with the number of rows of each of this rank's experts.
+        skew: As of `token_exchange.exchange_counts`.
+
+    Memory: experts / ep; the block's activations twice. Collectives: 3 all-to-alls forward (counts, rows, results), 2
+    backward.
+    """
+    experts = getattr(block, name)
+    held = local_experts(len(experts), degree=mesh.size(), rank=mesh.get_local_rank())
+    for index, expert in enumerate(_entries(experts)):
+        if index not in held:
+            _drop_parameters(expert)
+    exchange = _Exchange(experts, held, mesh, fqn=fqn, list_name=name, note=note, skew=skew)
+    # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
+    experts.__class__ = _list_class(type(experts), exchange)
+    block.forward = exchange.around(block.forward)
+
+
+def _entries(experts: nn.Module) -> list[nn.Module]:
+    return list(experts._modules.values())  # type: ignore[arg-type]
+
+
+def _drop_parameters(expert: nn.Module) -> None:
+    for module in expert.modules():
+        for name in list(module._parameters):
+            module._parameters[name] = None
+
+
+class _StandIn:
+    """An expert as the block's code sees it: something that can be called, and nothing else."""
+
+    def __init__(self, exchange: _Exchange, index: int) -> None:
+        self._exchange, self._index = exchange, index
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self._exchange.called(self._index, args, kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.__getattr__(f"[{key}]")
+
+    def __getattr__(self, name: str) -> Any:
+        raise PluginError(
+            f'expert_parallel: the forward of "{self._exchange.fqn}" reads "{name}" of an expert, which another rank '
+            "may hold; experts of a list can be called with rows, and nothing else; or leave this list out of "
+            "[sharding.expert_parallel] experts"
+        )
+
+
+def _list_class(cls: type, exchange: _Exchange) -> type:
+    """Return a list's class with entries that stand for experts while the block's forward runs."""
+
+    def entries(self: Any) -> list[Any]:
+        return exchange.stand_ins if exchange.is_running else _entries(self)
+
+    class Experts(cls):
+        def __getitem__(self, key: Any) -> Any:
+            if not exchange.is_running or isinstance(key, slice):
+                return entries(self)[key] if isinstance(key, slice) else super().__getitem__(key)
+            names = list(self._modules)
+            return entries(self)[names.index(key) if isinstance(key, str) else range(len(names))[int(key)]]
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(entries(self)) if hasattr(cls, "append") else super().__iter__()
+
+        def values(self) -> Any:
+            return entries(self)
+
+        def items(self) -> Any:
+            return list(zip(self._modules, entries(self), strict=True))
+
+    Experts.__name__ = Experts.__qualname__ = cls.__name__
+    return Experts
+
+
+class _Exchange:
+    """The two runs of a block around one exchange.
+
+    Args:
+        experts: The list.
+        held: Indexes of this rank's.
+        mesh: Of one dim, ep.
+        fqn: Of the block.
+        list_name: Of the list.
+        note: As of `shard_listed`.
+        skew: As of `shard_listed`.
+
+    Attributes:
+        stand_ins: What the block's code finds in the list.
+        is_running: Whether the block's code runs.
+    """
+
+    def __init__(
+        self,
+        experts: nn.Module,
+        held: range,
+        mesh: DeviceMesh,
+        *,
+        fqn: str,
+        list_name: str,
+        note: Callable[[list[int]], None],
+        skew: float,
+    ) -> None:
+        self._experts, self._held, self._group, self._degree = experts, held, mesh.get_group(), mesh.size()
+        self.fqn, self._list_name, self._note, self._skew = fqn, list_name, note, skew
+        self.stand_ins = [_StandIn(self, index) for index in range(len(_entries(experts)))]
+        self.is_running = False
+        self._given: dict[int, Tensor] = {}
+        self._results: dict[int, Tensor] | None = None
+
+    def around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the block's forward with the exchange inside."""
+
+        @functools.wraps(forward)
+        def replayed(*args: Any, **kwargs: Any) -> Any:
+            from composer3d import torch_compat
+
+            given = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if hasattr(leaf, "_version")]
+            versions = [leaf._version for leaf in given]
+            states = _random_states(given)
+            self._given, self._results = {}, None
+            self._run(forward, args, kwargs)
+            if [leaf._version for leaf in given] != versions:
+                raise PluginError(
+                    f'expert_parallel: the forward of "{self.fqn}" changes its input in place, and runs twice, around '
+                    f'the exchange of rows for "{self._list_name}"; write `x = x + y` for `x += y` there'
+                )
+            _restore(states)
+            recorded, self._given = self._given, {}
+            self._results, tie = self._exchanged(recorded, given)
+            try:
+                output = self._run(forward, args, kwargs)
+            finally:
+                self._results = None
+            return output if recorded else _tied(output, tie)
+
+        return replayed
+
+    def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.is_running = True
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.is_running = False
+
+    def called(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Record what an expert is given, or return its result.
+
+        Raises:
+            PluginError: It is called twice, with something else than one tensor, or with other rows than in the first
+                run.
+        """
+        import torch
+
+        x = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(x, torch.Tensor) or x.ndim < 2:
+            raise PluginError(f"{self._of(index)} is called with something else than one tensor of rows")
+        if self._results is not None:
+            found = self._results.get(index)
+            if found is None or found.shape[:-1] != x.shape[:-1]:
+                raise PluginError(
+                    f"{self._of(index)} is called with other rows when the block runs again; its forward has to do the "
+                    "same twice"
+                )
+            return found
+        if index in self._given:
+            raise PluginError(f"{self._of(index)} is called twice in one forward; call it once, with all of its rows")
+        self._given[index] = x
+        return torch.zeros_like(x)
+
+    def _of(self, index: int) -> str:
+        return f'expert_parallel: expert {index} of "{self.fqn}.{self._list_name}"'
+
+    def _exchanged(self, recorded: dict[int, Tensor], given: Sequence[Tensor]) -> tuple[dict[int, Tensor], Tensor]:
+        """Return what the experts make of the rows that were recorded, and the rows that came back."""
+        import torch
+
+        like = next(iter(recorded.values()), None)
+        like = like if like is not None else next(x for x in given if x.is_floating_point())
+        empty = like.new_zeros(0, like.shape[-1])
+        flat = [recorded[i].flatten(0, -2) if i in recorded else empty for i in range(len(self.stand_ins))]
+        sizes = [piece.shape[0] for piece in flat]
+        counts_E = torch.tensor(sizes, device=like.device, dtype=torch.int64)
+        rows = exchange_counts(counts_E, group=self._group, num_rows=sum(sizes), skew=self._skew)
+        self._note(rows.per_expert)
+        local = len(self._held)
+        pieces = list(
+            send_rows(torch.cat(flat), rows, group=self._group).split(
+                [size for source in rows.received_per_expert for size in source]
+            )
+        )
+        for place, index in enumerate(self._held):
+            mine = pieces[place::local]
+            out = self._computed(index, torch.cat(mine))
+            pieces[place::local] = out.split([piece.shape[0] for piece in mine])
+        came = send_rows(torch.cat(pieces), rows, group=self._group, back=True)
+        back = came.split(sizes)
+        return {i: back[i].view(*x.shape[:-1], back[i].shape[-1]) for i, x in recorded.items()}, came
+
+    def _computed(self, index: int, rows_RD: Tensor) -> Tensor:
+        import torch
+
+        expert = _entries(self._experts)[index]
+
+        def run(x_RD: Tensor) -> Tensor:
+            # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks,
+            # and the exchange before it, whose backward all ranks have to call.
+            given = x_RD if x_RD.shape[0] else torch.cat([x_RD, x_RD.new_zeros(1, x_RD.shape[1])])
+            result = expert(given)[: x_RD.shape[0]]
+            if result.shape[:-1] != x_RD.shape[:-1]:
+                raise PluginError(
+                    f"{self._of(index)} returns {list(result.shape)} of {list(x_RD.shape)}: not row by row"
+                )
+            return result
+
+        return scale_gradients(run, rows_RD, degree=self._degree)
+
+
+def _tied(output: Any, tie: Tensor) -> Any:
+    """Return an output whose backward goes through the exchange, in a block that called none of its experts."""
+    from composer3d import map_tensors
+
+    return map_tensors(lambda leaf: leaf + tie.sum().to(leaf.dtype) if leaf.is_floating_point() else leaf, output)
+
+
+def _random_states(given: Sequence[Tensor]) -> list[tuple[torch.device | None, Tensor]]:
+    import torch
+
+    devices = {x.device for x in given if x.device.type == "cuda"}
+    return [(None, torch.get_rng_state()), *((device, torch.cuda.get_rng_state(device)) for device in devices)]
+
+
+def _restore(states: Sequence[tuple[torch.device | None, Tensor]]) -> None:
+    import torch
+
+    for device, state in states:
+        torch.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)

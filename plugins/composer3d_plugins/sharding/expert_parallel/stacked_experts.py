@@ -1,0 +1,122 @@
+"""Experts whose weights are stacked, in a module that is called with tokens, their experts and the weights of these."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import PluginError
+from composer3d_plugins.sharding.expert_parallel.token_exchange import gather_tokens, scale_gradients, send_tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["Dispatch", "is_stacked", "shard_stacked"]
+
+Dispatch = Literal["auto", "all_to_all", "all_gather"]
+
+
+def is_stacked(module: nn.Module) -> bool:
+    """Return whether a module has the contract `(hidden_TD, index_TK, weights_TK) -> hidden_TD`.
+
+    It has an attribute `num_experts`, all its parameters begin with a dim of that size, and its forward takes three
+    positional arguments. Experts of transformers (5 and later) are such modules.
+    """
+    number = getattr(module, "num_experts", None)
+    parameters = list(module.parameters())
+    if not isinstance(number, int) or isinstance(number, bool) or not parameters:
+        return False
+    if any(parameter.ndim < 2 or parameter.shape[0] != number for parameter in parameters):
+        return False
+    return _num_arguments(module) == 3
+
+
+def _num_arguments(module: nn.Module) -> int:
+    try:
+        arguments = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return 0
+    return sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in arguments)
+
+
+def shard_stacked(
+    module: Any, mesh: DeviceMesh, *, fqn: str, dispatch: Dispatch, note: Callable[[list[int]], None], skew: float
+) -> None:
+    """Shard stacked experts over the ranks of a mesh, along their first dim, and exchange tokens around their forward.
+
+    The module's own code runs on this rank's experts, each row with one expert and a weight of one.
+
+    Args:
+        module: With the contract of `is_stacked`.
+        mesh: Of one dim, ep.
+        fqn: Of the module, for messages.
+        dispatch: How tokens reach experts; "auto" sends what has fewer bytes.
+        note: Called in every forward with the number of rows of each of this rank's experts.
+        skew: As of `token_exchange.exchange_counts`.
+
+    Memory: experts / ep. Collectives: as `token_exchange.send_tokens` and `gather_tokens`.
+    """
+    import torch
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    total, degree, inner = module.num_experts, mesh.size(), module.forward
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            if parameter is not None:
+                shards = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+                owner._parameters[name] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
+    group = mesh.get_group()
+
+    def run(rows_RD: Tensor, experts_R: Tensor) -> Tensor:
+        def local(rows_RD: Tensor) -> Tensor:
+            # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks,
+            # and the exchange before it, whose backward all ranks have to call.
+            rows, experts = rows_RD, experts_R
+            if not rows_RD.shape[0]:
+                rows, experts = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])]), experts_R.new_zeros(1)
+            ones = torch.ones(experts.shape[0], 1, dtype=rows.dtype, device=rows.device)
+            return inner(rows, experts[:, None], ones)[: rows_RD.shape[0]]
+
+        return scale_gradients(local, rows_RD, degree=degree)
+
+    signature = inspect.signature(inner)
+
+    @functools.wraps(inner)
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        hidden_TD, index_TK, weights_TK = signature.bind(*args, **kwargs).args
+        if hidden_TD.ndim != 2 or index_TK.ndim != 2 or index_TK.shape != weights_TK.shape:
+            raise PluginError(
+                f'expert_parallel: "{fqn}" is called with {list(hidden_TD.shape)}, {list(index_TK.shape)} and '
+                f"{list(weights_TK.shape)}, which are not tokens x width, and tokens x experts twice"
+            )
+        is_gathered = dispatch == "all_gather" or (dispatch == "auto" and index_TK.shape[1] > degree)
+        exchange = gather_tokens if is_gathered else send_tokens
+        with _local(module, total // degree):
+            return exchange(run, hidden_TD, index_TK, weights_TK, num_experts=total, group=group, note=note, skew=skew)
+
+    module.forward = forward
+
+
+@contextmanager
+def _local(module: Any, num_experts: int) -> Iterator[None]:
+    """Let a module's code read this rank's experts: plain tensors, and as many as there are."""
+    from torch.distributed.tensor import DTensor
+
+    shadowed: list[tuple[Any, str]] = []
+    number = module.num_experts
+    try:
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if isinstance(parameter, DTensor):
+                    owner.__dict__[name] = parameter.to_local()
+                    shadowed.append((owner, name))
+        module.num_experts = num_experts
+        yield
+    finally:
+        module.num_experts = number
+        for owner, name in shadowed:
+            del owner.__dict__[name]

@@ -1,0 +1,299 @@
+"""Exchange of token rows between the ranks of ep, which hold different experts: all-to-alls, or gathered tokens.
+
+No token is dropped or padded: as many rows travel as were chosen, and a rank that gets none takes part in everything.
+
+Shape suffixes: T tokens of this rank, K experts a token, E experts, D width, R rows: pairs of a token and an expert.
+Source: Shazeer et al., Outrageously Large Neural Networks, arXiv:1701.06538; Lepikhin et al., GShard, arXiv:2006.16668.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from composer3d import torch_compat
+
+__all__ = [
+    "Compute",
+    "Rows",
+    "count_rows",
+    "exchange_counts",
+    "gather_tokens",
+    "scale_gradients",
+    "send_rows",
+    "send_tokens",
+]
+
+# Returns rows_RD, given rows_RD and of each the index among this rank's experts, in ascending order.
+Compute = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """How many rows go where.
+
+    Args:
+        sent: Rows to each rank.
+        received: Rows from each rank.
+        received_per_expert: By source rank, rows for each of this rank's experts.
+        is_assumed: Whether routing is assumed to be balanced, because fake tensors have no values.
+    """
+
+    sent: list[int]
+    received: list[int]
+    received_per_expert: list[list[int]]
+    is_assumed: bool = False
+
+    @property
+    def per_expert(self) -> list[int]:
+        """Rows for each of this rank's experts, of all ranks together."""
+        return [sum(column) for column in zip(*self.received_per_expert, strict=True)]
+
+
+def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float = 1.0) -> Rows:
+    """Tell every rank how many rows come for each of its experts.
+
+    Fake tensors have no values: there every expert gets the same number of rows, and this rank's `skew` times as many.
+
+    Args:
+        counts_E: This rank's rows for each expert, int64; a rank has consecutive experts.
+        group: Process group of ep.
+        num_rows: Their sum, which is known without reading it.
+        skew: Rows of this rank's experts over the mean of all ranks, where nothing is known.
+
+    Collectives: one all-to-all of E int64.
+    """
+    degree = dist.get_world_size(group)
+    # A fake process group leaves it as it is: as if every rank routed its tokens as this one does.
+    received_E = counts_E.clone()
+    with torch_compat.operator_span("all_to_all", group, bytes=counts_E.nbytes, what="counts"):
+        dist.all_to_all_single(received_E, counts_E, group=group)
+    if torch_compat.active_fake_mode() is not None:
+        even = _evenly(num_rows, counts_E.shape[0])
+        local = len(even) // degree
+        sent = [sum(even[rank * local : (rank + 1) * local]) for rank in range(degree)]
+        mine = [_evenly(round(skew * rows), local) for rows in sent]
+        return Rows(sent=sent, received=list(map(sum, mine)), received_per_expert=mine, is_assumed=True)
+    both = torch.stack([counts_E, received_E]).view(2, degree, -1).tolist()  # one wait for the accelerator
+    return Rows(sent=list(map(sum, both[0])), received=list(map(sum, both[1])), received_per_expert=both[1])
+
+
+def _evenly(total: int, number: int) -> list[int]:
+    return [total // number + (index < total % number) for index in range(number)]
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows; its adjoint sends them back."""
+
+    @staticmethod
+    def forward(ctx: Any, x_RD: Tensor, anchor: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.sizes, ctx.group = (sent, received), group
+        return _all_to_all(x_RD, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_RD: Tensor) -> tuple[Tensor, None, None, None, None]:
+        sent, received = ctx.sizes
+        return _all_to_all(grad_RD, received, sent, ctx.group), None, None, None, None
+
+
+def _all_to_all(x_RD: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    x_RD = x_RD.contiguous()
+    result_RD = x_RD.new_empty(sum(received), *x_RD.shape[1:])
+    with torch_compat.operator_span("all_to_all", group, bytes=x_RD.nbytes, what="rows"):
+        dist.all_to_all_single(result_RD, x_RD, received, sent, group=group)
+    return result_RD
+
+
+def send_rows(x_RD: Tensor, rows: Rows, *, group: Any, back: bool = False) -> Tensor:
+    """Send each rank its rows, which stand in order of ranks; return those that come, in order of their sources.
+
+    Args:
+        x_RD: Rows.
+        rows: How many go where.
+        group: Process group of ep.
+        back: Return rows to where they came from.
+
+    Collectives: one all-to-all forward, one backward.
+    """
+    sent, received = (rows.received, rows.sent) if back else (rows.sent, rows.received)
+    # Another rank's rows may need gradients where this one has none to send.
+    anchor = x_RD.new_zeros(0).requires_grad_(torch.is_grad_enabled())
+    result: Tensor = _Exchange.apply(x_RD, anchor, sent, received, group)
+    return result
+
+
+class _Scaled(torch.autograd.Function):
+    """The same values; their gradient is multiplied."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.factor, None
+
+
+def scale_gradients(compute: Callable[[Tensor], Tensor], x_RD: Tensor, *, degree: int) -> Tensor:
+    """Run experts so that the gradients of their parameters, and those alone, are divided by the degree.
+
+    Tokens of all ranks along ep have added to them. A data-parallel plugin then averages them over the ranks that hold
+    the same experts, which are fewer than its ranks by this factor, as it does with any gradient. FSDP2's own divide
+    factor would be a sum on gloo, and divides twice where one rank has an expert.
+    """
+    result: Tensor = _Scaled.apply(compute(_Scaled.apply(x_RD, float(degree))), 1.0 / degree)
+    return result
+
+
+def send_tokens(
+    compute: Compute,
+    hidden_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    num_experts: int,
+    group: Any,
+    note: Callable[[list[int]], None],
+    skew: float = 1.0,
+) -> Tensor:
+    """Run experts that lie on other ranks; tokens travel to them and back.
+
+    Weights are applied by the sender, after the way back, so that gradients of routers stay on their rank.
+
+    Args:
+        compute: Runs this rank's experts.
+        hidden_TD: Tokens.
+        index_TK: Experts of each.
+        weights_TK: Of what they return.
+        num_experts: On all ranks.
+        group: Process group of ep.
+        note: Called with the number of rows of each of this rank's experts.
+        skew: As of `exchange_counts`.
+
+    Memory: two copies of the rows sent, and two of those received. Collectives: 3 all-to-alls forward (counts, rows,
+    results), 2 backward.
+    """
+    chosen_R, top_k = index_TK.reshape(-1), index_TK.shape[-1]
+    order_R = chosen_R.argsort(stable=True)
+    rows = exchange_counts(count_rows(chosen_R, num_experts), group=group, num_rows=chosen_R.shape[0], skew=skew)
+    note(rows.per_expert)
+    sent_RD = send_rows(hidden_TD[order_R // top_k], rows, group=group)
+    experts_R = _experts_of(rows, like=order_R)
+    by_expert_R = experts_R.argsort(stable=True)
+    out_RD = compute(sent_RD[by_expert_R], experts_R[by_expert_R])
+    back_RD = send_rows(torch.empty_like(out_RD).index_copy(0, by_expert_R, out_RD), rows, group=group, back=True)
+    out_TKD = torch.empty_like(back_RD).index_copy(0, order_R, back_RD).unflatten(0, tuple(index_TK.shape))
+    return (out_TKD * weights_TK.unsqueeze(-1)).sum(1).to(hidden_TD.dtype)
+
+
+def count_rows(chosen_R: Tensor, num_experts: int) -> Tensor:
+    """Return how many rows each expert has; of a known size on fake tensors, where `bincount` has none."""
+    return chosen_R.new_zeros(num_experts).scatter_add_(0, chosen_R, torch.ones_like(chosen_R))
+
+
+def _experts_of(rows: Rows, *, like: Tensor) -> Tensor:
+    """Return of each received row the index among this rank's experts."""
+    sizes = [size for source in rows.received_per_expert for size in source]
+    local = len(rows.received_per_expert[0])
+    experts = [index % local for index in range(len(sizes))]
+    if rows.is_assumed:
+        return like.new_empty(sum(sizes))
+    pieces = torch.tensor([experts, sizes], device=like.device, dtype=like.dtype)
+    return pieces[0].repeat_interleave(pieces[1], output_size=sum(sizes))
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of all ranks; the gradient is the sum of all ranks', of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _all_gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.group), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of all ranks' rows, of this rank's; the gradient is gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.group), None
+
+
+def _all_gather(x: Tensor, group: Any, *, is_read: bool = False) -> Tensor:
+    """Gather rows; where their values are read, a fake process group leaves this rank's for those of the others."""
+    result = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
+    if is_read:
+        result.view(-1, *x.shape).copy_(x)
+    with torch_compat.operator_span("all_gather", group, bytes=result.nbytes, what="tokens"):
+        torch_compat.all_gather_single(result, x.contiguous(), group=group)
+    return result
+
+
+def _reduce_scatter(x: Tensor, group: Any) -> Tensor:
+    result = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
+    with torch_compat.operator_span("reduce_scatter", group, bytes=x.nbytes, what="tokens"):
+        torch_compat.reduce_scatter_single(result, x.contiguous(), group=group)
+    return result
+
+
+def gather_tokens(
+    compute: Compute,
+    hidden_TD: Tensor,
+    index_TK: Tensor,
+    weights_TK: Tensor,
+    *,
+    num_experts: int,
+    group: Any,
+    note: Callable[[list[int]], None],
+    skew: float = 1.0,
+) -> Tensor:
+    """Run experts that lie on other ranks; every rank gathers all tokens, and results are summed where they came from.
+
+    Fewer bytes than `send_tokens` where a token has more experts than ep has ranks. Arguments as there.
+
+    Memory: the tokens of all ranks, and the rows of this rank's experts. Collectives: 4 all-gathers forward (lengths,
+    tokens, choices, weights) and 1 reduce-scatter; 1 all-gather and 2 reduce-scatters backward.
+    """
+    rank, top_k, num_tokens = dist.get_rank(group), index_TK.shape[-1], hidden_TD.shape[0]
+    is_fake, local = torch_compat.active_fake_mode() is not None, num_experts // dist.get_world_size(group)
+    length = torch.full((1,), num_tokens, dtype=torch.int64, device=hidden_TD.device)
+    lengths = _all_gather(length, group, is_read=True)
+    longest = num_tokens if is_fake else int(lengths.max())
+    hidden_TD, weights_TK = (_padded(x, longest, 0.0) for x in (hidden_TD, weights_TK))
+    all_TD: Tensor = _Gathered.apply(hidden_TD, group)
+    weights_R: Tensor = _Gathered.apply(weights_TK, group).reshape(-1)
+    chosen_R = _all_gather(_padded(index_TK, longest, -1), group, is_read=True).reshape(-1) - rank * local
+    # Rows of other ranks' experts, and of padding, come after the last of this rank's.
+    chosen_R = torch.where((chosen_R >= 0) & (chosen_R < local), chosen_R, local)
+    order_R = chosen_R.argsort(stable=True)
+    if is_fake:
+        per_expert = _evenly(round(skew * num_tokens * top_k), local)
+    else:
+        per_expert = count_rows(chosen_R, local + 1)[:-1].tolist()
+    note(per_expert)
+    order_R = order_R[: sum(per_expert)]
+    token_R = order_R // top_k
+    out_RD = compute(all_TD[token_R], chosen_R[order_R]) * weights_R[order_R].unsqueeze(-1)
+    sum_TD = out_RD.new_zeros(all_TD.shape[0], out_RD.shape[-1]).index_add(0, token_R, out_RD)
+    result: Tensor = _Summed.apply(sum_TD, group)[:num_tokens].to(hidden_TD.dtype)
+    return result
+
+
+def _padded(x: Tensor, length: int, value: float) -> Tensor:
+    missing = length - x.shape[0]
+    return x if not missing else torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])

@@ -1,0 +1,65 @@
+"""Plans of mixtures of experts: routing is assumed, and the plan says so."""
+
+from __future__ import annotations
+
+import pytest
+from support.mixtures import DIM
+
+import composer3d
+
+MANIFEST = """\
+composer3d = 1
+[mesh]
+dp_shard = 2
+ep = 2
+[model]
+use = "support.mixtures:{model}"
+[data]
+use = "synthetic"
+seq_len = 6
+vocab_size = 11
+[train]
+steps = 1
+global_batch = 8
+microbatch = 2
+[sharding.fsdp2]
+[sharding.expert_parallel]
+"""
+
+
+def planned(tmp_path, model, **options):
+    path = tmp_path / "run.toml"
+    path.write_text(MANIFEST.format(model=model))
+    found = composer3d.plan(path, **options).plan
+    (rank,) = found.ranks
+    exchanged = [
+        transfer
+        for segment in rank.trace.segments
+        for transfer in segment.transfers
+        if (transfer.op, transfer.axis) == ("all_to_all", "ep")
+    ]
+    return found, rank, exchanged
+
+
+@pytest.mark.parametrize("model", ["planned_loop", "shipped"])
+def test_routing_is_assumed_to_be_balanced(tmp_path, model):
+    found, _, exchanged = planned(tmp_path, model)
+    assert any(note.startswith("routing is assumed to be balanced: ") for note in found.notes)
+    microbatches, layers, width = 2, 2, 4
+    assert sum(transfer.count for transfer in exchanged) == 5 * layers * microbatches
+    rows = 4 * 2 * 6 * 2 * DIM * width  # forth and back, and their gradients: two experts of each of 2 x 6 tokens
+    assert sum(transfer.count * transfer.bytes for transfer in exchanged) == layers * microbatches * (rows + 4 * 8)
+
+
+def test_the_fullest_rank_needs_more_where_routing_is_skewed(tmp_path):
+    _, even, _ = planned(tmp_path, "shipped")
+    found, full, _ = planned(tmp_path, "shipped", routing_skew=2.0)
+    assert full.trace.memory.peak > even.trace.memory.peak
+    assert "a rank's experts are assumed to be sent 2 times the mean of all ranks" in found.notes
+
+
+@pytest.mark.parametrize("skew", [0.5, 3.0])
+def test_a_skew_that_cannot_be_is_refused(tmp_path, skew):
+    with pytest.raises(composer3d.ComposerError) as caught:
+        planned(tmp_path, "shipped", routing_skew=skew)
+    assert str(caught.value) == f"--routing-skew {skew:g}: it is at least 1 and at most the 2 ranks that share experts"

@@ -1,0 +1,233 @@
+"""Experts sharded over ep: any mixture equals one device, with exactly the exchanges of its formula."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from composer3d_plugins.sharding.expert_parallel.listed_experts import shard_listed
+from support.mixtures import (
+    DIM,
+    MIXTURES,
+    Looped,
+    Masked,
+    MixtureNet,
+    mixture_steps,
+    token_sum,
+    tokens_and_targets,
+)
+from support.models import largest, mine, seeded, write_manifest
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import composer3d
+from composer3d import PatternError, PluginError
+from composer3d.testing import fake_world, full, run_ranks
+
+EP = "[sharding.expert_parallel]\n"
+FSDP = "[sharding.fsdp2]\n"
+LAYERS = 2
+
+
+def ep(degree, mesh, more=FSDP, table=""):
+    return f"[mesh]\nep = {degree}\n{mesh}\n{more}{EP}{table}"
+
+
+def assert_equal_to_one_device(world_size, cases):
+    """Compare loss, norm and gradients of every case with one device; return what each rank issued, by case."""
+    ranks = run_ranks(mixture_steps, world_size, cases)
+    for results in ranks:
+        for case, (loss, norm, gradient, _) in zip(cases, results, strict=True):
+            assert max(loss, norm, gradient) <= 1e-12, (case, loss, norm, gradient)
+    return [[counted for *_, counted in of_case] for of_case in zip(*ranks, strict=True)]
+
+
+def test_collectives_and_gradients_of_mixtures_as_people_write_them():
+    cases = [(name, ep(2, "dp_shard = 2", table="[train]\nmicrobatch = 2\n")) for name in MIXTURES]
+    for (name, _), (first, second) in zip(cases, assert_equal_to_one_device(2, cases), strict=True):
+        if name == "stacked of three":  # more experts a token than ranks: all of them gather the tokens
+            assert (first["all_gather", "ep"][0], first["reduce_scatter", "ep"][0]) == (5 * LAYERS * 2, 3 * LAYERS * 2)
+            continue
+        count, size = first["all_to_all", "ep"]
+        assert count == second["all_to_all", "ep"][0] == 5 * LAYERS * 2  # layers and micro-batches
+        experts = 1 if name in ("masked", "named") else 2
+        rows = 4 * 8 * 6 * experts * DIM * 8  # rows and results, forth and back, of all tokens in float64
+        counts = 2 * 4 * 8 * 2  # int64 of 4 experts, of each of two ranks and micro-batches
+        assert size + second["all_to_all", "ep"][1] == LAYERS * (rows + counts)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "more", "degree"),
+    [
+        ("dp_shard = 4", f"{FSDP}zero = 1\n", 4),
+        ("dp_shard = 4", f"{FSDP}zero = 2\n", 2),
+        ("dp_shard = 2\ndp_replicate = 2", FSDP, 2),
+        ("dp_shard = 2\npp = 2", f"{FSDP}[scheduling.pipeline]\n[train]\nmicrobatch = 2\n", 2),
+        ("dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 2),
+        ("dp_shard = 4", f"{FSDP}[scheduling.activation_checkpoint]\n", 2),
+    ],
+    ids=["zero1", "zero2", "hsdp", "pipeline", "tensor_parallel", "recomputed"],
+)
+def test_layouts(mesh, more, degree):
+    assert_equal_to_one_device(4, [(name, ep(degree, mesh, more)) for name in ("looped starved", "shipped")])
+
+
+def test_gathered_tokens():
+    cases = [
+        (name, ep(degree, "dp_shard = 4", table='dispatch = "all_gather"\n'))
+        for degree in (2, 4)
+        for name in ("stacked", "stacked starved", "shipped")
+    ]
+    assert_equal_to_one_device(4, cases)
+
+
+def trained(path, text):
+    """Load a checkpoint if there is one, train a step, and save one if there was none; return parameters by FQN."""
+    torch.set_default_dtype(torch.float64)
+    run = composer3d.compose(seeded(MIXTURES["looped"]), write_manifest(text), loss_fn=token_sum)
+    optimizer = run.optimizer(torch.optim.AdamW, lr=1e-2)
+    if path.exists():
+        run.load(path)
+    tokens, targets = (mine(run, tensor) for tensor in tokens_and_targets())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        optimizer.step()
+        optimizer.zero_grad()
+    held = {fqn: full(parameter.detach()) for fqn, parameter in run.named_parameters()}
+    if not path.exists():
+        run.save(path)
+    run.close()
+    return held
+
+
+def test_a_checkpoint_of_four_ranks_of_experts_is_loaded_by_two_and_by_one(tmp_path):
+    run_ranks(trained, 4, tmp_path / "saved", ep(4, "dp_shard = 4"))
+    (alone,) = run_ranks(trained, 1, tmp_path / "saved", FSDP)
+    for world_size, degree in ((4, 4), (2, 2)):
+        ranks = run_ranks(trained, world_size, tmp_path / "saved", ep(degree, f"dp_shard = {world_size}"))
+        assert {fqn for held in ranks for fqn in held} == alone.keys()
+        assert largest(float((p - alone[fqn]).abs().max()) for held in ranks for fqn, p in held.items()) < 1e-12
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.layers = nn.Embedding(11, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class InPlace(Looped):
+    """Changes what it is given."""
+
+    def forward(self, x_BSD):
+        x_BSD += 1.0
+        return super().forward(x_BSD)
+
+
+class Twice(Looped):
+    """Calls its experts twice."""
+
+    def forward(self, x_BSD):
+        return super().forward(super().forward(x_BSD))
+
+
+class Reading(Looped):
+    """Reads a weight of its experts."""
+
+    def forward(self, x_BSD):
+        return super().forward(x_BSD) + self.experts[0][0].weight.sum()
+
+
+class Shared(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tok, self.one, self.two = nn.Embedding(11, DIM), Looped(), Looped()
+        self.two.experts[1] = self.one.experts[0]
+
+    def forward(self, tokens):
+        return self.two(self.one(self.tok(tokens)))
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "message"),
+    [
+        (Plain, ep(2, "dp_shard = 2"), "expert_parallel found no experts in Plain: it looked for a module with"),
+        (Plain, ep(2, "dp_shard = 2", table='experts = ["layers.0"]\n'), 'expert_parallel: "layers.0" (Linear) holds'),
+        (Shared, ep(2, "dp_shard = 2"), '"two.experts.1.0.weight" is also a parameter of "one.experts": an expert'),
+        (MIXTURES["looped"], ep(3, "dp_shard = 3"), "has 4 experts, which do not divide by ep = 3; ep may be 2, 4"),
+        (MIXTURES["looped"], ep(8, "dp_shard = 8"), 'ep = 8 is more than the 4 experts of "layers.0.experts"'),
+        (MIXTURES["looped"], ep(2, "dp_shard = 2", table='experts = ["nothing.*"]\n'), '"nothing.*"'),
+    ],
+    ids=["none", "another module", "two lists", "does not divide", "too many ranks", "pattern"],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(model, text, message):
+    world_size = int(text.partition("dp_shard = ")[2].split()[0])
+    with fake_world(world_size), pytest.raises((composer3d.ManifestError, PluginError, PatternError)) as caught:
+        composer3d.compose(seeded(model), write_manifest(text), loss_fn=token_sum)
+    assert message in str(caught.value)
+
+
+def test_experts_whose_gradients_nobody_averages_are_refused():
+    text = f"[mesh]\nep = 2\ndp_shard = 2\n{EP}"
+    with fake_world(2), pytest.raises(composer3d.ManifestError) as caught:
+        composer3d.compose(seeded(MIXTURES["looped"]), write_manifest(text), loss_fn=token_sum)
+    assert "dp_shard" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (Twice, 'expert 0 of "layers.0.experts" is called twice in one forward'),
+        (Reading, 'the forward of "layers.0" reads "[0]" of an expert, which another rank may hold'),
+    ],
+)
+def test_blocks_that_cannot_run_twice_are_refused_in_their_step(layer, message):
+    def step():
+        run = composer3d.compose(
+            seeded(lambda: MixtureNet(layer)), write_manifest(ep(2, "dp_shard = 2")), loss_fn=token_sum
+        )
+        tokens, targets = (mine(run, tensor) for tensor in tokens_and_targets())
+        with pytest.raises(Exception) as caught, run.step(0):
+            run.forward_backward(tokens, target=targets)
+        return str(caught.value)
+
+    for said in run_ranks(step, 2):
+        assert message in said
+
+
+def test_a_block_that_changes_its_input_cannot_run_twice():
+    def step():
+        layer, mesh = InPlace(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+        shard_listed(layer, "experts", mesh, fqn="layer", note=lambda rows: None, skew=1.0)
+        with pytest.raises(PluginError) as caught:
+            layer(torch.ones(1, 2, DIM))
+        return str(caught.value)
+
+    for said in run_ranks(step, 2):
+        assert said.startswith('expert_parallel: the forward of "layer" changes its input in place, and runs twice')
+
+
+def test_a_block_that_draws_runs_twice_with_the_same_numbers():
+    class Drawing(Masked):
+        dropout = 0.4
+
+    def step():
+        torch.set_default_dtype(torch.float64)
+        found = []
+        for text in (ep(2, "dp_shard = 2"), "[mesh]\ndp_shard = 2\n" + FSDP):
+            run = composer3d.compose(seeded(lambda: MixtureNet(Drawing)), write_manifest(text), loss_fn=token_sum)
+            tokens, targets = (mine(run, tensor) for tensor in tokens_and_targets())
+            with run.step(0):
+                found.append(float(run.forward_backward(tokens, target=targets)))
+            run.close()
+        return found
+
+    for sharded, whole in run_ranks(step, 2):
+        assert abs(sharded - whole) < 1e-12
