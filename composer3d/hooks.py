@@ -326,7 +326,7 @@ def blamed(registered: Registered, name: str, function: Callable[..., Any]) -> C
 
 
 def _agree(one: Any, other: Any) -> bool:
-    """Tell whether two answers are one; of tensors only the very same are, because comparing them gives a tensor."""
+    """Return whether two answers are one; of tensors only the very same are, because comparing them gives a tensor."""
     return one is other or (type(one) is type(other) and not hasattr(one, "shape") and bool(one == other))
 
 

@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unexpected(error: Exception) -> int:
-    """Tell of an error of the machine in a sentence, and of any other with its traceback."""
+    """Report an error of the machine in a sentence, and any other with its traceback."""
     machine = machine_error(error)
     if machine is None:
         traceback.print_exc()

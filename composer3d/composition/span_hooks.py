@@ -54,7 +54,7 @@ class Acting(threading.local):
             self._open.pop()
 
     def needs_span(self, op: str) -> bool:
-        """Tell whether a collective that is issued now is a plugin's, and in no span yet."""
+        """Return whether a collective that is issued now is a plugin's, and in no span yet."""
         return self.plugin is not None and (not self._open or self._open[-1] != op)
 
     def attributes(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ def refuse_unsuitable(model: nn.Module) -> None:
     """Refuse a model whose names, parameters or hooks are not those that its code made.
 
     Raises:
-        TransformError: With the FQN at fault, and what to hand over instead.
+        TransformError: With the FQN at fault, and what to pass instead.
     """
     _refuse_compiled(model)
     _refuse_replicated(model)

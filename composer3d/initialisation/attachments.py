@@ -224,7 +224,7 @@ class Attachments:
 
 
 def _stays(attached: _Attached, final: Tensor) -> bool:
-    """Tell whether a run would keep the original: a plain tensor gets memory, and a fake one is another object."""
+    """Return whether a run would keep the original: a plain tensor gets memory, and a fake one is another object."""
     is_plain = not is_wrapper_subclass(type(final)) and tuple(final.shape) == attached.shape
     return is_plain and active_fake_mode() is not None
 

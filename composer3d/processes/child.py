@@ -76,7 +76,7 @@ class Child:
         os.close(writer)
 
     def ready(self) -> bool:
-        """Tell whether the result can be had without waiting, or nearly so."""
+        """Return whether the result can be had without waiting, or nearly so."""
         self._receive(0.0)
         return self._answer is not None or self._has_ended
 

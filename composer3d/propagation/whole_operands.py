@@ -29,7 +29,7 @@ BATCHED = frozenset({"matmul", "bmm", "__matmul__", "__rmatmul__"})
 
 
 def is_in_place(name: str) -> bool:
-    """Tell by a function's name whether it changes its first argument."""
+    """Return whether a function, by its name, changes its first argument."""
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i") or name == "__setitem__"
 
 

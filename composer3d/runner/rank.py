@@ -78,7 +78,7 @@ def rank_main(function: Callable[..., Any], *args: Any, output: Path, report: bo
 def _fail(
     failure: FailureReport, error: BaseException, *, progress: Progress | None, output: Path, report: bool
 ) -> NoReturn:
-    """Tell of the failure and exit."""
+    """Report the failure and exit."""
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     if threading.current_thread() is threading.main_thread():

@@ -185,7 +185,7 @@ def shared_axes(context: RunContext) -> tuple[str, ...]:
 
 
 def _is_shared(context: RunContext, fqn: str, parameter: Any, axes: Sequence[str]) -> bool:
-    """Tell whether ranks along these axes hold the same piece of a parameter."""
+    """Return whether ranks along these axes hold the same piece of a parameter."""
     from torch.distributed.tensor import DTensor
 
     if context.parameter_mesh(fqn) is not None:

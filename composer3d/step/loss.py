@@ -152,7 +152,7 @@ def _reduction_at(node: Any) -> Reduction:
 
 
 def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
-    """Return what a mean was divided by, from its autograd graph: means of micro-batches are put together by these.
+    """Return what a mean was divided by, from its autograd graph: means of micro-batches are combined by these.
 
     Cross entropy divides by its valid targets, whatever stands for padding, or by the sum of their class weights;
     `(losses * mask).sum() / mask.sum()` by its mask; other means by their elements.

@@ -41,7 +41,7 @@ class Draw:
     is_called: bool = False
 
     def has_samples(self, count: int, share: Share | None = None) -> bool:
-        """Tell whether the leading dim holds so many samples."""
+        """Return whether the leading dim holds so many samples."""
         if self.by_sample is None or (share is not None and self.is_called):
             return False
         shape = self.shape if share is None else share.whole(self.shape)
@@ -49,7 +49,7 @@ class Draw:
         return leads > 0 and leads % count == 0
 
     def is_common(self, count: int) -> bool:
-        """Tell whether it is a single number for all of so many samples, as one that decides of a whole layer."""
+        """Return whether it is a single number for all of so many samples, as one that decides of a whole layer."""
         return self.by_sample is not None and math.prod(self.shape) == 1 and not self.has_samples(count)
 
 
@@ -72,7 +72,7 @@ def draw_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw | 
 
 
 def _is_without_values(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether nothing is drawn, or not on a plain tensor: on meta, on fake tensors, on shards that know it."""
+    """Return whether nothing is drawn, or not on a plain tensor: on meta, on fake tensors, on shards that know it."""
     import torch
 
     first = next((arg for arg in (*args, *kwargs.values()) if isinstance(arg, torch.Tensor)), None)

@@ -146,7 +146,7 @@ def is_view(operator: Any) -> bool:
 
 @contextlib.contextmanager
 def watch_storages(resized: Callable[[Any], None], paused: Callable[[bool], None]) -> Iterator[None]:
-    """Tell of storages whose size is changed by hand, and of the times in which DTensor computes with global shapes.
+    """Note storages whose size is changed by hand, and of the times in which DTensor computes with global shapes.
 
     FSDP2 frees and fills parameters by `UntypedStorage.resize_`, which passes no operator; DTensor's propagator runs
     operators at the global shape to know the result's form, which is private (torch 2.11-2.15).

@@ -116,7 +116,7 @@ def _failed(evidence: Evidence, error: Mapping[str, Any]) -> _Told:
 
 
 def _came_apart(evidence: Evidence, fault: Fault | None, error: Mapping[str, Any]) -> _Told:
-    """Tell of ranks that waited in vain: for one that hangs, or that called something else."""
+    """Report ranks that waited in vain: for one that hangs, or that called something else."""
     if fault is None:
         told = _first_line(error)
         return _Told(kind="lost", rank=error["rank"], first=f"{_who(evidence, error)} lost the others: {told}")
@@ -156,7 +156,7 @@ def _aborted(evidence: Evidence, report: Mapping[str, Any], fault: Fault) -> _To
 
 
 def _stands(evidence: Evidence) -> _Told | None:
-    """Tell who is waited for in a run whose ranks are alive and do not go on."""
+    """Report who is waited for in a run whose ranks are alive and do not go on."""
     fault = _fault(evidence, first=_waiting(evidence, None))
     if fault is None:
         return None

@@ -140,7 +140,7 @@ def held_out(
     vocab_size: int | None,
     facts: Mapping[str, Any],
 ) -> TokenSource:
-    """Cut tokens into sequences, and hold out the last ones for evaluation.
+    """Split tokens into sequences, and hold out the last ones for evaluation.
 
     Raises:
         DataError: There are fewer tokens than one sequence needs.

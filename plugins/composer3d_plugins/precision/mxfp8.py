@@ -131,22 +131,24 @@ class MXFP8:
         kernel = kernels.KernelPreference.EMULATED if self._emulates(context.device) else kernels.KernelPreference.AUTO
         rounding, keeps = formats.ScaleCalculationMode.RCEIL, self.recipe == "mxfp8_wgrad_hp"
 
-        def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            if x.shape[-1] % BLOCK or weight.shape[0] % BLOCK:
+        def product(x_BI: Tensor, weight_OI: Tensor, bias: Tensor | None) -> Tensor:
+            if x_BI.shape[-1] % BLOCK or weight_OI.shape[0] % BLOCK:
                 raise PluginError(
-                    f"mxfp8 multiplies blocks of {BLOCK}, and tp cut a layer into shares of {x.shape[-1]} inputs and "
-                    f"{weight.shape[0]} outputs",
+                    f"mxfp8 multiplies blocks of {BLOCK}, and tp cut a layer into shares of {x_BI.shape[-1]} inputs "
+                    f"and {weight_OI.shape[0]} outputs",
                     hint="exclude it, or choose a smaller tp",
                 )
-            tokens = x.numel() // x.shape[-1]
+            tokens = x_BI.numel() // x_BI.shape[-1]
             if not keeps and tokens % BLOCK:
                 raise BatchError(_odd_tokens(tokens))
             # torchao reads no float16, whose values float32 has too.
-            dtype = torch.float32 if x.dtype is torch.float16 else x.dtype
-            y: Any = mx._to_mxfp8_then_scaled_mm(x.to(dtype), weight.to(dtype), kernel, rounding, keeps).to(x.dtype)
+            dtype = torch.float32 if x_BI.dtype is torch.float16 else x_BI.dtype
+            y_BO: Any = mx._to_mxfp8_then_scaled_mm(x_BI.to(dtype), weight_OI.to(dtype), kernel, rounding, keeps).to(
+                x_BI.dtype
+            )
             # torchao returns a view, and FSDP2 warns about a head that does.
-            y = torch_compat.unviewed(y)
-            return y if bias is None else y + bias.to(y.dtype)
+            y_BO = torch_compat.unviewed(y_BO)
+            return y_BO if bias is None else y_BO + bias.to(y_BO.dtype)
 
         class Multiplied(nn.Linear):
             """A linear layer in MXFP8; the module stays the object that it is."""

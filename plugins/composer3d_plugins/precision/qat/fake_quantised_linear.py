@@ -114,25 +114,30 @@ class Rounding:
         return on_shares(product, x, module.weight, module.bias)
 
     def _product(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, share: Share | None = None, pieces: Pieces | None = None
+        self,
+        x_BI: Tensor,
+        weight_OI: Tensor,
+        bias: Tensor | None,
+        share: Share | None = None,
+        pieces: Pieces | None = None,
     ) -> Tensor:
         import torch.nn.functional as F
 
         if self.of_tokens is not None:
-            x = self.of_tokens(x) if share is None else self._tokens(x, share)
+            x_BI = self.of_tokens(x_BI) if share is None else self._tokens(x_BI, share)
         if pieces is None or share is None:
-            return F.linear(x, self.of_weights(weight), bias)
-        return F.linear(x, pieces.rounded(weight, self.of_weights, share), bias)
+            return F.linear(x_BI, self.of_weights(weight_OI), bias)
+        return F.linear(x_BI, pieces.rounded(weight_OI, self.of_weights, share), bias)
 
-    def _tokens(self, x: Tensor, share: Share) -> Tensor:
+    def _tokens(self, x_BI: Tensor, share: Share) -> Tensor:
         """Round sharded tokens x_...(I/T) by the range of x_...I, appended to them for torchao to see."""
         import torch
 
-        own = x.detach()
-        ends = share.largest(torch.cat([-own.amin(-1, keepdim=True), own.amax(-1, keepdim=True)], -1))
+        own_BI = x_BI.detach()
+        ends = share.largest(torch.cat([-own_BI.amin(-1, keepdim=True), own_BI.amax(-1, keepdim=True)], -1))
         lowest, highest = ends.split(1, -1)
-        rounded: Tensor = self.of_tokens(torch.cat([x, -lowest, highest], -1))
-        return rounded[..., :-2]
+        rounded_BI: Tensor = self.of_tokens(torch.cat([x_BI, -lowest, highest], -1))
+        return rounded_BI[..., :-2]
 
     def _pieces(self, module: Any, share: Share, context: RunContext) -> Pieces | None:
         """Return pieces of groups, if the shard boundary of the inputs splits any."""

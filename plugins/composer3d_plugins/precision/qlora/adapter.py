@@ -64,10 +64,10 @@ def is_transposed(module: nn.Module) -> bool:
     return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
-def update_of(a: Tensor, b: Tensor, scale: float, *, transposed: bool) -> Tensor:
+def update_of(a_RI: Tensor, b_OR: Tensor, scale: float, *, transposed: bool) -> Tensor:
     """Return what the adapter adds to the weight, `[out, in]`, or transposed."""
-    update = scale * (b @ a)
-    return update.t() if transposed else update
+    update_OI = scale * (b_OR @ a_RI)
+    return update_OI.t() if transposed else update_OI
 
 
 def become_adapted(module: Any, adapter: Adapter) -> None:
@@ -147,11 +147,11 @@ def _on_shares(module: Any, x: Any) -> Any:
 
 def _product(
     module: Any,
-    x: Tensor,
-    weight: Tensor,
+    x_BI: Tensor,
+    weight_OI: Tensor,
     bias: Tensor | None,
-    a: Tensor | None,
-    b: Tensor | None,
+    a_RI: Tensor | None,
+    b_OR: Tensor | None,
     *,
     is_cut: bool,
 ) -> Tensor:
@@ -161,16 +161,18 @@ def _product(
 
     adapter: Adapter = module.adapter
     if adapter.form is None:
-        y = F.linear(x, weight, bias)
+        y_BO = F.linear(x_BI, weight_OI, bias)
     else:
-        y = StoredProduct.apply(x, weight, bias, table_of(module, weight.device), adapter.form, adapter.is_transposed)
-    if a is None or b is None:
-        return y
-    x = x.to(a.dtype)
+        y_BO = StoredProduct.apply(
+            x_BI, weight_OI, bias, table_of(module, weight_OI.device), adapter.form, adapter.is_transposed
+        )
+    if a_RI is None or b_OR is None:
+        return y_BO
+    x_BI = x_BI.to(a_RI.dtype)
     if adapter.dropout and module.training:
-        with _drawing(module, x) if is_cut else contextlib.nullcontext():
-            x = F.dropout(x, adapter.dropout)
-    return y + (adapter.scale * F.linear(F.linear(x, a), b)).to(y.dtype)
+        with _drawing(module, x_BI) if is_cut else contextlib.nullcontext():
+            x_BI = F.dropout(x_BI, adapter.dropout)
+    return y_BO + (adapter.scale * F.linear(F.linear(x_BI, a_RI), b_OR)).to(y_BO.dtype)
 
 
 def _drawing(module: Any, x: Tensor) -> contextlib.AbstractContextManager[None]:

@@ -3,8 +3,8 @@
 That function knows the whole model's sizes only. The module therefore gets a forward that does the same on this rank's
 heads, with the same arguments and results.
 
-Shapes: B batch, S queries, L keys, D model dim, E head dim, H heads of the model, T degree of tp; this rank has H / T
-heads, q_B(H/T)SE, k_B(H/T)LE and v_B(H/T)LE.
+Shapes: B batch, S queries, L keys, D model dim, E head dim, T degree of tp, H heads of this rank, which are the model's
+divided by T: q_BHSE, k_BHLE, v_BHLE.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class HeadsOf:
     """The forward of `nn.MultiheadAttention` on this rank's heads.
 
     Collectives: 1 all-reduce forward, 1 backward for each distinct input; with `need_weights`, 1 all-gather of
-    weights_B(H/T)SL over heads. Where the sequence is sharded, 1 all-gather of each distinct input and 1 reduce-scatter
+    weights_BHSL over heads. Where the sequence is sharded, 1 all-gather of each distinct input and 1 reduce-scatter
     forward, and backward as many the other way round.
 
     Args:
@@ -81,19 +81,22 @@ class HeadsOf:
             if id(x) not in shared:
                 shared[id(x)] = self._shared(x, cut)
         given = [self._batched(shared[id(x)], is_batched) for x in (query, key, value)]
-        q, k, v = (
+        q_BHSE, k_BHLE, v_BHLE = (
             F.linear(x, weight, bias).unflatten(-1, (-1, self.module.head_dim)).transpose(1, 2)
             for x, weight, bias in zip(given, self._weights(), self._biases(), strict=True)
         )
-        mask = self._mask(q, k, attn_mask, key_padding_mask)
-        out, weights = self._attend(q, k, v, mask, need_weights)
-        result = self._summed(F.linear(out.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)), cuts[0])
-        if weights is not None:
-            weights = self._gathered(weights)
+        mask_BHSL = self._mask(q_BHSE, k_BHLE, attn_mask, key_padding_mask)
+        out_BHSE, weights_BHSL = self._attend(q_BHSE, k_BHLE, v_BHLE, mask_BHSL, need_weights)
+        y_BSD = self._summed(
+            F.linear(out_BHSE.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)), cuts[0]
+        )
+        weights = None
+        if weights_BHSL is not None:
+            weights = self._gathered(weights_BHSL)
             weights = weights.mean(1) if average_attn_weights else weights
         if not is_batched:
-            return result.squeeze(0), None if weights is None else weights.squeeze(0)
-        result = result if self.module.batch_first else result.transpose(0, 1)
+            return y_BSD.squeeze(0), None if weights is None else weights.squeeze(0)
+        result = y_BSD if self.module.batch_first else y_BSD.transpose(0, 1)
         if cuts[0] and self.marks is not None:
             self.marks.mark(result, Placed(dim=self._dim, parts=(result.shape[self._dim] * self.mesh.size(),)))
         return result, weights
@@ -118,30 +121,30 @@ class HeadsOf:
         bias = self.module.in_proj_bias
         return (None, None, None) if bias is None else _local(bias).chunk(3)
 
-    def _mask(self, q: Tensor, k: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
-        """Return the mask that is added to scores_B(H/T)SL, of shape [B or 1, H / T or 1, S or 1, L]."""
+    def _mask(self, q_BHSE: Tensor, k_BHLE: Tensor, attn_mask: Tensor | None, padding: Tensor | None) -> Tensor | None:
+        """Return the mask that is added to scores_BHSL, of shape [B or 1, H or 1, S or 1, L]."""
         masks = []
         if attn_mask is not None:
             if attn_mask.dim() == 3:
-                whole = attn_mask.view(q.shape[0], self.module.num_heads, *attn_mask.shape[-2:])
-                attn_mask = whole.narrow(1, self.mesh.get_local_rank() * q.shape[1], q.shape[1])
-            masks.append(_added(attn_mask, q.dtype))
+                whole = attn_mask.view(q_BHSE.shape[0], self.module.num_heads, *attn_mask.shape[-2:])
+                attn_mask = whole.narrow(1, self.mesh.get_local_rank() * q_BHSE.shape[1], q_BHSE.shape[1])
+            masks.append(_added(attn_mask, q_BHSE.dtype))
         if padding is not None:
-            masks.append(_added(padding, q.dtype).view(-1, 1, 1, k.shape[2]))
+            masks.append(_added(padding, q_BHSE.dtype).view(-1, 1, 1, k_BHLE.shape[2]))
         return sum(masks[1:], masks[0]) if masks else None
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, need_weights: bool
+        self, q_BHSE: Tensor, k_BHLE: Tensor, v_BHLE: Tensor, mask_BHSL: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         probability = self.module.dropout if self.module.training else 0.0
         drawing = self.context.streams.sharded(site_of(self.fqn)) if probability else contextlib.nullcontext()
         with drawing:
             if not need_weights:
-                return F.scaled_dot_product_attention(q, k, v, mask, probability), None
-            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
-            weights = (scores if mask is None else scores + mask).softmax(-1)
-            weights = F.dropout(weights, probability) if probability else weights
-        return weights @ v, weights
+                return F.scaled_dot_product_attention(q_BHSE, k_BHLE, v_BHLE, mask_BHSL, probability), None
+            scores_BHSL = (q_BHSE / math.sqrt(q_BHSE.shape[-1])) @ k_BHLE.transpose(-2, -1)
+            weights_BHSL = (scores_BHSL if mask_BHSL is None else scores_BHSL + mask_BHSL).softmax(-1)
+            weights_BHSL = F.dropout(weights_BHSL, probability) if probability else weights_BHSL
+        return weights_BHSL @ v_BHLE, weights_BHSL
 
     # ---- between ranks -----------------------------------------------------------------------------------------------
 

@@ -136,40 +136,41 @@ def _cross_entropy(
 
 
 class _Losses(torch.autograd.Function):
-    """Cross-entropy of each token."""
+    """Cross-entropy of each of N tokens in any dims, of which a rank has C of the vocabulary's V = C T classes."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, ignore_index: int, smoothing: float, classes: _Classes
+        ctx: Any, logits_NC: Tensor, target_N: Tensor, ignore_index: int, smoothing: float, classes: _Classes
     ) -> Tensor:
-        """Return losses_BS of logits_BS(V/T) and targets_BS, 0 where they are ignored."""
-        mesh, share = classes.sharded_over, logits.shape[-1]
-        x = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
-        largest = x.amax(-1)
-        with classes.span("all_reduce", group="largest logits", axis="tp", bytes=largest.nbytes):
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=mesh.get_group())
-        x = x - largest.unsqueeze(-1)
-        valid = target != ignore_index
-        index = target - mesh.get_local_rank() * share
-        here = valid & (index >= 0) & (index < share)
-        index = index.masked_fill(~here, 0)
-        of_target = x.gather(-1, index.unsqueeze(-1)).squeeze(-1).masked_fill(~here, 0.0)
-        mean = x.sum(-1) / (share * mesh.size())
-        x = x.exp_()
-        sums = torch.stack([x.sum(-1), of_target, mean])
-        with classes.span("all_reduce", group="sums of logits", axis="tp", bytes=sums.nbytes):
-            dist.all_reduce(sums, group=mesh.get_group())
-        exponentials, of_target, mean = sums
-        losses = exponentials.log() - (1 - smoothing) * of_target - smoothing * mean
-        ctx.save_for_backward(x.div_(exponentials.unsqueeze(-1)), index, here, valid)
-        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, share * mesh.size(), logits.dtype
-        return losses.masked_fill(~valid, 0.0).to(logits.dtype)
+        """Return losses_N, 0 where targets are ignored."""
+        mesh, share = classes.sharded_over, logits_NC.shape[-1]
+        x_NC = logits_NC.float() if logits_NC.dtype in (torch.bfloat16, torch.float16) else logits_NC
+        largest_N = x_NC.amax(-1)
+        with classes.span("all_reduce", group="largest logits", axis="tp", bytes=largest_N.nbytes):
+            dist.all_reduce(largest_N, op=dist.ReduceOp.MAX, group=mesh.get_group())
+        x_NC = x_NC - largest_N.unsqueeze(-1)
+        valid_N = target_N != ignore_index
+        index_N = target_N - mesh.get_local_rank() * share
+        here_N = valid_N & (index_N >= 0) & (index_N < share)
+        index_N = index_N.masked_fill(~here_N, 0)
+        of_target_N = x_NC.gather(-1, index_N.unsqueeze(-1)).squeeze(-1).masked_fill(~here_N, 0.0)
+        mean_N = x_NC.sum(-1) / (share * mesh.size())
+        x_NC = x_NC.exp_()
+        sums_3N = torch.stack([x_NC.sum(-1), of_target_N, mean_N])
+        with classes.span("all_reduce", group="sums of logits", axis="tp", bytes=sums_3N.nbytes):
+            dist.all_reduce(sums_3N, group=mesh.get_group())
+        exponentials_N, of_target_N, mean_N = sums_3N
+        losses_N = exponentials_N.log() - (1 - smoothing) * of_target_N - smoothing * mean_N
+        ctx.save_for_backward(x_NC.div_(exponentials_N.unsqueeze(-1)), index_N, here_N, valid_N)
+        ctx.smoothing, ctx.num_classes, ctx.dtype = smoothing, share * mesh.size(), logits_NC.dtype
+        return losses_N.masked_fill(~valid_N, 0.0).to(logits_NC.dtype)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the local logits_BS(V/T)."""
-        probabilities, index, here, valid = ctx.saved_tensors
-        result = probabilities - ctx.smoothing / ctx.num_classes if ctx.smoothing else probabilities.clone()
-        result.scatter_add_(-1, index.unsqueeze(-1), here.to(result.dtype).mul(ctx.smoothing - 1).unsqueeze(-1))
-        result.mul_(gradient.masked_fill(~valid, 0.0).unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None, None
+    def backward(ctx: Any, gradient_N: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of logits_NC."""
+        probabilities_NC, index_N, here_N, valid_N = ctx.saved_tensors
+        result_NC = probabilities_NC - ctx.smoothing / ctx.num_classes if ctx.smoothing else probabilities_NC.clone()
+        of_target_N = here_N.to(result_NC.dtype).mul(ctx.smoothing - 1)
+        result_NC.scatter_add_(-1, index_N.unsqueeze(-1), of_target_N.unsqueeze(-1))
+        result_NC.mul_(gradient_N.masked_fill(~valid_N, 0.0).unsqueeze(-1))
+        return result_NC.to(ctx.dtype), None, None, None, None
