@@ -121,7 +121,7 @@ class TensorParallel:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
-        from composer3d_plugins.sharding.tensor_parallel.plan_sources import cuts_of, make
+        from composer3d_plugins.sharding.tensor_parallel.plan_sources import make, planned_shards
 
         made = make(
             model,
@@ -133,7 +133,7 @@ class TensorParallel:
             raise PluginError('loss_parallel has no effect: no module of the plan is a "head"')
         context.state[self] = made
         if context.degrees["tp"] > 1:
-            context.stash(PlannedShards).by_parameter |= cuts_of(model, made.rules, context.degrees["tp"])
+            context.stash(PlannedShards).by_parameter |= planned_shards(model, made.rules, context.degrees["tp"])
         return list(made.rules)
 
     def _rows(self, context: RunContext) -> Mapping[str, Sequence[str]]:
@@ -145,7 +145,7 @@ class TensorParallel:
             "sizes": list(dict.fromkeys(fqn for fqn, _ in made.sizes)),
             "gathered": list(made.gathered),
             "propagated": list(made.propagated),
-            "whole sequence": [fqn for fqn in context.fqns if fqn in made.uncut] if self.sequence_parallel else [],
+            "whole sequence": [fqn for fqn in context.fqns if fqn in made.unsharded] if self.sequence_parallel else [],
             "gathered parts": [fqn for fqn, rule in made.rules.items() if rule.gathered],
         }
         return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}
@@ -176,6 +176,6 @@ def _is_elsewhere(module: nn.Module, fqn: str, context: RunContext) -> bool:
 
 def _rule(value: Style | Planned | Mapping[str, object]) -> Rule:
     if isinstance(value, Planned):
-        return Rule(style=value.style, parts=value.parts, is_cut=value.cut)
+        return Rule(style=value.style, parts=value.parts, is_sharded=value.cut)
     assert isinstance(value, str), "pydantic has made the rest Planned"
     return Rule(style=value)

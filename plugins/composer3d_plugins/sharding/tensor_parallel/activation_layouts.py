@@ -21,7 +21,7 @@ __all__ = ["Activations"]
 
 @dataclass(frozen=True)
 class Activations:
-    """Converts activations to and from DTensors; a cut of None means Replicate().
+    """Converts activations to and from DTensors; None means Replicate().
 
     Args:
         mesh: Of one dim, tp.
@@ -29,7 +29,7 @@ class Activations:
 
     mesh: DeviceMesh
 
-    def wrap(self, x: Tensor, cut: Shard | None) -> Tensor:
+    def wrap(self, x: Tensor, placement: Shard | None) -> Tensor:
         """Return the DTensor of a local tensor."""
         import torch
         from torch.distributed.tensor import DTensor, Replicate
@@ -38,38 +38,38 @@ class Activations:
             # The stride of a batch of one is whatever made it, so the compiler takes it for a symbol, and torch looks
             # DTensors up by their strides (2.13). Seen anew, it follows from the shape.
             x = x.flatten().view(x.shape)
-        return DTensor.from_local(x, self.mesh, [cut or Replicate()], run_check=False)
+        return DTensor.from_local(x, self.mesh, [placement or Replicate()], run_check=False)
 
-    def unwrap(self, x: Any, cut: Shard | None) -> Any:
+    def unwrap(self, x: Any, placement: Shard | None) -> Any:
         """Return the local tensor in this placement, with the collectives of the redistribution."""
         from torch.distributed.tensor import Replicate
 
-        return torch_compat.unviewed(x.redistribute(placements=[cut or Replicate()]).to_local())
+        return torch_compat.unviewed(x.redistribute(placements=[placement or Replicate()]).to_local())
 
-    def share(self, x: Tensor, cut: Shard | None) -> Tensor:
+    def share(self, x: Tensor, placement: Shard | None) -> Tensor:
         """Return the replicated DTensor of a local tensor; 1 all-gather over tp if it is sharded.
 
         The gradient of a sharded tensor is reduce-scattered.
         """
         from torch.distributed.tensor import Replicate
 
-        wrapped: Any = self.wrap(x, cut)
-        return wrapped if cut is None else wrapped.redistribute(placements=[Replicate()])
+        wrapped: Any = self.wrap(x, placement)
+        return wrapped if placement is None else wrapped.redistribute(placements=[Replicate()])
 
-    def divided(self, x: Tensor, cut: Shard | None) -> Tensor:
+    def divided(self, x: Tensor, placement: Shard | None) -> Tensor:
         """Return this rank's shard of a replicated x_BSD."""
-        self.refuse_uneven(x, cut)
-        result: Tensor = self.unwrap(self.wrap(x, None), cut)
+        self.refuse_uneven(x, placement)
+        result: Tensor = self.unwrap(self.wrap(x, None), placement)
         return result
 
-    def refuse_uneven(self, x: Tensor, cut: Shard | None) -> None:
+    def refuse_uneven(self, x: Tensor, placement: Shard | None) -> None:
         """Refuse a sequence that is to be sharded and does not divide by tp; `x` is x_BSD.
 
         Raises:
             BatchError: The length is no multiple of tp.
         """
-        if cut is not None and x.shape[cut.dim] % self.mesh.size():
+        if placement is not None and x.shape[placement.dim] % self.mesh.size():
             raise BatchError(
-                f"a sequence of {x.shape[cut.dim]} does not divide by tp = {self.mesh.size()}, as sequence_parallel "
-                "needs"
+                f"a sequence of {x.shape[placement.dim]} does not divide by tp = {self.mesh.size()}, as "
+                "sequence_parallel needs"
             )

@@ -172,13 +172,13 @@ class Derived:
 
     Args:
         rules: What is done to which module.
-        uncut: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
-        is_cut: Whether those of any block are.
+        unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
+        is_sharded: Whether those of any block are.
     """
 
     rules: Rules
-    uncut: frozenset[str] = frozenset()
-    is_cut: bool = False
+    unsharded: frozenset[str] = frozenset()
+    is_sharded: bool = False
 
 
 def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, unread: Collection[str] = ()) -> Derived:
@@ -224,21 +224,21 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
         )
     for name, reason in reasons.items():
         log.info('tensor_parallel leaves "%s" whole: %s', name, reason)
-    cut: frozenset[str] = frozenset()
+    sharded: frozenset[str] = frozenset()
     if sequence_dim is not None and list(traced.forms) == [""]:
         log.info("tensor_parallel leaves the sequence whole: the model has no list of blocks to shard it between")
     elif sequence_dim is not None:
-        rules, cut = _with_sequence(rules, derivations, traced, sequence_dim)
-    uncut = {fqn for group in traced.forms.values() for fqn in group if sequence_dim is not None} - cut
+        rules, sharded = _with_sequence(rules, derivations, traced, sequence_dim)
+    unsharded = {fqn for group in traced.forms.values() for fqn in group if sequence_dim is not None} - sharded
     rules = {fqn: rules[fqn] for fqn in context.fqns if fqn in rules}
-    return Derived(rules=rules, uncut=frozenset(uncut), is_cut=bool(cut))
+    return Derived(rules=rules, unsharded=frozenset(unsharded), is_sharded=bool(sharded))
 
 
 def _with_sequence(
     rules: Rules, derivations: Sequence[tuple[Derivation, Rules, list[str]]], traced: Traced, sequence_dim: int
 ) -> tuple[Rules, frozenset[str]]:
     """Let every block that can work on a sharded sequence; return the rules, and the blocks that do."""
-    cut: set[str] = set()
+    sharded: set[str] = set()
     for derivation, found, group in derivations:
         block = derivation.block
 
@@ -258,12 +258,12 @@ def _with_sequence(
                 where=derivation.fqn,
                 read=[name for name, _ in block.named_modules() if derivation._full(name) in derivation.read],
             )
-            cut |= set(group)
+            sharded |= set(group)
         except PropagationError as error:
             log.info('tensor_parallel leaves the sequence whole in "%s": %s', derivation.fqn, error)
             found = without_sequence(found)
         rules = {**rules, **_named(found, group)}
-    return with_boundaries(rules, flow=traced.flow, cut=cut), frozenset(cut)
+    return with_boundaries(rules, flow=traced.flow, sharded=sharded), frozenset(sharded)
 
 
 def _named(rules: Rules, fqns: Sequence[str]) -> Rules:
@@ -362,14 +362,14 @@ def _outside(
         # A row of the plan says what stays whole.
         if (why := _why_whole(modules[fqn], is_read=fqn in traced.read, degree=degree)) is not None:
             style, reasons[fqn] = "replicate", why
-        rules[fqn] = Rule(style=style, is_cut=False)
+        rules[fqn] = Rule(style=style, is_sharded=False)
     # One tensor has one layout: a tie with something that stays whole keeps both whole, and what these are tied to.
     first_name = first_names(model, context)
     for _ in context.ties:
         for group in context.ties:
             owners = list(dict.fromkeys(first_name[owner_of(name)] for name in group if name not in unread))
-            cut = [owner in rules and rules[owner].style != "replicate" for owner in owners]
-            if any(cut) and not all(cut):
+            sharded = [owner in rules and rules[owner].style != "replicate" for owner in owners]
+            if any(sharded) and not all(sharded):
                 rules |= dict.fromkeys(owners, Rule(style="replicate"))
     return rules
 

@@ -28,14 +28,14 @@ class Codes:
         model: The whole model.
         rules: The plan.
         sequence_dim: The dim of activations that sequence_parallel shards; None without it.
-        uncut: Blocks whose activations it does not shard.
+        unsharded: Blocks whose activations it does not shard.
     """
 
     model: nn.Module
     rules: Rules
     context: RunContext
     sequence_dim: int | None
-    uncut: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
 
     @cached_property
     def blocks(self) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Codes:
         return fits(block, code=code, roles=self._roles(fqn), degree=degree, call=call, training=training)
 
     def _roles(self, fqn: str) -> Roles:
-        sequence_dim = None if fqn in self.uncut else self.sequence_dim
+        sequence_dim = None if fqn in self.unsharded else self.sequence_dim
         return roles_of(self.model.get_submodule(fqn), self._inside(fqn), sequence_dim=sequence_dim)
 
     def _inside(self, fqn: str) -> dict[str, Rule]:
@@ -155,31 +155,33 @@ class Codes:
                 raise PluginError(f"the plan does not fit the model's code: {error}") from error
             return None
         # A norm that is stated to work on a full sequence, though activations are sharded, has no dry run.
-        is_cut = all(rule.is_cut for rule in rules.values() if rule.style == "sequence")
-        return code if is_cut or roles.sequence_dim is None else None
+        is_sharded = all(rule.is_sharded for rule in rules.values() if rule.style == "sequence")
+        return code if is_sharded or roles.sequence_dim is None else None
 
     def _all_propagated(self) -> Code:
         """Propagate blocks that are sharded along the sequence, also those without sharded layers; else regions."""
-        cut = self._cut_blocks()
+        sharded = self._sharded_blocks()
         regions = {
             region
             for fqn, rule in self.rules.items()
             if rule.style in EXPANDING and (region := region_of(fqn, self.rules)) is not None
         }
         multiplying = {self._block_around(fqn) or "" for fqn, rule in self.rules.items() if rule.style == "weights"}
-        cut = [*cut, *multiplying]
-        return Code(propagated=frozenset(cut) | {region for region in regions if self._block_around(region) not in cut})
+        sharded = [*sharded, *multiplying]
+        return Code(
+            propagated=frozenset(sharded) | {region for region in regions if self._block_around(region) not in sharded}
+        )
 
-    def _cut_blocks(self) -> list[str]:
+    def _sharded_blocks(self) -> list[str]:
         if self.sequence_dim is None:
             return []
         bounded = any(rule.style in ("split", "split_gather") for rule in self.rules.values())
         inside = {
             self._block_around(fqn)
             for fqn, rule in self.rules.items()
-            if (rule.style in EXPANDING and rule.is_cut) or rule.style == "sequence"
+            if (rule.style in EXPANDING and rule.is_sharded) or rule.style == "sequence"
         }
-        return [block for block in self.blocks if (bounded or block in inside) and block not in self.uncut]
+        return [block for block in self.blocks if (bounded or block in inside) and block not in self.unsharded]
 
     def _block_around(self, fqn: str) -> str | None:
         return next((block for block in self.blocks if fqn == block or fqn.startswith(f"{block}.")), None)

@@ -50,7 +50,7 @@ class BlockDryRun:
         whole: Modules that worked on all features of a sharded sequence, x_B(S/T)D, or where no sequence is sharded.
         moving: Modules for whose functions something was gathered or narrowed.
         along: Linear layers that took a sharded sequence, or reduce-scatter to one.
-        uncut: Linear layers that took the full sequence although activations are sharded.
+        unsharded: Linear layers that took the full sequence although activations are sharded.
         given: As in `Code`.
         products: Of parameters that code multiplies.
         record: What it did.
@@ -65,7 +65,7 @@ class BlockDryRun:
     whole: set[str] = field(default_factory=set)
     moving: set[str] = field(default_factory=set)
     along: set[str] = field(default_factory=set)
-    uncut: set[str] = field(default_factory=set)
+    unsharded: set[str] = field(default_factory=set)
     given: dict[str, tuple[bool, ...]] = field(default_factory=dict)
     products: Products = field(default_factory=Products)
     record: Record = field(default_factory=Record)
@@ -271,8 +271,8 @@ class BlockDryRun:
         if dim is None:
             return shape
         if propagated:
-            (self.uncut if cut is None else self.along).add(fqn)
-        is_whole = cut is None if propagated else fqn in self.roles.uncut
+            (self.unsharded if cut is None else self.along).add(fqn)
+        is_whole = cut is None if propagated else fqn in self.roles.unsharded
         if is_whole or any(whole is x for whole, _ in self._wholes):
             return shape
         if propagated and cut is not None and cut.placed.dim != dim:
@@ -294,10 +294,10 @@ class BlockDryRun:
         if dim is None:
             return _differentiable(shape, x)
         # What comes of whole sequences alone has one of its own.
-        is_whole = fqn in self.roles.uncut
+        is_whole = fqn in self.roles.unsharded
         if self._propagation is not None and cut is not None:
             is_whole = not cut.sources & self.along
-            (self.uncut if is_whole else self.along).add(fqn)
+            (self.unsharded if is_whole else self.along).add(fqn)
         if is_whole:
             return _differentiable(shape, x)
         if shape[dim] % self.degree:

@@ -82,10 +82,10 @@ def declared(model: nn.Module, context: RunContext) -> Rules | None:
                 + ", ".join(sorted(NAMES)),
                 hint="write the plan",
             )
-        rules |= resolve({pattern: Rule(style=NAMES[style], is_cut=False)}, context)
+        rules |= resolve({pattern: Rule(style=NAMES[style], is_sharded=False)}, context)
     for fqn, rule in rules.items():
         if rule.style in ("colwise", "vocab") and kind_of(model.get_submodule(fqn)) == "embedding":
-            rules[fqn] = Rule(style="vocab", is_cut=False)
+            rules[fqn] = Rule(style="vocab", is_sharded=False)
     inside = tuple(f"{fqn}." for fqn in whole)
     rules = {fqn: rule for fqn, rule in rules.items() if not fqn.startswith(inside)} | whole
     if base and not any(rule.style in EXPANDING for rule in rules.values()):
@@ -123,5 +123,5 @@ def _with_ties(model: nn.Module, rules: Rules, context: RunContext) -> Rules:
         if any(owner in rules and rules[owner].style == "head" for owner in owners):
             for owner in owners:
                 if kind_of(model.get_submodule(owner)) == "embedding":
-                    rules.setdefault(owner, Rule(style="vocab", is_cut=False))
+                    rules.setdefault(owner, Rule(style="vocab", is_sharded=False))
     return rules

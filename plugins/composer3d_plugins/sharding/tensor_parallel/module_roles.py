@@ -23,7 +23,7 @@ class Roles:
         expanding: Those whose results are sharded, with the sizes of their parts.
         sequence_dim: The dim of activations that is sharded outside of them, None if none is.
         local: Modules whose parameters have their gradients summed by their style.
-        uncut: Linear layers that work on a full sequence though activations are sharded: on what an encoder gave, say.
+        unsharded: Linear layers that work on a full sequence though activations are sharded, as an encoder's output.
         attention: torch's attention modules that are sharded along their heads.
         gathered: Of expanding layers the features that are gathered where code takes them.
         weights: Parameters that the code multiplies itself, and how they are sharded.
@@ -32,7 +32,7 @@ class Roles:
     expanding: dict[str, tuple[int, ...]]
     sequence_dim: int | None = None
     local: frozenset[str] = frozenset()
-    uncut: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
     attention: frozenset[str] = frozenset()
     gathered: Mapping[str, Ranges] = field(default_factory=dict)
     weights: Mapping[str, Placed] = field(default_factory=dict)
@@ -61,7 +61,7 @@ def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observ
         expanding=expanding,
         sequence_dim=sequence_dim,
         local=frozenset() if observed else named("local", "sequence"),
-        uncut=frozenset(name for name in layers if not rules[name].is_cut),
+        unsharded=frozenset(name for name in layers if not rules[name].is_sharded),
         attention=named("attention"),
         gathered={name: rules[name].ranges for name in expanding},
         weights={

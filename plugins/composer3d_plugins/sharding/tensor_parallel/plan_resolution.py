@@ -57,14 +57,14 @@ class Rule:
     Args:
         style: One of the plan's styles; "weights", which none can state, of modules whose code multiplies parameters.
         parts: Sizes of the parts of a packed projection, along the dim that is sharded.
-        is_cut: Whether activations are sharded along the sequence there, if they are at all.
+        is_sharded: Whether activations are sharded along the sequence there, if they are at all.
         gathered: Indices of the parts that are all-gathered where code takes them, as a key that all heads share is.
         weights: Parameters of the module's own that are sharded, by their names in it.
     """
 
     style: Style | Literal["weights"]
     parts: tuple[int, ...] | None = None
-    is_cut: bool = True
+    is_sharded: bool = True
     gathered: tuple[int, ...] = ()
     weights: tuple[tuple[str, Placed], ...] = ()
 

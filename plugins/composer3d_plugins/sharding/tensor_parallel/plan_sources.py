@@ -23,12 +23,12 @@ from composer3d_plugins.sharding.tensor_parallel.plan_resolution import (
 )
 from composer3d_plugins.sharding.tensor_parallel.sequence_plan import without_sequence
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import unread_names
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import cut_of_weight
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import shard_of_weight
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Made", "cuts_of", "make"]
+__all__ = ["Made", "planned_shards", "make"]
 
 log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class Made:
         given: Of torch's attention modules that are sharded: which of query, key and value are sharded along the
             sequence.
         apart: Modules whose every random draw is on sharded tensors.
-        uncut: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
+        unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
         unread: Names of tied parameters by which no code reads them.
-        is_stated: Whether the rules are the user's, whose `is_cut` says whether activations around them are sharded.
+        is_stated: Whether the rules are the user's; their `is_sharded` states whether activations there are sharded.
     """
 
     rules: Rules
@@ -57,7 +57,7 @@ class Made:
     gathered: tuple[str, ...] = ()
     given: Mapping[str, tuple[bool, ...]] = field(default_factory=dict)
     apart: tuple[str, ...] = ()
-    uncut: frozenset[str] = frozenset()
+    unsharded: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
     is_stated: bool = False
 
@@ -95,20 +95,20 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
                 raise
             log.info("tensor_parallel derives a plan: the declared one does not work (%s)", error)
     derived = auto.derive(model, context, sequence_dim=sequence_dim, unread=unread)
-    if sequence_dim is not None and not derived.is_cut:
+    if sequence_dim is not None and not derived.is_sharded:
         # No block can work on a shard of the sequence: all do as without sequence_parallel.
         derived = auto.derive(model, context, sequence_dim=None, unread=unread)
-        derived, sequence_dim = replace(derived, rules=without_sequence(derived.rules), uncut=frozenset({""})), None
+        derived, sequence_dim = replace(derived, rules=without_sequence(derived.rules), unsharded=frozenset({""})), None
     rules = check_rules(model, derived.rules, context, unread, is_derived=True)
-    codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, uncut=derived.uncut)
+    codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, unsharded=derived.unsharded)
     return _with_code(codes, unread)
 
 
-def cuts_of(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:
+def planned_shards(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:
     """Return the dim and a rank's runs of every linear layer's weight that rules shard; see `PlannedShards`."""
     outputs, inputs = (*EXPANDING, "head"), CONTRACTING
     return {
-        f"{fqn}.weight": cut_of_weight(
+        f"{fqn}.weight": shard_of_weight(
             model.get_submodule(fqn), "inputs" if rule.style in inputs else "outputs", rule.parts, degree
         )
         for fqn, rule in rules.items()
@@ -131,5 +131,5 @@ def _with_code(codes: Codes, unread: frozenset[str]) -> Made:
         given=found.given,
         apart=tuple(fqn for fqn in codes.context.fqns if fqn in found.apart),
         unread=unread,
-        uncut=codes.uncut,
+        unsharded=codes.unsharded,
     )

@@ -47,12 +47,12 @@ class Region:
 
         module.forward = bounded
 
-    def gather(self, module: nn.Module, cut: Shard) -> None:
+    def gather(self, module: nn.Module, placement: Shard) -> None:
         """Give a module in it the full sequence, which the projections that read it share.
 
         Args:
             module: Its forward is replaced, keeping its name.
-            cut: Placement of the activation that the module takes.
+            placement: Placement of the activation that the module takes.
         """
         forward = module.forward
 
@@ -61,7 +61,7 @@ class Region:
 
             def gathered(x: Tensor) -> Tensor:
                 nonlocal shared
-                shared = self._share(x, cut)
+                shared = self._share(x, placement)
                 result: Tensor = torch_compat.unviewed(shared.to_local())
                 return result
 
@@ -78,17 +78,17 @@ class Region:
 
         module.forward = gathering
 
-    def enter(self, x: Tensor, cut: Shard | None) -> Tensor:
+    def enter(self, x: Tensor, placement: Shard | None) -> Tensor:
         """Return what the projections that read `x` share.
 
         Args:
             x: Local, x_BSD or x_B(S/T)D.
-            cut: Its placement, if it carries no mark; None if it is replicated.
+            placement: Its placement, if it carries no mark; None if it is replicated.
         """
         for seen, shared in self._shared:
             if seen is x:
                 return shared
-        shared = self._share(strip(x), None if self._is_known and cut_of(x) is None else cut)
+        shared = self._share(strip(x), None if self._is_known and cut_of(x) is None else placement)
         self._shared.append((x, shared))
         return shared
 

@@ -84,9 +84,11 @@ def _rules_of(dry_run: BlockDryRun, rules: Rules, read: Collection[str]) -> Rule
 
     What mixes the sequence, or has its weights computed or read elsewhere, is propagated function by function.
     """
-    uncut = dry_run.uncut - dry_run.along
+    unsharded = dry_run.unsharded - dry_run.along
     result = {
-        name: replace(rule, is_cut=False) if name in uncut and rule.style in (*EXPANDING, *CONTRACTING) else rule
+        name: replace(rule, is_sharded=False)
+        if name in unsharded and rule.style in (*EXPANDING, *CONTRACTING)
+        else rule
         for name, rule in rules.items()
     }
     return result | {
@@ -105,17 +107,17 @@ def _matters(module: Any) -> bool:
 
 def without_sequence(rules: Rules) -> Rules:
     """Return the rules of a block where its activations stay whole."""
-    return {name: replace(rule, is_cut=False) for name, rule in rules.items()}
+    return {name: replace(rule, is_sharded=False) for name, rule in rules.items()}
 
 
-def with_boundaries(rules: Rules, *, flow: Flow, cut: Collection[str]) -> Rules:
+def with_boundaries(rules: Rules, *, flow: Flow, sharded: Collection[str]) -> Rules:
     """Return rules with those of where the sequence is sharded and gathered.
 
     Args:
         rules: Of all modules.
         flow: What was seen of activations between blocks.
-        cut: The blocks that work on a sharded sequence.
+        sharded: The blocks that work on a sharded sequence.
     """
-    split, gather = flow.boundaries(cut)
+    split, gather = flow.boundaries(sharded)
     edges = {fqn: Rule(style=BOUNDARIES[fqn in split, fqn in gather]) for fqn in split | gather}
     return {**rules, **edges}

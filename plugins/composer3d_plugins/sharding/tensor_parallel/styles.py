@@ -167,7 +167,7 @@ class Applier:
 
     def _cut_around(self, fqn: str) -> int | None:
         """Return the dim along which the activation is sharded that a propagated module takes."""
-        if any(not block or fqn == block or fqn.startswith(f"{block}.") for block in self.made.uncut):
+        if any(not block or fqn == block or fqn.startswith(f"{block}.") for block in self.made.unsharded):
             return None
         if not self.made.is_stated:
             return self.sequence_dim
@@ -176,14 +176,14 @@ class Applier:
             for name, rule in self.rules.items()
             if rule.style in (*EXPANDING, "attention", "sequence") and (not fqn or name.startswith(f"{fqn}."))
         ]
-        return self.sequence_dim if not inside or any(rule.is_cut for rule in inside) else None
+        return self.sequence_dim if not inside or any(rule.is_sharded for rule in inside) else None
 
     def _is_propagated(self, fqn: str) -> bool:
         return any(not other or fqn == other or fqn.startswith(f"{other}.") for other in self.made.propagated)
 
     def _cut(self, rule: Rule) -> Shard | None:
         """Return how activations outside the region are sharded there, None where they are replicated."""
-        return self._sequence if rule.is_cut else None
+        return self._sequence if rule.is_sharded else None
 
     def _place(self, fqn: str, module: nn.Module, name: str, dim: int | None) -> None:
         from torch.distributed.tensor import Replicate, Shard

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionSizes",
     "attention_sizes",
-    "cut_of_weight",
+    "shard_of_weight",
     "distribute",
     "first_names",
     "gives_features",
@@ -31,7 +31,7 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head", "k
 HEAD_DIMS = ("head_dim", "attention_head_size", "head_size", "dim_head", "d_head", "d_kv")
 
 
-def cut_of_weight(
+def shard_of_weight(
     module: Any, along: Literal["inputs", "outputs"], parts: Sequence[int] | None, degree: int
 ) -> tuple[int, tuple[int, ...]]:
     """Return the dim along which a linear layer's weight is sharded, and the lengths of every rank's runs."""
