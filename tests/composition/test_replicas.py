@@ -62,7 +62,10 @@ def alone():
     return {"norms": norms, "weights": {name: tensor.tolist() for name, tensor in model.named_parameters()}}
 
 
-@pytest.mark.parametrize("text", ["[sharding.fsdp2]\n", "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"])
+DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
+
+
+@pytest.mark.parametrize("text", ["[sharding.fsdp2]\n", pytest.param(DDP, marks=pytest.mark.slow)])
 def test_the_run_is_that_of_one_device_whoever_is_there(text, tmp_path):
     expected = Child(alone).result()
     with limit_ranks(4):
