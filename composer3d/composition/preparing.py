@@ -197,6 +197,9 @@ def _find_problems(preparation: Preparation) -> None:
         for registered, function in preparation.hooks.configure():
             with _asking(problems, registered, context):
                 function(context=context)
+    for registered, function in preparation.hooks.asked("composer3d_layout") if context.purpose == "check" else ():
+        with _asking(problems, registered, context):
+            function(degrees=context.degrees)
     if context.world_size > 1:
         has_stages = context.layout.degree(Role.STAGE) > 1
         for message in preparation.attachments.inexact(has_stages=has_stages, device=context.device):
