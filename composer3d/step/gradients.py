@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from composer3d.context import RunContext
 
 __all__ = [
+    "add_up",
     "apart",
     "average_whole",
     "clip_norm_",
@@ -37,6 +38,19 @@ def local(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def add_up(numbers: Tensor, *, context: RunContext) -> None:
+    """Add up a tensor in place over the ranks that have other samples or positions.
+
+    Collectives: one all-reduce an axis.
+    """
+    import torch.distributed as dist
+
+    for axis in context.layout.names(Role.BATCH, Role.SEQUENCE):
+        if context.degrees[axis] > 1:
+            with context.span("all_reduce", group="divisors", axis=axis, bytes=numbers.nbytes):
+                dist.all_reduce(numbers, group=context.mesh.get_group(axis))
 
 
 def settle_partial(parameters: Iterable[nn.Parameter]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import torch_compat
@@ -19,6 +19,7 @@ __all__ = [
     "count_provisionally",
     "count_valid",
     "divisor_of_mean",
+    "divisors_of_terms",
     "has_other_divisor",
     "loss_of_model",
     "other_padding",
@@ -181,6 +182,23 @@ def _divisor(node: Any) -> Tensor | int | None:
     if name.startswith("NllLoss"):
         return _number(node._saved_total_weight)
     return int(node._saved_self.numel()) if name.startswith(_ELEMENTWISE) else None
+
+
+def divisors_of_terms(loss: Tensor) -> list[Tensor | int]:
+    """Return the divisors of means over targets that may be padding, of every term of a loss that its graph shows."""
+    return list(_counted_divisors(_past_factors(_past_views(loss.grad_fn))[1]))
+
+
+def _counted_divisors(node: Any) -> Iterator[Tensor | int]:
+    if type(node).__name__.startswith("AddBackward"):
+        for operand, _ in node.next_functions:
+            if operand is not None:
+                yield from _counted_divisors(_past_factors(_past_views(operand))[1])
+        return
+    counts = type(node).__name__.startswith("NllLoss") and _known_reduction(node) == "mean"
+    found = _divisor(node) if counts or _is_other(node) else None
+    if found is not None:
+        yield found
 
 
 def has_other_divisor(loss: Tensor) -> bool:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
 from composer3d.step.loss import (
     Reduction,
     as_loss,
     divisor_of_mean,
+    divisors_of_terms,
     has_other_divisor,
     reduction_of,
     without_factors,
 )
 from composer3d.step.microbatches import tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["OwnForward"]
 
@@ -22,8 +28,16 @@ __all__ = ["OwnForward"]
 class OwnForward:
     """Losses of one step of a loop that runs its own forward.
 
-    Without a target every backward has equal weight. With one, a mean is weighted by the target's valid tokens. A loop
-    that divides its losses itself, by the number of its backwards, gets the sum of the divided losses.
+    Without a target every backward has equal weight, and in one of them each rank by what its mean was divided by,
+    where the graph says so: valid targets, class weights, a mask. With a target, a mean is weighted by its valid
+    tokens. A loop that divides its losses itself, by the number of its backwards, gets the sum of the divided losses.
+
+    Args:
+        target: Of the step, where the loop announces it.
+        count: Its valid tokens.
+        num_ranks: Ranks that have other samples or positions.
+        total: Adds up a tensor over them.
+    Collectives: without a target, one all-reduce an axis of two numbers a backward of a mean over targets.
 
     Attributes:
         count: Valid tokens of the step's target.
@@ -31,8 +45,16 @@ class OwnForward:
         is_scaled: Whether the loop divides its losses itself: gradients are then their plain sum.
     """
 
-    def __init__(self, *, target: Any = None, count: int = 1) -> None:
+    def __init__(
+        self,
+        *,
+        target: Any = None,
+        count: int = 1,
+        num_ranks: int = 1,
+        total: Callable[[Tensor], None] = lambda numbers: None,
+    ) -> None:
         self.count = count
+        self._num_ranks, self._total = num_ranks, total
         self.calls = 0
         self._told = target is not None
         self._padded = self._told and any(count != t.numel() for t in tensors(target))
@@ -53,7 +75,8 @@ class OwnForward:
             return as_loss(value, count=self.count, equal=equal, reduction=reduction)
         factor, known = without_factors(value)
         if not self._told:
-            return self._scaled(as_loss(value, count=1, equal=True, reduction="mean"), factor)
+            share = self._share(value, is_sum=(reduction or known) == "sum")
+            return self._scaled(as_loss(value * share, count=1, equal=True, reduction="mean"), factor)
         if (reduction or known or reduction_of(value)) == "sum":
             # The target's count belongs to all backwards together.
             return Loss(sum=value, count=self.count if self.calls == 1 else 0)
@@ -67,6 +90,38 @@ class OwnForward:
                 "give backward (sum, count) of each part"
             )
         return self._scaled(as_loss(value, count=self.count, equal=equal, reduction="mean"), factor)
+
+    def _share(self, value: Tensor, *, is_sum: bool) -> Tensor | float:
+        """Return this rank's weight in the mean of all ranks' losses, 1 where all weigh the same.
+
+        Raises:
+            LossError: A mean over other numbers of targets than on other ranks is one of several terms.
+        """
+        import torch
+
+        if self._num_ranks == 1 or not value.requires_grad:
+            return 1.0
+        if is_sum:
+            return float(self._num_ranks)  # the mean of all ranks' is to be their sum
+        divisors = divisors_of_terms(value)
+        if not divisors:
+            return 1.0
+        own = torch.as_tensor(divisors[0], dtype=torch.float64, device=value.device)
+        numbers = torch.stack([own, own.square()])
+        self._total(numbers)
+        whole = divisor_of_mean(value)
+        if whole is not None:
+            return (own * self._num_ranks / numbers[0].clamp(min=torch.finfo(torch.float64).tiny)).to(value.dtype)
+        is_even = torch_compat.active_fake_mode() is not None or bool(
+            (numbers[1] * self._num_ranks - numbers[0].square()).abs() <= 1e-9 * numbers[1]
+        )
+        if not is_even:
+            raise LossError(
+                f"a term of the loss is a mean over {float(own):g} targets on this rank, and over others elsewhere "
+                f"({float(numbers[0]):g} in all), so ranks do not weigh the same; write run.step(n, target=target), or "
+                "give backward (sum, count)"
+            )
+        return 1.0
 
     def _scaled(self, loss: Loss, factor: float) -> Loss:
         """Return a mean that the loop has multiplied by a factor with its count reduced to match."""

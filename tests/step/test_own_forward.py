@@ -21,6 +21,25 @@ def own_sum(logits, targets):
     return sum_loss(logits, targets)[0]
 
 
+WEIGHTS = torch.linspace(0.1, 3.0, 11, dtype=torch.float64)
+
+
+def weighted_mean(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=WEIGHTS, label_smoothing=0.1)
+
+
+def over_class_weights(model, tokens, targets):
+    return weighted_mean(model(tokens), targets)
+
+
+def sum_of_all_tokens(model, tokens, targets):
+    return own_sum(model(tokens), targets)
+
+
+def several_terms(logits, targets):
+    return mean_loss(logits, targets) + 0.01 * logits.square().mean()
+
+
 def own_loop(batch, loss_fn, num_parts, with_target, objective):
     """Run a step with the loop's own forward, in parts; return the errors of the loss and of the gradients."""
     torch.set_default_dtype(torch.float64)
@@ -44,8 +63,10 @@ def over_all_tokens(model, tokens, targets):
     return loss / count
 
 
-def mean_of_quarters(model, tokens, targets):
-    return sum(mean_loss(model(tokens[start : start + 3]), targets[start : start + 3]) / 4 for start in range(0, 12, 3))
+def mean_of_backwards(model, tokens, targets):
+    """Each of two backwards weighs the same, whatever it holds, and in one of them every valid token of both ranks."""
+    chosen = ([*range(3), *range(6, 9)], [*range(3, 6), *range(9, 12)])
+    return sum(over_all_tokens(model, tokens[of_both], targets[of_both]) / 2 for of_both in chosen)
 
 
 @pytest.mark.parametrize(
@@ -54,8 +75,10 @@ def mean_of_quarters(model, tokens, targets):
         pytest.param(unpadded, mean_loss, 1, False, over_all_tokens, id="mean"),
         pytest.param(unpadded, mean_loss, 1, True, over_all_tokens, id="mean, target"),
         pytest.param(unpadded, mean_loss, 2, True, over_all_tokens, id="means, target"),
-        # Without a target every backward weighs the same, whatever it holds.
-        pytest.param(padded, mean_loss, 2, False, mean_of_quarters, id="means"),
+        pytest.param(padded, mean_loss, 2, False, mean_of_backwards, id="means"),
+        pytest.param(padded, mean_loss, 1, False, over_all_tokens, id="padded mean"),
+        pytest.param(padded, weighted_mean, 1, False, over_class_weights, id="class weights"),
+        pytest.param(padded, own_sum, 1, False, sum_of_all_tokens, id="sum"),
         pytest.param(padded, mean_loss, 1, True, over_all_tokens, id="padded mean, target"),
         pytest.param(padded, mean_loss, 2, True, over_all_tokens, id="padded means, target"),
         pytest.param(padded, own_sum, 1, True, over_all_tokens, id="sum, target"),
@@ -103,6 +126,22 @@ def no_last(run, tokens, targets):
 
 def test_means_over_padded_targets_of_several_ranks_are_refused():
     assert run_ranks(opaque_refusal, 2, padded_mean) == [MEAN_REFUSED] * 2
+
+
+def test_a_mean_over_unequal_targets_beside_another_term_is_refused():
+    def step():
+        run = composed(FSDP)
+        tokens, targets = (mine(run, tensor) for tensor in padded())
+        with pytest.raises(LossError) as caught, run.step(0):
+            run.backward(several_terms(run.model(tokens), targets))
+        tokens, targets = (mine(run, tensor) for tensor in unpadded())
+        with run.step(1):
+            run.backward(several_terms(run.model(tokens), targets))  # of equal numbers
+        return str(caught.value)
+
+    for said in run_ranks(step, 2):
+        assert said.startswith("a term of the loss is a mean over ")
+        assert said.endswith("write run.step(n, target=target), or give backward (sum, count)")
 
 
 def test_means_over_parts_of_a_padded_target_are_refused():
