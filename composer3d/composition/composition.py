@@ -111,7 +111,8 @@ class Composition(OwnLoop):
         Args:
             number: Seeds the random streams, so it must be the same on all ranks and continue after a resume.
             target: For a loop that runs its own forward: this rank's targets of the whole step, whose valid tokens
-                normalise the loss. Without it every `backward` weighs the same, and in one each rank by the targets of its mean.
+                normalise the loss. Without it every `backward` weighs the same, and in one of them each rank by the
+                targets that its mean was divided by.
 
         Raises:
             StepError: Steps nest, or ranks do not run the same step.
