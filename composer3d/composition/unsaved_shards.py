@@ -78,9 +78,9 @@ def _reduce_mesh(mesh: Any, protocol: SupportsIndex) -> Any:
         if frame.f_back is None:
             break
         frame = frame.f_back
-    how, arguments, state, *rest = type(mesh).__reduce_ex__(mesh, protocol)
-    state = {name: value for name, value in state.items() if name != "__reduce_ex__"}
-    return (how, arguments, state, *rest)
+    cls: Any = type(mesh)
+    how, arguments, state, *rest = cls.__reduce_ex__(mesh, protocol)
+    return (how, arguments, {name: value for name, value in state.items() if name != "__reduce_ex__"}, *rest)
 
 
 def refuse_saving(optimizer: torch.optim.Optimizer, *, of_stage: bool) -> None:

@@ -189,8 +189,8 @@ class Guard:
         if size and self._is_answered:
             self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size])
             if self._same.is_looking and call == 0:
-                self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
-                if not self._same.is_looking and not self._peers:
+                is_looking = self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
+                if not is_looking and not self._peers:
                     self._digest = Digest()  # frees its weights
             self._compare_decided(total[3], total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size :], decided)
         if not self._is_answered:

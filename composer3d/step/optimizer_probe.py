@@ -66,11 +66,11 @@ def probe_optimizer(
         raise StepError(reason)
     mesh, placement = _sharding(first)
     with torch.random.fork_rng([] if first.device.type == "cpu" else [first.device]):
-        whole = [_stepped(cls, defaults, value) for value in (_weights(mesh), _weights(mesh))]
-    if whole[0] is None or whole[1] is None or not _agree(*whole):
+        one, other = (_stepped(cls, defaults, value) for value in (_weights(mesh), _weights(mesh)))
+    if one is None or other is None or not _agree(one, other):
         return  # it needs other parameters than these, or draws random numbers
     sharded = _on_shards(cls, defaults, mesh, placement)
-    if not _agree(whole[0], sharded):
+    if not _agree(one, sharded):
         raise StepError(
             f"{cls.__name__} steps a sharded parameter otherwise than a whole one: what it computes of a parameter, as "
             "float(p.norm()) or p.to_local().norm(), is of this rank's shard alone. Keep it a tensor: p.norm() of a "

@@ -60,7 +60,7 @@ def entries_of(unit: Any, group: Any, enter: Enter) -> Entries:
             *zip(info.shared_modules, info.shared_param_names, strict=True),
         ):
             owned.setdefault(module, set()).add(name)
-    attributes = []
+    attributes: list[tuple[dict[str, Any], str, Any, Any]] = []
     for module, names in owned.items():
         own = vars(module)
         if module is not unit and not hasattr(module, "_get_fsdp_state"):

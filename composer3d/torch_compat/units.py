@@ -46,7 +46,7 @@ def watch_units(module: Any) -> Units:
 
 def release_units(module: Any) -> None:
     """Let units of a part be resharded that a graph has saved; see `Units.release`."""
-    state = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
+    state: Any = module._get_fsdp_state() if hasattr(module, "_get_fsdp_state") else None
     if hasattr(state, "units"):
         state.units.release()
 
