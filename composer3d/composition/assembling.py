@@ -229,13 +229,18 @@ def _guard(
 
 def _ledger(preparation: Preparation, group: Any, device: torch.device) -> Ledger:
     """Make the ledger of losses, with the degrees over which data-parallel plugins average."""
+    import torch.distributed as dist
+
     context = preparation.context
     # A mean that is taken twice over one axis is taken once.
     averaged = {axis for transform, _ in preparation.selected for axis in transform.averages}
     averages = math.prod(context.degrees[axis] for axis in averaged)
     # Ranks along tp compute the same loss: only the first of them counts it. Along pp only the last stage has one.
     contributes = all(context.coordinates[name] == 0 for name in context.layout.names(Role.TENSOR))
-    return Ledger(averages=averages, contributes=contributes, group=group, device=device)
+    peers = context.layout.degree(Role.TENSOR) - 1
+    compares = peers and context.purpose == "run" and dist.get_backend(group) != "fake"
+    spread = (1.0 if contributes else -1.0 / peers) if compares else 0.0
+    return Ledger(averages=averages, contributes=contributes, group=group, device=device, spread=spread)
 
 
 def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:

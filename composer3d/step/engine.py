@@ -194,7 +194,7 @@ class StepEngine:
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
-            loss, _ = self._ledger.settle(num_microbatches, also=self.units.numbers())
+            loss, _ = self._ledger.settle(num_microbatches, also=self.units.numbers(), own=self._own is not None)
         self.units.settle(self._ledger.added)
         if self._ledger.auxiliary:
             state.metrics["auxiliary_loss"] = self._ledger.auxiliary

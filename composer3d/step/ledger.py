@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from composer3d.errors import LossError
 from composer3d.interfaces import Loss
 from composer3d.step import gradients
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["Ledger"]
+
+_SPREAD = 1e-2  # of the loss; what ranks along tp compute alike differs by roundings at most
 
 
 class Ledger:
@@ -27,10 +30,14 @@ class Ledger:
         contributes: Whether this rank's losses count; ranks along tp compute the same loss.
         group: Process group of the ranks that share one global batch.
         device: For the reduced numbers.
+        spread: Weight of this rank's losses in a sum that is zero if ranks along tp compute the same ones; 0 where that
+            is not looked at.
     """
 
-    def __init__(self, *, averages: int, contributes: bool, group: Any, device: torch.device) -> None:
-        self._averages, self._contributes = averages, contributes
+    def __init__(
+        self, *, averages: int, contributes: bool, group: Any, device: torch.device, spread: float = 0.0
+    ) -> None:
+        self._averages, self._contributes, self._spread = averages, contributes, spread
         self._group, self._device = group, device
         self.clear()
 
@@ -68,7 +75,7 @@ class Ledger:
         return len(self._entries)
 
     def settle(
-        self, num_microbatches: int, *, has_gradient: bool = True, also: Sequence[float] = ()
+        self, num_microbatches: int, *, has_gradient: bool = True, also: Sequence[float] = (), own: bool = False
     ) -> tuple[Tensor, float]:
         """Return the global mean of the losses since the last call, and their count, on every rank.
 
@@ -80,13 +87,21 @@ class Ledger:
             num_microbatches: On this rank.
             has_gradient: Losses of an evaluation have none, so they say nothing about the step's count.
             also: Other numbers, whose sums over all ranks are then in `added`.
+            own: Whether a loop has computed the losses of what it called itself, a shard of a block's inside maybe.
+
+        Raises:
+            LossError: A loop's losses differ along tp.
         """
         import torch
         import torch.distributed as dist
 
         entries, self._entries = self._entries[-num_microbatches:], []
         # The fourth tells ranks without losses (other stages) that the loss is of double precision.
-        total = torch.tensor([0.0] * 4 + list(also), dtype=torch.float64, device=self._device)
+        compares = own and self._spread != 0.0
+        numbers = [0.0] * 4 + list(also) + [0.0] * compares
+        total = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        for loss, _, _ in entries if compares else ():
+            total[-1] += gradients.local(loss).to(self._device) * self._spread
         for loss, count, auxiliary in entries if self._contributes else ():
             total[3] += loss.dtype is torch.float64
             total[0] += gradients.local(loss).to(self._device)
@@ -95,7 +110,14 @@ class Ledger:
                 total[2] += gradients.local(auxiliary).to(self._device)
         dist.all_reduce(total, group=self._group)
         count = float(total[1])
-        self.added = total[4:].tolist() if also else []
+        self.added = total[4 : 4 + len(also)].tolist() if also else []
+        if compares and abs(float(total[-1])) > _SPREAD * abs(float(total[0])):
+            raise LossError(
+                "ranks of tensor parallelism computed other losses of the same batch: they differ by "
+                f"{abs(float(total[-1])):.3g}, of {abs(float(total[0])):.3g}. What the loop calls inside of a block, "
+                "or reads there, is a rank's shard: call the model, or its blocks as a whole, and compute the loss of "
+                "what these return"
+            )
         if has_gradient:
             self._count += count
             self.auxiliary = float(total[2]) / count if count else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -130,6 +131,52 @@ def all_errors(path):
 def test_modules_and_methods_that_a_loop_calls_equal_one_device(layout):
     for found in run_ranks(all_errors, 2, write_manifest(LAYOUTS[layout])):
         assert max(found.values()) <= TIGHT, found
+
+
+class Halves(nn.Module):
+    """Blocks whose halves a loop may call, which their own forward calls too."""
+
+    def __init__(self):
+        super().__init__()
+        self.enter, self.leave = nn.Embedding(12, 6), nn.Linear(6, 12)
+        self.layers = nn.ModuleList(Block(6) for _ in range(2))
+        for layer in self.layers:
+            layer.scale.requires_grad_(False)
+
+    def forward(self, tokens):
+        x = self.enter(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.leave(x)
+
+
+def over_tp(path):
+    """Return the loss of blocks that the loop calls, with one device's, and the error for what is inside of one."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    model, tokens = Halves(), torch.randint(12, (4, 5))
+    reference = copy.deepcopy(model)
+    run = composer3d.compose(model, path, example=((tokens,), {}))
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    loss = run.backward(run.model.leave(run.model.layers[0](run.model.enter(tokens))).pow(2).mean())
+    optimizer.step()
+    optimizer.zero_grad()
+    expected = reference.leave(reference.layers[0](reference.enter(tokens))).pow(2).mean()
+    with pytest.raises(composer3d.LossError) as caught:
+        run.backward(run.model.layers[0].encode(run.model.enter(tokens)).pow(2).mean())
+    run.close()
+    return float((loss - expected).detach().abs()), str(caught.value)
+
+
+def test_shards_inside_of_a_block_are_no_loss_of_the_loop():
+    for error, message in run_ranks(over_tp, 2, write_manifest("[mesh]\ntp = 2\n[sharding.tensor_parallel]\n")):
+        assert error <= TIGHT
+        assert re.fullmatch(
+            r"ranks of tensor parallelism computed other losses of the same batch: they differ by \d\S+, of \d\S+\. "
+            r"What the loop calls inside of a block, or reads there, is a rank's shard: call the model, or its blocks "
+            r"as a whole, and compute the loss of what these return",
+            message,
+        )
 
 
 class Described(Autoencoder):
