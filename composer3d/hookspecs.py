@@ -109,11 +109,12 @@ class HookSpecs:
     def composer3d_place_batch(self, context: RunContext, batch: Batch) -> Batch | None:
         """Shard or move a batch before it is split into micro-batches, for example its sequence. Frozen.
 
-        Implementations see each other's results, in the order of plugin names.
+        Implementations see each other's results, in the order of plugin names. They see the arguments of forwards that
+        a loop runs itself, too.
 
         Args:
             context: Complete.
-            batch: As passed by the loop.
+            batch: As passed by the loop; of a forward of its own, `is_own_forward`, without a target.
 
         Returns:
             Another batch, or None to leave it.

@@ -54,7 +54,7 @@ class EngineRules:
     tokens: Callable[[int], int] = int
     link: Callable[[str], Link | None] = lambda dtype: None
     decided: Callable[[str], None] = lambda sentence: None
-    _indices: dict[tuple[int, str], Tensor] = field(default_factory=dict)
+    _indices: dict[tuple[int, str, int], Tensor] = field(default_factory=dict)
     _plans: dict[Any, SequencePlan] = field(default_factory=dict)
     _causal: weakref.WeakSet[Tensor] = field(default_factory=weakref.WeakSet)
 
@@ -72,9 +72,9 @@ class EngineRules:
 
     def index(self, length: int, device: torch.device) -> Tensor:
         """Return this rank's positions."""
-        if torch_compat.active_fake_mode() is not None:
-            return self.positions(length).index(self.group.rank).to(device)
-        key = (length, str(device))
+        mode = torch_compat.active_fake_mode()
+        # Kept by what makes tensors too, so that a plan counts it as a run does.
+        key = (length, str(device), 0 if mode is None else id(mode))
         if key not in self._indices:
             self._indices[key] = self.positions(length).index(self.group.rank).to(device)
         return self._indices[key]
