@@ -5,8 +5,9 @@ Letters as in `sequence_mode`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,6 +30,8 @@ class AttentionCall:
         is_causal: As of torch's function.
         scale: As of torch's function.
         dropout_p: As of torch's function.
+        score_mod: As of `flex_attention`, of positions of the whole sequence.
+        block_mask: As of `flex_attention`, of the whole sequence.
     """
 
     q_BHSE: Tensor
@@ -41,6 +44,8 @@ class AttentionCall:
     is_causal: bool = False
     scale: float | None = None
     dropout_p: float = 0.0
+    score_mod: Callable[..., Tensor] | None = None
+    block_mask: Any = None
 
 
 class SequenceRules(Protocol):

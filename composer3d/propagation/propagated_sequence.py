@@ -69,6 +69,7 @@ class PropagatedSequence:
         begins: Returns whether a block shards an activation that it is given whole, as the sequence of an image's
             patches begins inside of the model, or was gathered before.
         lengths: Global lengths that do not divide, as the dry run met them.
+        has_flex: Whether the code calls FlexAttention, whose calls are to be taken over then.
         rowwise: FQNs of modules that do the same with every position, whatever their code: it sees local shards.
         mesh: Of one dim, the axis; None in a dry run on meta.
         axis: Its name.
@@ -86,6 +87,7 @@ class PropagatedSequence:
         inputs: Callable[[tuple[Any, ...], Mapping[str, Any]], Mapping[int | str, int]],
         begins: Begins | None = None,
         lengths: Collection[int] = (),
+        has_flex: bool = True,
         rowwise: Collection[str] = (),
         mesh: DeviceMesh | None = None,
         axis: str = "cp",
@@ -95,6 +97,7 @@ class PropagatedSequence:
         # Global lengths of uneven shards, by a rank's own length.
         self._lengths = {rules.local_length(length): length for length in lengths}
         self._memory = Memory(axis)
+        self._has_flex = has_flex
         self._at_work: SequencePropagation | None = None
         self._rowwise = frozenset(rowwise)
         self.returned: Callable[[Tensor, Cut | None], Tensor] = lambda output, cut: output
@@ -169,8 +172,9 @@ class PropagatedSequence:
         )
         self._at_work = mode
         mode.has_begun = bool(cuts_in(args, kwargs, axis=self._axis))
+        flexible = torch_compat.taken_flex_calls(mode.attend_flexibly) if self._has_flex else contextlib.nullcontext()
         try:
-            with mode:
+            with flexible, mode:
                 return forward(*args, **kwargs)
         finally:
             self._at_work = None

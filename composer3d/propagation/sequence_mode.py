@@ -9,6 +9,7 @@ Shapes: B batch, H heads, S queries, T keys, E head dim, D model dim; a rank's s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -21,12 +22,12 @@ from composer3d import torch_compat
 from composer3d.propagation.attention_call import AttentionCall, SequenceRules
 from composer3d.propagation.contractions import operands_of
 from composer3d.propagation.decision_cache import Memory
-from composer3d.propagation.function_dims import OBJECT, name_of
+from composer3d.propagation.function_dims import CASTS, OBJECT, SIZES, name_of
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.multihead_attention import NAME, attend_with_heads, call_of
 from composer3d.propagation.random_functions import draws
 from composer3d.propagation.sequence_operands import SequenceOperands
-from composer3d.propagation.shards import SEQUENCE, Cut
+from composer3d.propagation.shards import SEQUENCE, Cut, PropagationError, strip
 from composer3d.propagation.view_shapes import Placed, Unplaceable, regroup
 from composer3d.propagation.whole_operands import BATCHED, PAIRED, is_in_place
 
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["SequencePropagation"]
 
 ATTENTION = "scaled_dot_product_attention"
+# Source of what flex_attention returns beside its output, and functions that carry it along.
+STATISTICS = "statistics of flex_attention"
+CARRIED = frozenset({*CASTS, *SIZES, "mul"})
 # Losses whose sum over a rank's positions is its part of the objective.
 LOSSES = frozenset({"cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "kl_div"})
 
@@ -100,6 +104,11 @@ class SequencePropagation(Propagation):
         cuts = self._cuts_in(args, options)
         if not cuts:
             return self._unsharded(func, args, options)
+        if name not in CARRIED and any(STATISTICS in cut.sources for cut in cuts):
+            raise PropagationError(
+                f'"{self._where}": {name} of the log-sum-exp of flex_attention, which sharded attention does not '
+                "return; compute with scaled_dot_product_attention, or write the softmax out"
+            )
         if name == ATTENTION:
             inputs = [*args[:3], *(options.get(each) for each in ("query", "key", "value"))]
             of_batch = [place(cut) > 2 for x in inputs if (cut := self._cut_of(x)) is not None]
@@ -247,6 +256,42 @@ class SequencePropagation(Propagation):
             shape[:-2] = result.shape[:-2]
             placed = Placed(dim=result.ndim - 2, parts=cuts[0].placed.parts)
             return self._marked(result, torch.empty(shape, device="meta"), placed, frozenset({SEQUENCE}))
+
+    def attend_flexibly(self, flex: torch_compat.FlexCall) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what FlexAttention's operator does; statistics that code may carry along and not compute with.
+
+        The functions of scores and masks may read sharded tensors, which are gathered for them.
+        """
+        query, key, value = flex.query, flex.key, flex.value
+        cuts = [self._cut_of(x) for x in (query, key, value)]
+        if cuts[0] is None or any(place(cut) != 2 or len(cut.placed.parts) > 1 for cut in cuts if cut is not None):
+            raise PropagationError(f'"{self._where}": flex_attention of queries that are not sharded by position')
+        if cuts[1] is None or cuts[2] is None:
+            raise PropagationError(f'"{self._where}": flex_attention of sharded queries and whole keys')
+        self._rules.note("attention", "flex_attention")
+        self._forget()
+        lengths = [int(cut.shadow.shape[-2]) for cut in (cuts[0], cuts[1])]
+        result = self._rules.attend(
+            AttentionCall(
+                q_BHSE=strip(query),
+                k_BKTE=strip(key),
+                v_BKTF=strip(value),
+                q_length=lengths[0],
+                k_length=lengths[1],
+                scale=flex.scale,
+                score_mod=flex.score_mod,
+                block_mask=flex.block_mask,
+            )
+        )
+        shape = [*result.shape[:-2], lengths[0], result.shape[-1]]
+        placed = Placed(dim=result.ndim - 2, parts=cuts[0].placed.parts)
+        with torch_compat.without_torch_functions():
+            whole = torch.empty(shape, device="meta")
+            self._marked(result, whole, placed, frozenset({SEQUENCE}))
+            unknown = [result.new_full(result.shape[:-1], math.nan) for _ in range(2)]
+            for each in unknown:
+                self._marked(each, whole[..., 0], placed, frozenset({STATISTICS}))
+        return result, unknown[0], unknown[1]
 
     def _mask(self, mask: Tensor | None, length: int | None) -> tuple[Tensor | None, bool]:
         """Return the mask with all columns, and whether its rows are this rank's alone."""

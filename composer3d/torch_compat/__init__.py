@@ -27,6 +27,7 @@ from composer3d.torch_compat.fake_tensors import (
     watch_storages,
     with_values,
 )
+from composer3d.torch_compat.flex_calls import FlexCall, taken_flex_calls
 from composer3d.torch_compat.group_calls import watch_group_collectives
 from composer3d.torch_compat.layouts import (
     ShardOf,
@@ -157,6 +158,7 @@ __all__ = [
     "CHECKPOINT_METADATA_GLOBALS",
     "CHECKPOINT_REBUILDS",
     "CHECKPOINT_STORAGE_INFO",
+    "FlexCall",
     "ResultMemory",
     "ShardOf",
     "Units",
@@ -233,6 +235,7 @@ __all__ = [
     "set_gradient_hooks",
     "storage_key",
     "take_memory",
+    "taken_flex_calls",
     "trace_quantisers",
     "traceable",
     "tree_leaves",

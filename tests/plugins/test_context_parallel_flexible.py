@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,12 @@ from composer3d_plugins.sharding.context_parallel.attention_methods import Metho
 from composer3d_plugins.sharding.context_parallel.flexible_attention import attend_flexibly
 from composer3d_plugins.sharding.context_parallel.sequence_attention import SequencePlan
 from support.sequence_cases import HEADS, Case, inputs, sequence_group
-from torch.nn.attention.flex_attention import create_block_mask
+from support.sequence_models import Language
+from support.sequence_steps import context, padded_batch, sequence_steps
+from torch import nn
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
+from composer3d import ComposerError
 from composer3d.testing import run_ranks
 
 ENDS = torch.tensor([13, 41])
@@ -74,3 +80,122 @@ CASES = [("gather", False), ("ring", False), ("ulysses", False), ("gather", True
 def test_flex_attention_is_that_of_one_device(world_size):
     for found in run_ranks(flexible_cases, world_size):
         assert {case: error for case, error in found.items() if not error <= 2e-14} == {}
+
+
+# ---- as models call it -----------------------------------------------------------------------------------------------
+
+
+def causal_window(b, h, row, column):
+    return (row >= column) & (row - column < 7)
+
+
+class Flex(Language):
+    """A block mask that is made in every forward; on one device written out, which has a backward on CPU."""
+
+    is_reference = False
+
+    def attend(self, q, k, v, tokens):
+        places = [torch.arange(size) for size in (*q.shape[:3], k.shape[2])]
+        if not self.is_reference:
+            mask = create_block_mask(self.mask(tokens), *q.shape[:2], *places_of(q, k), device=q.device, BLOCK_SIZE=8)
+            return self.kernel(q, k, v, block_mask=mask, **self.options())
+        b, h, row, column = torch.meshgrid(*places, indexing="ij")
+        scores = q @ k.repeat_interleave(q.shape[1] // self.kv_heads, 1).transpose(-1, -2) / math.sqrt(q.shape[-1])
+        scores = self.options().get("score_mod", lambda score, *_: score)(scores, b, h, row, column)
+        scores = scores.masked_fill(~self.mask(tokens)(b, h, row, column), -torch.inf)
+        return scores.softmax(-1) @ v.repeat_interleave(q.shape[1] // self.kv_heads, 1)
+
+    def mask(self, tokens):
+        return causal_window
+
+    def kernel(self, q, k, v, **options):
+        return flex_attention(q, k, v, **options)
+
+    def options(self):
+        return {}
+
+
+def places_of(q, k):
+    return q.shape[2], k.shape[2]
+
+
+class FlexDocuments(Flex):
+    """Documents that separators in the tokens end; two heads of keys."""
+
+    def __init__(self):
+        super().__init__(2)
+
+    def mask(self, tokens):
+        document_BS = (tokens == 1).cumsum(1)
+        return lambda b, h, row, column: (document_BS[b, row] == document_BS[b, column]) & (row >= column)
+
+    def options(self):
+        return {"enable_gqa": True} if not self.is_reference else {}
+
+
+class FlexScores(Flex):
+    """Trained slopes and soft-capping, by a kernel that code has compiled, with the log-sum-exp carried along."""
+
+    def __init__(self):
+        super().__init__()
+        self.slopes = nn.Parameter(torch.tensor([2.0 ** -(h + 1) for h in range(4)]))
+
+    def kernel(self, q, k, v, **options):
+        output, statistics = COMPILED(q, k, v, return_aux=AuxRequest(lse=True), **options)
+        return (output, statistics.lse.to(q.dtype))[0]
+
+    def options(self):
+        return {
+            "score_mod": lambda score, b, h, row, column: 3 * ((score + self.slopes[h] * (column - row)) / 3).tanh()
+        }
+
+
+class FlexStatistics(FlexScores):
+    """The log-sum-exp computed with, which sharded attention does not return."""
+
+    def kernel(self, q, k, v, **options):
+        output, statistics = flex_attention(q, k, v, return_aux=AuxRequest(lse=True), **options)
+        return output * statistics.lse.exp().unsqueeze(-1)
+
+
+COMPILED = torch.compile(flex_attention, backend="eager")
+
+
+def reference_of(factory):
+    def made():
+        model = factory()
+        model.is_reference = True
+        return model
+
+    return made
+
+
+def test_models_that_call_flex_attention():
+    kinds = [
+        (Flex, "gather"),
+        (Flex, "ring"),
+        (FlexDocuments, "ulysses"),
+        (FlexDocuments, "gather"),
+        (FlexScores, "ring"),
+    ]
+    cases = [(kind, context(method), padded_batch, reference_of(kind)) for kind, method in kinds]
+    found = run_ranks(sequence_steps, 2, cases, timeout_s=120.0)
+    wrong = [
+        (kind.__name__, method, each[:3])
+        for result in found
+        for (kind, method), each in zip(kinds, result, strict=True)
+        if not max(each[:2]) <= 1e-12
+    ]
+    assert wrong == []
+    assert found[0][1][3]["send"][0] == 8
+
+
+def refusals():
+    with pytest.raises(ComposerError) as caught:
+        sequence_steps([(FlexStatistics, context(), padded_batch, reference_of(FlexStatistics))])
+    return str(caught.value)
+
+
+def test_statistics_that_are_computed_with_are_refused():
+    for text in run_ranks(refusals, 2):
+        assert "of the log-sum-exp of flex_attention, which sharded attention does not return" in text

@@ -35,15 +35,21 @@ def two_lengths():
     return (longer,), {"decoder_input_ids": tokens, "attention_mask": (longer != 0).long()}, targets
 
 
-def sequence_step(factory, text, batch):
+def sequence_step(factory, text, batch, reference=None):
     """Run on a rank: loss and gradients of one step in float64 beside one device's.
+
+    Args:
+        factory: Makes the model.
+        text: Of the manifest.
+        batch: Returns arguments, keyword arguments and targets.
+        reference: Makes one device's model, where it is another one with the same parameters.
 
     Returns (loss error, largest relative error of a gradient, its name, {operator: (count, bytes)} over cp). Gradients
     that are zero in exact arithmetic are compared with the others.
     """
     torch.set_default_dtype(torch.float64)
     args, kwargs, target = batch()
-    model = seeded(factory)
+    model = seeded(reference or factory)
     loss_1, count = class_loss(model(*args, **kwargs), target)
     (loss_1 / count).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

@@ -105,8 +105,18 @@ def _run(module: nn.Module, call: Call, seen: Callable[[Mapping[str, Tensor]], N
         seen(tensors)
     # What the code makes without a device is on meta too; what it draws is not taken from the run's numbers.
     drawing = torch.random.fork_rng() if call.has_values else contextlib.nullcontext()
-    with torch.enable_grad(), device, drawing, _replaced_tensors(module, tensors):
+    flexible = torch_compat.taken_flex_calls(_flex_on_meta)
+    with torch.enable_grad(), device, drawing, flexible, _replaced_tensors(module, tensors):
         return module(*call.args, **call.kwargs)
+
+
+def _flex_on_meta(call: torch_compat.FlexCall) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors of the form of FlexAttention's results, which torch has for no tensors on meta."""
+    if not call.query.is_meta:
+        return call.whole()
+    shape = [*call.query.shape[:-1], call.value.shape[-1]]
+    output = call.query.new_zeros(shape, requires_grad=True).clone()
+    return output, output.new_zeros(shape[:-1]), output.new_zeros(shape[:-1])
 
 
 def device_of(module: nn.Module) -> torch.device:

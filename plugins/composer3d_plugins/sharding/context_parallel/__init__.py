@@ -232,6 +232,7 @@ class ContextParallel:
             inputs=lambda args, kwargs: sharded_inputs(args, kwargs, found.names, self.sequence_dim),
             begins=begins_of(found, self.sequence_dim),
             lengths=found.lengths,
+            has_flex=found.has_flex,
             mesh=mesh,
         )
         if any(part.is_last and part.module is model for part in context.parts):

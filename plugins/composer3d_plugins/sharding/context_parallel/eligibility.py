@@ -46,6 +46,7 @@ class Found:
     Attributes:
         begins: Blocks that shard what they are given whole, where no input of the model is a sequence.
         lengths: Of sequences inside of the model that do not divide.
+        has_flex: Whether FlexAttention is called.
         blocks: Of the tensors that each repeated block takes, the dims along which they are sharded.
         rows: FQNs of modules by what is done in them: attention, products, gathered.
         rowwise: Modules that are said to do the same with every position.
@@ -60,6 +61,7 @@ class Found:
     names: tuple[str, ...]
     begins: tuple[str, ...] = ()
     lengths: tuple[int, ...] = ()
+    has_flex: bool = False
     blocks: dict[str, Sharded] = field(default_factory=dict)
     rows: dict[str, list[str]] = field(default_factory=dict)
     rowwise: tuple[str, ...] = ()
@@ -138,6 +140,7 @@ def dry_run(
         for module, fqn, forward in sequence.forwards(model)
     }
     _run(model, call, sequence, forwards, rules)
+    found.has_flex = any(name == "flex_attention" for _, _, name in rules.notes)
     for what, fqn, _ in rules.notes:
         found.rows.setdefault(what, []).append(fqn)
     _refuse(found, rules, context, Method(method), inner_degree)

@@ -18,6 +18,7 @@ from composer3d.propagation import AttentionCall, PropagationError
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
+from composer3d_plugins.sharding.context_parallel.flexible_attention import attend_flexibly
 from composer3d_plugins.sharding.context_parallel.method_choice import Link, choose
 from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     Attention,
@@ -90,6 +91,8 @@ class EngineRules:
         q, k, v, mask = call.q_BHSE, call.k_BKTE, call.v_BKTF, call.mask
         if q.is_meta:
             return q.new_empty([*q.shape[:-1], v.shape[-1]])
+        if call.block_mask is not None or call.score_mod is not None:
+            return self._attend_flexibly(call)
         if call.q_length is None:
             gqa = q.ndim > 2 and q.shape[-3] != k.shape[-3]
             return F.scaled_dot_product_attention(
@@ -132,6 +135,20 @@ class EngineRules:
                 f"lets tokens see the padding; pad it yourself, with a mask that hides it, or use {length} tokens"
             )
         self._causal.add(mask)
+
+    def _attend_flexibly(self, call: AttentionCall) -> Tensor:
+        assert call.q_length is not None and call.k_length is not None, "sharded, as the propagation asks"
+        if (tokens := self.tokens(call.k_length)) != call.k_length:
+            raise BatchError(
+                f"a sequence of {tokens} tokens would be padded to {call.k_length}, since ranks of cp share it equally, "
+                f"and functions of flex_attention may see the padding; use {call.k_length} tokens"
+            )
+        attention = Attention(scale=call.scale)
+        plan = self._plan(call.q_BHSE, call.k_BKTE, call.v_BKTF, attention, call.q_length, call.k_length)
+        return attend_flexibly(
+            call.q_BHSE, call.k_BKTE, call.v_BKTF, plan,
+            score_mod=call.score_mod, block_mask=call.block_mask, scale=call.scale,
+        )  # fmt: skip
 
     def _plan(
         self, q: Tensor, k: Tensor, v: Tensor, attention: Attention, q_length: int, k_length: int
