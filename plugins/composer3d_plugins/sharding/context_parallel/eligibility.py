@@ -115,8 +115,7 @@ def dry_run(
     call = trace(model, context, blocks=blocks, scale=degree).call
     rules = DryRules(degree=degree, balanced=balanced, others=others)
     outputs: list[Cut | None] = []
-    found.begins = tuple(blocks)
-    whole = partial(contiguous, degree=degree)
+    found.begins, whole = tuple(blocks), partial(contiguous, degree=degree)
     placement = Placement(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
     )
@@ -140,12 +139,11 @@ def dry_run(
         for module, fqn, forward in sequence.forwards(model)
     }
     _run(model, call, sequence, forwards, rules)
-    found.has_flex = any(name == "flex_attention" for _, _, name in rules.notes)
-    for what, fqn, _ in rules.notes:
+    for what, fqn, name in rules.notes:
         found.rows.setdefault(what, []).append(fqn)
+        found.has_flex |= name == "flex_attention"
     _refuse(found, rules, context, Method(method), inner_degree)
-    found.lengths = tuple(sequence.lengths)
-    found.shares_output = any(cut is not None for cut in outputs)
+    found.lengths, found.shares_output = tuple(sequence.lengths), any(cut is not None for cut in outputs)
     found.unpadded = _unpadded(rules, outputs)
     return found
 

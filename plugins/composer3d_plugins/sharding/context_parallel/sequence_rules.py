@@ -140,7 +140,7 @@ class EngineRules:
         assert call.q_length is not None and call.k_length is not None, "sharded, as the propagation asks"
         if (tokens := self.tokens(call.k_length)) != call.k_length:
             raise BatchError(
-                f"a sequence of {tokens} tokens would be padded to {call.k_length}, since ranks of cp share it equally, "
+                f"a sequence of {tokens} tokens was padded to {call.k_length}, since ranks of cp share it equally, "
                 f"and functions of flex_attention may see the padding; use {call.k_length} tokens"
             )
         attention = Attention(scale=call.scale)
