@@ -27,6 +27,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     descend,
     inner_call,
     refuse_out_of_reach,
+    refuse_without_graph,
     take_out,
     take_out_tensors,
     tensors_of_stage,
@@ -55,7 +56,7 @@ class Runner:
         # torch takes the gradients of inputs and of weights apart by walking from the stage's input, so it must have a
         # gradient; and it cannot where a parameter is used in several places. The first stage has no such halves.
         self.has_halves = start == 0 or observation.uses_once(start, end)
-        self.is_inside = False
+        self.is_inside = self.is_running = self._has_graph = False
         self.written: str | None = None
         self._position = 0
 
@@ -81,12 +82,12 @@ class Runner:
         """
         if torch.is_grad_enabled():
             self.has_halves = self.has_halves and all(tensor.requires_grad for tensor in received)
-        self.written = None
+        self.written, self.is_running, self._has_graph = None, True, torch.is_grad_enabled()
         self.received, self._position = Received.apply(received[0]) if received else None, 0
         try:
             output = inner_call(model)(*args, **kwargs)
         finally:
-            self.received, self.is_inside = None, False
+            self.received, self.is_inside, self.is_running = None, False, False
         if self._position != self.end:
             name = self.observation.blocks[self._position]
             raise StepError(f'the forward of this batch did not call "{name}", as it did when the model was split')
@@ -98,6 +99,8 @@ class Runner:
         """Stand in for an earlier stage's block: return `value` as it is, the last of them the received x_BSD."""
         self._arrive(index)
         hidden = self.received if index == self.start - 1 else value
+        if hidden is self.received and hidden is not None and hidden.requires_grad:
+            self._refuse_without_graph(index)
         form = self.observation.returns[index]
         return type(form)((hidden, *form[1:])) if isinstance(form, list | tuple) else hidden
 
@@ -117,12 +120,24 @@ class Runner:
                 "model was split; a pipeline needs every block called once, in order"
             )
 
-    def left(self, index: int, output: Any) -> Any:
-        """Record that a block of this stage has run; after the last one leave the parent's forward."""
+    def _refuse_without_graph(self, index: int) -> None:
+        if self._has_graph and not torch.is_grad_enabled():
+            refuse_without_graph(self.observation.blocks[index])
+
+    def left(self, index: int, output: Any, *, has_trained: bool) -> Any:
+        """Record that a block of this stage has run; after the last one leave the parent's forward.
+
+        Args:
+            index: Of the block.
+            output: What it returned.
+            has_trained: Whether any of its parameters is trained.
+        """
         self._arrive(index)
         if index == self.end - 1 and not self.is_last:
             hidden = output[0] if isinstance(output, list | tuple) else output
             refuse_absent([hidden], stage=self)
+            if not hidden.requires_grad and has_trained:
+                self._refuse_without_graph(index)
             raise Done(hidden.contiguous())
         return output
 
@@ -135,12 +150,15 @@ class _Owned(Kept):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner, index = vars(self)[_BLOCK]
+        if not runner.is_running:  # the model's own checkpoint computes it again in a backward
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
         runner.entered(index)
         try:
             output = super().__call__(*args, **kwargs)  # type: ignore[misc]
         finally:
             runner.is_inside = False
-        return runner.left(index, output)
+        has_trained = any(parameter.requires_grad for parameter in self.parameters())  # type: ignore[attr-defined]
+        return runner.left(index, output, has_trained=has_trained)
 
 
 class _Absent:

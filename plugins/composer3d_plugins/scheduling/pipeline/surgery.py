@@ -21,6 +21,7 @@ __all__ = [
     "descend",
     "inner_call",
     "refuse_out_of_reach",
+    "refuse_without_graph",
     "runner_of",
     "take_out",
     "take_out_tensors",
@@ -295,6 +296,19 @@ def tensors_of_stage(
         else:
             memo[id(parameter)] = parameter
     return memo
+
+
+def refuse_without_graph(name: str) -> None:
+    """Refuse a call at the edge of a stage through which no gradient would get to the stages before.
+
+    Raises:
+        StepError: With the call's name.
+    """
+    raise StepError(
+        f'the forward of this batch calls "{name}" without a graph, and its gradients would be lost between stages, as '
+        "in torch.utils.checkpoint with use_reentrant=True; write use_reentrant=False, or leave recomputation to "
+        "[scheduling.activation_checkpoint]"
+    )
 
 
 def refuse_out_of_reach(stage: nn.Module, needed: frozenset[str]) -> None:

@@ -26,6 +26,7 @@ from composer3d_plugins.scheduling.pipeline.surgery import (
     descend,
     inner_call,
     refuse_out_of_reach,
+    refuse_without_graph,
     take_out_tensors,
     tensors_of_stage,
 )
@@ -66,7 +67,7 @@ class TracedRunner:
         self.has_halves = has_halves
         self.call: Callable[..., Any] | None = None
         self._position = 0
-        self._is_running = self.is_inside = False
+        self._is_running = self.is_inside = self._has_graph = False
         self.written: str | None = None
         self._values: dict[int, Tensor] = {}
         self._forms: dict[Hashable, Any] = {}
@@ -100,6 +101,7 @@ class TracedRunner:
             self.has_halves = self.has_halves and all(tensor.requires_grad for tensor in received)
         self._values = {number: Received.apply(tensor) for number, tensor in zip(self._enters, received, strict=True)}
         self._position, self._is_running, self.written = 0, True, None
+        self._has_graph = torch.is_grad_enabled()
         try:
             output = inner_call(model)(*args, **kwargs)
         finally:
@@ -112,7 +114,9 @@ class TracedRunner:
             refuse_absent(leaves_of(output), stage=self)
         return output
 
-    def called(self, fqn: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def called(
+        self, fqn: str, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], *, is_trained: bool
+    ) -> Any:
         """Make a call of a module, or stand in for it; behind the stage's last one leave the parent's forward."""
         # Recomputed in a backward, or called by a module that is itself called: not ours to count.
         if not self._is_running or self.is_inside:
@@ -128,6 +132,8 @@ class TracedRunner:
         if self._position == self._end and not self.is_last:
             leaving = [self._values[number] for number in self._leaves]
             refuse_absent(leaving, stage=self)
+            if is_trained and self._has_graph and not torch.is_grad_enabled():
+                refuse_without_graph(self._trace.calls[index].name)
             raise Done(tuple(tensor.contiguous() for tensor in leaving))
         return output
 
@@ -151,6 +157,9 @@ class TracedRunner:
 
     def _stand_in(self, index: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         numbers = iter(self._trace.calls[index].values)
+        arrived = [self._values[number] for number in self._trace.calls[index].values if number in self._values]
+        if self._has_graph and not torch.is_grad_enabled() and any(tensor.requires_grad for tensor in arrived):
+            refuse_without_graph(self._trace.calls[index].name)
 
         def value(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor):
@@ -228,7 +237,8 @@ class _Called:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner, fqn = vars(self)[_CALLS]
-        return runner.called(fqn, super().__call__, args, kwargs)  # type: ignore[misc]
+        is_trained = any(parameter.requires_grad for parameter in self.parameters())  # type: ignore[attr-defined]
+        return runner.called(fqn, super().__call__, args, kwargs, is_trained=is_trained)  # type: ignore[misc]
 
 
 class _Made(Kept, _Called):

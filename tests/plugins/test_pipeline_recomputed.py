@@ -1,0 +1,49 @@
+"""Models whose own forward recomputes its blocks, by torch's checkpoints."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from support.models import Net
+from support.pipeline_models import assert_equal_to_one_device, pipelined_step
+from torch.utils.checkpoint import checkpoint
+
+from composer3d.errors import ComposerError
+from composer3d.testing import run_ranks
+
+ONE = "[mesh]\npp = 2\n[scheduling.pipeline]\n"
+LOOP = ONE + 'schedule = "Interleaved1F1B"\n'
+TRACED = ONE + 'split = "tracer"\n'
+
+
+class Recomputed(Net):
+    """Blocks called through checkpoints."""
+
+    def __init__(self, *, reentrant=False, num_layers=4):
+        super().__init__(num_layers=num_layers)
+        self.reentrant = reentrant
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+        return self.out(self.norm(x)) + 0.0
+
+
+@pytest.mark.parametrize("text", [ONE, LOOP, TRACED])
+def test_gradients_equal_one_device(text):
+    assert_equal_to_one_device(run_ranks(pipelined_step, 2, text, Recomputed))
+
+
+# On meta, and in the stage that has none yet, inputs have no gradients.
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
+@pytest.mark.parametrize("text", [ONE, TRACED])
+def test_a_call_without_a_graph_at_the_edge_of_a_stage_is_refused(text):
+    with pytest.raises(ComposerError) as caught:
+        run_ranks(pipelined_step, 2, text, partial(Recomputed, reentrant=True))
+    assert (
+        'calls "layers.1" without a graph, and its gradients would be lost between stages, as in '
+        "torch.utils.checkpoint with use_reentrant=True; write use_reentrant=False, or leave recomputation to "
+        "[scheduling.activation_checkpoint]"
+    ) in str(caught.value)
