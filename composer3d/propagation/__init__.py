@@ -21,7 +21,7 @@ from composer3d.propagation.dry_run.meta_trace import Traced, outside, plain, tr
 from composer3d.propagation.function_dims import name_of
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.module_calls import SMALL, Call, activation_of, first_of, replaced
-from composer3d.propagation.module_kinds import Kind, kind_of
+from composer3d.propagation.module_kinds import Kind, kind_of, reader_of
 from composer3d.propagation.propagated_module import PropagatedModule
 from composer3d.propagation.propagated_sequence import Begins, PropagatedSequence, Sharded
 from composer3d.propagation.random_functions import eagerly, site_of
@@ -90,6 +90,7 @@ __all__ = [
     "outside",
     "patched",
     "plain",
+    "reader_of",
     "replaced",
     "restated",
     "site_of",

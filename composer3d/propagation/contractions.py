@@ -12,7 +12,7 @@ from torch import Tensor
 from composer3d import torch_compat
 from composer3d.propagation.shards import TENSOR_AXIS, Cut, attach, cut_of
 
-__all__ = ["Products", "added_product", "bias_of", "keep_weight", "operands_of", "summed_size"]
+__all__ = ["Products", "added_product", "bias_of", "keep_weight", "operands_of", "product_chain", "summed_size"]
 
 PRODUCTS = frozenset({"matmul", "__matmul__", "mm", "bmm"})
 
@@ -26,12 +26,58 @@ def bias_of(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> Tenso
 def added_product(
     name: str, args: Sequence[Any], options: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor, Tensor, float, float] | None:
-    """Return what `baddbmm` adds: the first term, both factors of the product, and the factors beta and alpha."""
-    if name != "baddbmm":
+    """Return what `baddbmm` or `addmm` adds: the term, both factors of the product, the factors beta and alpha."""
+    names = {"baddbmm": ("batch1", "batch2"), "addmm": ("mat1", "mat2")}.get(name)
+    if names is None:
         return None
-    given = {**dict(zip(("input", "batch1", "batch2"), args, strict=False)), **options}
+    given = {**dict(zip(("input", *names), args, strict=False)), **options}
     factors = given.get("beta", 1), given.get("alpha", 1)
-    return (given["input"], given["batch1"], given["batch2"], *factors)
+    return (given["input"], given[names[0]], given[names[1]], *factors)
+
+
+def product_chain(
+    name: str, args: Sequence[Any], options: Mapping[str, Any]
+) -> tuple[Tensor, list[tuple[str, Tensor]]] | None:
+    """Return a product as einsums of two: the first operand, and with which equation each further one meets the result.
+
+    Args:
+        name: Of the function: `tensordot`, or `einsum` of several tensors, or with an equation that names no result.
+        args: Its arguments.
+        options: Its keyword arguments.
+    """
+    if name == "tensordot":
+        return _of_tensordot(args, options)
+    found = _einsum_terms(args) if name == "einsum" else None
+    if found is None:
+        return None
+    terms, output, operands = found
+    if len(operands) < 2 or (len(operands) == 2 and "->" in args[0]):
+        return None
+    chain, so_far = [], terms[0]
+    for at in range(1, len(terms)):
+        needed = "".join(terms[at + 1 :]) + output
+        kept = "".join(letter for letter in dict.fromkeys(so_far + terms[at]) if letter in needed)
+        result = output if at == len(terms) - 1 else kept
+        chain.append((f"{so_far},{terms[at]}->{result}", operands[at]))
+        so_far = result
+    return operands[0], chain
+
+
+def _of_tensordot(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Tensor, list[tuple[str, Tensor]]] | None:
+    given = {**dict(zip(("a", "b", "dims"), args, strict=False)), **options}
+    one, other, dims = given["a"], given["b"], given.get("dims", 2)
+    if given.get("out") is not None or isinstance(dims, Tensor):
+        return None
+    if isinstance(dims, int):
+        dims = (range(one.ndim - dims, one.ndim), range(dims))
+    ours, theirs = ([dim % tensor.ndim for dim in each] for each, tensor in zip(dims, (one, other), strict=True))
+    letters = string.ascii_letters
+    first = letters[: one.ndim]
+    second = list(letters[one.ndim : one.ndim + other.ndim])
+    for here, there in zip(ours, theirs, strict=True):
+        second[there] = first[here]
+    output = "".join(letter for letter in (*first, *second) if (letter in first) != (letter in second))
+    return one, [(f"{first},{''.join(second)}->{output}", other)]
 
 
 @dataclass(kw_only=True)
@@ -136,15 +182,27 @@ def _terms(
 
 
 def _of_einsum(args: Sequence[Any]) -> tuple[tuple[str, str], str, tuple[Tensor, Tensor]] | None:
-    operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
-    if not args or not isinstance(args[0], str) or "->" not in args[0] or len(operands) != 2:
+    found = _einsum_terms(args) if args and isinstance(args[0], str) and "->" in args[0] else None
+    if found is None or len(found[0]) != 2:
         return None
-    if not all(isinstance(operand, Tensor) for operand in operands):
+    terms, output, operands = found
+    return (terms[0], terms[1]), output, (operands[0], operands[1])
+
+
+def _einsum_terms(args: Sequence[Any]) -> tuple[list[str], str, list[Tensor]] | None:
+    """Return the letters of an einsum's operands and of its result, those of dots too, and the operands."""
+    operands = list(args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:])
+    if not args or not isinstance(args[0], str) or not all(isinstance(operand, Tensor) for operand in operands):
         return None
-    inputs, _, output = args[0].replace(" ", "").partition("->")
+    inputs, arrow, output = args[0].replace(" ", "").partition("->")
     free = "".join(letter for letter in string.ascii_letters if letter not in args[0])
-    terms = []
+    terms, most = [], 0
     for term, operand in zip(inputs.split(","), operands, strict=True):
         count = operand.ndim - len(term.replace("...", ""))
+        most = max(most, count)
         terms.append(term.replace("...", free[len(free) - count :] if count else ""))
-    return (terms[0], terms[1]), output.replace("...", free), (operands[0], operands[1])
+    dots = free[len(free) - most :] if most else ""
+    if not arrow:  # as torch has it: the letters that stand once, in their order
+        letters = inputs.replace("...", "").replace(",", "")
+        output = "..." + "".join(sorted(letter for letter in set(letters) if letters.count(letter) == 1))
+    return terms, output.replace("...", dots), operands

@@ -19,7 +19,14 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from composer3d import torch_compat
-from composer3d.propagation.contractions import Products, added_product, bias_of, keep_weight, summed_size
+from composer3d.propagation.contractions import (
+    Products,
+    added_product,
+    bias_of,
+    keep_weight,
+    product_chain,
+    summed_size,
+)
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.meta_records import Record
 from composer3d.propagation.function_dims import (
@@ -165,9 +172,15 @@ class Propagation(ShapeRules):
             return result
         if (added := added_product(name, args, options)) is not None:
             term, one, other, beta, alpha = added
-            result = self.run(torch.mul, [self.run(torch.bmm, [one, other], {}), alpha], {})
+            result = self.run(torch.mul, [self.run(torch.matmul, [one, other], {}), alpha], {})
             # As torch has it, what is multiplied by 0 is not read: code passes memory without values.
             result = self.run(torch.add, [result, self.run(torch.mul, [term, beta], {})], {}) if beta else result
+            self._forget()
+            return result
+        if not all(cut.is_sequence for cut in cuts) and (chain := product_chain(name, args, options)) is not None:
+            result, rest = chain
+            for equation, operand in rest:
+                result = self.run(torch.einsum, [equation, result, operand], {})
             self._forget()
             return result
         along = [cut for cut in cuts if cut.is_sequence]

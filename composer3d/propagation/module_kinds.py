@@ -1,10 +1,10 @@
-"""Kinds of a module's weight."""
+"""Kinds of a module's weight, and the module whose code uses it."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-__all__ = ["Kind", "kind_of"]
+__all__ = ["Kind", "kind_of", "reader_of"]
 
 Kind = Literal["linear", "transposed", "embedding", "other"]
 
@@ -22,3 +22,14 @@ def kind_of(module: Any) -> Kind:
     if hasattr(module, "num_embeddings") and hasattr(module, "embedding_dim"):
         return "embedding"
     return "transposed" if hasattr(module, "nf") and weight.shape[1] == module.nf else "other"
+
+
+def reader_of(model: Any, fqn: str) -> str:
+    """Return the nearest module at or around one that has a forward: a ParameterList's parameters are used there."""
+    from torch import nn
+
+    while fqn:
+        if type(model.get_submodule(fqn)).forward is not nn.Module.forward:
+            return fqn
+        fqn = fqn.rpartition(".")[0]
+    return ""

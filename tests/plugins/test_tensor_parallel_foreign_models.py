@@ -125,6 +125,24 @@ def test_a_cut_sequence_is_put_together_where_code_needs_all_of_it():
         assert max(found.values()) < TIGHT
 
 
+def uncut(name):
+    """Return the blocks that are given whole sequences, and what is sharded there and elsewhere."""
+    text = f"[mesh]\ntp = 2\n{AUTO}{SP}\n"
+    error = max(one_step(name, text)[:3])
+    run = composer3d.compose(built(name), write_manifest(text), loss_fn=class_loss)
+    made = next(iter(run.context.state.values()))
+    styles = {fqn: rule.style for fqn, rule in made.rules.items() if rule.style not in ("replicate", "sequence")}
+    run.close()
+    return error, made.unsharded, styles
+
+
+def test_where_no_sequence_can_be_sharded_the_rest_is():
+    styles = {"time.0": "colwise", "time.2": "rowwise"}
+    for error, blocks, found in run_ranks(uncut, 2, "ShiftedChannels"):
+        assert error < TIGHT
+        assert (blocks, found) == ({""}, styles)
+
+
 def head():
     run = composer3d.compose(built("TiedHead"), write_manifest(f"[mesh]\ntp = 2\n{AUTO}"), loss_fn=class_loss)
     rules = next(iter(run.context.state.values())).rules

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.family_models import class_loss
 from support.models import VOCAB, write_manifest
-from support.multiplied_models import DIM, MODELS, drawn
+from support.multiplied_models import DIM, MODELS, Lent, drawn
 from support.tensor_parallel import AUTO, built, steps_of
 from torch import nn
 
@@ -49,6 +49,14 @@ SHARDED = {
     "MultipliedGated": {"w1": 1, "w3": 1, "w2": 1},
     "MultipliedFunctional": {"up": 0, "down": 1},
     "MultipliedLayers": {"first": 1, "second": 0},
+    "MultipliedListed": {
+        **{"pair.0": 1, "pair.1": 0, "named.up": 1, "named.down": 0},
+        **{f"heads.{name}.{at}": 1 - at for name in "ab" for at in range(2)},
+    },
+    "MultipliedContracted": {
+        **{"first": 1, "second": 0, "third": 1, "fourth": 0},
+        **{"fifth": 1, "sixth": 0, "seventh": 1, "eighth": 0},
+    },
 }
 
 
@@ -57,7 +65,7 @@ def shards(names):
     found = {}
     for name in names:
         run = composer3d.compose(built(name), write_manifest(PLAIN), loss_fn=class_loss)
-        own = {key.rpartition(".")[2]: p for key, p in run.named_parameters() if key.startswith("layers.0.parts.0.")}
+        own = {key.removeprefix("layers.0.parts.0."): p for key, p in run.named_parameters()}
         own = {key: p for key, p in own.items() if key in SHARDED[name]}
         found[name] = {key: (p.placements[0].dim, p.to_local().numel() * 2 == p.numel()) for key, p in own.items()}
         run.close()
@@ -74,6 +82,18 @@ def test_collectives():
     [(_, _, _, found)] = run_ranks(steps_of, 2, [("MultipliedGated", PLAIN)])[0]
     control = 2
     assert found == {("all_reduce", "tp"): 2 * 2 + control}
+
+
+def left_whole():
+    run = composer3d.compose(Lent, write_manifest(PLAIN), loss_fn=class_loss)
+    rows = {row.name: row.fqns for row in run.plan if ".whole" in row.name}
+    run.close()
+    return rows
+
+
+def test_what_stays_whole_is_listed_with_the_reason():
+    names = tuple(f"layers.{layer}.{name}" for name in ("first", "second") for layer in range(2))
+    assert run_ranks(left_whole, 2)[0] == {"tensor_parallel.whole (it is a parameter of several modules)": names}
 
 
 class Mixed(nn.Module):

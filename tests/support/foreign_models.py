@@ -202,6 +202,62 @@ class Mixed(nn.Module):
         return self.out(x)
 
 
+class Widths(nn.Module):
+    """Stages of two widths in dictionaries; a projection between them that something behind the stages contracts."""
+
+    def __init__(self, dim=12):
+        super().__init__()
+        self.emb = nn.Embedding(VOCAB, dim)
+        self.stages = nn.ModuleList(
+            nn.ModuleDict({"blocks": nn.ModuleList([Pair(width)]), "merge": nn.Linear(2 * width, 2 * width)})
+            for width in (dim, 2 * dim)
+        )
+        self.head = nn.Linear(4 * dim, VOCAB)
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for stage in self.stages:
+            for block in stage["blocks"]:
+                x = block(x)
+            x = stage["merge"](torch.cat([x, x.roll(1, 1)], -1))
+        return self.head(x - x.mean(1, keepdim=True))
+
+
+class Pair(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class ShiftedChannels(nn.Module):
+    """Blocks in which nothing can be sharded; a pair of projections beside them can."""
+
+    def __init__(self, dim=9):
+        super().__init__()
+        self.emb, self.out = nn.Embedding(VOCAB + 1, dim), nn.Conv1d(dim, VOCAB, 1)
+        self.time = nn.Sequential(nn.Linear(dim, 16), nn.SiLU(), nn.Linear(16, dim))
+        self.down = nn.ModuleList(Normed(dim) for _ in range(2))
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        shift = self.time(x.mean(1))
+        for block in self.down:
+            x = block(x, shift)
+        return self.out(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Normed(nn.Module):
+    def __init__(self, dim):
+        super().__init__()
+        self.norm, self.conv, self.shift = nn.GroupNorm(3, dim), nn.Conv1d(dim, dim, 3, padding=1), nn.Linear(dim, dim)
+
+    def forward(self, x, shift):
+        return x + F.silu(self.norm(self.conv(x.transpose(1, 2)) + self.shift(shift)[:, :, None])).transpose(1, 2)
+
+
 BLOCKS = {
     block.__name__: block
     for block in (
@@ -235,5 +291,7 @@ STRANGERS = {name: (lambda block=block, **options: Model(block, **options)) for 
     "TiedBias": TiedBias,
     "TiedHead": TiedHead,
     "Convolutions": Convolutions,
+    "Widths": Widths,
+    "ShiftedChannels": ShiftedChannels,
     **{model.__name__: model for model in (*UNOWNED_MODELS, *LOOKING_MODELS)},
 }

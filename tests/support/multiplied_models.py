@@ -79,6 +79,38 @@ class Layers(nn.Module):
         return self.down(torch.tanh(self.up(y))) + torch.tanh(y @ self.first) @ self.second
 
 
+class Listed(nn.Module):
+    """Parameters in a list and in dictionaries of lists."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = nn.ParameterList([drawn(DIM, 32), drawn(32, DIM)])
+        self.heads = nn.ModuleDict({name: nn.ParameterList([drawn(DIM, 8), drawn(8, DIM)]) for name in "ab"})
+        self.named = nn.ParameterDict({"up": drawn(DIM, 24), "shift": drawn(24), "down": drawn(24, DIM)})
+
+    def forward(self, x):
+        y = torch.tanh(x @ self.pair[0]) @ self.pair[1]
+        y = y + torch.tanh(x @ self.named["up"] + self.named["shift"]) @ self.named["down"]
+        return y + sum(torch.relu(x @ up) @ down for up, down in self.heads.values())
+
+
+class Contracted(nn.Module):
+    """tensordot, addmm, einsum of several tensors, and einsum that leaves its result to torch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.bias = drawn(DIM, 24), drawn(24, DIM), drawn(24)
+        self.third, self.fourth, self.fifth = drawn(DIM, 8), drawn(8, DIM), drawn(DIM, 12)
+        self.sixth, self.seventh, self.eighth = drawn(12, DIM), drawn(DIM, 16), drawn(16, DIM)
+
+    def forward(self, x):
+        y = torch.tensordot(F.gelu(torch.tensordot(x, self.first, dims=1)), self.second, dims=([2], [0]))
+        y = y + torch.einsum("bsd,df,...fe->bse", x, self.third, self.fourth)
+        y = y + torch.einsum("...f,fe", torch.tanh(torch.einsum("...d,df", x, self.fifth)), self.sixth)
+        flat = torch.addmm(self.bias[:16], x.flatten(0, 1), self.seventh, alpha=0.5)
+        return y + torch.mm(flat.relu(), self.eighth).view_as(x)
+
+
 class Multiplied(nn.Module):
     """Blocks of one of the above kinds; tokens are looked up in a parameter, whose transposed gives the logits."""
 
@@ -118,7 +150,22 @@ class Flat(nn.Module):
         return (x + self.attention(x) + self.mlp(x)) @ self.table.T
 
 
-KINDS = (EinsumAttention, FusedAttention, Gated, Functional, Layers)
+class Lent(nn.Module):
+    """Parameters that several blocks have as their own."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.layers = nn.Embedding(VOCAB, DIM), nn.ModuleList(Layers() for _ in range(2))
+        self.layers[1].first, self.layers[1].second = self.layers[0].first, self.layers[0].second
+
+    def forward(self, tokens):
+        x = self.table(tokens)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+KINDS = (EinsumAttention, FusedAttention, Gated, Functional, Layers, Listed, Contracted)
 MODELS = {f"Multiplied{kind.__name__}": (lambda kind=kind: Multiplied(kind)) for kind in KINDS} | {
     "MultipliedBoth": lambda: Multiplied(EinsumAttention, Gated),
     "MultipliedFlat": Flat,

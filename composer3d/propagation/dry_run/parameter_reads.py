@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from composer3d import torch_compat
+from composer3d.propagation.module_kinds import reader_of
 
 __all__ = ["Reads"]
 
@@ -35,7 +36,8 @@ class Reads:
         for fqn, module in self._model.named_modules():
             for parameter in module._parameters.values():
                 if parameter is not None:
-                    holders.setdefault(id(parameter), {})[fqn] = module
+                    reader = self._model.get_submodule(reader_of(self._model, fqn))
+                    holders.setdefault(id(parameter), {})[fqn] = reader
         self._holders = {
             id(tensors[name]): holders[id(parameter)] for name, parameter in self._model.named_parameters()
         }

@@ -147,6 +147,7 @@ class TensorParallel:
             "propagated": list(made.propagated),
             "whole sequence": [fqn for fqn in context.fqns if fqn in made.unsharded] if self.sequence_parallel else [],
             "gathered parts": [fqn for fqn, rule in made.rules.items() if rule.gathered],
+            **{f"whole ({reason})": list(names) for reason, names in made.whole.items()},
         }
         return {style: rows[style] for style in sorted(rows)} | {name: fqns for name, fqns in extra.items() if fqns}
 

@@ -9,27 +9,26 @@ result apart, or stays replicated.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from composer3d import PluginError, RunContext, torch_compat
-from composer3d.propagation import Call, PropagationError, Traced, blocks_of, kind_of, plain, trace
+from composer3d import PluginError, RunContext
+from composer3d.propagation import Call, PropagationError, Traced, kind_of, reader_of, trace
 from composer3d_plugins.sharding.tensor_parallel.attention import why_whole
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
+from composer3d_plugins.sharding.tensor_parallel.embedding_and_head import READ, rules_outside
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles, roles_of
 from composer3d_plugins.sharding.tensor_parallel.multiplied_parameters import WeightSearch, multiplied
-from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, Style, features
+from composer3d_plugins.sharding.tensor_parallel.plan_resolution import EXPANDING, Rule, Rules, features
 from composer3d_plugins.sharding.tensor_parallel.sequence_plan import along_sequence, with_boundaries, without_sequence
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
-from composer3d_plugins.sharding.tensor_parallel.weight_shards import first_names, gives_features
+from composer3d_plugins.sharding.tensor_parallel.weight_shards import gives_features
 
 __all__ = ["Derived", "derive"]
 
 log = logging.getLogger(__name__)
-READ = "code outside of it reads its parameters"
 
 
 @dataclass(kw_only=True)
@@ -172,49 +171,44 @@ class Derived:
 
     Args:
         rules: What is done to which module.
+        blocks: The repeated blocks by which it was found; none where it is of the whole model's code.
+        whole: Parameters that code multiplies and that stay whole, by the reasons.
         unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
         is_sharded: Whether those of any block are.
     """
 
     rules: Rules
+    blocks: tuple[str, ...]
+    whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unsharded: frozenset[str] = frozenset()
     is_sharded: bool = False
 
 
-def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, unread: Collection[str] = ()) -> Derived:
+def derive(
+    model: nn.Module,
+    context: RunContext,
+    *,
+    blocks: tuple[str, ...],
+    sequence_dim: int | None,
+    unread: Collection[str] = (),
+) -> Derived:
     """Return a rule for every module that is sharded, and for those that work on sharded activations.
 
     Args:
         model: The whole model.
+        blocks: The repeated blocks; none: the whole model is one.
         sequence_dim: The dim of activations that sequence_parallel shards; None without it.
         unread: Names of tied parameters by which no code reads them.
 
     Raises:
         PluginError: Nothing can be sharded, or the heads do not divide; with the reasons.
     """
-    blocks = blocks_of(model, context, several=sequence_dim is not None)
     traced = trace(model, context, blocks=blocks)
+    derivations, reasons, whole = _derivations(model, context, traced)
     rules: Rules = {}
-    reasons: dict[str, str] = {}
-    derivations: list[tuple[Derivation, Rules, list[str]]] = []
-    for first, group in traced.forms.items():
-        derivation = Derivation(
-            block=model.get_submodule(first),
-            fqn=first,
-            call=traced.calls[first],
-            degree=context.degrees["tp"],
-            read=traced.read,
-        )
-        try:
-            found = _with_heads(derivation, _rules_of(derivation))
-        except PropagationError as error:
-            reasons[first or type(model).__name__] = str(error)
-            continue
-        found |= _multiplied(derivation, found, context, reasons)
-        derivations.append((derivation, found, group))
-        reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
+    for _, found, group in derivations:
         rules |= _named(found, group)
-    outside = _outside(model, traced, context, unread, reasons)
+    outside = rules_outside(model, traced, context, unread, reasons)
     rules |= {fqn: rule for fqn, rule in outside.items() if rules.get(fqn, rule).style in (rule.style, "replicate")}
     if not any(rule.style in (*EXPANDING, "attention", "vocab", "head", "weights") for rule in rules.values()):
         shown = "; ".join(f'"{name}": {reason}' for name, reason in list(reasons.items())[:2])
@@ -231,7 +225,47 @@ def derive(model: nn.Module, context: RunContext, *, sequence_dim: int | None, u
         rules, sharded = _with_sequence(rules, derivations, traced, sequence_dim)
     unsharded = {fqn for group in traced.forms.values() for fqn in group if sequence_dim is not None} - sharded
     rules = {fqn: rules[fqn] for fqn in context.fqns if fqn in rules}
-    return Derived(rules=rules, unsharded=frozenset(unsharded), is_sharded=bool(sharded))
+    return Derived(
+        rules=rules,
+        blocks=blocks,
+        whole={why: tuple(names) for why, names in whole.items()},
+        unsharded=frozenset(unsharded),
+        is_sharded=bool(sharded),
+    )
+
+
+def _derivations(
+    model: nn.Module, context: RunContext, traced: Traced
+) -> tuple[list[tuple[Derivation, Rules, list[str]]], dict[str, str], dict[str, list[str]]]:
+    """Derive the rules of one block of each form.
+
+    Returns (what was derived, with the blocks of that form; why modules and parameters stay whole; the parameters that
+    do in all blocks, by the reasons).
+    """
+    reasons: dict[str, str] = {}
+    whole: dict[str, list[str]] = {}
+    derivations: list[tuple[Derivation, Rules, list[str]]] = []
+    for first, group in traced.forms.items():
+        derivation = Derivation(
+            block=model.get_submodule(first),
+            fqn=first,
+            call=traced.calls[first],
+            degree=context.degrees["tp"],
+            read=traced.read,
+        )
+        try:
+            found = _with_heads(derivation, _rules_of(derivation))
+        except PropagationError as error:
+            reasons[first or type(model).__name__] = str(error)
+            continue
+        more, left = _multiplied(derivation, found, context)
+        found |= more
+        for name, reason in left.items():
+            reasons[derivation._full(name)] = reason
+            whole.setdefault(reason, []).extend(_named({name: Rule(style="replicate")}, group))
+        derivations.append((derivation, found, group))
+        reasons |= {derivation._full(name): reason for name, reason in derivation.reasons.items()}
+    return derivations, reasons, whole
 
 
 def _with_sequence(
@@ -280,7 +314,8 @@ def _rules_of(derivation: Derivation) -> Rules:
         rule = Rule(style="packed_colwise" if packed else "colwise", parts=parts if packed else None)
         gathered = derivation.gathered.get(name, set())
         at = tuple(index for index in range(len(parts)) if (sum(parts[:index]), sum(parts[: index + 1])) in gathered)
-        rules[name] = replace(rule, gathered=at)
+        ends = [end for end, (sources, _) in dry_run.contracting.items() if name in sources]
+        rules[name] = replace(rule, gathered=at, levels=_levels(derivation.block, name, ends))
     for name, (_, parts) in dry_run.contracting.items():
         packed = len(parts) > 1
         rules[name] = Rule(style="packed_rowwise" if packed else "rowwise", parts=parts if packed else None)
@@ -292,6 +327,17 @@ def _rules_of(derivation: Derivation) -> Rules:
     for name in derivation.reasons:
         rules.setdefault(name, Rule(style="replicate"))
     return rules
+
+
+def _levels(block: nn.Module, name: str, ends: Sequence[str]) -> int:
+    """Return how many modules up from one of several lies the nearest that holds them all, and has a forward."""
+    around = owner_of(name)
+    while around and not (
+        all(end.startswith(f"{around}.") for end in ends)
+        and type(block.get_submodule(around)).forward is not nn.Module.forward
+    ):
+        around = owner_of(around)
+    return len(name.split(".")) - len(around.split(".") if around else [])
 
 
 def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
@@ -310,13 +356,13 @@ def _with_heads(derivation: Derivation, rules: Rules) -> Rules:
     return rules
 
 
-def _multiplied(derivation: Derivation, rules: Rules, context: RunContext, reasons: dict[str, str]) -> Rules:
-    """Return the rules of modules of a block whose own code multiplies parameters; adds why others stay whole."""
+def _multiplied(derivation: Derivation, rules: Rules, context: RunContext) -> tuple[Rules, dict[str, str]]:
+    """Return the rules of modules of a block whose own code multiplies parameters, and why others stay whole."""
     tied = {name for group in context.ties for name in group}
     excluded = [
         name
         for name in multiplied(derivation.block)
-        if owner_of(name) in rules
+        if reader_of(derivation.block, owner_of(name)) in rules
         or derivation._full(owner_of(name)) in derivation.read
         or derivation._full(name) in tied
     ]
@@ -329,59 +375,9 @@ def _multiplied(derivation: Derivation, rules: Rules, context: RunContext, reaso
         excluded=excluded,
     )
     found = search.rules()
-    read = {name: READ for name in excluded if derivation._full(owner_of(name)) in derivation.read}
-    reasons |= {derivation._full(name): reason for name, reason in {**read, **search.reasons}.items()}
-    return found
-
-
-def _outside(
-    model: nn.Module, traced: Traced, context: RunContext, unread: Collection[str], reasons: dict[str, str]
-) -> Rules:
-    """Return the rules of the head and the embedding of tokens, sharded where their rows divide by tp, else whole.
-
-    Reasons for what stays whole are added.
-    """
-    degree = context.degrees["tp"]
-    modules: dict[str, Any] = {fqn: model.get_submodule(fqn) for fqn in traced.results}
-    returned = [leaf for leaf in torch_compat.tree_leaves(plain(traced.output)) if isinstance(leaf, Tensor)]
-    heads = [
-        fqn
-        for fqn, result in traced.results.items()
-        if kind_of(modules[fqn]) == "linear" and any(result is leaf for leaf in returned)
-    ]
-    rows = {fqn: int(module.weight.shape[0]) for fqn, module in modules.items()}
-    tied = {name.rpartition(".")[0] for group in context.ties for name in group}
-    embeddings = sorted(
-        (fqn for fqn, module in modules.items() if kind_of(module) == "embedding"),
-        # The tokens' is the one that is tied, or as large as the head, or the largest.
-        key=lambda fqn: (fqn not in tied, rows[fqn] not in [rows[head] for head in heads], -rows[fqn]),
-    )
-    rules: Rules = {}
-    for fqn in [*embeddings[:1], *heads]:
-        style: Style = "vocab" if fqn not in heads else "head"
-        # A row of the plan says what stays whole.
-        if (why := _why_whole(modules[fqn], is_read=fqn in traced.read, degree=degree)) is not None:
-            style, reasons[fqn] = "replicate", why
-        rules[fqn] = Rule(style=style, is_sharded=False)
-    # One tensor has one layout: a tie with something that stays whole keeps both whole, and what these are tied to.
-    first_name = first_names(model, context)
-    for _ in context.ties:
-        for group in context.ties:
-            owners = list(dict.fromkeys(first_name[owner_of(name)] for name in group if name not in unread))
-            sharded = [owner in rules and rules[owner].style != "replicate" for owner in owners]
-            if any(sharded) and not all(sharded):
-                rules |= dict.fromkeys(owners, Rule(style="replicate"))
-    return rules
-
-
-def _why_whole(module: Any, *, is_read: bool, degree: int) -> str | None:
-    """Return why the rows of a head or an embedding are not sharded; None if they are."""
-    rows = int(module.weight.shape[0])
-    if rows % degree:
-        return f"its {rows} rows do not divide by tp = {degree}"
-    if is_read:
-        return READ
-    return "its rows are rescaled as they are looked up" if getattr(module, "max_norm", None) is not None else None
+    why = {name: READ for name in excluded if derivation._full(owner_of(name)) in derivation.read}
+    why |= {name: "it is a parameter of several modules" for name in excluded if derivation._full(name) in tied}
+    return found, {**why, **search.reasons}
 
 
 def _without_layers(model: nn.Module) -> str:

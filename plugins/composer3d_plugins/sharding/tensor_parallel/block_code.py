@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
-from composer3d.propagation import SEQUENCE, Call, PropagationError, Traced, blocks_of, outside, trace
+from composer3d.propagation import SEQUENCE, Call, PropagationError, Traced, outside, trace
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import sized
 from composer3d_plugins.sharding.tensor_parallel.fitting import fit, fits
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles, roles_of
@@ -27,6 +26,7 @@ class Codes:
     Args:
         model: The whole model.
         rules: The plan.
+        blocks: The repeated blocks, where they are known.
         sequence_dim: The dim of activations that sequence_parallel shards; None without it.
         unsharded: Blocks whose activations it does not shard.
     """
@@ -34,13 +34,9 @@ class Codes:
     model: nn.Module
     rules: Rules
     context: RunContext
+    blocks: tuple[str, ...]
     sequence_dim: int | None
     unsharded: frozenset[str] = frozenset()
-
-    @cached_property
-    def blocks(self) -> tuple[str, ...]:
-        """The repeated blocks, where they are known."""
-        return tuple(blocks_of(self.model, self.context, several=self.sequence_dim is not None))
 
     def find(self) -> Code:
         """Return how the code of every module is run, by the model's FQNs.

@@ -34,7 +34,6 @@ from composer3d.propagation import (
 )
 from composer3d_plugins.sharding.tensor_parallel.local_weights import tried
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Code, Roles
-from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 
 __all__ = ["BlockDryRun", "sized"]
 
@@ -173,8 +172,8 @@ class BlockDryRun:
                 answer = self._leaf(fqn, module)
             else:
                 answer = self._seen(module) if fqn else module.forward
-            if any(owner_of(name) == fqn for name in self.roles.weights):
-                answer = tried(module, fqn, self.roles.weights, self.degree)
+            if own := self.roles.weights_in(self.block, fqn):
+                answer = tried(module, fqn, own, self.degree)
             if fqn in code.apart:
                 answer = self._apart(answer)
             if fqn in code.gathered:

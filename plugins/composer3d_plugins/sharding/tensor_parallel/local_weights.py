@@ -11,14 +11,20 @@ from torch import Tensor, nn
 from composer3d import torch_compat
 from composer3d.propagation import Placed, PropagationError, mark
 
-__all__ = ["finding", "tried"]
+__all__ = ["finding", "held_by", "tried"]
+
+
+def held_by(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the holder of a parameter, the module or a list of parameters in it, and the parameter's name there."""
+    owner, _, own = name.rpartition(".")
+    return module.get_submodule(owner), own
 
 
 def finding(module: nn.Module, locals_of: Callable[[], Mapping[str, Tensor]]) -> Callable[..., Any]:
     """Return a module's forward, keeping its name, whose code finds other tensors than the module's parameters.
 
     Args:
-        module: Its code multiplies parameters of its own.
+        module: Its code multiplies parameters of its own, or of lists of parameters in it.
         locals_of: Returns the tensors by the parameters' names.
     """
     forward: Callable[..., Any] = module.forward
@@ -27,13 +33,15 @@ def finding(module: nn.Module, locals_of: Callable[[], Mapping[str, Tensor]]) ->
     def multiplying(*args: Any, **kwargs: Any) -> Any:
         with torch_compat.without_torch_functions():
             found = locals_of()
-        # What stands in the module's own dictionary is found before its parameters are.
-        vars(module).update(found)
+        # What stands in a holder's own dictionary is found before its parameters are.
+        places = {name: held_by(module, name) for name in found}
+        for name, (holder, own) in places.items():
+            vars(holder)[own] = found[name]
         try:
             return forward(*args, **kwargs)
         finally:
-            for name in found:
-                vars(module).pop(name, None)
+            for holder, own in places.values():
+                vars(holder).pop(own, None)
 
     return multiplying
 
@@ -44,18 +52,21 @@ def tried(module: nn.Module, fqn: str, weights: Mapping[str, Placed], degree: in
     Args:
         module: Its code multiplies parameters of its own.
         fqn: In the block.
-        weights: What is sharded of the block's parameters, by their names in it.
+        weights: What is sharded of the parameters that it uses, by their names in the block.
         degree: Ranks along tp.
     """
 
     def share(name: str) -> Tensor:
-        placed, whole = weights[name], module._parameters[name.rpartition(".")[2]]
+        holder, own = held_by(module, inside(name))
+        placed, whole = weights[name], holder._parameters[own]
         assert whole is not None, "its shape is known"
         piece = whole.narrow(placed.dim, 0, whole.shape[placed.dim] // degree)
         return mark(piece, placed=placed, degree=degree, sources=frozenset({name}), is_weight=True)
 
-    own = [name for name in weights if name.rpartition(".")[0] == fqn]
-    forward = finding(module, lambda: {name.rpartition(".")[2]: share(name) for name in own})
+    def inside(name: str) -> str:
+        return name.removeprefix(f"{fqn}." if fqn else "")
+
+    forward = finding(module, lambda: {inside(name): share(name) for name in weights})
 
     def answer(*args: Any, **kwargs: Any) -> Any:
         try:

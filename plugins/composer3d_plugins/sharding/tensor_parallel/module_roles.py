@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from composer3d.propagation import Placed, Ranges
+from composer3d.propagation import Placed, Ranges, reader_of
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import CONTRACTING, EXPANDING, Rules, features
+from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -36,6 +37,10 @@ class Roles:
     attention: frozenset[str] = frozenset()
     gathered: Mapping[str, Ranges] = field(default_factory=dict)
     weights: Mapping[str, Placed] = field(default_factory=dict)
+
+    def weights_in(self, block: nn.Module, fqn: str) -> Mapping[str, Placed]:
+        """Return of the weights those that the code of one module in the block multiplies."""
+        return {name: at for name, at in self.weights.items() if reader_of(block, owner_of(name)) == fqn}
 
 
 def roles_of(block: nn.Module, rules: Rules, *, sequence_dim: int | None, observed: bool = False) -> Roles:

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from composer3d import RunContext, StoredOrders, torch_compat
-from composer3d.propagation import Call, Marks, Placed, PropagationError, kind_of
+from composer3d.propagation import Call, Marks, Placed, PropagationError, kind_of, reader_of
 from composer3d_plugins.sharding.tensor_parallel.block_dry_run import BlockDryRun
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
-from composer3d_plugins.sharding.tensor_parallel.local_weights import finding
+from composer3d_plugins.sharding.tensor_parallel.local_weights import finding, held_by
 from composer3d_plugins.sharding.tensor_parallel.module_roles import Roles
 from composer3d_plugins.sharding.tensor_parallel.plan_resolution import Rule, Rules
 from composer3d_plugins.sharding.tensor_parallel.tied_parameters import owner_of
@@ -35,7 +35,8 @@ MOST_RUNS = 400
 def multiplied(block: nn.Module) -> Iterator[str]:
     """Yield the names of a block's parameters of several dims that code of the model's own uses as it likes."""
     for fqn, module in block.named_modules():
-        if kind_of(module) != "other" or type(module).__module__.startswith("torch.nn."):
+        is_list = type(module) in (nn.ParameterList, nn.ParameterDict)
+        if kind_of(module) != "other" or (type(module).__module__.startswith("torch.nn.") and not is_list):
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if 2 <= parameter.ndim <= 4 and parameter.is_floating_point():
@@ -79,9 +80,10 @@ class WeightSearch:
                 self._try(name, shapes, names)
         rules: Rules = {}
         for name, placed in self.found.items():
-            owner = owner_of(name)
-            before = rules[owner].weights if owner in rules else ()
-            rules[owner] = Rule(style="weights", weights=(*before, (name.rpartition(".")[2], placed)))
+            reader = reader_of(self.block, owner_of(name))
+            before = rules[reader].weights if reader in rules else ()
+            own = name.removeprefix(f"{reader}." if reader else "")
+            rules[reader] = Rule(style="weights", weights=(*before, (own, placed)))
         return rules
 
     def _try(self, name: str, shapes: Mapping[str, tuple[int, ...]], names: Collection[str]) -> None:
@@ -165,11 +167,13 @@ def place_weights(
         if len(placed.parts) > 1:
             names, runs = context.names_of(full), runs_of(placed.parts, mesh.size())
             context.stash(StoredOrders).keep(names, dim=placed.dim, runs=runs)
-        distribute(module, name, Shard(placed.dim), mesh=mesh, fqn=full, context=context)
+        holder, own = held_by(module, name)
+        distribute(holder, own, Shard(placed.dim), mesh=mesh, fqn=full, context=context)
         marks[name] = Marks(mesh.size(), frozenset({full}), is_weight=True)
 
     def local(name: str) -> Tensor:
-        parameter: Any = module._parameters[name]
+        holder, own = held_by(module, name)
+        parameter: Any = holder._parameters[own]
         return marks[name].mark(torch_compat.unviewed(parameter.to_local()), weights[name])
 
     module.forward = finding(module, lambda: {name: local(name) for name in weights})

@@ -60,6 +60,8 @@ class Rule:
         is_sharded: Whether activations are sharded along the sequence there, if they are at all.
         gathered: Indices of the parts that are all-gathered where code takes them, as a key that all heads share is.
         weights: Parameters of the module's own that are sharded, by their names in it.
+        levels: Of an expanding projection, where a dry run has shown it: how many modules up lies the one around it
+            that holds all that contract its result.
     """
 
     style: Style | Literal["weights"]
@@ -67,6 +69,7 @@ class Rule:
     is_sharded: bool = True
     gathered: tuple[int, ...] = ()
     weights: tuple[tuple[str, Placed], ...] = ()
+    levels: int | None = None
 
     @property
     def ranges(self) -> Ranges:
@@ -97,7 +100,12 @@ def resolve(plan: Mapping[str, Rule], context: RunContext) -> Rules:
 
 
 def region_of(fqn: str, rules: Rules) -> str | None:
-    """Return the nearest module around an expanding projection that holds a contracting one too, None if none does."""
+    """Return the module around an expanding projection that holds what contracts its result, None if none does.
+
+    Where no dry run has shown what does, it is the nearest one that holds a contracting projection.
+    """
+    if (levels := rules[fqn].levels) is not None:
+        return ".".join(fqn.split(".")[:-levels])
     ends = [other for other, rule in rules.items() if rule.style in CONTRACTING]
     while fqn:
         fqn = fqn.rpartition(".")[0]

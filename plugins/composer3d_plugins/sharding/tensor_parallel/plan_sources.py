@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from composer3d import PluginError, RunContext
-from composer3d.propagation import kind_of
+from composer3d.propagation import blocks_of, kind_of
 from composer3d_plugins.sharding.tensor_parallel import auto
 from composer3d_plugins.sharding.tensor_parallel.block_code import Codes
 from composer3d_plugins.sharding.tensor_parallel.declared import declared, is_by_others
@@ -48,6 +48,7 @@ class Made:
         apart: Modules whose every random draw is on sharded tensors.
         unsharded: Blocks whose activations are not sharded along the sequence by sequence_parallel; "" stands for all.
         unread: Names of tied parameters by which no code reads them.
+        whole: Parameters that code multiplies and that stay whole, by the reasons.
         is_stated: Whether the rules are the user's; their `is_sharded` states whether activations there are sharded.
     """
 
@@ -59,6 +60,7 @@ class Made:
     apart: tuple[str, ...] = ()
     unsharded: frozenset[str] = frozenset()
     unread: frozenset[str] = frozenset()
+    whole: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     is_stated: bool = False
 
 
@@ -83,25 +85,60 @@ def make(model: nn.Module, stated: Mapping[str, Rule] | None, context: RunContex
             check_covered(model, rules)
         if context.degrees["tp"] == 1:
             return Made(rules=rules)
-        codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim)
+        blocks = _blocks(model, context, sequence_dim)
+        codes = Codes(model=model, rules=rules, context=context, blocks=blocks, sequence_dim=sequence_dim)
         return replace(_with_code(codes, unread), is_stated=True)
     rules = (declared(model, context) or {}) if sequence_dim is None else {}
     if rules:
         try:
             checked = check_rules(model, rules, context, unread)
-            return _with_code(Codes(model=model, rules=checked, context=context, sequence_dim=None), unread)
+            blocks = _blocks(model, context, None)
+            codes = Codes(model=model, rules=checked, context=context, blocks=blocks, sequence_dim=None)
+            return _with_code(codes, unread)
         except PluginError as error:
             if not is_by_others(model):
                 raise
             log.info("tensor_parallel derives a plan: the declared one does not work (%s)", error)
-    derived = auto.derive(model, context, sequence_dim=sequence_dim, unread=unread)
-    if sequence_dim is not None and not derived.is_sharded:
-        # No block can work on a shard of the sequence: all do as without sequence_parallel.
-        derived = auto.derive(model, context, sequence_dim=None, unread=unread)
-        derived, sequence_dim = replace(derived, rules=without_sequence(derived.rules), unsharded=frozenset({""})), None
+    derived = _derived(model, context, sequence_dim, unread)
     rules = check_rules(model, derived.rules, context, unread, is_derived=True)
-    codes = Codes(model=model, rules=rules, context=context, sequence_dim=sequence_dim, unsharded=derived.unsharded)
-    return _with_code(codes, unread)
+    codes = Codes(
+        model=model,
+        rules=rules,
+        context=context,
+        blocks=derived.blocks,
+        sequence_dim=sequence_dim if derived.is_sharded else None,
+        unsharded=derived.unsharded,
+    )
+    return replace(_with_code(codes, unread), whole=derived.whole)
+
+
+def _derived(model: nn.Module, context: RunContext, sequence_dim: int | None, unread: frozenset[str]) -> auto.Derived:
+    """Derive a plan block by block, or of the whole model's code where blocks by themselves have nothing to shard.
+
+    Where no block can work on a shard of the sequence, all do as without sequence_parallel.
+    """
+    ways = [(None, _blocks(model, context, None)), (None, ())]
+    if sequence_dim is not None:
+        ways.insert(0, (sequence_dim, _blocks(model, context, sequence_dim)))
+    first: PluginError | None = None
+    for dim, blocks in dict.fromkeys(ways):
+        try:
+            derived = auto.derive(model, context, blocks=blocks, sequence_dim=dim, unread=unread)
+        except PluginError as error:
+            first = first or error
+            continue
+        if dim is None and sequence_dim is not None:
+            if first is not None:
+                log.info("tensor_parallel leaves the sequence whole: along it, %s", first)
+            return replace(derived, rules=without_sequence(derived.rules), unsharded=frozenset({""}))
+        if dim == sequence_dim and (dim is None or derived.is_sharded):
+            return derived
+    assert first is not None, "a plan was found, or refused"
+    raise first
+
+
+def _blocks(model: nn.Module, context: RunContext, sequence_dim: int | None) -> tuple[str, ...]:
+    return tuple(blocks_of(model, context, several=sequence_dim is not None))
 
 
 def planned_shards(model: nn.Module, rules: Rules, degree: int) -> dict[str, tuple[int, tuple[int, ...]]]:
