@@ -117,7 +117,7 @@ def _derived(model: nn.Module, context: RunContext, sequence_dim: int | None, un
 
     Where no block can work on a shard of the sequence, all do as without sequence_parallel.
     """
-    ways = [(None, _blocks(model, context, None)), (None, ())]
+    ways: list[tuple[int | None, tuple[str, ...]]] = [(None, _blocks(model, context, None)), (None, ())]
     if sequence_dim is not None:
         ways.insert(0, (sequence_dim, _blocks(model, context, sequence_dim)))
     first: PluginError | None = None
