@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from composer3d import torch_compat
 from composer3d.composition import span_hooks
+from composer3d.composition.changed_models import refuse_passed_parameters
 from composer3d.composition.plain_states import shard_state
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_shards
@@ -49,6 +50,7 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
 
     normal: list[contextlib.ExitStack] = []
     axes = exchanging_axes(context.layout)
+    refuse_passed = refuse_passed_parameters(module)
 
     def enter_normal_mode(owner: nn.Module, _: tuple[Any, ...]) -> None:
         # FSDP2 makes the tensors that it gathers into at the first forward, and cannot train on inference tensors.
@@ -60,6 +62,8 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     def before(owner: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if owner is not module:
             return None
+        if not engine.is_running:
+            refuse_passed()
         engine.enter_own_forward(args, kwargs, trains=owner.training and torch.is_grad_enabled())
         return None if engine.is_running else place(args, kwargs)
 

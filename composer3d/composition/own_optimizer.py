@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from composer3d.composition.changed_models import composed_modules, refuse_added, refuse_unfrozen
 from composer3d.errors import StepError
 
 if TYPE_CHECKING:
@@ -20,7 +21,8 @@ __all__ = ["refuse_other_optimizers"]
 def refuse_other_optimizers(engine: StepEngine, context: RunContext) -> Callable[[], None]:
     """Raise before an optimizer that the composition did not make steps on its parameters inside a step.
 
-    Its step would run on gradients that are not final, without the plugins' actions, and end no step.
+    Its step would run on gradients that are not final, without the plugins' actions, and end no step. The composition's
+    own optimizer is refused a model that has other parameters than it was composed with, or than it was made for.
 
     Args:
         engine: Runs the steps.
@@ -34,9 +36,15 @@ def refuse_other_optimizers(engine: StepEngine, context: RunContext) -> Callable
     if context.purpose != "run":
         return lambda: None
     watched, own = weakref.ref(engine), {id(parameter) for _, parameter in context.named_parameters()}
+    composed, checks = composed_modules(context.parts), dict[int, Callable[[], None]]()
 
     def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         engine = watched()
+        if engine is not None and optimizer is engine.optimizer:
+            if id(optimizer) not in checks:
+                refuse_added(context.parts, composed)
+                checks[id(optimizer)] = refuse_unfrozen(context.parts, optimizer)
+            checks[id(optimizer)]()
         if engine is None or engine.state is None or engine.is_stepping or engine.stepper is not None:
             return
         if optimizer is engine.optimizer or engine.is_plain:

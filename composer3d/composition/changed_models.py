@@ -1,0 +1,100 @@
+"""Models that a loop changes after compose: modules put in, parameters unfrozen, parameters passed for a call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import StepError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from composer3d.interfaces import Part
+
+__all__ = ["composed_modules", "refuse_added", "refuse_passed_parameters", "refuse_unfrozen"]
+
+
+def composed_modules(parts: Sequence[Part]) -> list[tuple[nn.Module, frozenset[str]]]:
+    """Return the modules of all parts, each with the names of its own parameters."""
+    return [(module, frozenset(module._parameters)) for part in parts for module in part.module.modules()]
+
+
+def refuse_added(parts: Sequence[Part], known: Sequence[tuple[nn.Module, frozenset[str]]]) -> None:
+    """Refuse parameters that were put into the model after it was composed.
+
+    Args:
+        parts: Of the composition.
+        known: From `composed_modules`, when it was composed.
+
+    Raises:
+        StepError: With the first one's FQN: no plugin has sharded it, and none would reduce its gradient.
+    """
+    names = {id(module): own for module, own in known}
+    for part in parts:
+        for fqn, module in part.module.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and name not in names.get(id(module), frozenset()):
+                    whole = f"{fqn}.{name}" if fqn else name
+                    raise StepError(
+                        f'the parameter "{whole}" was put into the model after compose: no plugin has sharded it, and '
+                        "none reduces its gradient, so ranks would train different ones; change the model before "
+                        "compose, for example in the factory that compose is given"
+                    )
+
+
+def refuse_unfrozen(parts: Sequence[Part], optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Return a function that refuses gradients of parameters which were frozen when the optimizer was made.
+
+    Args:
+        parts: Of the composition.
+        optimizer: That has the others.
+    """
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    left_out = [
+        (fqn, parameter)
+        for part in parts
+        for fqn, parameter in part.module.named_parameters()
+        if id(parameter) not in held
+    ]
+
+    def check() -> None:
+        for fqn, parameter in left_out:
+            if parameter.requires_grad and parameter.grad is not None:
+                raise StepError(
+                    f'"{fqn}" was frozen when run.optimizer(...) was called, so the optimizer does not have it, and it '
+                    "would stay as it is; let it require gradients before run.optimizer(...), and freeze it afterwards"
+                )
+
+    return check
+
+
+def refuse_passed_parameters(module: nn.Module) -> Callable[[], None]:
+    """Return a function that refuses tensors in the place of parameters, as `torch.func.functional_call` puts them.
+
+    Data parallelism gathers its own parameters over them, and the call would compute with those, silently.
+
+    Args:
+        module: The whole model.
+    """
+    import torch
+
+    places: list[tuple[Mapping[str, Any], str, str]] = [
+        (owner._parameters, name, f"{fqn}.{name}" if fqn else name)
+        for fqn, owner in module.named_modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+
+    def check() -> None:
+        for parameters, name, fqn in places:
+            found = parameters.get(name)
+            if found is not None and not isinstance(found, torch.nn.Parameter):
+                raise StepError(
+                    f'the forward is given a tensor for "{fqn}" (torch.func.functional_call), and would compute with '
+                    "the composed parameter; to evaluate other weights load them with run.model.load_state_dict, or "
+                    "use composer3d.runner.ema.EMA"
+                )
+
+    return check

@@ -1,0 +1,71 @@
+"""What a loop changes in a model after compose is refused where data parallelism would pass over it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.models import composed, mean_loss, mine, seeded, unpadded
+
+from composer3d import StepError
+from composer3d.testing import run_ranks
+
+FSDP = "[sharding.fsdp2]\n"
+
+
+def trained(change, text=FSDP, num_steps=1, before=lambda model: None):
+    """Train with a change made before or after the optimizer; return what is said of it."""
+    model = seeded()
+    before(model)
+    run = composed(text, model)
+    with pytest.raises(StepError) as caught:
+        optimizer = change(run) or run.optimizer(torch.optim.SGD, lr=0.1)
+        for number in range(num_steps):
+            tokens, targets = (mine(run, tensor) for tensor in unpadded())
+            with run.step(number):
+                run.backward(mean_loss(run.model(tokens), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+    return str(caught.value)
+
+
+def put_in_another_head(run):
+    run.model.out = torch.nn.Linear(7, 11)
+
+
+def add_a_parameter(run):
+    run.model.layers[1].scale = torch.nn.Parameter(torch.ones(3))
+
+
+@pytest.mark.parametrize("text", [FSDP, "[sharding.ddp]\n"])
+@pytest.mark.parametrize(("change", "name"), [(put_in_another_head, "out.weight"), (add_a_parameter, "layers.1.scale")])
+def test_parameters_put_in_after_compose(change, name, text):
+    for said in run_ranks(trained, 2, change, text):
+        assert said.startswith(f'the parameter "{name}" was put into the model after compose: no plugin has sharded it')
+
+
+def freeze(model):
+    model.tok.weight.requires_grad_(False)
+
+
+def unfreeze(run):
+    optimizer = run.optimizer(torch.optim.SGD, lr=0.1)
+    run.model.tok.weight.requires_grad_(True)
+    return optimizer
+
+
+def test_parameters_that_the_optimizer_was_made_without():
+    for said in run_ranks(trained, 2, unfreeze, FSDP, 1, freeze):
+        assert said.startswith('"tok.weight" was frozen when run.optimizer(...) was called')
+
+
+def call_with_others(run):
+    tokens, _ = (mine(run, tensor) for tensor in unpadded())
+    others = {fqn: parameter.detach() * 2 for fqn, parameter in run.model.named_parameters()}
+    with torch.no_grad():
+        torch.func.functional_call(run.model, others, (tokens,))
+
+
+@pytest.mark.parametrize("text", [FSDP, "[sharding.ddp]\n"])
+def test_parameters_passed_for_a_call(text):
+    for said in run_ranks(trained, 2, call_with_others, text):
+        assert said.startswith('the forward is given a tensor for "layers.0.up.weight" (torch.func.functional_call)')
