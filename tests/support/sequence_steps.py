@@ -61,11 +61,11 @@ def sequence_step(factory, text, batch, reference=None):
             counted = {op: each for (op, axis), each in collectives.summary().items() if axis == "cp"}
             run.clip_grad_norm_(float("inf"))
         least = 1e-3 * max(float(g.abs().max()) for g in gradients.values())
-        found = {name: run.context.in_model_order(name, full(p.grad)) for name, p in run.named_parameters()}
+        own = {name: p.grad for name, p in run.named_parameters() if p.grad is not None}
+        found = {name: run.context.in_model_order(name, full(own[name])) for name in gradients}
         errors = {
             name: float((grad - gradients[name]).abs().max()) / max(float(gradients[name].abs().max()), least)
             for name, grad in found.items()
-            if name in gradients
         }
         worst = max(errors, key=errors.__getitem__)
         return float((loss - loss_1.detach() / count).abs()), errors[worst], worst, counted
