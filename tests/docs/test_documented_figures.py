@@ -75,8 +75,11 @@ def test_the_summaries_of_the_matrices_are_those_of_their_runs():
     assert harness.with_marked(FIGURES, "layouts", layout_matrix.summary(layouts)) == FIGURES
     assert harness.with_marked(FIGURES, "plugins", plugin_matrix.summary(plugins)) == FIGURES
     assert [FIGURES.count(f"<!-- {name} -->") for name in ("layouts", "plugins")] == [1, 1]
-    # They are whole, and nothing failed.
-    assert [row["cell"] for row in layouts["cells"]] == [str(cell) for cell in layout_matrix.cells()]
+    # They are whole but for the layouts that are stated, and nothing failed.
+    cells = {str(cell): cell.context for cell in layout_matrix.cells()}
+    found = [row["cell"] for row in layouts["cells"]]
+    assert found == [cell for cell, context in cells.items() if context == "cp1"]
+    assert f"Its {len(cells) - len(found)} layouts with `cp` above 1 are in no run on record yet." in FIGURES
     assert layouts["summary"]["failed"] == plugins["summary"]["failed"] == plugins["summary"]["left"] == 0
 
 
