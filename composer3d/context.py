@@ -14,7 +14,7 @@ from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.interfaces import Dtypes, Example, Microbatches, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.observation import spans
-from composer3d.patterns import select, sharing_nothing
+from composer3d.patterns import called, select, sharing_nothing
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +57,7 @@ class RunContext:
         layout: Axes, degrees and coordinates of any rank.
         owners: The plugin that owns an axis, by axis.
         fqns: Names of all modules of the whole model, before any split.
+        uncalled: Those of them that have no forward: lists and dicts.
         parameter_fqns: Names of all parameters of the whole model, tied ones under each of their names.
         ties: Groups of FQNs that are one tensor in the whole model.
         state: State of plugins, by plugin instance.
@@ -86,6 +87,7 @@ class RunContext:
         self.layout = layout
         self.owners = owners
         self.fqns: tuple[str, ...] = ()
+        self.uncalled: frozenset[str] = frozenset()
         self.parameter_fqns: tuple[str, ...] = ()
         self.ties: tuple[tuple[str, ...], ...] = ()
         self.own_units: tuple[str, ...] = ()
@@ -319,15 +321,15 @@ class RunContext:
         """Return the FQNs of the modules that data parallelism handles as one, the root ("") last.
 
         Args:
-            patterns: Of the units inside the root; None takes the blocks, or the root alone where there are none. The
-                modules in `own_units` are units as well.
+            patterns: Of the units inside the root; None takes the blocks, or the root alone where there are none. Of
+                what nobody calls, a ModuleDict or a list, the entries are units. So are the modules in `own_units`.
 
         Raises:
             PatternError: A pattern matches nothing.
             TransformError: Stated units share a parameter.
         """
         chosen = patterns if patterns is not None else () if self._blocks is None else (self._blocks,)
-        found = [fqn for pattern in chosen for fqn in select(pattern, self.fqns)]
+        found = called(self.fqns, self.uncalled, [fqn for pattern in chosen for fqn in select(pattern, self.fqns)])
         units = [fqn for fqn in dict.fromkeys([*found, *self.own_units]) if fqn]
         return [*sharing_nothing(units, self.ties, stated=patterns is not None), ""]
 

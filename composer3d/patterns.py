@@ -5,12 +5,12 @@ A `*` stands for characters inside one component, as in a shell; `**` stands for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from composer3d.errors import PatternError, TransformError, did_you_mean
 
-__all__ = ["matches", "select", "sharing_nothing"]
+__all__ = ["called", "matches", "select", "sharing_nothing"]
 
 
 def matches(pattern: str, fqn: str) -> bool:
@@ -50,6 +50,21 @@ def select(pattern: str, fqns: Iterable[str]) -> list[str]:
         raise PatternError(
             pattern, near if near.startswith("did you mean") else "the model has " + ", ".join(names[:8])
         )
+    return found
+
+
+def called(fqns: Sequence[str], uncalled: Container[str], chosen: Iterable[str]) -> list[str]:
+    """Return modules with the entries of those that have no forward in their place, at any depth.
+
+    Args:
+        fqns: Of all modules.
+        uncalled: Those of them without a forward.
+        chosen: Some of them.
+    """
+    found: list[str] = []
+    for fqn in chosen:
+        inside = [name for name in fqns if name.rpartition(".")[0] == fqn and name] if fqn in uncalled else []
+        found += called(fqns, uncalled, inside) if fqn in uncalled else [fqn]
     return found
 
 

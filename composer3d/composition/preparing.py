@@ -28,7 +28,7 @@ from composer3d.hooks import Hooks, blamed
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Registered
-from composer3d.transform import Transform, resolve
+from composer3d.transform import Phase, Transform, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -177,12 +177,19 @@ def prepare(
     )
     context.set_example(example)
     context.fqns = tuple(fqn for fqn, _ in model.named_modules())
+    context.uncalled = frozenset(fqn for fqn, module in model.named_modules() if not _has_forward(module))
     context.parameter_fqns = tuple(fqn for fqn, _ in model.named_parameters(remove_duplicate=False))
     context.ties = initialisation.ties(model)
     attachments = Attachments.of(model)
     preparation = Preparation(context=context, hooks=hooks, model=model, recipe=recipe, attachments=attachments)
     _find_problems(preparation)
     return preparation
+
+
+def _has_forward(module: nn.Module) -> bool:
+    from torch import nn
+
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
 def _find_problems(preparation: Preparation) -> None:
@@ -286,6 +293,12 @@ def _select(preparation: Preparation) -> None:
 
 
 def _check_selection(transform: Transform, fqns: tuple[str, ...], context: RunContext) -> None:
+    idle = [fqn for fqn in fqns if fqn in context.uncalled]
+    if idle and transform.phase in (Phase.RECOMPUTE, Phase.COMPILE):
+        raise TransformError(
+            f'{transform.name} selected "{idle[0]}", which has no forward, so it would do nothing; name modules that '
+            'are called, for example [model] blocks = "blocks.*.*"'
+        )
     if not fqns:
         raise TransformError(f"{transform.name} selects no module, so it would do nothing")
     known = {*context.fqns, *context.parameter_fqns}

@@ -320,3 +320,38 @@ def test_dtypes_that_nobody_asks_for():
     message = applied('[precision.unheard]\nuse = "support.refused_plugins:Unheard"\n')
     assert message.startswith("[precision.unheard] (")
     assert message.endswith("run.toml:2) gives dtypes, but no plugin of this manifest applies them")
+
+
+class Dictionaries(torch.nn.Module):
+    """Blocks that are dictionaries of modules, which nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.ModuleDict({"norm": torch.nn.LayerNorm(4), "mlp": torch.nn.Linear(4, 4)}) for _ in range(2)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block["mlp"](block["norm"](x))
+        return x
+
+
+def test_units_of_blocks_that_nobody_calls_are_their_entries(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("composer3d = 1\n[sharding.fsdp2]\n")
+    with fake_world(2):
+        run = composer3d.compose(Dictionaries, path, loss_fn=lambda output, _: output.sum())
+        (row,) = run.plan
+        assert row.fqns == ("blocks.0.norm", "blocks.0.mlp", "blocks.1.norm", "blocks.1.mlp", "")
+        run.close()
+
+
+def test_what_wraps_blocks_that_nobody_calls_is_refused(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text("composer3d = 1\n[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
+    with fake_world(2), pytest.raises(composer3d.ManifestError) as caught:
+        composer3d.compose(Dictionaries, path, loss_fn=lambda output, _: output.sum())
+    assert 'activation_checkpoint selected "blocks.0", which has no forward, so it would do nothing' in str(
+        caught.value
+    )
