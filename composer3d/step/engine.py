@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
 from composer3d.interfaces import Batch, GradScaler
-from composer3d.mesh import Role
 from composer3d.observation.flight_recorder import Flight
 from composer3d.step import gradients
 from composer3d.step.accumulated_steps import AccumulatedSteps
@@ -272,11 +270,7 @@ class StepEngine:
         return self._settle(state, self._ledger.pending) * self._own.handed() if last else None
 
     def _announce_own(self, target: Any, identity: int) -> None:
-        count = 1 if target is None else self.criterion.count(target)
-        num_ranks = self._context.layout.degree(Role.BATCH, Role.SEQUENCE)
-        self._own = OwnForward(
-            target=target, count=count, num_ranks=num_ranks, total=partial(gradients.add_up, context=self._context)
-        )
+        self._own = OwnForward.announced(target, criterion=self.criterion, context=self._context)
         self._agree([self._own.count], identity)
 
     def forget_losses(self) -> None:

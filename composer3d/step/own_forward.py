@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Loss
+from composer3d.mesh import Role
+from composer3d.step.gradients import add_up
 from composer3d.step.loss import (
     Reduction,
     as_loss,
@@ -21,6 +24,9 @@ from composer3d.step.microbatches import tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from composer3d.context import RunContext
+    from composer3d.step.criterion import Criterion
 
 __all__ = ["OwnForward"]
 
@@ -60,6 +66,16 @@ class OwnForward:
         self._padded = self._told and any(count != t.numel() for t in tensors(target))
         self.is_scaled = False
         self._factors = 0.0
+
+    @classmethod
+    def announced(cls, target: Any, *, criterion: Criterion, context: RunContext) -> OwnForward:
+        """Begin a step with its target, or without one."""
+        return cls(
+            target=target,
+            count=1 if target is None else criterion.count(target),
+            num_ranks=context.layout.degree(Role.BATCH, Role.SEQUENCE),
+            total=partial(add_up, context=context),
+        )
 
     def handed(self) -> float:
         """Return what the mean of the losses since the last call is times to be what the loop passed, summed up."""
