@@ -243,10 +243,13 @@ class DataDependent:
         axes: Those over which ranks send as many bytes as the values of the batch decide. The number of collectives
             does not depend on values, and neither does the sum of their bytes over all ranks.
         routing_skew: Rows that a plan's rank is sent over the mean of all ranks.
+        used: Modules that are run in every step whatever the batch, by whether the model's code has called them: what
+            it has called on no rank has no gradient, as on one device.
     """
 
     axes: set[str] = field(default_factory=set)
     routing_skew: float = 1.0
+    used: dict[nn.Module, bool] = field(default_factory=dict)
 
 
 class Recorder(Protocol):

@@ -21,6 +21,7 @@ __all__ = [
     "add_up",
     "apart",
     "average_whole",
+    "averaged_dims",
     "clip_norm_",
     "local",
     "refuse_none",
@@ -100,11 +101,17 @@ def average_whole(parameters: Iterable[nn.Parameter], *, axes: Iterable[str], co
         if parameter.requires_grad:
             groups.setdefault(of_experts.get(id(parameter), ()), []).append(parameter)
     for experts, trained in groups.items():
-        _average(trained, _dims(axes, experts, context), context)
+        _average(trained, averaged_dims(axes, experts, context), context)
 
 
-def _dims(axes: Sequence[str], experts: Sequence[str], context: RunContext) -> list[tuple[str, Any]]:
-    """Return name and process group of the dims over which parameters are averaged, given the axes of their experts."""
+def averaged_dims(axes: Sequence[str], experts: Sequence[str], context: RunContext) -> list[tuple[str, Any]]:
+    """Return name and process group of the dims over which parameters are averaged.
+
+    Args:
+        axes: Mesh axes of parameters that all ranks hold.
+        experts: The axes of experts along which ranks hold other parameters.
+        context: With its mesh.
+    """
     carved = {axis for expert in experts for axis in context.layout.axes_of(expert)}
     found = [(axis, context.mesh.get_group(axis)) for axis in axes if axis not in carved]
     for expert in experts:

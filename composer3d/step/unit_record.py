@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Literal
 
 from composer3d import torch_compat
+from composer3d.interfaces import DataDependent
 from composer3d.mesh import Role
+from composer3d.step import gradients
 from composer3d.step.unit_order import END, UnitOrder
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class UnitRecord:
         if self._order is None and self._flight is not None and len(self._guard.stage_ranks) > 1:
             self._order = self._make_order(self._flight)
         self._is_partial = False
+        self._context.stash(DataDependent).used.clear()
         for units in self._units:
             units.begin()
         if self._order is not None:
@@ -110,7 +113,7 @@ class UnitRecord:
         """Return what ranks add up after a step's last backward, when all have called the same units."""
         if self._order is not None:
             self._order.passes(END)
-        self._num_unused = sum(units.num_unused() for units in self._units)
+        self._num_unused = sum(units.num_unused() for units in self._units) + len(self._idle())
         return [float(self._num_unused)]
 
     def settle(self, sums: Sequence[float]) -> None:
@@ -130,10 +133,22 @@ class UnitRecord:
         """
         if not self._is_partial or self._agrees:
             return
-        trained = [pair for units in self._units for pair in units.trained()]
-        for (parameter, _), is_used in zip(trained, self._used_anywhere([used for _, used in trained]), strict=True):
-            if not is_used:
-                parameter.grad = None
+        idle, of_experts = self._idle(), gradients.apart(self._context)
+        groups: dict[tuple[str, ...], list[tuple[nn.Parameter, bool]]] = {}
+        for units in self._units:
+            for parameter, is_used in units.trained():
+                axes = of_experts.get(id(parameter), ())
+                groups.setdefault(axes, []).append((parameter, is_used and id(parameter) not in idle))
+        for axes, pairs in groups.items():
+            found = self._used_anywhere([used for _, used in pairs], experts=axes)
+            for (parameter, _), is_used in zip(pairs, found, strict=True):
+                if not is_used:
+                    parameter.grad = None
+
+    def _idle(self) -> set[int]:
+        """Return by `id` the parameters of modules that were run without any row of the batch."""
+        used = self._context.stash(DataDependent).used
+        return {id(p) for module, is_used in used.items() if not is_used for p in module.parameters()}
 
     def agree_in_backward(self) -> None:
         """Find out which parameters no rank has used before each unit is reduced, instead of after the backward.
@@ -152,17 +167,19 @@ class UnitRecord:
         """Whether no rank has used a parameter whose gradient was just reduced, where ranks agree in the backward."""
         return any(parameter in units.unused for units in self._units)
 
-    def _used_anywhere(self, used: Sequence[bool]) -> list[bool]:
+    def _used_anywhere(self, used: Sequence[bool], experts: Sequence[str] = ()) -> list[bool]:
         import torch
         import torch.distributed as dist
 
         if not used:
             return []
-        flags = torch.tensor(used, dtype=torch.uint8, device=self._context.device)
-        for axis in self._context.layout.names(Role.BATCH, Role.SEQUENCE, Role.TENSOR):
-            if self._context.degrees[axis] > 1:
-                with self._context.span("all_reduce", group="unused", axis=axis, bytes=flags.nbytes):
-                    group = self._context.mesh[axis].get_group()
+        context = self._context
+        flags = torch.tensor(used, dtype=torch.uint8, device=context.device)
+        dims = gradients.averaged_dims(context.layout.names(Role.BATCH, Role.SEQUENCE), experts, context)
+        dims += [(axis, context.mesh.get_group(axis)) for axis in context.layout.names(Role.TENSOR)]
+        for axis, group in dims:
+            if group.size() > 1:
+                with context.span("all_reduce", group="unused", axis=axis, bytes=flags.nbytes):
                     dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
         # Fake tensors have no values, and their ranks are alike.
         return [bool(flag) for flag in flags.tolist()] if torch_compat.active_fake_mode() is None else list(used)

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import composer3d
-from composer3d import PatternError, PluginError
+from composer3d import DataDependent, PatternError, PluginError
 from composer3d.testing import fake_world, full, run_ranks
 
 EP = "[sharding.expert_parallel]\n"
@@ -205,7 +205,7 @@ def test_blocks_that_cannot_run_twice_are_refused_in_their_step(layer, message):
 def test_a_block_that_changes_its_input_cannot_run_twice():
     def step():
         layer, mesh = InPlace(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
-        shard_listed(layer, "experts", mesh, fqn="layer", note=lambda rows: None, skew=1.0)
+        shard_listed(layer, "experts", mesh, fqn="layer", note=lambda rows: None, dependent=DataDependent())
         with pytest.raises(PluginError) as caught:
             layer(torch.ones(1, 2, DIM))
         return str(caught.value)

@@ -177,7 +177,7 @@ class ExpertParallel:
             note = partial(found.note, each.fqn)
             if each.is_list:
                 owner, _, name = each.fqn.rpartition(".")
-                shard_listed(model.get_submodule(owner), name, mesh, fqn=owner, note=note, skew=dependent.routing_skew)
+                shard_listed(model.get_submodule(owner), name, mesh, fqn=owner, note=note, dependent=dependent)
             else:
                 module = model.get_submodule(each.fqn)
                 shard_stacked(

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import PluginError
+from composer3d import DataDependent, PluginError
 from composer3d_plugins.sharding.expert_parallel.token_exchange import exchange_counts, scale_gradients, send_rows
 
 if TYPE_CHECKING:
@@ -30,7 +30,13 @@ def local_experts(num_experts: int, *, degree: int, rank: int) -> range:
 
 
 def shard_listed(
-    block: nn.Module, name: str, mesh: DeviceMesh, *, fqn: str, note: Callable[[list[int]], None], skew: float
+    block: nn.Module,
+    name: str,
+    mesh: DeviceMesh,
+    *,
+    fqn: str,
+    note: Callable[[list[int]], None],
+    dependent: DataDependent,
 ) -> None:
     """Leave this rank its experts of a list, and exchange rows around the block's forward.
 
@@ -40,7 +46,7 @@ def shard_listed(
         mesh: Of one dim, ep.
         fqn: Of the block, for messages.
         note: Called in every forward with the number of rows of each of this rank's experts.
-        skew: As of `token_exchange.exchange_counts`.
+        dependent: Of the run; learns which experts were run without rows.
 
     Memory: experts / ep; the block's activations twice. Collectives: 3 all-to-alls forward (counts, rows, results), 2
     backward.
@@ -50,7 +56,7 @@ def shard_listed(
     for index, expert in enumerate(_entries(experts)):
         if index not in held:
             _drop_parameters(expert)
-    exchange = _Exchange(experts, held, mesh, fqn=fqn, list_name=name, note=note, skew=skew)
+    exchange = _Exchange(experts, held, mesh, fqn=fqn, list_name=name, note=note, dependent=dependent)
     # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
     experts.__class__ = _list_class(type(experts), exchange)
     block.forward = exchange.around(block.forward)
@@ -122,7 +128,7 @@ class _Exchange:
         fqn: Of the block.
         list_name: Of the list.
         note: As of `shard_listed`.
-        skew: As of `shard_listed`.
+        dependent: As of `shard_listed`.
 
     Attributes:
         stand_ins: What the block's code finds in the list.
@@ -138,10 +144,10 @@ class _Exchange:
         fqn: str,
         list_name: str,
         note: Callable[[list[int]], None],
-        skew: float,
+        dependent: DataDependent,
     ) -> None:
         self._experts, self._held, self._group, self._degree = experts, held, mesh.get_group(), mesh.size()
-        self.fqn, self._list_name, self._note, self._skew = fqn, list_name, note, skew
+        self.fqn, self._list_name, self._note, self._dependent = fqn, list_name, note, dependent
         self.stand_ins = [_StandIn(self, index) for index in range(len(_entries(experts)))]
         self.is_running = False
         self._given: dict[int, Tensor] = {}
@@ -219,8 +225,9 @@ class _Exchange:
         empty = like.new_zeros(0, like.shape[-1])
         flat = [recorded[i].flatten(0, -2) if i in recorded else empty for i in range(len(self.stand_ins))]
         sizes = [piece.shape[0] for piece in flat]
-        counts_E = torch.tensor(sizes, device=like.device, dtype=torch.int64)
-        rows = exchange_counts(counts_E, group=self._group, num_rows=sum(sizes), skew=self._skew)
+        told = [size if index in recorded else -1 for index, size in enumerate(sizes)]
+        counts_E = torch.tensor(told, device=like.device, dtype=torch.int64)
+        rows = exchange_counts(counts_E, group=self._group, num_rows=sum(sizes), skew=self._dependent.routing_skew)
         self._note(rows.per_expert)
         local = len(self._held)
         pieces = list(
@@ -230,6 +237,8 @@ class _Exchange:
         )
         for place, index in enumerate(self._held):
             mine = pieces[place::local]
+            expert, used = _entries(self._experts)[index], self._dependent.used
+            used[expert] = used.get(expert, False) or rows.is_called[place]
             out = self._computed(index, torch.cat(mine))
             pieces[place::local] = out.split([piece.shape[0] for piece in mine])
         came = send_rows(torch.cat(pieces), rows, group=self._group, back=True)

@@ -41,12 +41,14 @@ class Rows:
         sent: Rows to each rank.
         received: Rows from each rank.
         received_per_expert: By source rank, rows for each of this rank's experts.
+        is_called: Whether any rank's code has called them, of each of this rank's experts.
         is_assumed: Whether routing is assumed to be balanced, because fake tensors have no values.
     """
 
     sent: list[int]
     received: list[int]
     received_per_expert: list[list[int]]
+    is_called: list[bool]
     is_assumed: bool = False
 
     @property
@@ -61,7 +63,8 @@ def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float 
     Fake tensors have no values: there every expert gets the same number of rows, and this rank's `skew` times as many.
 
     Args:
-        counts_E: This rank's rows for each expert, int64; a rank has consecutive experts.
+        counts_E: This rank's rows for each expert, int64; a rank has consecutive experts. -1 for one that its code has
+            not called, which is no rows.
         group: Process group of ep.
         num_rows: Their sum, which is known without reading it.
         skew: Rows of this rank's experts over the mean of all ranks, where nothing is known.
@@ -78,9 +81,21 @@ def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float 
         local = len(even) // degree
         sent = [sum(even[rank * local : (rank + 1) * local]) for rank in range(degree)]
         mine = [_evenly(round(skew * rows), local) for rows in sent]
-        return Rows(sent=sent, received=list(map(sum, mine)), received_per_expert=mine, is_assumed=True)
-    both = torch.stack([counts_E, received_E]).view(2, degree, -1).tolist()  # one wait for the accelerator
-    return Rows(sent=list(map(sum, both[0])), received=list(map(sum, both[1])), received_per_expert=both[1])
+        return Rows(
+            sent=sent,
+            received=list(map(sum, mine)),
+            received_per_expert=mine,
+            is_called=[True] * local,
+            is_assumed=True,
+        )
+    told = torch.stack([counts_E, received_E]).view(2, degree, -1).tolist()  # one wait for the accelerator
+    sizes = [[[max(0, count) for count in counts] for counts in of_ranks] for of_ranks in told]
+    return Rows(
+        sent=list(map(sum, sizes[0])),
+        received=list(map(sum, sizes[1])),
+        received_per_expert=sizes[1],
+        is_called=[max(column) >= 0 for column in zip(*told[1], strict=True)],
+    )
 
 
 def _evenly(total: int, number: int) -> list[int]:
