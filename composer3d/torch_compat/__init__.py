@@ -133,6 +133,7 @@ from composer3d.torch_compat.tensors import (
     with_attributes_of,
     written_tensors,
 )
+from composer3d.torch_compat.unit_entries import Entries, entries_of
 from composer3d.torch_compat.units import Units, release_units, watch_units
 from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import whole_parameters
@@ -160,6 +161,7 @@ __all__ = [
     "CHECKPOINT_STORAGE_INFO",
     "FlexCall",
     "ResultMemory",
+    "Entries",
     "ShardOf",
     "Units",
     "all_gather_single",
@@ -181,6 +183,7 @@ __all__ = [
     "custom_pipeline_schedule",
     "default_store",
     "device_question",
+    "entries_of",
     "dispatch_mode",
     "function_mode",
     "function_modes",

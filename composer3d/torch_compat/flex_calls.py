@@ -6,10 +6,10 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["FlexCall", "taken_flex_calls"]
 
@@ -50,6 +50,8 @@ def taken_flex_calls(take: Callable[[FlexCall], tuple[Tensor, Tensor, Tensor]]) 
     Args:
         take: Returns the output, and empty tensors for statistics that are not computed.
     """
+    import torch
+
     if NAME not in sys.modules:
         yield  # no code calls it
         return

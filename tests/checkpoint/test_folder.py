@@ -206,9 +206,10 @@ def test_reserved_names_are_refused(tmp_path, name):
 
 def test_reports_of_a_run_say_that_its_marker_is_damaged(tmp_path):
     from composer3d.diagnostics.doctor.advice import _resume
-    from composer3d.runner.failures import _where
+    from composer3d.runner.failures import FailureReport
 
     make(tmp_path / "checkpoints" / "step-1")
     (tmp_path / "checkpoints" / "latest").write_text("step-1")
     damaged = f"{tmp_path / 'checkpoints' / 'latest'}: damaged: "
-    assert damaged in _where(tmp_path) and _resume(tmp_path).startswith(damaged)
+    report = FailureReport(rank=0, world_size=1, host="here", pid=1, time_ns=0, kind="crash")
+    assert damaged in report.render(tmp_path) and _resume(tmp_path).startswith(damaged)

@@ -61,8 +61,9 @@ def sequence_step(factory, text, batch, reference=None):
             counted = {op: each for (op, axis), each in collectives.summary().items() if axis == "cp"}
             run.clip_grad_norm_(float("inf"))
         least = 1e-3 * max(float(g.abs().max()) for g in gradients.values())
-        own = {name: p.grad for name, p in run.named_parameters() if p.grad is not None}
-        found = {name: run.context.in_model_order(name, full(own[name])) for name in gradients}
+        own = {name: p.grad for name, p in run.named_parameters()}  # of this stage
+        assert {name for name, grad in own.items() if grad is not None} == own.keys() & gradients.keys()
+        found = {name: run.context.in_model_order(name, full(own[name])) for name in own.keys() & gradients.keys()}
         errors = {
             name: float((grad - gradients[name]).abs().max()) / max(float(gradients[name].abs().max()), least)
             for name, grad in found.items()

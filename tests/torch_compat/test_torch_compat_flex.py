@@ -33,6 +33,7 @@ def test_calls_of_flex_attention_are_taken_over_with_their_functions():
         (doubled, False),
         (None, True),
     ]
+    assert all(isinstance(call, torch_compat.FlexCall) for call in calls)
     taken = calls[1].block_mask
     assert torch.equal(taken.to_dense(), mask.to_dense()) and calls[1].scale == 0.5
     assert (taken.mask_mod, taken.BLOCK_SIZE, taken.shape) == (causal, (8, 8), mask.shape)

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from composer3d import torch_compat
-from composer3d.testing import run_ranks
+from composer3d.testing import fake_world, run_ranks
 
 
 class Half(nn.Module):
@@ -37,3 +37,47 @@ def reduced():
 
 def test_units_reduce_zeros_for_what_a_rank_has_not_used():
     assert run_ranks(reduced, 2) == [([True, False], 0.0, [0, 1], [2.0])] * 2
+
+
+def test_entries_stand_before_methods_that_read_parameters_while_a_unit_is_sharded():
+    class Coder(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight, self.inner = torch.nn.Parameter(torch.ones(2, 2)), torch.nn.Linear(2, 2)
+
+        def encode(self, x):
+            return x @ self.weight
+
+        def name(self):
+            return "coder"
+
+    with fake_world(2):
+        unit = fully_shard(Coder())
+        entered = []
+
+        def enter(call, args, kwargs):
+            entered.append(args)
+            return "gathered"
+
+        entries = torch_compat.entries_of(unit, unit._get_fsdp_state()._fsdp_param_group, enter)
+        assert isinstance(entries, torch_compat.Entries)
+        assert unit.encode(1) == unit.inner(2) == "gathered" and unit.name() == "coder"
+        entries.open()
+        assert entered == [(1,), (2,)] and "encode" not in vars(unit)
+        entries.shut()
+        assert unit.encode(3) == "gathered"
+
+
+def test_units_that_a_graph_has_saved_are_released():
+    with fake_world(2):
+        model = fully_shard(Half())
+        (group,) = torch_compat.watch_units(model).groups
+        group.is_held = True
+        torch_compat.release_units(model)
+        assert not group.is_held
+        torch_compat.release_units(nn.Linear(2, 2))  # of no data parallelism: nothing
+
+
+def test_operators_on_meta_are_those_that_are_given_tensors_there():
+    assert torch_compat.works_on_meta((1, torch.ones(2, device="meta")))
+    assert not torch_compat.works_on_meta((1, torch.ones(2)))
