@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import DataDependent, PluginError
+from composer3d import DataDependent, PluginError, propagation
 from composer3d_plugins.sharding.expert_parallel.token_exchange import exchange_counts, scale_gradients, send_rows
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class _Exchange:
                 self._results = None
             return output if recorded else _tied(output, tie)
 
-        return replayed
+        return propagation.eagerly(replayed)
 
     def _run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.is_running = True

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
-from composer3d import PluginError
+from composer3d import PluginError, propagation
 from composer3d_plugins.sharding.expert_parallel.token_exchange import gather_tokens, scale_gradients, send_tokens
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def shard_stacked(
         with _local(module, total // degree):
             return exchange(run, hidden_TD, index_TK, weights_TK, num_experts=total, group=group, note=note, skew=skew)
 
-    module.forward = forward
+    module.forward = propagation.eagerly(forward)
 
 
 @contextmanager
