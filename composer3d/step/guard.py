@@ -112,7 +112,8 @@ class Guard:
         sharing = (Role.TENSOR, Role.STAGE, Role.SEQUENCE) if whole_sequences else (Role.TENSOR, Role.STAGE)
         self._peers = self._groups(sharing)
         self._digest = Digest()
-        self._same = SameBatches(layout, self._ranks)
+        # Nothing to compare in a trace, which stands for the steps after the first ones.
+        self._same = SameBatches(layout, self._ranks if is_answered else ())
         self._stages = same_stage(layout, self._ranks)
         self._alike: dict[Compared, tuple[tuple[int, ...], ...]] = {
             "state": self._stages,
@@ -145,8 +146,12 @@ class Guard:
 
         Args:
             value: Nested tensors, as passed by the loop.
+
+        Memory: the weights of `Digest`, kept where ranks have peers; else freed at once, before the step's forward.
         """
-        return self._digest(value) if self._compares and (self._peers or self._same.is_looking) else 0
+        if not self._compares or not (self._peers or self._same.is_looking):
+            return 0
+        return self._digest(value) if self._peers else Digest()(value)
 
     def agree(
         self,
@@ -189,9 +194,7 @@ class Guard:
         if size and self._is_answered:
             self._compare(total[3 : 3 + size], total[3 + size : 3 + 2 * size], total[3 + 2 * size : 3 + 3 * size])
             if self._same.is_looking and call == 0:
-                is_looking = self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
-                if not is_looking and not self._peers:
-                    self._digest = Digest()  # frees its weights
+                self._same.compare(total[3 + 2 * size : 3 + 3 * size], is_this_first=not self._slot)
             self._compare_decided(total[3], total[3 + 3 * size : 3 + 4 * size], total[3 + 4 * size :], decided)
         if not self._is_answered:
             return Totals(count=max(sum(counts), 1), num_microbatches=len(counts), equal=len(set(counts)) <= 1)

@@ -38,15 +38,12 @@ class SameBatches:
         self._num_alike = 0
         self.is_looking = len(self._positions) > 1
 
-    def compare(self, digests: Sequence[int], *, is_this_first: bool) -> bool:
+    def compare(self, digests: Sequence[int], *, is_this_first: bool) -> None:
         """Compare the digests of a step's batches, by position; log a warning where the first steps' are all alike.
 
         Args:
             digests: 0 where a rank has seen no batch.
             is_this_first: Whether this rank logs.
-
-        Returns:
-            Whether the next step's are compared.
         """
         found = {digests[position] for position in self._positions}
         self._num_alike += 1
@@ -61,4 +58,3 @@ class SameBatches:
                 _NUM_STEPS,
                 len(self._positions),
             )
-        return self.is_looking
