@@ -6,6 +6,7 @@ Every worker has a temporary folder of its own, and a test that leaves something
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
@@ -49,12 +50,21 @@ def _prewarmed() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leaving_nothing() -> Iterator[None]:
-    before = torch.get_default_dtype()
+    dtype, stance = torch.get_default_dtype(), compiler_stance()
     with leaving_nothing():
         yield
-    after = torch.get_default_dtype()
-    torch.set_default_dtype(before)
-    assert after is before, f"the test leaves {after} as the default dtype, in which later tests would compute"
+    left_dtype, left_stance = torch.get_default_dtype(), compiler_stance()
+    torch.set_default_dtype(dtype)
+    if left_stance != stance:
+        torch.compiler.set_stance(stance)
+    assert left_dtype is dtype, f"the test leaves {left_dtype} as the default dtype, in which later tests would compute"
+    assert left_stance == stance, f"the test leaves the compiler in the stance {left_stance!r}, also in later tests"
+
+
+def compiler_stance() -> str:
+    """Return what `torch.compiler.set_stance` set last, which torch reports by no public name."""
+    module: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return module._stance.stance if module else "default"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
