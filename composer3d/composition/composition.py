@@ -360,7 +360,7 @@ class Composition(OwnLoop):
             All metrics, reduced.
         """
         with self.explaining("report"):
-            measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device)
+            measured = measure(self.context, self._assembled.measures, step, self._assembled.control_device, metrics)
         return self._assembled.reported(step, {**metrics, **measured})
 
     def close(self, error: BaseException | None = None) -> None:

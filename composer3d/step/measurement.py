@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import QueryError
@@ -18,7 +18,11 @@ __all__ = ["measure"]
 
 
 def measure(
-    context: RunContext, functions: Sequence[Callable[..., Any]], step: int, device: torch.device
+    context: RunContext,
+    functions: Sequence[Callable[..., Any]],
+    step: int,
+    device: torch.device,
+    taken: Collection[str] = (),
 ) -> dict[str, float]:
     """Call every measuring plugin and reduce the results.
 
@@ -28,9 +32,10 @@ def measure(
         functions: Frozen implementations of `composer3d_measure`.
         step: Number of the step.
         device: Of the gathered numbers.
+        taken: Names of the run's own metrics.
 
     Raises:
-        QueryError: Two metrics have one name.
+        QueryError: Two metrics have one name, or one has a name of the run's own.
     """
     metrics: list[Metric] = [metric for function in functions for metric in function(context=context, step=step) or ()]
     if not metrics:
@@ -39,6 +44,9 @@ def measure(
         names = [metric.name for metric in metrics]
         twice = next(name for name in names if names.count(name) > 1)
         raise QueryError(f'two plugins measure "{twice}"; one would overwrite the other')
+    own_name = next((metric.name for metric in metrics if metric.name in {"step", *taken}), None)
+    if own_name is not None:
+        raise QueryError(f'a plugin measures "{own_name}", which is a metric of the run itself; give it another name')
     import torch
     import torch.distributed as dist
 

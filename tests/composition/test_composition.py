@@ -215,6 +215,16 @@ def test_plugins_measure_and_take_metrics():
     assert run_ranks(reported, 2) == [(expected, (7, expected))] * 2
 
 
+def test_a_plugin_does_not_measure_what_the_run_does():
+    def step():
+        run = composed(JOURNAL)
+        with pytest.raises(composer3d.QueryError) as caught:
+            run.report(7, {"loss": 1.0, "rank_sum": 2.0})
+        return str(caught.value)
+
+    assert alone(step) == 'a plugin measures "rank_sum", which is a metric of the run itself; give it another name'
+
+
 def read_before():
     run = composer3d.compose(seeded(), load_manifest(write_manifest("[train]\nmicrobatch = 3\n")), loss_fn=sum_loss)
     tokens, targets = padded()

@@ -125,8 +125,9 @@ class ExpertParallel:
     def composer3d_measure(self, context: RunContext) -> Sequence[Metric]:
         """Measure how evenly tokens are routed."""
         found: _Found | None = context.state.get(self)
-        if found is None or not found.loads:
+        if found is None or context.degrees[AXIS] == 1:
             return []
+        # On every rank, those of stages without experts among them.
         loads = [rows for rows in found.loads.values() if sum(rows)]
         found.loads = {}
         fullest = max((max(rows) * len(rows) / sum(rows) for rows in loads), default=1.0)
