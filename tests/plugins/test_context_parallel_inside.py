@@ -93,7 +93,7 @@ def uneven():
     return ViT(size=(12, 16))
 
 
-def steps(degree, cases):
+def assert_equal_to_one_device(degree, cases):
     found = run_ranks(sequence_steps, degree, cases, timeout_s=120.0)
     wrong = [(at, each[:3]) for result in found for at, each in enumerate(result) if not max(each[:2]) <= 1e-12]
     assert wrong == []
@@ -103,14 +103,16 @@ def steps(degree, cases):
 def test_images_whose_sequence_is_made_by_the_model():
     pooled = (Pooled, context(), images(12, 20))
     cases = [(uneven, context(method), images(12, 16)) for method in ("gather", "ring", "ulysses")]
-    gather, *_, counted = steps(2, [*cases, (Encoded, context("ring"), images(12, 12)), pooled])
+    gather, *_, counted = assert_equal_to_one_device(2, [*cases, (Encoded, context("ring"), images(12, 12)), pooled])
     # Beside two attentions the class token's position is taken of all, and one mean is.
     assert (gather["all_gather"][0], gather["reduce_scatter"][0]) == (5, 3)
     assert (counted["all_gather"][0], counted["reduce_scatter"][0]) == (5, 3)
 
 
 def test_197_positions_on_four_ranks():
-    steps(4, [(standard, context(method, degree=4), images(224, 224)) for method in ("gather", "ring", "usp")])
+    assert_equal_to_one_device(
+        4, [(standard, context(method, degree=4), images(224, 224)) for method in ("gather", "ring", "usp")]
+    )
 
 
 def test_unequal_shards_beside_other_axes():
@@ -118,13 +120,13 @@ def test_unequal_shards_beside_other_axes():
     stages = context("ring", mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "GPipe"\n')
     shards = context("ulysses", mesh="dp_shard = 2", more="[sharding.fsdp2]\n")
     again = context(mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
-    steps(4, [(uneven, text, images(12, 16)) for text in (tensor, stages, shards, again)])
+    assert_equal_to_one_device(4, [(uneven, text, images(12, 16)) for text in (tensor, stages, shards, again)])
 
 
 def test_windows_of_neighbours_are_sharded_where_ranks_hold_them():
     balanced, contiguous = context(), context(more="balanced = false\n")
     names = [(Windows, balanced), (WideWindows, contiguous), (WrittenOut, contiguous)]
     gathered = [(WideWindows, balanced), (WrittenOut, balanced), (Merging, balanced)]
-    counted = steps(2, [(factory, text, padded_batch) for factory, text in (*names, *gathered)])
+    counted = assert_equal_to_one_device(2, [(factory, text, padded_batch) for factory, text in (*names, *gathered)])
     assert [each["all_gather"][0] for each in counted[:3]] == [4, 4, 4]
     assert all(each["all_gather"][0] > 4 for each in counted[3:])

@@ -24,7 +24,7 @@ import composer3d
 from composer3d.testing import run_ranks
 
 
-def steps(degree, cases):
+def assert_equal_to_one_device(degree, cases):
     """Compare every case with one device on all ranks; return the collectives over cp by case."""
     texts = [context(method, degree=degree) for _, method in cases]
     work = [
@@ -44,17 +44,21 @@ def steps(degree, cases):
 
 def test_every_kind_equals_one_device():
     names = [*LANGUAGES.values(), TwoLengths]
-    for factory, counted in zip(names, steps(2, [(factory, "gather") for factory in names]), strict=True):
+    for factory, counted in zip(
+        names, assert_equal_to_one_device(2, [(factory, "gather") for factory in names]), strict=True
+    ):
         assert counted["reduce_scatter"][0] >= 2, factory
 
 
 def test_rings_and_exchanged_heads():
     cases = [(cls, method) for cls in (Window, Alibi, Heads, MultiQuery, TwoLengths) for method in ("ring", "ulysses")]
-    steps(2, [*cases, (TrainedBias, "ring"), (ByHand, "ring"), (TrainedBias, "universal")])
+    assert_equal_to_one_device(2, [*cases, (TrainedBias, "ring"), (ByHand, "ring"), (TrainedBias, "universal")])
 
 
 def test_four_ranks_with_fewer_key_heads():
-    steps(4, [(Grouped, "ring"), (MultiQuery, "ulysses"), (Grouped, "usp"), (Window, "gather"), (TwoLengths, "ring")])
+    assert_equal_to_one_device(
+        4, [(Grouped, "ring"), (MultiQuery, "ulysses"), (Grouped, "usp"), (Window, "gather"), (TwoLengths, "ring")]
+    )
 
 
 def evaluations():

@@ -96,9 +96,9 @@ def compare(table, plain, compiled, plain_cut, compiled_cut):
             for fqn, value in reference.items():
                 assert (weights[fqn] - value).abs().max() <= 1e-5 * value.abs().max().clamp(min=1e-3), fqn
             assert none == 0
-            # Equal blocks share a graph; the second block's input has a gradient, which the first's may lack. Blocks
-            # that draw have one graph more in two steps, for a reason that is not known.
+            # Equal blocks share a graph; the second block's input has a gradient, which the first's may lack. Beside a
+            # recomputed block, the hook of torch_compat.keep_output_hooks is a graph of its own.
             if "dropout" in table:
-                assert graphs == 0 if other is compiled_cut else graphs in (1, 2, 3)
+                assert graphs == (0 if other is compiled_cut else 3)
             else:
                 assert graphs in (1, 2)

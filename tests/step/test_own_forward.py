@@ -277,10 +277,10 @@ def half_divided(run, tokens, targets):
 
 
 def test_losses_of_which_some_are_divided_are_refused():
-    run_ranks(refused_without_target, 1, half_divided)
+    run_ranks(assert_refused_without_target, 1, half_divided)
 
 
-def refused_without_target(act):
+def assert_refused_without_target(act):
     run = composed(FSDP)
     tokens, targets = unpadded()
     with pytest.raises(LossError) as caught, run.step(0):
