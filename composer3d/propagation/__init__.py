@@ -6,7 +6,7 @@ in turn. Whatever needs other ranks' elements is gathered where that is exact, o
 `PropagatedModule` enters it in every forward of a module, and again where a part of that is recomputed. `dry_run` does
 the same on meta, without ranks and weights: what a plugin selects, and refuses, is found there.
 
-A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks back (`cut_of`, `strip`, `unmark`).
+A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks back (`spec_of`, `strip`, `unmark`).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from composer3d.propagation.sequence_operands import gather_along
 from composer3d.propagation.shards import (
     SEQUENCE,
     TENSOR_AXIS,
-    Cut,
     Marks,
     PropagationError,
     Ranges,
+    ShardSpec,
     attach,
     copy_mark,
-    cut_of,
     exchanged,
     mark,
     restated,
+    spec_of,
     strip,
     unmark,
 )
@@ -50,7 +50,7 @@ __all__ = [
     "AttentionCall",
     "Begins",
     "Call",
-    "Cut",
+    "ShardSpec",
     "Flow",
     "Kind",
     "Marks",
@@ -75,7 +75,7 @@ __all__ = [
     "attach",
     "blocks_of",
     "copy_mark",
-    "cut_of",
+    "spec_of",
     "device_of",
     "eagerly",
     "exchanged",

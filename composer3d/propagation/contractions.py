@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.shards import TENSOR_AXIS, Cut, attach, cut_of
+from composer3d.propagation.shards import TENSOR_AXIS, ShardSpec, attach, spec_of
 
 __all__ = ["Products", "added_product", "bias_of", "keep_weight", "operands_of", "product_chain", "summed_size"]
 
@@ -106,9 +106,11 @@ class Products:
         if found is None:
             return False
         (one, other), output, operands = found
-        first, second = (cut_of(operand, self.axis) for operand in operands)
+        first, second = (spec_of(operand, self.axis) for operand in operands)
         if first is None or second is None:
-            self.multiplied |= {source for cut in (first, second) if cut and cut.is_weight for source in cut.sources}
+            self.multiplied |= {
+                source for spec in (first, second) if spec and spec.is_weight for source in spec.sources
+            }
             return False
         letter = one[first.placed.dim]
         is_summed = letter == other[second.placed.dim] and letter not in output
@@ -118,18 +120,18 @@ class Products:
         return True
 
 
-def keep_weight(result: Any, cuts: Sequence[Cut], arguments: Sequence[Any]) -> None:
+def keep_weight(result: Any, specs: Sequence[ShardSpec], arguments: Sequence[Any]) -> None:
     """Mark what a function made of sharded parameters alone as such.
 
     Args:
         result: What it returned.
-        cuts: Metadata of its sharded arguments.
+        specs: Metadata of its sharded arguments.
         arguments: All of them.
     """
-    if all(cut.is_weight for cut in cuts) and len(cuts) == sum(isinstance(leaf, Tensor) for leaf in arguments):
+    if all(spec.is_weight for spec in specs) and len(specs) == sum(isinstance(leaf, Tensor) for leaf in arguments):
         for leaf in torch_compat.tree_leaves(result):
-            if (cut := cut_of(leaf, cuts[0].axis)) is not None:
-                attach(leaf, replace(cut, is_weight=True))
+            if (spec := spec_of(leaf, specs[0].axis)) is not None:
+                attach(leaf, replace(spec, is_weight=True))
 
 
 def summed_size(name: str, args: Sequence[Any], options: Mapping[str, Any], axis: str = TENSOR_AXIS) -> int | None:
@@ -139,9 +141,9 @@ def summed_size(name: str, args: Sequence[Any], options: Mapping[str, Any], axis
         return None
     terms, output, operands = found
     for term, operand in zip(terms, operands, strict=True):
-        cut = cut_of(operand, axis)
-        if cut is not None and not cut.is_weight and term[cut.placed.dim] not in output:
-            return int(cut.shadow.shape[cut.placed.dim])
+        spec = spec_of(operand, axis)
+        if spec is not None and not spec.is_weight and term[spec.placed.dim] not in output:
+            return int(spec.shadow.shape[spec.placed.dim])
     return None
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from composer3d import torch_compat
-from composer3d.propagation.shards import TENSOR_AXIS, Cut, attach, cut_of
+from composer3d.propagation.shards import TENSOR_AXIS, ShardSpec, attach, spec_of
 
 __all__ = ["Decision", "Memory"]
 
@@ -59,11 +59,11 @@ class Memory:
         if len(self._decisions) >= MOST:
             self._decisions.clear()
         if isinstance(result, Tensor):
-            self._decisions[key] = _Single(work, cut_of(result, self._axis))
+            self._decisions[key] = _Single(work, spec_of(result, self._axis))
             return
         with torch_compat.without_torch_functions():
-            cuts = [cut_of(leaf, self._axis) for leaf in torch_compat.tree_leaves(result)]
-        self._decisions[key] = _Several(work, cuts)
+            specs = [spec_of(leaf, self._axis) for leaf in torch_compat.tree_leaves(result)]
+        self._decisions[key] = _Several(work, specs)
 
     def keep_answer(self, key: Any, answer: Any) -> None:
         """Remember an answer that is no tensor, such as a size."""
@@ -71,29 +71,29 @@ class Memory:
 
 
 class _Single:
-    def __init__(self, work: Decision, cut: Cut | None) -> None:
-        self._work, self._cut = work, cut
+    def __init__(self, work: Decision, spec: ShardSpec | None) -> None:
+        self._work, self._spec = work, spec
 
     def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run on local shards, and mark the result."""
         with torch_compat.without_torch_functions():
             result = self._work(func, args, options)
-            if self._cut is not None:
-                attach(result, self._cut)
+            if self._spec is not None:
+                attach(result, self._spec)
             return result
 
 
 class _Several:
-    def __init__(self, work: Decision, cuts: Sequence[Cut | None]) -> None:
-        self._work, self._cuts = work, cuts
+    def __init__(self, work: Decision, specs: Sequence[ShardSpec | None]) -> None:
+        self._work, self._specs = work, specs
 
     def __call__(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run on local shards, and mark the results."""
         with torch_compat.without_torch_functions():
             result = self._work(func, args, options)
-            for leaf, cut in zip(torch_compat.tree_leaves(result), self._cuts, strict=True):
-                if cut is not None:
-                    attach(leaf, cut)
+            for leaf, spec in zip(torch_compat.tree_leaves(result), self._specs, strict=True):
+                if spec is not None:
+                    attach(leaf, spec)
             return result
 
 
@@ -101,9 +101,9 @@ def _describe(values: Sequence[Any], key: list[Any], axis: str) -> bool:
     """Append to a key what distinguishes arguments; return False if nothing does."""
     for value in values:
         if isinstance(value, Tensor):
-            cut = cut_of(value, axis)
+            spec = spec_of(value, axis)
             with torch_compat.without_torch_functions():
-                key += (cut, value.shape, value.dtype, value.requires_grad, value.is_meta)
+                key += (spec, value.shape, value.dtype, value.requires_grad, value.is_meta)
         elif isinstance(value, NUMBERS):
             # 1, 1.0 and True are equal.
             key += (type(value), value)

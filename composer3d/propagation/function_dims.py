@@ -86,13 +86,13 @@ def _pads(args: Sequence[Any], options: Mapping[str, Any], ndim: int, dim: int) 
     return any(pad[from_last : from_last + 2])
 
 
-def _along(name: str, args: Sequence[Any], options: Mapping[str, Any], ndim: int, cut: int) -> bool:
+def _along(name: str, args: Sequence[Any], options: Mapping[str, Any], ndim: int, sharded: int) -> bool:
     at, default = ALONG[name.rstrip("_") if name.rstrip("_") in ALONG else name]
     value = options.get("dim", options.get("dims", args[at] if len(args) > at else default))
     if value is None:
         return True
     dims = value if isinstance(value, tuple | list) else (value,)
-    return any(dim % ndim == cut for dim in dims if isinstance(dim, int))
+    return any(dim % ndim == sharded for dim in dims if isinstance(dim, int))
 
 
 def narrowed(args: Sequence[Any], options: Mapping[str, Any], ndim: int) -> tuple[slice, ...]:

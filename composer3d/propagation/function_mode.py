@@ -39,8 +39,8 @@ from composer3d.propagation.shape_rules import ShapeRules
 from composer3d.propagation.shards import (
     AXES,
     TENSOR_AXIS,
-    Cut,
     PropagationError,
+    ShardSpec,
     ranges_of,
 )
 from composer3d.propagation.view_shapes import Indivisible, Placed, Unplaceable
@@ -128,7 +128,7 @@ class Propagation(ShapeRules):
         return result
 
     def _remembered(self, memory: Memory, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
-        if not self._cuts_in(args, options):
+        if not self._specs_in(args, options):
             return self._unsharded(func, args, options)
         key = memory.key(func, args, options)
         decision = None if key is None else memory.get(key)
@@ -158,15 +158,15 @@ class Propagation(ShapeRules):
         Raises:
             PropagationError: It cannot be run on local shards.
         """
-        cuts = self._cuts_in(args, options)
-        if not cuts:
+        specs = self._specs_in(args, options)
+        if not specs:
             return self._unsharded(func, args, options)
         name = name_of(func)
         if name in SIZES:
             return func(*map(self._shadow, args), **options)
-        if name in CASTS and self._cut_of(args[0]) is None:
+        if name in CASTS and self._spec_of(args[0]) is None:
             return func(*args, **options)
-        if (bias := bias_of(name, args, options)) is not None and any(cut.is_weight for cut in cuts):
+        if (bias := bias_of(name, args, options)) is not None and any(spec.is_weight for spec in specs):
             result = self.run(torch.add, [self.run(func, list(args[:2]), {}), bias], {})
             self._forget()
             return result
@@ -177,21 +177,21 @@ class Propagation(ShapeRules):
             result = self.run(torch.add, [result, self.run(torch.mul, [term, beta], {})], {}) if beta else result
             self._forget()
             return result
-        if not all(cut.is_sequence for cut in cuts) and (chain := product_chain(name, args, options)) is not None:
+        if not all(spec.is_sequence for spec in specs) and (chain := product_chain(name, args, options)) is not None:
             result, rest = chain
             for equation, operand in rest:
                 result = self.run(torch.einsum, [equation, result, operand], {})
             self._forget()
             return result
-        along = [cut for cut in cuts if cut.is_sequence]
-        if along and len(along) < len(cuts):
+        along = [spec for spec in specs if spec.is_sequence]
+        if along and len(along) < len(specs):
             # Of the others every rank has other features, for all of the sequence.
             args, options = self._gathered(name, args, options, is_summed=True)
-            return self._run(func, name, args, options, [cut for cut in cuts if not cut.is_sequence])
+            return self._run(func, name, args, options, [spec for spec in specs if not spec.is_sequence])
         try:
-            return self._run(func, name, args, options, cuts)
+            return self._run(func, name, args, options, specs)
         except PropagationError:
-            if not along or (is_in_place(name) and self._cut_of(args[0]) is not None):
+            if not along or (is_in_place(name) and self._spec_of(args[0]) is not None):
                 raise
         # It needs the full sequence, and does the same with it on all ranks.
         args, options = self._gathered(name, args, options, is_summed=False)
@@ -201,26 +201,28 @@ class Propagation(ShapeRules):
         self, name: str, args: Sequence[Any], options: dict[str, Any], *, is_summed: bool
     ) -> tuple[list[Any], dict[str, Any]]:
         """All-gather arguments that are sharded along the sequence."""
-        first = self._cut_of(args[0]) if args else None
+        first = self._spec_of(args[0]) if args else None
         if is_in_place(name) and first is not None and first.is_sequence:
             raise PropagationError(
                 f'"{self._where}": {name} writes sharded features along a sharded sequence', sources=first.sources
             )
 
         def gather(value: Any) -> Any:
-            cut = self._cut_of(value)
-            if cut is None or not cut.is_sequence:
+            spec = self._spec_of(value)
+            if spec is None or not spec.is_sequence:
                 return value
-            if not self._meeting.can_gather(cut.placed):
-                raise PropagationError(f'"{self._where}": {name} on a sequence cut in parts', sources=cut.sources)
-            return self._meeting.gathered(value, cut.placed, is_summed=is_summed)
+            if not self._meeting.can_gather(spec.placed):
+                raise PropagationError(f'"{self._where}": {name} on a sequence spec in parts', sources=spec.sources)
+            return self._meeting.gathered(value, spec.placed, is_summed=is_summed)
 
         with self._within():
             return torch_compat.tree_map(gather, list(args)), torch_compat.tree_map(gather, options)
 
-    def _run(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], cuts: Sequence[Cut]) -> Any:
+    def _run(
+        self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], specs: Sequence[ShardSpec]
+    ) -> Any:
         leaves = torch_compat.tree_leaves([list(args), options])
-        sources = frozenset().union(*(cut.sources for cut in cuts))
+        sources = frozenset().union(*(spec.sources for spec in specs))
         given = args, options
         try:
             # Unseen by a module's mode around this one.
@@ -228,16 +230,16 @@ class Propagation(ShapeRules):
                 if self.products.is_partial(name, args, options):
                     self._forget()
                     return self._meeting.reduced(self._local(func, args, options))
-                if is_in_place(name) and self._cut_of(args[0]) is None:
+                if is_in_place(name) and self._spec_of(args[0]) is None:
                     raise PropagationError("it writes them into a tensor that is whole")
                 whole = self._on_shadows(func, name, args, options)
                 placed = {
-                    id(leaf): (leaf.ndim, cut.placed) for leaf in leaves if (cut := self._cut_of(leaf)) is not None
+                    id(leaf): (leaf.ndim, spec.placed) for leaf in leaves if (spec := self._spec_of(leaf)) is not None
                 }
                 args, options = self._meeting.prepare(name, args, options, placed)
-                with self._stream(name, args, options, cuts[0].placed):
-                    result = self._on_shares(func, name, args, options, whole, cuts)
-                keep_weight(result, cuts, leaves)
+                with self._stream(name, args, options, specs[0].placed):
+                    result = self._on_shares(func, name, args, options, whole, specs)
+                keep_weight(result, specs, leaves)
                 return result
         except (Unplaceable, PropagationError) as error:
             edge = error.edge if isinstance(error, PropagationError) else None
@@ -245,7 +247,7 @@ class Propagation(ShapeRules):
                 f'"{self._where}": {name} on sharded features: {error}',
                 sources=sources,
                 edge=edge,
-                ranges=ranges_of(cuts),
+                ranges=ranges_of(specs),
                 number=error.number if isinstance(error, Indivisible) else None,
                 summed=summed_size(name, *given, self.axis),
             ) from None
@@ -254,7 +256,7 @@ class Propagation(ShapeRules):
             raise PropagationError(
                 f'"{self._where}": {name} does not work on sharded features ({text})',
                 sources=sources,
-                ranges=ranges_of(cuts),
+                ranges=ranges_of(specs),
                 summed=summed_size(name, *given, self.axis),
             ) from error
 
@@ -281,9 +283,9 @@ class Propagation(ShapeRules):
     def _shadow(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return torch.device("meta") if isinstance(value, torch.device) else value
-        cut = self._cut_of(value)
-        if cut is not None:
-            return cut.shadow
+        spec = self._spec_of(value)
+        if spec is not None:
+            return spec.shadow
         if self.inside:
             return torch.empty(value.shape, dtype=value.dtype, device="meta")
         return value if value.is_meta else torch.empty_like(value, device="meta")

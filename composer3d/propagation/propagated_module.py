@@ -12,7 +12,7 @@ from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.module_calls import activation_of, replaced
 from composer3d.propagation.random_functions import Drawing, eagerly
-from composer3d.propagation.shards import SEQUENCE, Marks, copy_mark, cut_of, cuts_in, restated, unmark
+from composer3d.propagation.shards import SEQUENCE, Marks, copy_mark, restated, spec_of, specs_in, unmark
 from composer3d.propagation.view_shapes import Placed
 
 if TYPE_CHECKING:
@@ -32,11 +32,13 @@ class PropagatedModule:
     Args:
         module: Its forwards are replaced, keeping their names.
         mesh: Of one dim, tp.
-        cut: The dim along which the activation that it takes is sharded, None if it is replicated.
+        shard_dim: The dim along which the activation that it takes is sharded, None if it is replicated.
     """
 
-    def __init__(self, module: nn.Module, fqn: str, *, mesh: DeviceMesh, cut: int | None, context: RunContext) -> None:
-        self._fqn, self._mesh, self._cut, self._context = fqn, mesh, cut, context
+    def __init__(
+        self, module: nn.Module, fqn: str, *, mesh: DeviceMesh, shard_dim: int | None, context: RunContext
+    ) -> None:
+        self._fqn, self._mesh, self._shard_dim, self._context = fqn, mesh, shard_dim, context
         self._memory, self._marks = Memory(), Marks(mesh.size(), frozenset({SEQUENCE}))
         self._at_work: Propagation | None = None
         for name, inner in module.named_modules():
@@ -45,12 +47,12 @@ class PropagatedModule:
     def _around(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(forward)
         def following(*args: Any, **kwargs: Any) -> Any:
-            key = None if self._cut is None else activation_of(args, kwargs)
+            key = None if self._shard_dim is None else activation_of(args, kwargs)
             if key is not None:
                 args, kwargs = replaced(args, kwargs, key, self._marked)
             output = self._follow(forward, self._fqn, args, kwargs)
             for leaf in torch_compat.tree_leaves(output):
-                if (cut := cut_of(leaf)) is not None and cut.is_sequence:
+                if (spec := spec_of(leaf)) is not None and spec.is_sequence:
                     unmark(leaf)
                     restated(leaf)
             return output
@@ -63,7 +65,7 @@ class PropagatedModule:
             following = self._at_work
             if following is None:
                 # Only sharded tensors tell that the module around it was at work in the forward.
-                return self._follow(forward, fqn, args, kwargs) if cuts_in(args, kwargs) else forward(*args, **kwargs)
+                return self._follow(forward, fqn, args, kwargs) if specs_in(args, kwargs) else forward(*args, **kwargs)
             before, following.drawing = following.drawing, Drawing(self._context, fqn)
             try:
                 return forward(*args, **kwargs)
@@ -83,11 +85,11 @@ class PropagatedModule:
             self._at_work = before
 
     def _marked(self, value: Tensor) -> Tensor:
-        assert self._cut is not None, "asked only then"
-        if cut_of(value) is not None:
+        assert self._shard_dim is not None, "asked only then"
+        if spec_of(value) is not None:
             return value
         # An outer axis may shard it too.
         with torch_compat.without_torch_functions():
-            size = value.shape[self._cut] * self._mesh.size()
+            size = value.shape[self._shard_dim] * self._mesh.size()
             view = copy_mark(value, value.view_as(value))
-            return restated(self._marks.mark(view, Placed(dim=self._cut, parts=(size,))))
+            return restated(self._marks.mark(view, Placed(dim=self._shard_dim, parts=(size,))))

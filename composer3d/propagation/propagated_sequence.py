@@ -20,13 +20,13 @@ from composer3d.propagation.random_functions import eagerly
 from composer3d.propagation.sequence_mode import SequencePropagation
 from composer3d.propagation.shards import (
     SEQUENCE,
-    Cut,
     PropagationError,
+    ShardSpec,
     attach,
-    cut_of,
-    cuts_in,
     mark,
     restated,
+    spec_of,
+    specs_in,
     unmark,
 )
 from composer3d.propagation.view_shapes import Placed
@@ -100,7 +100,7 @@ class PropagatedSequence:
         self._has_flex = has_flex
         self._at_work: SequencePropagation | None = None
         self._rowwise = frozenset(rowwise)
-        self.returned: Callable[[Tensor, Cut | None], Tensor] = lambda output, cut: output
+        self.returned: Callable[[Tensor, ShardSpec | None], Tensor] = lambda output, spec: output
 
     @property
     def lengths(self) -> list[int]:
@@ -144,7 +144,7 @@ class PropagatedSequence:
                 args, kwargs = self._begun(self._begins, args, kwargs)
             if self._at_work is not None:
                 return forward(*args, **kwargs)
-            if not cuts_in(args, kwargs, axis=self._axis) and (fqn or self._begins is None):
+            if not specs_in(args, kwargs, axis=self._axis) and (fqn or self._begins is None):
                 return forward(*args, **kwargs)
             output = self._propagate(forward, fqn, args, kwargs)
             if fqn and fqn not in self._blocks:
@@ -156,12 +156,12 @@ class PropagatedSequence:
     def _unmarked(self, output: Any, *, is_root: bool) -> Any:
         """Remove marks from what a forward returns, in place; what the root returns may be replaced."""
         leaves = [leaf for leaf in torch_compat.tree_leaves(output) if isinstance(leaf, Tensor)]
-        cuts = [cut_of(leaf, self._axis) for leaf in leaves]
+        specs = [spec_of(leaf, self._axis) for leaf in leaves]
         for leaf in leaves:
             unmark(leaf, self._axis)
         if not is_root:
             return output
-        results = {id(leaf): self.returned(leaf, cut) for leaf, cut in zip(leaves, cuts, strict=True)}
+        results = {id(leaf): self.returned(leaf, spec) for leaf, spec in zip(leaves, specs, strict=True)}
         if all(results[id(leaf)] is leaf for leaf in leaves):
             return output
         return torch_compat.tree_map(lambda leaf: results.get(id(leaf), leaf), output)
@@ -171,7 +171,7 @@ class PropagatedSequence:
             self._degree, fqn, rules=self._rules, mesh=self._mesh, axis=self._axis, memory=self._memory
         )
         self._at_work = mode
-        mode.has_begun = bool(cuts_in(args, kwargs, axis=self._axis))
+        mode.has_begun = bool(specs_in(args, kwargs, axis=self._axis))
         flexible = torch_compat.taken_flex_calls(mode.attend_flexibly) if self._has_flex else contextlib.nullcontext()
         try:
             with flexible, mode:
@@ -203,7 +203,7 @@ class PropagatedSequence:
         lost = {
             id(leaf): dim
             for leaf, dim in zip(leaves, sharded, strict=True)
-            if dim is not None and cut_of(leaf, self._axis) is None
+            if dim is not None and spec_of(leaf, self._axis) is None
         }
         if not lost:
             return args, kwargs
@@ -217,7 +217,7 @@ class PropagatedSequence:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         key = activation_of(args, kwargs)
         x = None if key is None else args[key] if isinstance(key, int) else kwargs[key]
-        if key is None or x is None or cut_of(x, self._axis) is not None or not begins.is_sequence(x):
+        if key is None or x is None or spec_of(x, self._axis) is not None or not begins.is_sequence(x):
             return args, kwargs
 
         def shard(x_BSD: Tensor) -> Tensor:
@@ -242,33 +242,33 @@ class PropagatedSequence:
         entered: list[tuple[SequencePropagation | None, Any]] = []
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            cuts = cuts_in(args, kwargs, axis=self._axis)
-            mode = self._at_work if cuts else None
+            specs = specs_in(args, kwargs, axis=self._axis)
+            mode = self._at_work if specs else None
             if mode is not None:
                 mode.num_paused += 1
-            entered.append((mode, cuts[0] if cuts else None))
+            entered.append((mode, specs[0] if specs else None))
 
         def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            mode, cut = entered.pop()
+            mode, spec = entered.pop()
             if mode is not None:
                 mode.num_paused -= 1
-            if cut is None or output is None:
+            if spec is None or output is None:
                 return
             with torch_compat.without_torch_functions():
                 for leaf in torch_compat.tree_leaves(output):
                     if isinstance(leaf, Tensor):
-                        self._keep(leaf, cut, fqn)
+                        self._keep(leaf, spec, fqn)
 
         return [
             module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
             module.register_forward_hook(after, with_kwargs=True, always_call=True),
         ]
 
-    def _keep(self, leaf: Tensor, cut: Any, fqn: str) -> None:
-        dim = cut.placed.dim
+    def _keep(self, leaf: Tensor, spec: Any, fqn: str) -> None:
+        dim = spec.placed.dim
         if leaf.ndim <= dim:
             raise PropagationError(f'"{fqn}" is to do the same with every position, and returns {list(leaf.shape)}')
         shape = [1] * leaf.ndim
-        shape[dim] = cut.shadow.shape[dim]
+        shape[dim] = spec.shadow.shape[dim]
         shadow = torch.empty(shape, dtype=leaf.dtype, device="meta")
-        restated(attach(leaf, replace(cut, shadow=shadow)))
+        restated(attach(leaf, replace(spec, shadow=shadow)))

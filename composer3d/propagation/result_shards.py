@@ -12,9 +12,9 @@ from composer3d import torch_compat
 from composer3d.propagation.function_dims import JOINS
 from composer3d.propagation.shards import (
     TENSOR_AXIS,
-    Cut,
     PropagationError,
     Ranges,
+    ShardSpec,
     attach,
     common_parts,
     sources_of,
@@ -24,13 +24,15 @@ from composer3d.propagation.view_shapes import Placed
 __all__ = ["marked", "pair"]
 
 
-def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int, local: Callable[[int], int]) -> Any:
+def pair(
+    share: Any, whole: Any, specs: Sequence[ShardSpec], name: str, *, degree: int, local: Callable[[int], int]
+) -> Any:
     """Mark each result with the dim along which it is sharded; return the local results.
 
     Args:
         share: What a function returned for the local shards: a tensor, or a tree of them.
         whole: What it returned for the shadows.
-        cuts: Metadata of its sharded arguments.
+        specs: Metadata of its sharded arguments.
         name: Of the function, for messages.
         degree: Ranks along the axis.
         local: Returns the size of this rank's shard of a part.
@@ -52,19 +54,19 @@ def pair(share: Any, whole: Any, cuts: Sequence[Cut], name: str, *, degree: int,
         dim = differing[0]
         if one.ndim != other.ndim or len(differing) > 1:
             raise PropagationError(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
-        joined = name in JOINS and all(cut.placed.dim == dim for cut in cuts) and len(cuts) > 1
+        joined = name in JOINS and all(spec.placed.dim == dim for spec in specs) and len(specs) > 1
         parts = (
-            tuple(part for cut in cuts for part in cut.placed.parts)
-            if joined and sum(sum(cut.placed.parts) for cut in cuts) == other.shape[dim]
-            else common_parts(cuts, other.shape[dim])
+            tuple(part for spec in specs for part in spec.placed.parts)
+            if joined and sum(sum(spec.placed.parts) for spec in specs) == other.shape[dim]
+            else common_parts(specs, other.shape[dim])
         )
         if sum(map(local, parts)) != one.shape[dim]:
             raise PropagationError(f"a share is {list(one.shape)}, the whole {list(other.shape)}")
-        alike = {(cut.start, cut.scale, cut.whole) for cut in cuts if cut.sources == cuts[0].sources}
+        alike = {(spec.start, spec.scale, spec.whole) for spec in specs if spec.sources == specs[0].sources}
         start, scale, gathered = alike.pop() if len(alike) == 1 else (0, 1, frozenset())
         placed = Placed(dim=dim, parts=parts)
-        kept: dict[str, Any] = {"start": start, "scale": scale, "gathered": gathered, "axis": cuts[0].axis}
-        marked(one, other, placed, sources_of(cuts), degree=degree, **kept)
+        kept: dict[str, Any] = {"start": start, "scale": scale, "gathered": gathered, "axis": specs[0].axis}
+        marked(one, other, placed, sources_of(specs), degree=degree, **kept)
     return share
 
 
@@ -83,5 +85,5 @@ def marked(
     """Mark a tensor as a local shard of one with the shape of `whole`, and return it."""
     shadow = torch.empty(whole.shape, dtype=share.dtype, device="meta")
     kept: dict[str, Any] = {"start": start, "scale": scale, "whole": gathered, "axis": axis, "degree": degree}
-    cut = Cut(shadow=shadow, placed=placed, sources=sources, **kept)
-    return attach(share, cut)
+    spec = ShardSpec(shadow=shadow, placed=placed, sources=sources, **kept)
+    return attach(share, spec)

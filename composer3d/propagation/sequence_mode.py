@@ -27,7 +27,7 @@ from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.multihead_attention import NAME, attend_with_heads, call_of
 from composer3d.propagation.random_functions import draws
 from composer3d.propagation.sequence_operands import SequenceOperands
-from composer3d.propagation.shards import SEQUENCE, Cut, PropagationError, strip
+from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, strip
 from composer3d.propagation.view_shapes import Placed, Unplaceable, regroup
 from composer3d.propagation.whole_operands import BATCHED, PAIRED, is_in_place
 
@@ -101,17 +101,17 @@ class SequencePropagation(Propagation):
         name = name_of(func)
         if name in OBJECT:
             return func(*args, **options)
-        cuts = self._cuts_in(args, options)
-        if not cuts:
+        specs = self._specs_in(args, options)
+        if not specs:
             return self._unsharded(func, args, options)
-        if name not in CARRIED and any(STATISTICS in cut.sources for cut in cuts):
+        if name not in CARRIED and any(STATISTICS in spec.sources for spec in specs):
             raise PropagationError(
                 f'"{self._where}": {name} of the log-sum-exp of flex_attention, which sharded attention does not '
                 "return; compute with scaled_dot_product_attention, or write the softmax out"
             )
         if name == ATTENTION:
             inputs = [*args[:3], *(options.get(each) for each in ("query", "key", "value"))]
-            of_batch = [place(cut) > 2 for x in inputs if (cut := self._cut_of(x)) is not None]
+            of_batch = [place(spec) > 2 for x in inputs if (spec := self._spec_of(x)) is not None]
             if not of_batch or not all(of_batch):
                 self._forget()
                 return self._attention(*args, **options)
@@ -120,11 +120,11 @@ class SequencePropagation(Propagation):
         if name == NAME and (given := call_of(args, options)) is not None:
             self._forget()
             return self._inside(given)
-        if name in LOSSES and options.get("reduction") == "sum" and len(cuts) > 1:
+        if name in LOSSES and options.get("reduction") == "sum" and len(specs) > 1:
             self._forget()
             with self._within():
                 return self._local(func, args, options)
-        if name in PAIRED and len({place(cut) for cut in cuts}) > 1:
+        if name in PAIRED and len({place(spec) for spec in specs}) > 1:
             args, options = self._aligned(name, args, options)
         args = self._product(name, args)
         return super().run(func, args, options)
@@ -137,13 +137,13 @@ class SequencePropagation(Propagation):
         self._check_lengths(placed.parts, found.parts)
         return found
 
-    def _paired(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
-        result = super()._paired(share, whole, cuts, name)
-        parts = [part for cut in cuts for part in cut.placed.parts]
+    def _paired(self, share: Any, whole: Any, specs: Sequence[ShardSpec], name: str) -> Any:
+        result = super()._paired(share, whole, specs, name)
+        parts = [part for spec in specs for part in spec.placed.parts]
         for leaf in torch_compat.tree_leaves(result):
-            cut = self._cut_of(leaf)
-            if cut is not None:
-                self._check_lengths(parts, cut.placed.parts)
+            spec = self._spec_of(leaf)
+            if spec is not None:
+                self._check_lengths(parts, spec.placed.parts)
         return result
 
     def _check_lengths(self, before: Sequence[int], after: Sequence[int]) -> None:
@@ -173,11 +173,11 @@ class SequencePropagation(Propagation):
         return super()._gathered(name, args, options, is_summed=True)
 
     def _whole(self, x: Tensor) -> Tensor:
-        cut = self._cut_of(x)
-        if cut is None:
+        spec = self._spec_of(x)
+        if spec is None:
             return x
         with self._within():
-            return self._meeting.gathered(x, cut.placed, is_summed=True)
+            return self._meeting.gathered(x, spec.placed, is_summed=True)
 
     # ---- products ----------------------------------------------------------------------------------------------------
 
@@ -189,12 +189,12 @@ class SequencePropagation(Propagation):
         if name in BATCHED:
             return args, options
         leaves = torch_compat.tree_leaves([list(args), options])
-        cuts = [cut for leaf in leaves if (cut := self._cut_of(leaf)) is not None]
-        kept = place(cuts[0] if is_in_place(name) else max(cuts, key=lambda cut: cut.shadow.numel()))
+        specs = [spec for leaf in leaves if (spec := self._spec_of(leaf)) is not None]
+        kept = place(specs[0] if is_in_place(name) else max(specs, key=lambda spec: spec.shadow.numel()))
 
         def aligned(value: Any) -> Any:
-            cut = self._cut_of(value)
-            return value if cut is None or place(cut) == kept else self._whole(value)
+            spec = self._spec_of(value)
+            return value if spec is None or place(spec) == kept else self._whole(value)
 
         self._rules.note("products", name)
         return torch_compat.tree_map(aligned, list(args)), torch_compat.tree_map(aligned, options)
@@ -205,7 +205,7 @@ class SequencePropagation(Propagation):
         if found is None:
             return args
         (one, other), output, operands, place = found
-        first, second = (self._cut_of(operand) for operand in operands)
+        first, second = (self._spec_of(operand) for operand in operands)
         if first is None or second is None:
             return args
         row, column = one[first.placed.dim], other[second.placed.dim]
@@ -229,18 +229,18 @@ class SequencePropagation(Propagation):
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        cuts = [self._cut_of(x) for x in (query, key, value)]
-        others = [cut for cut in cuts if cut is not None and (place(cut) != 2 or len(cut.placed.parts) > 1)]
+        specs = [self._spec_of(x) for x in (query, key, value)]
+        others = [spec for spec in specs if spec is not None and (place(spec) != 2 or len(spec.placed.parts) > 1)]
         if others:
             # Features of all positions in turn, or several sequences one after another.
             query, attn_mask = self._whole(query), None if attn_mask is None else self._whole(attn_mask)
-        if others or cuts[0] is None:
+        if others or specs[0] is None:
             # All ranks do the same with all queries.
             self._rules.note("gathered", ATTENTION)
-            key, value, cuts = self._whole(key), self._whole(value), [None, None, None]
-        elif (cuts[1] is None) != (cuts[2] is None):
-            key, value, cuts = self._whole(key), self._whole(value), [cuts[0], None, None]
-        lengths = [None if cut is None else int(cut.shadow.shape[-2]) for cut in cuts]
+            key, value, specs = self._whole(key), self._whole(value), [None, None, None]
+        elif (specs[1] is None) != (specs[2] is None):
+            key, value, specs = self._whole(key), self._whole(value), [specs[0], None, None]
+        lengths = [None if spec is None else int(spec.shadow.shape[-2]) for spec in specs]
         mask, has_own_rows = self._mask(attn_mask, lengths[0])
         self._rules.note("attention", ATTENTION)
         with self._within():
@@ -250,11 +250,11 @@ class SequencePropagation(Propagation):
             result = attend_by(
                 query, key, value, mask, dropout_p, is_causal, enable_gqa=enable_gqa, call=call, rules=self._rules
             )
-            if cuts[0] is None:
+            if specs[0] is None:
                 return result
-            shape = [*cuts[0].shadow.shape[:-1], value.shape[-1]]
+            shape = [*specs[0].shadow.shape[:-1], value.shape[-1]]
             shape[:-2] = result.shape[:-2]
-            placed = Placed(dim=result.ndim - 2, parts=cuts[0].placed.parts)
+            placed = Placed(dim=result.ndim - 2, parts=specs[0].placed.parts)
             return self._marked(result, torch.empty(shape, device="meta"), placed, frozenset({SEQUENCE}))
 
     def attend_flexibly(self, flex: torch_compat.FlexCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -263,14 +263,16 @@ class SequencePropagation(Propagation):
         The functions of scores and masks may read sharded tensors, which are gathered for them.
         """
         query, key, value = flex.query, flex.key, flex.value
-        cuts = [self._cut_of(x) for x in (query, key, value)]
-        if cuts[0] is None or any(place(cut) != 2 or len(cut.placed.parts) > 1 for cut in cuts if cut is not None):
+        specs = [self._spec_of(x) for x in (query, key, value)]
+        if specs[0] is None or any(
+            place(spec) != 2 or len(spec.placed.parts) > 1 for spec in specs if spec is not None
+        ):
             raise PropagationError(f'"{self._where}": flex_attention of queries that are not sharded by position')
-        if cuts[1] is None or cuts[2] is None:
+        if specs[1] is None or specs[2] is None:
             raise PropagationError(f'"{self._where}": flex_attention of sharded queries and whole keys')
         self._rules.note("attention", "flex_attention")
         self._forget()
-        lengths = [int(cut.shadow.shape[-2]) for cut in (cuts[0], cuts[1])]
+        lengths = [int(spec.shadow.shape[-2]) for spec in (specs[0], specs[1])]
         result = self._rules.attend(
             AttentionCall(
                 q_BHSE=strip(query),
@@ -284,7 +286,7 @@ class SequencePropagation(Propagation):
             )
         )
         shape = [*result.shape[:-2], lengths[0], result.shape[-1]]
-        placed = Placed(dim=result.ndim - 2, parts=cuts[0].placed.parts)
+        placed = Placed(dim=result.ndim - 2, parts=specs[0].placed.parts)
         with torch_compat.without_torch_functions():
             whole = torch.empty(shape, device="meta")
             self._marked(result, whole, placed, frozenset({SEQUENCE}))
@@ -295,17 +297,17 @@ class SequencePropagation(Propagation):
 
     def _mask(self, mask: Tensor | None, length: int | None) -> tuple[Tensor | None, bool]:
         """Return the mask with all columns, and whether its rows are this rank's alone."""
-        cut = self._cut_of(mask)
-        if mask is None or cut is None:
+        spec = self._spec_of(mask)
+        if mask is None or spec is None:
             return mask, False
-        if cut.placed.dim == mask.ndim - 2 and length is not None:
+        if spec.placed.dim == mask.ndim - 2 and length is not None:
             return mask, True
         return self._whole(mask), False
 
 
-def place(cut: Cut) -> int:
+def place(spec: ShardSpec) -> int:
     """Return the sharded dim, counted from the last, as functions pair their arguments' dims."""
-    return cut.shadow.ndim - cut.placed.dim
+    return spec.shadow.ndim - spec.placed.dim
 
 
 def attend_by(

@@ -17,7 +17,7 @@ from composer3d.propagation.decision_cache import Decision
 from composer3d.propagation.depthwise import CONVOLUTIONS, arguments_of, keeps_apart
 from composer3d.propagation.function_dims import EXPANDS, SPLITS, VIEWS, dims_of, mixes, narrowed
 from composer3d.propagation.result_shards import marked, pair
-from composer3d.propagation.shards import Cut, PropagationError, cut_of, cuts_in, run_of
+from composer3d.propagation.shards import PropagationError, ShardSpec, run_of, spec_of, specs_in
 from composer3d.propagation.view_shapes import Placed, inside, regroup
 from composer3d.propagation.whole_operands import Meeting
 
@@ -47,38 +47,38 @@ class ShapeRules(TorchFunctionMode):
         self._work: Decision | None = None
 
     def _on_shares(
-        self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
+        self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any], whole: Any, specs: Sequence[ShardSpec]
     ) -> Any:
-        if name in CONVOLUTIONS and (convolved := self._convolved(func, args, options, whole, cuts)) is not None:
+        if name in CONVOLUTIONS and (convolved := self._convolved(func, args, options, whole, specs)) is not None:
             return convolved
-        if any(mixes(name, args, options, ndim=cut.shadow.ndim, dim=cut.placed.dim) for cut in cuts):
+        if any(mixes(name, args, options, ndim=spec.shadow.ndim, dim=spec.placed.dim) for spec in specs):
             raise PropagationError("it goes along the sharded dim")
-        x, cut = args[0] if args else None, self._cut_of(args[0]) if args else None
-        if cut is not None and isinstance(x, Tensor):
-            if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == cut.shadow.numel():
-                return self._view(name, x, cut, whole)
+        x, spec = args[0] if args else None, self._spec_of(args[0]) if args else None
+        if spec is not None and isinstance(x, Tensor):
+            if name in VIEWS and isinstance(whole, Tensor) and whole.numel() == spec.shadow.numel():
+                return self._view(name, x, spec, whole)
             if name in EXPANDS:
                 sizes = list(whole.shape)
-                dim = cut.placed.dim + whole.ndim - x.ndim
-                if sizes[dim] == cut.shadow.shape[cut.placed.dim]:
-                    sizes[dim] = x.shape[cut.placed.dim]
+                dim = spec.placed.dim + whole.ndim - x.ndim
+                if sizes[dim] == spec.shadow.shape[spec.placed.dim]:
+                    sizes[dim] = x.shape[spec.placed.dim]
                 self._work = lambda func, args, options: args[0].expand(sizes)
-                return self._paired(x.expand(sizes), whole, cuts, name)
+                return self._paired(x.expand(sizes), whole, specs, name)
             if name in SPLITS:
                 dim = options.get("dim", args[2] if len(args) > 2 else 0)
-                if dim % x.ndim == cut.placed.dim:
-                    return self._split(x, cut, whole)
+                if dim % x.ndim == spec.placed.dim:
+                    return self._split(x, spec, whole)
             if name in ("__getitem__", "narrow"):
                 index = args[1] if name == "__getitem__" else narrowed(args, options, x.ndim)
-                return self._take(x, cut, index, whole, cuts)
+                return self._take(x, spec, index, whole, specs)
             if name in ("repeat", "tile"):
-                return self._repeat(func, x, cut, args, options, whole)
+                return self._repeat(func, x, spec, args, options, whole)
             if name == "__setitem__":
-                self._refuse_indices(args[1], x.ndim, cut)
-            if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == cut.placed.dim:
-                return self._glu(func, x, cut, args, options, whole)
+                self._refuse_indices(args[1], x.ndim, spec)
+            if name == "glu" and options.get("dim", args[1] if len(args) > 1 else -1) % x.ndim == spec.placed.dim:
+                return self._glu(func, x, spec, args, options, whole)
         self._work = None if name == "__setitem__" else partial(torch_compat.call_beside, self._hidden)
-        return self._paired(self._local(func, args, options), whole, cuts, name)
+        return self._paired(self._local(func, args, options), whole, specs, name)
 
     def _within(self) -> AbstractContextManager[None]:
         """Return the context of work on local shards, whose sizes are those that inner axes see."""
@@ -95,27 +95,31 @@ class ShapeRules(TorchFunctionMode):
         return torch_compat.call_beside(self._hidden, func, args, options)
 
     def _convolved(
-        self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, cuts: Sequence[Cut]
+        self, func: Any, args: Sequence[Any], options: dict[str, Any], whole: Any, specs: Sequence[ShardSpec]
     ) -> Any:
-        given, cut = arguments_of(args, options), cuts[0]
-        dim, channels = cut.placed.dim, cut.shadow.shape[cut.placed.dim]
-        if len(cuts) > 1 or self._cut_of(given["input"]) is None or not keeps_apart(given, channels=channels, dim=dim):
+        given, spec = arguments_of(args, options), specs[0]
+        dim, channels = spec.placed.dim, spec.shadow.shape[spec.placed.dim]
+        if (
+            len(specs) > 1
+            or self._spec_of(given["input"]) is None
+            or not keeps_apart(given, channels=channels, dim=dim)
+        ):
             return None
         for name in ("weight", "bias"):
             if given.get(name) is not None:
-                given[name] = self._meeting.narrowed(given[name], 0, cut.placed.parts)
-        return self._paired(func(**{**given, "groups": channels // self._degree}), whole, cuts, "convolution")
+                given[name] = self._meeting.narrowed(given[name], 0, spec.placed.parts)
+        return self._paired(func(**{**given, "groups": channels // self._degree}), whole, specs, "convolution")
 
-    def _view(self, name: str, x: Tensor, cut: Cut, whole: Tensor) -> Tensor:
-        placed = self._regrouped(cut.shadow.shape, cut.placed, whole.shape)
+    def _view(self, name: str, x: Tensor, spec: ShardSpec, whole: Tensor) -> Tensor:
+        placed = self._regrouped(spec.shadow.shape, spec.placed, whole.shape)
         shape = list(whole.shape)
         shape[placed.dim] = sum(map(self._local_size, placed.parts))
         strictly = name in ("view", "view_as")
         self._work = lambda func, args, options: args[0].view(shape) if strictly else args[0].reshape(shape)
         result = self._work(None, [x], {})
-        scale = cut.scale * sum(cut.placed.parts) // sum(placed.parts) if len(cut.placed.parts) == 1 else cut.scale
+        scale = spec.scale * sum(spec.placed.parts) // sum(placed.parts) if len(spec.placed.parts) == 1 else spec.scale
         return self._marked(
-            result, whole, placed, cut.sources, start=cut.start, scale=max(scale, 1), gathered=cut.whole
+            result, whole, placed, spec.sources, start=spec.start, scale=max(scale, 1), gathered=spec.whole
         )
 
     def _local_size(self, size: int) -> int:
@@ -126,93 +130,95 @@ class ShapeRules(TorchFunctionMode):
         """Return the sharded dim after a view."""
         return regroup(old, placed, new, degree=self._degree)
 
-    def _split(self, x: Tensor, cut: Cut, whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        dim = cut.placed.dim
+    def _split(self, x: Tensor, spec: ShardSpec, whole: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        dim = spec.placed.dim
         result, start = [], 0
         for piece in whole:
             stop = start + piece.shape[dim]
-            result.append(self._range(x, cut, start, stop, piece))
+            result.append(self._range(x, spec, start, stop, piece))
             start = stop
         runs = [run_of(x, piece, dim) for piece in result]
         self._work = lambda func, args, options: tuple(args[0].narrow(dim, *run) for run in runs)
         return tuple(result)
 
-    def _range(self, x: Tensor, cut: Cut, start: int, stop: int, whole: Tensor) -> Tensor:
-        share = inside(cut.placed, start, stop, self._local_size)
+    def _range(self, x: Tensor, spec: ShardSpec, start: int, stop: int, whole: Tensor) -> Tensor:
+        share = inside(spec.placed, start, stop, self._local_size)
         if share is None:
-            size = cut.shadow.shape[cut.placed.dim]
-            edge = cut.features(start, stop)
-            raise PropagationError(f"{start}:{stop} of {size} is no whole part", sources=cut.sources, edge=edge)
+            size = spec.shadow.shape[spec.placed.dim]
+            edge = spec.features(start, stop)
+            raise PropagationError(f"{start}:{stop} of {size} is no whole part", sources=spec.sources, edge=edge)
         first, last, parts = share
-        piece, placed = x.narrow(cut.placed.dim, first, last - first), Placed(dim=cut.placed.dim, parts=parts)
-        if len(set(parts)) == 1 and cut.is_gathered(start, stop):
+        piece, placed = x.narrow(spec.placed.dim, first, last - first), Placed(dim=spec.placed.dim, parts=parts)
+        if len(set(parts)) == 1 and spec.is_gathered(start, stop):
             # What comes of it is the same on all ranks, until it meets sharded features: its gradient is whole, too.
             return self._meeting.gathered(piece, placed, is_summed=False)
-        begin, _ = cut.features(start, stop)
-        return self._marked(piece, whole, placed, cut.sources, start=begin, scale=cut.scale, gathered=cut.whole)
+        begin, _ = spec.features(start, stop)
+        return self._marked(piece, whole, placed, spec.sources, start=begin, scale=spec.scale, gathered=spec.whole)
 
     def _repeat(
-        self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
+        self, func: Any, x: Tensor, spec: ShardSpec, args: Sequence[Any], options: dict[str, Any], whole: Tensor
     ) -> Tensor:
         """Repeat: along the sharded dim the parts come one after another again."""
-        dim = cut.placed.dim + whole.ndim - x.ndim
-        times = whole.shape[dim] // cut.shadow.shape[cut.placed.dim]
-        return self._marked(func(*args, **options), whole, Placed(dim=dim, parts=cut.placed.parts * times), cut.sources)
+        dim = spec.placed.dim + whole.ndim - x.ndim
+        times = whole.shape[dim] // spec.shadow.shape[spec.placed.dim]
+        return self._marked(
+            func(*args, **options), whole, Placed(dim=dim, parts=spec.placed.parts * times), spec.sources
+        )
 
     def _glu(
-        self, func: Any, x: Tensor, cut: Cut, args: Sequence[Any], options: dict[str, Any], whole: Tensor
+        self, func: Any, x: Tensor, spec: ShardSpec, args: Sequence[Any], options: dict[str, Any], whole: Tensor
     ) -> Tensor:
         """Gate the first half of the sharded dim by the second, which have to be two parts."""
-        half = whole.shape[cut.placed.dim]
-        if cut.placed.parts != (half, half):
+        half = whole.shape[spec.placed.dim]
+        if spec.placed.parts != (half, half):
             raise PropagationError(
-                "its halves are no parts", sources=cut.sources, edge=(cut.start, cut.start + half * cut.scale)
+                "its halves are no parts", sources=spec.sources, edge=(spec.start, spec.start + half * spec.scale)
             )
-        return self._marked(func(*args, **options), whole, Placed(dim=cut.placed.dim, parts=(half,)), cut.sources)
+        return self._marked(func(*args, **options), whole, Placed(dim=spec.placed.dim, parts=(half,)), spec.sources)
 
-    def _take(self, x: Tensor, cut: Cut, index: Any, whole: Any, cuts: Sequence[Cut]) -> Any:
+    def _take(self, x: Tensor, spec: ShardSpec, index: Any, whole: Any, specs: Sequence[ShardSpec]) -> Any:
         entries = list(index) if isinstance(index, tuple) else [index]
         dims = dims_of(entries, x.ndim)
-        position = next((at for at, dim in dims.items() if dim == cut.placed.dim), None)
+        position = next((at for at, dim in dims.items() if dim == spec.placed.dim), None)
         entry = slice(None) if position is None else entries[position]
         run: tuple[int, int] | None = None
         if isinstance(entry, slice) and entry != slice(None):
-            start, stop, step = entry.indices(cut.shadow.shape[cut.placed.dim])
+            start, stop, step = entry.indices(spec.shadow.shape[spec.placed.dim])
             if step != 1:
                 raise PropagationError("it takes a step along the sharded dim")
-            shape = list(cut.shadow.shape)
-            shape[cut.placed.dim] = stop - start
-            taken = self._range(x, cut, start, stop, torch.empty(shape, device="meta"))
-            if self._cut_of(taken) is None:
+            shape = list(spec.shadow.shape)
+            shape[spec.placed.dim] = stop - start
+            taken = self._range(x, spec, start, stop, torch.empty(shape, device="meta"))
+            if self._spec_of(taken) is None:
                 entries[position or 0] = slice(None)
                 return taken[tuple(entries)]
-            run, x = run_of(x, taken, cut.placed.dim), taken
+            run, x = run_of(x, taken, spec.placed.dim), taken
             entries[position or 0] = slice(None)
         elif isinstance(entry, Tensor | int | list):
             raise PropagationError("it picks elements along the sharded dim")
         if not any(isinstance(entry, Tensor | list) for entry in entries):
-            dim = cut.placed.dim
+            dim = spec.placed.dim
             self._work = lambda func, args, options: (args[0] if run is None else args[0].narrow(dim, *run))[
                 tuple(entries)
             ]
         return self._paired(
-            x[tuple(entries)], whole, [c for c in (self._cut_of(x), *cuts) if c is not None], "__getitem__"
+            x[tuple(entries)], whole, [c for c in (self._spec_of(x), *specs) if c is not None], "__getitem__"
         )
 
-    def _paired(self, share: Any, whole: Any, cuts: Sequence[Cut], name: str) -> Any:
-        return pair(share, whole, cuts, name, degree=self._degree, local=self._local_size)
+    def _paired(self, share: Any, whole: Any, specs: Sequence[ShardSpec], name: str) -> Any:
+        return pair(share, whole, specs, name, degree=self._degree, local=self._local_size)
 
-    def _refuse_indices(self, index: Any, ndim: int, cut: Cut) -> None:
+    def _refuse_indices(self, index: Any, ndim: int, spec: ShardSpec) -> None:
         entries = list(index) if isinstance(index, tuple) else [index]
-        at = next((at for at, dim in dims_of(entries, ndim).items() if dim == cut.placed.dim), None)
+        at = next((at for at, dim in dims_of(entries, ndim).items() if dim == spec.placed.dim), None)
         if (at is not None and entries[at] != slice(None)) or any(isinstance(entry, Tensor) for entry in entries):
             raise PropagationError("it writes into some of the sharded dim")
 
-    def _cut_of(self, value: Any) -> Cut | None:
-        return cut_of(value, self.axis)
+    def _spec_of(self, value: Any) -> ShardSpec | None:
+        return spec_of(value, self.axis)
 
-    def _cuts_in(self, *values: Any) -> list[Cut]:
-        return cuts_in(*values, axis=self.axis)
+    def _specs_in(self, *values: Any) -> list[ShardSpec]:
+        return specs_in(*values, axis=self.axis)
 
     def _marked(self, share: Tensor, whole: Tensor, placed: Placed, sources: frozenset[str], **options: Any) -> Tensor:
         return marked(share, whole, placed, sources, axis=self.axis, degree=self._degree, **options)

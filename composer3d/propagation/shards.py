@@ -17,15 +17,15 @@ __all__ = [
     "AXES",
     "SEQUENCE",
     "TENSOR_AXIS",
-    "Cut",
+    "ShardSpec",
     "Marks",
     "Ranges",
     "PropagationError",
     "attach",
     "common_parts",
     "copy_mark",
-    "cut_of",
-    "cuts_in",
+    "spec_of",
+    "specs_in",
     "exchanged",
     "mark",
     "ranges_of",
@@ -47,7 +47,7 @@ SEQUENCE = "the sequence"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Cut:
+class ShardSpec:
     """Sharding of a local tensor; tensors that share one object are sharded alike.
 
     Args:
@@ -122,32 +122,32 @@ class PropagationError(TransformError):
         return self.number is None
 
 
-def cuts_in(*values: Any, axis: str = TENSOR_AXIS) -> list[Cut]:
+def specs_in(*values: Any, axis: str = TENSOR_AXIS) -> list[ShardSpec]:
     """Return the metadata of sharded tensors among arguments, in order, also inside lists, tuples and dicts.
 
     Without torch's trees of anything, since it runs before every function that is propagated.
     """
-    found: list[Cut] = []
+    found: list[ShardSpec] = []
     for value in values:
         if isinstance(value, Tensor):
-            cut = getattr(value, PREFIX + axis, None)
-            if cut is not None:
-                found.append(cut)
+            spec = getattr(value, PREFIX + axis, None)
+            if spec is not None:
+                found.append(spec)
         elif isinstance(value, list | tuple):
-            found += cuts_in(*value, axis=axis)
+            found += specs_in(*value, axis=axis)
         elif isinstance(value, dict):
-            found += cuts_in(*value.values(), axis=axis)
+            found += specs_in(*value.values(), axis=axis)
     return found
 
 
-def cut_of(tensor: Any, axis: str = TENSOR_AXIS) -> Cut | None:
+def spec_of(tensor: Any, axis: str = TENSOR_AXIS) -> ShardSpec | None:
     """Return a tensor's sharding metadata over one axis; None if it is replicated there."""
     return getattr(tensor, PREFIX + axis, None) if isinstance(tensor, Tensor) else None
 
 
-def attach(tensor: Tensor, cut: Cut) -> Tensor:
+def attach(tensor: Tensor, spec: ShardSpec) -> Tensor:
     """Mark a tensor, and return it."""
-    setattr(tensor, PREFIX + cut.axis, cut)
+    setattr(tensor, PREFIX + spec.axis, spec)
     return tensor
 
 
@@ -165,8 +165,10 @@ def mark(
     shape = list(tensor.shape)
     shape[placed.dim] = sum(placed.parts)
     shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
-    cut = Cut(shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight, axis=axis, degree=degree)
-    return attach(tensor, cut)
+    spec = ShardSpec(
+        shadow=shadow, placed=placed, sources=sources, whole=whole, is_weight=is_weight, axis=axis, degree=degree
+    )
+    return attach(tensor, spec)
 
 
 class Marks:
@@ -174,10 +176,10 @@ class Marks:
 
     Args:
         degree: Ranks along the axis.
-        sources: As in `Cut`.
-        whole: As in `Cut`.
-        is_weight: As in `Cut`.
-        axis: As in `Cut`.
+        sources: As in `ShardSpec`.
+        whole: As in `ShardSpec`.
+        is_weight: As in `ShardSpec`.
+        axis: As in `ShardSpec`.
     """
 
     def __init__(
@@ -191,14 +193,14 @@ class Marks:
     ) -> None:
         self._degree, self._sources, self._whole, self._is_weight = degree, sources, whole, is_weight
         self._axis = axis
-        self._known: dict[Any, Cut] = {}
+        self._known: dict[Any, ShardSpec] = {}
 
     def mark(self, tensor: Tensor, placed: Placed) -> Tensor:
         """Mark a tensor as a local shard, and return it."""
         key = (tuple(tensor.shape), tensor.dtype, placed)
-        cut = self._known.get(key)
-        if cut is not None:
-            return attach(tensor, cut)
+        spec = self._known.get(key)
+        if spec is not None:
+            return attach(tensor, spec)
         mark(
             tensor,
             placed=placed,
@@ -215,9 +217,9 @@ class Marks:
 def copy_mark(marked: Tensor, other: Any) -> Any:
     """Copy the marks of one tensor to another, and return that."""
     for axis in AXES:
-        cut = cut_of(marked, axis)
-        if cut is not None:
-            attach(other, cut)
+        spec = spec_of(marked, axis)
+        if spec is not None:
+            attach(other, spec)
     return other
 
 
@@ -230,25 +232,25 @@ def exchanged(x: Tensor, exchange: Callable[[Tensor], Tensor], axis: str = TENSO
         axis: Over which ranks exchange.
     """
     # Written for the compiler, which knows no names that a comprehension binds.
-    cuts = []
+    specs = []
     for outer in AXES:
         if outer == axis:
             break
-        cut = cut_of(x, outer)
-        if cut is not None:
-            cuts.append(cut)
-    if not cuts:
+        spec = spec_of(x, outer)
+        if spec is not None:
+            specs.append(spec)
+    if not specs:
         return exchange(x)
     with torch_compat.without_torch_functions():
         result = exchange(strip(x))
-        for cut in cuts:
-            attach(result, cut)
+        for spec in specs:
+            attach(result, spec)
         return restated(result)
 
 
 def strip(tensor: Tensor) -> Tensor:
     """Return an unmarked tensor: the same one, or one that shares its memory and graph."""
-    if not any(cut_of(tensor, axis) is not None for axis in AXES):
+    if not any(spec_of(tensor, axis) is not None for axis in AXES):
         return tensor
     with torch_compat.without_torch_functions():
         return tensor.view_as(tensor)
@@ -256,13 +258,13 @@ def strip(tensor: Tensor) -> Tensor:
 
 def unmark(tensor: Any, axis: str = TENSOR_AXIS) -> None:
     """Remove a tensor's mark of one axis, if it has one."""
-    if cut_of(tensor, axis) is not None:
+    if spec_of(tensor, axis) is not None:
         delattr(tensor, PREFIX + axis)
 
 
-def sources_of(cuts: Sequence[Cut]) -> frozenset[str]:
+def sources_of(specs: Sequence[ShardSpec]) -> frozenset[str]:
     """Return the projections that marked tensors were computed from."""
-    return frozenset().union(*(cut.sources for cut in cuts))
+    return frozenset().union(*(spec.sources for spec in specs))
 
 
 def restated(tensor: Tensor) -> Tensor:
@@ -273,37 +275,37 @@ def restated(tensor: Tensor) -> Tensor:
     with torch_compat.without_torch_functions():
         shape = list(tensor.shape)
         for axis in reversed(AXES):
-            cut = cut_of(tensor, axis)
-            if cut is None:
+            spec = spec_of(tensor, axis)
+            if spec is None:
                 continue
-            dim = cut.placed.dim
+            dim = spec.placed.dim
             # Uneven shards have no size that others follow from.
-            is_even = cut.shadow.shape[dim] % cut.degree == 0
-            shape[dim] = shape[dim] * cut.degree if is_even else cut.shadow.shape[dim]
-            if list(cut.shadow.shape) != shape:
-                parts = tuple(part * shape[dim] // cut.shadow.shape[dim] for part in cut.placed.parts)
+            is_even = spec.shadow.shape[dim] % spec.degree == 0
+            shape[dim] = shape[dim] * spec.degree if is_even else spec.shadow.shape[dim]
+            if list(spec.shadow.shape) != shape:
+                parts = tuple(part * shape[dim] // spec.shadow.shape[dim] for part in spec.placed.parts)
                 shadow = torch.empty(shape, dtype=tensor.dtype, device="meta")
-                attach(tensor, replace(cut, shadow=shadow, placed=Placed(dim=dim, parts=parts)))
+                attach(tensor, replace(spec, shadow=shadow, placed=Placed(dim=dim, parts=parts)))
     return tensor
 
 
-def ranges_of(cuts: Sequence[Cut]) -> list[tuple[str, int, int]]:
+def ranges_of(specs: Sequence[ShardSpec]) -> list[tuple[str, int, int]]:
     """Return (FQN, start, stop) of sharded tensors that come from a single projection's result."""
     return [
-        (next(iter(cut.sources)), *cut.features(0, cut.shadow.shape[cut.placed.dim]))
-        for cut in cuts
-        if len(cut.sources) == 1
+        (next(iter(spec.sources)), *spec.features(0, spec.shadow.shape[spec.placed.dim]))
+        for spec in specs
+        if len(spec.sources) == 1
     ]
 
 
-def common_parts(cuts: Sequence[Cut], size: int) -> tuple[int, ...]:
+def common_parts(specs: Sequence[ShardSpec], size: int) -> tuple[int, ...]:
     """Return the parts of a result's sharded dim, in which its operands have to agree."""
-    found = {cut.placed.parts for cut in cuts if sum(cut.placed.parts) == size}
+    found = {spec.placed.parts for spec in specs if sum(spec.placed.parts) == size}
     if len(found) > 1:
         raise PropagationError(f"what it joins is sharded in different parts: {sorted(found)}")
     if found:
         return found.pop()
-    if any(len(cut.placed.parts) > 1 for cut in cuts):
+    if any(len(spec.placed.parts) > 1 for spec in specs):
         raise PropagationError("it changes the size of a dim that is sharded in parts")
     return (size,)
 

@@ -59,7 +59,7 @@ def regroup(old: Sequence[int], placed: Placed, new: Sequence[int], *, degree: i
             after = math.prod(old[dim] for dim in olds if dim > placed.dim)
             parts = tuple(part * after for part in placed.parts) * before
             return _split(parts, [dim for dim in news if new[dim] != 1], new, degree)
-    raise Unplaceable("the cut dim is gone")
+    raise Unplaceable("the sharded dim is gone")
 
 
 def _groups(old: Sequence[int], new: Sequence[int]) -> list[tuple[range, range]]:
@@ -104,7 +104,7 @@ def _split(parts: tuple[int, ...], dims: Sequence[int], new: Sequence[int], degr
         if left % new[dim]:
             raise Unplaceable(f"{left} equal parts are not leading dims of {list(new)}")
         left //= new[dim]
-    raise Unplaceable("the cut dim is gone")
+    raise Unplaceable("the sharded dim is gone")
 
 
 def inside(

@@ -55,24 +55,24 @@ class Meeting:
         self.num_acts = self.num_moves = 0
 
     def prepare(
-        self, name: str, args: Sequence[Any], options: Mapping[str, Any], cuts: Mapping[int, tuple[int, Placed]]
+        self, name: str, args: Sequence[Any], options: Mapping[str, Any], sharded: Mapping[int, tuple[int, Placed]]
     ) -> tuple[list[Any], dict[str, Any]]:
         """Return arguments of which every tensor is a local shard, or replicated and broadcast correctly.
 
         Args:
             args: Its arguments.
             options: Its keyword arguments.
-            cuts: Number of dims and sharded dim of each sharded tensor, by `id`.
+            sharded: Number of dims and sharded dim of each sharded tensor, by `id`.
 
         Raises:
             Unplaceable: They cannot fit.
         """
-        places = {(ndim - placed.dim, placed.parts) for ndim, placed in cuts.values()}
+        places = {(ndim - placed.dim, placed.parts) for ndim, placed in sharded.values()}
 
-        labelled = _labelled(name, args, cuts)
+        labelled = _labelled(name, args, sharded)
 
         def fit(value: Any) -> Any:
-            if not isinstance(value, Tensor) or id(value) in cuts:
+            if not isinstance(value, Tensor) or id(value) in sharded:
                 return value
             dims = labelled.get(id(value), {})
             value = self._with_summed_gradient(value)
@@ -157,7 +157,7 @@ class Meeting:
             if name == "scaled_dot_product_attention" and size != sum(parts):
                 # Groups of query heads share a key-value head.
                 if size % self._degree or len(parts) > 1:
-                    raise Unplaceable(f"{size} heads that are not cut meet {sum(parts)} that are")
+                    raise Unplaceable(f"{size} heads that are not sharded meet {sum(parts)} that are")
                 parts = (size,)
             if size == sum(parts):
                 whole = self.narrowed(whole, whole.ndim - back, parts)
@@ -184,7 +184,7 @@ class Meeting:
 
 
 def _labelled(
-    name: str, args: Sequence[Any], cuts: Mapping[int, tuple[int, Placed]]
+    name: str, args: Sequence[Any], sharded: Mapping[int, tuple[int, Placed]]
 ) -> dict[int, dict[int, tuple[int, ...]]]:
     """Return, of an einsum's replicated operands, the dims with the letter of a sharded dim, and its parts."""
     if name != "einsum" or not args or not isinstance(args[0], str) or "..." in args[0]:
@@ -192,10 +192,10 @@ def _labelled(
     operands = args[1] if len(args) == 2 and isinstance(args[1], list | tuple) else args[1:]
     terms = args[0].replace(" ", "").partition("->")[0].split(",")
     pairs = list(zip(terms, operands, strict=False))
-    letters = {term[cuts[id(x)][1].dim]: cuts[id(x)][1].parts for term, x in pairs if id(x) in cuts}
+    letters = {term[sharded[id(x)][1].dim]: sharded[id(x)][1].parts for term, x in pairs if id(x) in sharded}
     found: dict[int, dict[int, tuple[int, ...]]] = {}
     for term, x in pairs:
-        if id(x) not in cuts:
+        if id(x) not in sharded:
             dims = {dim: letters[letter] for dim, letter in enumerate(term) if letter in letters}
             found[id(x)] = {dim: parts for dim, parts in dims.items() if x.shape[dim] == sum(parts)}
     return found

@@ -8,7 +8,7 @@ from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_o
 from composer3d.propagation import shards
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_mode import Propagation
-from composer3d.propagation.shards import PropagationError, cut_of
+from composer3d.propagation.shards import PropagationError, spec_of
 from composer3d.propagation.view_shapes import Placed, Unplaceable, inside, regroup
 
 B, S, H, E = 2, 3, 4, 6
@@ -16,7 +16,7 @@ DEGREE = 2
 
 
 def share(whole, placed, rank):
-    """Cut a rank's share out of a whole tensor, part by part."""
+    """ShardSpec a rank's share out of a whole tensor, part by part."""
     pieces = whole.split(placed.parts, placed.dim)
     return torch.cat([piece.chunk(DEGREE, placed.dim)[rank] for piece in pieces], placed.dim)
 
@@ -37,9 +37,9 @@ def assert_alike(function, *wholes, parts=None, dim=-1, marks=None, memories=(No
         following._meeting._rank = rank
         with following:
             found = function(*mine)
-        cut = cut_of(found)
-        assert cut is not None and cut.shadow.shape == expected.shape
-        torch.testing.assert_close(found, share(expected, cut.placed, rank), rtol=0, atol=1e-12)
+        spec = spec_of(found)
+        assert spec is not None and spec.shadow.shape == expected.shape
+        torch.testing.assert_close(found, share(expected, spec.placed, rank), rtol=0, atol=1e-12)
 
 
 def attention(x):
@@ -171,7 +171,7 @@ REFUSED = {
         lambda x: F.scaled_dot_product_attention(
             x.repeat_interleave(3, -1).mT[:, :, None], *[torch.ones(2, 3, 5, 3)] * 2, enable_gqa=True
         ),
-        "scaled_dot_product_attention on sharded features: 3 heads that are not cut meet 24 that are",
+        "scaled_dot_product_attention on sharded features: 3 heads that are not sharded meet 24 that are",
     ),
     "normalize": (
         lambda x: F.normalize(x.transpose(1, 2)),

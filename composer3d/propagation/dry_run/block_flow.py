@@ -136,11 +136,11 @@ class Flow:
         self.used |= {self._given[id(leaf)][0] for leaf in leaves if id(leaf) in self._given}
         self._given.clear()
 
-    def boundaries(self, cut: Collection[str]) -> tuple[set[str], set[str]]:
+    def boundaries(self, sharded: Collection[str]) -> tuple[set[str], set[str]]:
         """Return the blocks before which activations are sharded, and those after which they are gathered.
 
         Args:
-            cut: The blocks that can work on a sharded sequence.
+            sharded: The blocks that can work on a sharded sequence.
         """
         split: set[str] = set()
         gather: set[str] = set()
@@ -148,16 +148,16 @@ class Flow:
             edges = {
                 (one, other)
                 for one, other in self.edges
-                if one not in self.used and not {self.calls[one], self.calls[other]} - set(cut)
+                if one not in self.used and not {self.calls[one], self.calls[other]} - set(sharded)
                 if self.calls[one] not in gather and self.calls[other] not in split
             }
             entered, left = {other for _, other in edges}, {one for one, _ in edges}
             broken = {one for one, _ in self.edges - edges}
             before = len(split), len(gather)
             # One module has one way in and one way out, however often it is called.
-            split |= {fqn for call, fqn in enumerate(self.calls) if fqn in cut and call not in entered}
+            split |= {fqn for call, fqn in enumerate(self.calls) if fqn in sharded and call not in entered}
             gather |= {
-                fqn for call, fqn in enumerate(self.calls) if fqn in cut and (call not in left or call in broken)
+                fqn for call, fqn in enumerate(self.calls) if fqn in sharded and (call not in left or call in broken)
             }
             if before == (len(split), len(gather)):
                 return split, gather

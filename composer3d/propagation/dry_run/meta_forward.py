@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from composer3d import torch_compat
 from composer3d.errors import TransformError
 from composer3d.propagation.module_calls import SMALL, Call
-from composer3d.propagation.shards import PropagationError, cut_of
+from composer3d.propagation.shards import PropagationError, spec_of
 
 if TYPE_CHECKING:
     from torch.nn.modules.module import Module
@@ -167,9 +167,9 @@ def unseen(forward: Callable[..., Any]) -> Callable[..., Any]:
             if isinstance(error, TransformError) or first is None or not _is_about_values(error):
                 raise
             with torch_compat.without_torch_functions():
-                cut = next((cut for leaf in given if (cut := cut_of(leaf)) is not None), None)
-                if cut is not None:
-                    raise PropagationError(VALUES, sources=cut.sources) from error
+                spec = next((spec for leaf in given if (spec := spec_of(leaf)) is not None), None)
+                if spec is not None:
+                    raise PropagationError(VALUES, sources=spec.sources) from error
                 return torch.empty_like(first, requires_grad=True).clone()
 
     return answer

@@ -14,15 +14,15 @@ from composer3d import Batch, PluginError, Role, RunContext, torch_compat
 from composer3d.propagation import (
     Begins,
     Call,
-    Cut,
     PropagatedSequence,
     PropagationError,
     Sharded,
+    ShardSpec,
     blocks_of,
-    cut_of,
     kind_of,
     on_meta,
     patched,
+    spec_of,
     trace,
     unseen,
 )
@@ -114,7 +114,7 @@ def dry_run(
     blocks = blocks_of(model, context, several=True)
     call = trace(model, context, blocks=blocks, scale=degree).call
     rules = DryRules(degree=degree, balanced=balanced, others=others)
-    outputs: list[Cut | None] = []
+    outputs: list[ShardSpec | None] = []
     found.begins, whole = tuple(blocks), partial(contiguous, degree=degree)
     placement = Placement(
         names=found.names, dim=dim, unit=unit, shares_target=False, unpadded="", positions=whole, rank=0
@@ -129,8 +129,8 @@ def dry_run(
         begins=begins_of(found, dim),
     )
 
-    def returned(leaf: Tensor, cut: Cut | None) -> Tensor:
-        outputs.append(cut)
+    def returned(leaf: Tensor, spec: ShardSpec | None) -> Tensor:
+        outputs.append(spec)
         return leaf
 
     sequence.returned = returned
@@ -143,7 +143,7 @@ def dry_run(
         found.rows.setdefault(what, []).append(fqn)
         found.has_flex |= name == "flex_attention"
     _refuse(found, rules, context, Method(method), inner_degree)
-    found.lengths, found.shares_output = tuple(sequence.lengths), any(cut is not None for cut in outputs)
+    found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
     found.unpadded = _unpadded(rules, outputs)
     return found
 
@@ -157,7 +157,7 @@ def _refuse_kernels(model: nn.Module) -> None:
         )
 
 
-def _unpadded(rules: DryRules, outputs: Sequence[Cut | None]) -> str:
+def _unpadded(rules: DryRules, outputs: Sequence[ShardSpec | None]) -> str:
     """Return why tokens may see padding that follows them; empty where they do not.
 
     Masks have no values on meta: those of a run are looked at.
@@ -174,7 +174,7 @@ def _unpadded(rules: DryRules, outputs: Sequence[Cut | None]) -> str:
             call.q_length != call.k_length or not (call.is_causal or call.mask is not None)
         ):
             return f'"{fqn}" attends to what follows a token'
-    if not all(cut is not None and len(cut.placed.parts) == 1 for cut in outputs):
+    if not all(spec is not None and len(spec.placed.parts) == 1 for spec in outputs):
         return "not all that the model returns is sharded"
     return ""
 
@@ -279,4 +279,4 @@ def _tracked(
 def _dims_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sharded:
     with torch_compat.without_torch_functions():
         leaves = [leaf for leaf in torch_compat.tree_leaves([list(args), dict(kwargs)]) if isinstance(leaf, Tensor)]
-        return tuple(None if (cut := cut_of(leaf, AXIS)) is None else cut.placed.dim for leaf in leaves)
+        return tuple(None if (spec := spec_of(leaf, AXIS)) is None else spec.placed.dim for leaf in leaves)

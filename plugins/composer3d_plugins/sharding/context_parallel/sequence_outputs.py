@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from composer3d.propagation import Cut, gather_along
+from composer3d.propagation import ShardSpec, gather_along
 from composer3d_plugins.sharding.context_parallel.eligibility import Found
 from composer3d_plugins.sharding.context_parallel.sequence_rules import EngineRules
 
@@ -27,14 +27,14 @@ class Outputs:
     rules: EngineRules
     found: Found
 
-    def __call__(self, output: Tensor, cut: Cut | None) -> Tensor:
+    def __call__(self, output: Tensor, spec: ShardSpec | None) -> Tensor:
         """Return this rank's tokens, or all of them to a loop that calls the model itself.
 
         Collectives: in such a loop 1 all-gather, backward 1 reduce-scatter.
         """
-        if cut is None or len(cut.placed.parts) > 1:
+        if spec is None or len(spec.placed.parts) > 1:
             return output
-        dim, length = cut.placed.dim, cut.shadow.shape[cut.placed.dim]
+        dim, length = spec.placed.dim, spec.shadow.shape[spec.placed.dim]
         tokens = self.found.sequences.tokens(length)
         if self.found.sequences.is_own_forward:
             whole: Tensor = gather_along(output, dim, length, self.rules).narrow(dim, 0, tokens)

@@ -34,12 +34,12 @@ class Planned:
     Args:
         style: As in the plan.
         parts: Of a packed projection: sizes of what is fused in it, in order; default: what the modules around show.
-        cut: With sequence_parallel: whether activations there are sharded along the sequence.
+        sharded: With sequence_parallel: whether activations there are sharded along the sequence.
     """
 
     style: Style
     parts: tuple[int, ...] | None = None
-    cut: bool = True
+    sharded: bool = True
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -177,6 +177,6 @@ def _is_elsewhere(module: nn.Module, fqn: str, context: RunContext) -> bool:
 
 def _rule(value: Style | Planned | Mapping[str, object]) -> Rule:
     if isinstance(value, Planned):
-        return Rule(style=value.style, parts=value.parts, is_sharded=value.cut)
+        return Rule(style=value.style, parts=value.parts, is_sharded=value.sharded)
     assert isinstance(value, str), "pydantic has made the rest Planned"
     return Rule(style=value)

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from composer3d import RunContext, torch_compat
-from composer3d.propagation import Marks, Placed, cut_of, exchanged, site_of, strip
+from composer3d.propagation import Marks, Placed, exchanged, site_of, spec_of, strip
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -75,11 +75,11 @@ class HeadsOf:
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         is_batched = query.dim() == 3
-        cuts = self.given if self.marks is None else tuple(cut_of(x) is not None for x in (query, key, value))
+        sharded = self.given if self.marks is None else tuple(spec_of(x) is not None for x in (query, key, value))
         shared: dict[int, Tensor] = {}
-        for x, cut in zip((query, key, value), cuts, strict=True):
+        for x, is_sharded in zip((query, key, value), sharded, strict=True):
             if id(x) not in shared:
-                shared[id(x)] = self._shared(x, cut)
+                shared[id(x)] = self._shared(x, is_sharded)
         given = [self._batched(shared[id(x)], is_batched) for x in (query, key, value)]
         q_BHSE, k_BHLE, v_BHLE = (
             F.linear(x, weight, bias).unflatten(-1, (-1, self.module.head_dim)).transpose(1, 2)
@@ -88,7 +88,7 @@ class HeadsOf:
         mask_BHSL = self._mask(q_BHSE, k_BHLE, attn_mask, key_padding_mask)
         out_BHSE, weights_BHSL = self._attend(q_BHSE, k_BHLE, v_BHLE, mask_BHSL, need_weights)
         y_BSD = self._summed(
-            F.linear(out_BHSE.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)), cuts[0]
+            F.linear(out_BHSE.transpose(1, 2).flatten(2), _local(self.module.out_proj.weight)), sharded[0]
         )
         weights = None
         if weights_BHSL is not None:
@@ -97,7 +97,7 @@ class HeadsOf:
         if not is_batched:
             return y_BSD.squeeze(0), None if weights is None else weights.squeeze(0)
         result = y_BSD if self.module.batch_first else y_BSD.transpose(0, 1)
-        if cuts[0] and self.marks is not None:
+        if sharded[0] and self.marks is not None:
             self.marks.mark(result, Placed(dim=self._dim, parts=(result.shape[self._dim] * self.mesh.size(),)))
         return result, weights
 
@@ -148,27 +148,27 @@ class HeadsOf:
 
     # ---- between ranks -----------------------------------------------------------------------------------------------
 
-    def _shared(self, x: Tensor, cut: bool) -> Tensor:
+    def _shared(self, x: Tensor, is_sharded: bool) -> Tensor:
         """Return x_BSD with a Partial gradient over tp, all-gathered from x_B(S/T)D if it is sharded."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         def exchange(x: Tensor) -> Tensor:
-            placement = Shard(self._dim) if cut else Replicate()
+            placement = Shard(self._dim) if is_sharded else Replicate()
             wrapped: Any = DTensor.from_local(strip(x), self.mesh, [placement], run_check=False)
-            if cut:
+            if is_sharded:
                 wrapped = wrapped.redistribute(placements=[Replicate()])
             result: Tensor = torch_compat.unviewed(wrapped.to_local(grad_placements=[Partial()]))
             return result
 
         return exchanged(x, exchange)
 
-    def _summed(self, share: Tensor, cut: bool) -> Tensor:
+    def _summed(self, share: Tensor, is_sharded: bool) -> Tensor:
         """All-reduce partial sums y_BSD over tp, or reduce-scatter them to y_B(S/T)D, and add the replicated bias_D."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
         def exchange(share: Tensor) -> Tensor:
             wrapped: Any = DTensor.from_local(share, self.mesh, [Partial()], run_check=False)
-            placement = Shard(1) if cut else Replicate()
+            placement = Shard(1) if is_sharded else Replicate()
             wrapped = wrapped.redistribute(placements=[placement])
             if self.module.out_proj.bias is not None:
                 wrapped = wrapped + self.module.out_proj.bias

@@ -193,7 +193,7 @@ def _joined(codes: Mapping[str, Code]) -> Code:
         sizes={(full(fqn, name), key): v for fqn, code in codes.items() for (name, key), v in code.sizes.items()},
         propagated=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.propagated),
         gathered=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.gathered),
-        given={full(fqn, name): cuts for fqn, code in codes.items() for name, cuts in code.given.items()},
+        given={full(fqn, name): sharded for fqn, code in codes.items() for name, sharded in code.given.items()},
         apart=frozenset(full(fqn, name) for fqn, code in codes.items() for name in code.apart),
     )
 

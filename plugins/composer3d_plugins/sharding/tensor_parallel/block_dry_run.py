@@ -21,7 +21,6 @@ from composer3d.propagation import (
     PropagationError,
     Record,
     activation_of,
-    cut_of,
     first_of,
     in_mode,
     kind_of,
@@ -29,6 +28,7 @@ from composer3d.propagation import (
     on_meta,
     patched,
     replaced,
+    spec_of,
     unmark,
     unseen,
 )
@@ -92,9 +92,9 @@ class BlockDryRun:
             text = str(error).partition("\n")[0]
             raise PropagationError(f"its code cannot be run by itself ({type(error).__name__}: {text})") from error
         for leaf in torch_compat.tree_leaves(output):
-            cut = cut_of(leaf)
-            if cut is not None and cut.sources != {SEQUENCE}:
-                raise PropagationError("its result leaves the block", sources=cut.sources)
+            spec = spec_of(leaf)
+            if spec is not None and spec.sources != {SEQUENCE}:
+                raise PropagationError("its result leaves the block", sources=spec.sources)
         if self.roles.sequence_dim is not None:
             self._refuse_outputs(output)
 
@@ -102,7 +102,7 @@ class BlockDryRun:
         """Refuse sharded outputs: the activation is what a block returns, or the first of several."""
         first = first_of(output)
         for leaf in torch_compat.tree_leaves(output):
-            if (cut_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):
+            if (spec_of(leaf) is None) == (leaf is first) and isinstance(leaf, Tensor):
                 what = "whole" if leaf is first else "sharded along the sequence beside its activation"
                 raise PropagationError(f"it returns a tensor that is {what}", sources=frozenset({SEQUENCE}))
         if not isinstance(first, Tensor):
@@ -140,8 +140,8 @@ class BlockDryRun:
                 for leaf in torch_compat.tree_leaves([call.args, dict(call.kwargs)]):
                     unmark(leaf)
                 for leaf in torch_compat.tree_leaves(output):
-                    if (cut := cut_of(leaf)) is not None and not cut.is_sequence:
-                        raise PropagationError("its result leaves the module", sources=cut.sources)
+                    if (spec := spec_of(leaf)) is not None and not spec.is_sequence:
+                        raise PropagationError("its result leaves the module", sources=spec.sources)
                     unmark(leaf)
             return output
 
@@ -152,14 +152,14 @@ class BlockDryRun:
         if dim is None:
             return call
 
-        def cut(x: Tensor) -> Tensor:
+        def sharded(x: Tensor) -> Tensor:
             if not is_share and x.shape[dim] % self.degree:
                 raise PropagationError(f"a sequence of {x.shape[dim]} does not divide by tp = {self.degree}")
             share = x if is_share else x.narrow(dim, 0, x.shape[dim] // self.degree)
             placed = Placed(dim=dim, parts=(share.shape[dim] * self.degree,))
             return mark(share, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
 
-        return _replaced(call, cut)
+        return _replaced(call, sharded)
 
     def _answers(self, code: Code) -> dict[nn.Module, Callable[..., Any]]:
         answers: dict[nn.Module, Callable[..., Any]] = {}
@@ -224,10 +224,10 @@ class BlockDryRun:
             self.moving.add(fqn)
 
     def _note(self, fqn: str, arguments: Any) -> None:
-        cuts = [cut_of(leaf) for leaf in torch_compat.tree_leaves(arguments)]
-        if any(cut is not None and not cut.is_sequence for cut in cuts):
+        specs = [spec_of(leaf) for leaf in torch_compat.tree_leaves(arguments)]
+        if any(spec is not None and not spec.is_sequence for spec in specs):
             self.local.add(fqn)
-        elif self.roles.sequence_dim is None or any(cut is not None for cut in cuts):
+        elif self.roles.sequence_dim is None or any(spec is not None for spec in specs):
             self.whole.add(fqn)
 
     def _linear(self, fqn: str, module: Any) -> Callable[..., Any]:
@@ -235,20 +235,20 @@ class BlockDryRun:
         inputs, outputs = (columns, rows) if kind_of(module) == "linear" else (rows, columns)
 
         def answer(x: Tensor) -> Tensor:
-            cut = cut_of(x)
+            spec = spec_of(x)
             contracts = self._contracts(fqn, x, inputs)
             if not contracts and fqn not in self.roles.expanding:
                 self._note(fqn, [x])
                 with self._working(fqn):
                     return forward(x)
             with torch_compat.without_torch_functions():
-                sources = cut.sources if cut is not None else frozenset()
+                sources = spec.sources if spec is not None else frozenset()
                 if not contracts and sources - {SEQUENCE}:
                     raise PropagationError(
                         f'"{fqn}" is not given all of a dim that it does not sum over', sources=frozenset({fqn})
                     )
-                if contracts and cut is not None:
-                    self.contracting[fqn] = (sources, cut.placed.parts)
+                if contracts and spec is not None:
+                    self.contracting[fqn] = (sources, spec.placed.parts)
                 result = self._contracted(fqn, x, outputs) if contracts else self._expanded(fqn, x, outputs)
                 shares = (share for whole, share in self._wholes if whole is x)
                 self.record.note(f"{fqn} {contracts}", [next(shares, x)], {}, result)
@@ -257,24 +257,24 @@ class BlockDryRun:
         return answer
 
     def _contracts(self, fqn: str, x: Tensor, inputs: int) -> bool:
-        cut = cut_of(x)
+        spec = spec_of(x)
         if self._propagation is not None:
-            is_features = cut is not None and cut.sources != {SEQUENCE}
-            return is_features and cut is not None and cut.placed.dim == x.ndim - 1
+            is_features = spec is not None and spec.sources != {SEQUENCE}
+            return is_features and spec is not None and spec.placed.dim == x.ndim - 1
         return x.shape[-1] * self.degree == inputs
 
     def _whole_shape(self, fqn: str, x: Tensor) -> list[int]:
         """Return the shape of an activation whose features are not sharded, its sequence gathered."""
-        dim, cut, shape = self.roles.sequence_dim, cut_of(x), list(x.shape)
+        dim, spec, shape = self.roles.sequence_dim, spec_of(x), list(x.shape)
         propagated = self._propagation is not None
         if dim is None:
             return shape
         if propagated:
-            (self.unsharded if cut is None else self.along).add(fqn)
-        is_whole = cut is None if propagated else fqn in self.roles.unsharded
+            (self.unsharded if spec is None else self.along).add(fqn)
+        is_whole = spec is None if propagated else fqn in self.roles.unsharded
         if is_whole or any(whole is x for whole, _ in self._wholes):
             return shape
-        if propagated and cut is not None and cut.placed.dim != dim:
+        if propagated and spec is not None and spec.placed.dim != dim:
             raise PropagationError("it works along the sequence", sources=frozenset({SEQUENCE}))
         shape[dim] *= self.degree
         return shape
@@ -289,13 +289,13 @@ class BlockDryRun:
         return mark(result, placed=placed, degree=self.degree, sources=frozenset({fqn}), whole=whole)
 
     def _contracted(self, fqn: str, x: Tensor, outputs: int) -> Tensor:
-        shape, dim, cut = [*x.shape[:-1], outputs], self.roles.sequence_dim, cut_of(x)
+        shape, dim, spec = [*x.shape[:-1], outputs], self.roles.sequence_dim, spec_of(x)
         if dim is None:
             return _differentiable(shape, x)
         # What comes of whole sequences alone has one of its own.
         is_whole = fqn in self.roles.unsharded
-        if self._propagation is not None and cut is not None:
-            is_whole = not cut.sources & self.along
+        if self._propagation is not None and spec is not None:
+            is_whole = not spec.sources & self.along
             (self.unsharded if is_whole else self.along).add(fqn)
         if is_whole:
             return _differentiable(shape, x)
@@ -337,12 +337,14 @@ class BlockDryRun:
             names = ("query", "key", "value")
             with torch_compat.without_torch_functions():
                 given = [args[at] if at < len(args) else kwargs[name] for at, name in enumerate(names)]
-                cuts = self._cuts_of(fqn, given, dim, code)
-                wholes = {id(x): _empty(x, dim, self.degree if cut else 1) for x, cut in zip(given, cuts, strict=True)}
+                sharded = self._sharded(fqn, given, dim, code)
+                wholes = {
+                    id(x): _empty(x, dim, self.degree if apart else 1) for x, apart in zip(given, sharded, strict=True)
+                }
                 rest = {name: value for name, value in kwargs.items() if name not in names}
                 out, weights = forward(*[wholes[id(x)] for x in given], *args[3:], **rest)
                 out = _differentiable(list(given[0].shape), given[0])
-                if cuts[0] and self._propagation is not None:
+                if sharded[0] and self._propagation is not None:
                     placed = Placed(dim=dim, parts=(out.shape[dim] * self.degree,))
                     mark(out, placed=placed, degree=self.degree, sources=frozenset({SEQUENCE}))
                 self.record.note(f"{fqn} heads", [*given, *args[3:]], rest, (out, weights))
@@ -350,12 +352,12 @@ class BlockDryRun:
 
         return answer
 
-    def _cuts_of(self, fqn: str, given: list[Tensor], dim: int, code: Code) -> tuple[bool, ...]:
+    def _sharded(self, fqn: str, given: list[Tensor], dim: int, code: Code) -> tuple[bool, ...]:
         if self._propagation is None:
             return code.given.get(fqn, (False,) * 3)
-        cuts = [cut_of(x) for x in given]
-        found = tuple(cut is not None for cut in cuts)
-        if any(cut is not None and (cut.placed.dim != dim or not cut.is_sequence) for cut in cuts):
+        specs = [spec_of(x) for x in given]
+        found = tuple(spec is not None for spec in specs)
+        if any(spec is not None and (spec.placed.dim != dim or not spec.is_sequence) for spec in specs):
             raise PropagationError(
                 f'"{fqn}" is given something else than a sharded sequence', sources=frozenset({SEQUENCE})
             )

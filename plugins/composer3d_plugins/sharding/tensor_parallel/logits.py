@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d import TransformError, torch_compat
-from composer3d.propagation import Placed, Propagation, PropagationError, copy_mark, cut_of, is_in_place, mark, name_of
+from composer3d.propagation import Placed, Propagation, PropagationError, copy_mark, is_in_place, mark, name_of, spec_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -97,7 +97,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rewrapped(value: Any, classes: _Classes) -> Any:
-    return value if cut_of(value) is None else ShardedLogits._wrapped(value, classes)
+    return value if spec_of(value) is None else ShardedLogits._wrapped(value, classes)
 
 
 def _cross_entropy(
@@ -112,12 +112,12 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Return the loss as `F.cross_entropy` does, whose arguments these are; of ..., with classes along dim 1."""
-    cut = cut_of(input)
-    assert cut is not None, "it is called with sharded logits"
+    spec = spec_of(input)
+    assert spec is not None, "it is called with sharded logits"
     dim = min(1, input.ndim - 1)
-    if cut.placed.dim != dim:
+    if spec.placed.dim != dim:
         raise PropagationError(
-            f"cross_entropy takes classes along dim {dim}, and the vocabulary is dim {cut.placed.dim}"
+            f"cross_entropy takes classes along dim {dim}, and the vocabulary is dim {spec.placed.dim}"
         )
     if target.is_floating_point() or (weight is not None and label_smoothing):
         what = "class weights and label smoothing together" if weight is not None else "probabilities as targets"

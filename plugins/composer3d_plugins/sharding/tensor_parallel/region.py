@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.propagation import activation_of, cut_of, exchanged, replaced, strip
+from composer3d.propagation import activation_of, exchanged, replaced, spec_of, strip
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -88,7 +88,7 @@ class Region:
         for seen, shared in self._shared:
             if seen is x:
                 return shared
-        shared = self._share(strip(x), None if self._is_known and cut_of(x) is None else placement)
+        shared = self._share(strip(x), None if self._is_known and spec_of(x) is None else placement)
         self._shared.append((x, shared))
         return shared
 

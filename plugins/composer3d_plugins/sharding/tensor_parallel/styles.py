@@ -30,12 +30,12 @@ from composer3d.propagation import (
     Placed,
     PropagatedModule,
     activation_of,
-    cut_of,
     eagerly,
     exchanged,
     kind_of,
     replaced,
     site_of,
+    spec_of,
     strip,
 )
 from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations
@@ -163,9 +163,9 @@ class Applier:
                 self._draw_apart(fqn, held[fqn])
         for fqn in self.made.propagated:
             if fqn in held and next(held[fqn].parameters(), None) is not None:
-                PropagatedModule(held[fqn], fqn, mesh=self.mesh, cut=self._cut_around(fqn), context=self.context)
+                PropagatedModule(held[fqn], fqn, mesh=self.mesh, shard_dim=self._dim_around(fqn), context=self.context)
 
-    def _cut_around(self, fqn: str) -> int | None:
+    def _dim_around(self, fqn: str) -> int | None:
         """Return the dim along which the activation is sharded that a propagated module takes."""
         if any(not block or fqn == block or fqn.startswith(f"{block}.") for block in self.made.unsharded):
             return None
@@ -181,7 +181,7 @@ class Applier:
     def _is_propagated(self, fqn: str) -> bool:
         return any(not other or fqn == other or fqn.startswith(f"{other}.") for other in self.made.propagated)
 
-    def _cut(self, rule: Rule) -> Shard | None:
+    def _placement(self, rule: Rule) -> Shard | None:
         """Return how activations outside the region are sharded there, None where they are replicated."""
         return self._sequence if rule.is_sharded else None
 
@@ -222,9 +222,9 @@ class Applier:
         self._place_linear(fqn, module, rule, along="outputs")
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            return (region.enter(args[0], cut), *args[1:])
+            return (region.enter(args[0], placement), *args[1:])
 
-        size, cut = module.weight.shape[0 if kind_of(module) == "linear" else 1], self._cut(rule)
+        size, placement = module.weight.shape[0 if kind_of(module) == "linear" else 1], self._placement(rule)
         parts = rule.parts or (size,)
         is_propagated = self._is_propagated(fqn)
         # Known by the layer they come from, so that what is gathered of them is not taken for another one's.
@@ -242,7 +242,7 @@ class Applier:
         around = [region for name, region in regions.items() if not name or fqn.startswith(f"{name}.")]
         outputs = 0 if kind_of(module) == "linear" else 1
         share = module.weight.shape[1 - outputs] // self.mesh.size()
-        cut, is_propagated = self._cut(rule), self._is_propagated(fqn)
+        placement, is_propagated = self._placement(rule), self._is_propagated(fqn)
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
             from torch.distributed.tensor import Shard
@@ -258,10 +258,10 @@ class Applier:
             return (self._activations.wrap(x, Shard(x.ndim - 1)), *args[1:])
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            self._activations.refuse_uneven(output, cut)
-            local: Tensor = self._activations.unwrap(output, cut)
-            if cut is not None and is_propagated:
-                self._sequence_marks.mark(local, Placed(dim=cut.dim, parts=(output.shape[cut.dim],)))
+            self._activations.refuse_uneven(output, placement)
+            local: Tensor = self._activations.unwrap(output, placement)
+            if placement is not None and is_propagated:
+                self._sequence_marks.mark(local, Placed(dim=placement.dim, parts=(output.shape[placement.dim],)))
             return local
 
         module.register_forward_pre_hook(before)
@@ -269,19 +269,19 @@ class Applier:
 
     def _vocab(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         self._place(fqn, module, "weight", 0)
-        cut = self._cut(rule)
+        placement = self._placement(rule)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-            self._activations.refuse_uneven(output, cut)
-            return self._activations.unwrap(output, cut)
+            self._activations.refuse_uneven(output, placement)
+            return self._activations.unwrap(output, placement)
 
         module.register_forward_pre_hook(lambda module, args: (self._activations.wrap(args[0], None), *args[1:]))
         module.register_forward_hook(after)
 
     def _head(self, fqn: str, module: nn.Module, rule: Rule) -> None:
         self._place_linear(fqn, module, rule, along="outputs")
-        cut = self._cut(rule)
-        module.register_forward_pre_hook(lambda module, args: (self._activations.share(args[0], cut), *args[1:]))
+        placement = self._placement(rule)
+        module.register_forward_pre_hook(lambda module, args: (self._activations.share(args[0], placement), *args[1:]))
         if self.loss_parallel:
             module.register_forward_hook(
                 lambda module, args, output: ShardedLogits.of(output, self.mesh, self.context.span)
@@ -324,16 +324,16 @@ class Applier:
             is_known = rule.style == "sequence" and self._is_propagated(fqn)
 
             def wrapped(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-                cut = cut_of(x)
+                spec = spec_of(x)
                 output: Any = forward(
-                    self._activations.wrap(strip(x), None if is_known and cut is None else share), *args, **kwargs
+                    self._activations.wrap(strip(x), None if is_known and spec is None else share), *args, **kwargs
                 )
                 local: Tensor = torch_compat.unviewed(output.to_local())
                 # A projection gives other features; a sequence that is sharded stays so.
-                up_to = 0 if cut is None else cut.placed.dim + 1
-                if cut is None or local.shape[:up_to] != strip(x).shape[:up_to]:
+                up_to = 0 if spec is None else spec.placed.dim + 1
+                if spec is None or local.shape[:up_to] != strip(x).shape[:up_to]:
                     return local
-                return (self._sequence_marks if cut.is_sequence else self._marks).mark(local, cut.placed)
+                return (self._sequence_marks if spec.is_sequence else self._marks).mark(local, spec.placed)
 
             module.forward = wrapped
         elif rule.style == "sequence":
@@ -347,8 +347,8 @@ class Applier:
         def drawn(x: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not module.training:
                 return forward(x, *args, **kwargs)
-            cut = cut_of(x)
-            placed = None if cut is None else cut.placed
+            spec = spec_of(x)
+            placed = None if spec is None else spec.placed
             if placed is None and not is_known and x.ndim > 2:
                 placed = Placed(dim=1, parts=(x.shape[1] * degree,))
             where = (None, ()) if placed is None else (placed.dim, placed.parts)
@@ -378,14 +378,14 @@ class Applier:
         """Shard the activation that the module takes along the sequence, or all-gather its first output."""
         share = self._sequence
 
-        def cut(x: Tensor) -> Tensor:
+        def sharded(x: Tensor) -> Tensor:
             return exchanged(x, lambda local: self._activations.divided(local, share))
 
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             key = activation_of(args, kwargs)
             if key is None:
                 raise TransformError(f'"{fqn}" was given no activation of three dims to shard along the sequence')
-            return replaced(args, kwargs, key, cut)
+            return replaced(args, kwargs, key, sharded)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
             first = output[0] if isinstance(output, tuple) else output
