@@ -41,6 +41,7 @@ class Throughput:
     parameter multiplies depends on the sample's size.
     `collective_gib_per_s_AXIS` is the payload of an axis' collectives over the time in which they hold up what follows:
     of those that are issued ahead (`ddp`'s buckets) that is their wait. Waiting for slower ranks is in there.
+    On a GPU `peak_device_gib` is the most that tensors have held on any rank's device since the run began.
 
     Memory: the last `window` step times.
     Collectives: none of its own; its metrics travel with all others.
@@ -196,6 +197,11 @@ class _Meter:
                     result.append(Metric(name=utilisation, value=share, reduction="mean"))
         moved = self._transfers.gib_per_s()
         result += [Metric(name=f"collective_gib_per_s_{axis}", value=moved.get(axis, 0.0)) for axis in self._axes]
+        if self._context.device.type == "cuda":
+            import torch
+
+            peak = torch.cuda.max_memory_allocated(self._context.device) / _GIB
+            result.append(Metric(name="peak_device_gib", value=peak, reduction="max"))
         return result
 
 
