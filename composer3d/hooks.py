@@ -113,8 +113,7 @@ class Hooks:
                     raise PluginError(
                         f"{registered}: answers composer3d_step_actions with a value of type {kind}, not a StepAction"
                     )
-                run = blamed(registered, f'the step action "{action.name}"', action.run)
-                found.append((registered, replace(action, run=run)))
+                found.append((registered, replace(action, run=_blamed_action(registered, action))))
         return found
 
     def layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
@@ -306,23 +305,46 @@ def blamed(registered: Registered, name: str, function: Callable[..., Any]) -> C
         try:
             return function(*args, **kwargs)
         except BaseException as error:
-            if isinstance(error, ComposerError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+            if (found := _hook_error(error, registered, name)) is None:
                 raise
-            if is_interrupt(error) or lost_a_peer(error):
-                raise
-            innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-            is_torchs = is_torch(innermost) or (isinstance(error, RuntimeError) and not is_of_raise(error))
-            # What a plugin remembers may be there in runs alone.
-            is_memory = isinstance(error, KeyError) and error.args[:1] == (registered.instance,)
-            place = place_of_error(error).removesuffix(": ")
-            raise HookError(
-                f"{name} of {registered.name} raised {describe_error(error)}, at {place}",
-                path=(registered.info.family, registered.name),
-                place=registered.place,
-                is_own=not is_torchs and not is_memory,
-            ) from error
+            raise found from error
 
     return call
+
+
+def _blamed_action(registered: Registered, action: StepAction) -> Callable[[Any], str | None]:
+    """Return a step action as `blamed` does, taking one argument: steps call many of them."""
+    run, name = action.run, f'the step action "{action.name}"'
+
+    @functools.wraps(run)
+    def call(state: Any) -> str | None:
+        try:
+            return run(state)
+        except BaseException as error:
+            if (found := _hook_error(error, registered, name)) is None:
+                raise
+            raise found from error
+
+    return call
+
+
+def _hook_error(error: BaseException, registered: Registered, name: str) -> HookError | None:
+    """Return the error to raise in place of what a plugin's function raised; None where that passes as it is."""
+    if isinstance(error, ComposerError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return None
+    if is_interrupt(error) or lost_a_peer(error):
+        return None
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_torchs = is_torch(innermost) or (isinstance(error, RuntimeError) and not is_of_raise(error))
+    # What a plugin remembers may be there in runs alone.
+    is_memory = isinstance(error, KeyError) and error.args[:1] == (registered.instance,)
+    place = place_of_error(error).removesuffix(": ")
+    return HookError(
+        f"{name} of {registered.name} raised {describe_error(error)}, at {place}",
+        path=(registered.info.family, registered.name),
+        place=registered.place,
+        is_own=not is_torchs and not is_memory,
+    )
 
 
 def _agree(one: Any, other: Any) -> bool:

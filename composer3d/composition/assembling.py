@@ -7,7 +7,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -271,7 +271,7 @@ def _flight(preparation: Preparation, *, guarded: bool) -> Flight | None:
 def _actions(preparation: Preparation, acting: span_hooks.Acting) -> tuple[StepAction, ...]:
     """Collect the actions of every step, in their order."""
     actions: list[StepAction] = [
-        replace(action, run=acting.named(registered.name, action.run))
+        acting.named_action(registered.name, action)
         for registered, action in preparation.hooks.step_actions(preparation.context)
     ]
     if preparation.attachments.hooks:

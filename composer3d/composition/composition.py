@@ -104,8 +104,7 @@ class Composition(OwnLoop):
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def step(self, number: int, *, target: Any = None) -> Iterator[StepState]:
+    def step(self, number: int, *, target: Any = None) -> contextlib.AbstractContextManager[StepState]:
         """Open an optimizer step. A loop that opens none has one from its first forward to the optimizer's `step`.
 
         Args:
@@ -117,8 +116,7 @@ class Composition(OwnLoop):
         Raises:
             StepError: Steps nest, or ranks do not run the same step.
         """
-        with self._engine.step(number, target) as state:
-            yield state
+        return self._engine.step(number, target)
 
     def steps(self, loader: Iterable[Any], *, start: int = 0) -> Iterator[Any]:
         """Yield the loader's batches, each in a step of its own, numbered from `start`."""

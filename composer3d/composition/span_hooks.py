@@ -9,6 +9,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
     from composer3d.interfaces import Stateful
+    from composer3d.transform import StepAction
 
 Span = Callable[..., AbstractContextManager[None]]
 
@@ -75,6 +77,23 @@ class Acting(threading.local):
                 self.plugin = before
 
         return call
+
+    def named_action(self, plugin: str, action: StepAction) -> StepAction:
+        """Return a plugin's step action, as `named` does; of one argument, for steps that call many."""
+        if not self._is_watched:
+            return action
+        run = action.run
+
+        @functools.wraps(run)
+        def call(state: Any) -> str | None:
+            own = vars(self)  # this thread's, looked up once
+            before, own["plugin"] = own["plugin"], plugin
+            try:
+                return run(state)
+            finally:
+                own["plugin"] = before
+
+        return replace(action, run=call)
 
     def states(self, states: Mapping[str, Mapping[str, Stateful]]) -> Mapping[str, Mapping[str, Stateful]]:
         """Return what plugins save with the rest, during whose saving and loading they act."""

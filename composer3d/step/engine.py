@@ -296,11 +296,18 @@ class StepEngine:
     def gradients_ready(self, call: str) -> list[nn.Parameter]:
         """Reduce and scale the open step's gradients, once, and return this rank's parameters."""
         state = self.current(call)
-        if self._gathered:  # by a forward that had no backward
-            self._gathered = False
-            let_go(state.parts)
+        self._leave_gathered(state)
         if self._used:
             return list(state.parameters())
+        return self._finish_gradients(state, call)
+
+    def _leave_gathered(self, state: StepState) -> None:
+        """Reshard what a forward has gathered that had no backward."""
+        if self._gathered:
+            self._gathered = False
+            let_go(state.parts)
+
+    def _finish_gradients(self, state: StepState, call: str) -> list[nn.Parameter]:
         if self._ledger.pending:
             raise StepError(
                 f"{call} was called, and no backward of this step was the last one; "
@@ -343,7 +350,9 @@ class StepEngine:
         if self._bypassed or not self.accumulated.is_last:
             return inner() if self._bypassed else None
         state = self.current("optimizer.step")
-        self.gradients_ready("optimizer.step")
+        self._leave_gathered(state)
+        if not self._used:
+            self._finish_gradients(state, "optimizer.step")
         state.vetoes, self.is_stepping = self._decide(state), True
         if not state.vetoes:
             self._at(StepPoint.BEFORE_OPTIMIZER)

@@ -249,6 +249,7 @@ def _alike(
 ) -> dict[tuple[Any, ...], list[Tensor]]:
     """Group local gradients by weight, device and dtype, as foreach kernels want them."""
     import torch
+    from torch.distributed.tensor import DTensor
 
     result: dict[tuple[Any, ...], list[Tensor]] = defaultdict(list)
     weights: dict[tuple[Any, ...], float] = {}
@@ -257,7 +258,7 @@ def _alike(
             grad: Any = parameter.grad
             if grad is None:
                 continue
-            tensor = local(grad)
+            tensor = grad.to_local() if isinstance(grad, DTensor) else grad
             # Ranks whose shard is empty add nothing, and an infinity norm of nothing is an error in torch.
             if not tensor.numel():
                 continue

@@ -99,29 +99,32 @@ class Ledger:
         # The fourth tells ranks without losses (other stages) that the loss is of double precision.
         compares = own and self._spread != 0.0
         numbers = [0.0] * 4 + list(also) + [0.0] * compares
+        own_entries = entries if self._contributes else ()
+        numbers[1] = float(sum(count for _, count, _ in own_entries if not isinstance(count, torch.Tensor)))
+        numbers[3] = float(sum(loss.dtype is torch.float64 for loss, _, _ in own_entries))
         total = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         for loss, _, _ in entries if compares else ():
             total[-1] += gradients.local(loss).to(self._device) * self._spread
-        for loss, count, auxiliary in entries if self._contributes else ():
-            total[3] += loss.dtype is torch.float64
+        for loss, count, auxiliary in own_entries:
             total[0] += gradients.local(loss).to(self._device)
-            total[1] += count.to(self._device) if isinstance(count, torch.Tensor) else count
+            if isinstance(count, torch.Tensor):
+                total[1] += count.to(self._device)
             if auxiliary is not None:
                 total[2] += gradients.local(auxiliary).to(self._device)
         dist.all_reduce(total, group=self._group)
-        count = float(total[1])
-        self.added = total[4 : 4 + len(also)].tolist() if also else []
-        if compares and abs(float(total[-1])) > _SPREAD * abs(float(total[0])):
+        added_up, count, auxiliary_sum, is_double, *others = total.tolist()
+        self.added = others[: len(also)]
+        if compares and abs(others[-1]) > _SPREAD * abs(added_up):
             raise LossError(
                 "ranks of tensor parallelism computed other losses of the same batch: they differ by "
-                f"{abs(float(total[-1])):.3g}, of {abs(float(total[0])):.3g}. What the loop calls inside of a block, "
+                f"{abs(others[-1]):.3g}, of {abs(added_up):.3g}. What the loop calls inside of a block, "
                 "or reads there, is a rank's shard: call the model, or its blocks as a whole, and compute the loss of "
                 "what these return"
             )
         if has_gradient:
             self._count += count
-            self.auxiliary = float(total[2]) / count if count else 0.0
-        return (total[0] / total[1]).to(torch.float64 if total[3] else torch.float32), count
+            self.auxiliary = auxiliary_sum / count if count else 0.0
+        return (total[0] / total[1]).to(torch.float64 if is_double else torch.float32), count
 
     @property
     def correction(self) -> float:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["Digest", "cut", "map_tensors", "tensors", "to_device", "units_of"]
+__all__ = ["Digest", "cut", "map_tensors", "num_samples", "tensors", "to_device", "units_of"]
 
 _PIECE = 1 << 16  # weights made at a time
 
@@ -34,9 +34,19 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 
 def tensors(value: Any) -> Iterator[Tensor]:
     """Yield every tensor in nested dicts, lists and tuples, in order."""
-    found: list[Tensor] = []
-    map_tensors(found.append, value)
-    yield from found
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors(item)
+
+
+def num_samples(value: Any) -> int | None:
+    """Return the leading dim of the first tensor that has dims, which is the batch's; None where there is none."""
+    first = next((tensor for tensor in tensors(value) if tensor.dim()), None)
+    return None if first is None else first.shape[0]
 
 
 def units_of(inputs: Any) -> tuple[Literal["tokens", "samples"], int]:
@@ -68,10 +78,9 @@ def cut(batch: Batch, size: int | None) -> list[Batch]:
     Raises:
         BatchError: The batch does not divide.
     """
-    first = next((t for t in tensors((batch.args, batch.kwargs, batch.target)) if t.dim()), None)
-    if size is None or first is None or first.shape[0] == size:
+    length = None if size is None else num_samples((batch.args, batch.kwargs, batch.target))
+    if size is None or length is None or length == size:
         return [batch]
-    length = first.shape[0]
     if length % size or not length:
         raise BatchError(
             f"a batch of {length} samples cannot be split into micro-batches of {size} ([train] microbatch); "

@@ -29,7 +29,7 @@ from composer3d.mesh import Layout, Role
 from composer3d.step import sample_draws
 from composer3d.step.call_sites import caller
 from composer3d.step.counter_random import Rows, Share
-from composer3d.step.microbatches import tensors
+from composer3d.step.microbatches import num_samples
 
 if TYPE_CHECKING:
     import torch
@@ -143,7 +143,7 @@ class Streams:
 
     def announce(self, microbatches: Sequence[Batch], *, evaluates: bool = False) -> None:
         """Learn which samples this rank has: data-parallel ranks have equal parts, one after the other."""
-        sizes = [_size_of((each.args, each.kwargs, each.target)) for each in microbatches]
+        sizes = [num_samples((each.args, each.kwargs, each.target)) for each in microbatches]
         local = sum(size or 0 for size in sizes)
         first = self._index * local + (0 if evaluates else self._num_samples)
         self._announced = []
@@ -392,9 +392,3 @@ class Streams:
         torch.default_generator.manual_seed(seed)
         if self._device.type != "cpu":
             torch.get_device_module(self._device).manual_seed(seed)
-
-
-def _size_of(value: Any) -> int | None:
-    """Return the samples of a micro-batch: the leading dim of its first tensor."""
-    first = next((tensor for tensor in tensors(value) if tensor.dim()), None)
-    return None if first is None else first.shape[0]
