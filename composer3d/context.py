@@ -9,12 +9,13 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, overload
 
-from composer3d.errors import PluginError, StepError, TransformError
+from composer3d.errors import StepError, TransformError
 from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.interfaces import Dtypes, Example, Microbatches, ParameterMesh, Part, Recorder, Split
 from composer3d.mesh import Layout, MeshViews, Role
 from composer3d.observation import spans
 from composer3d.patterns import called, select, sharing_nothing
+from composer3d.registry import Claim, Claims, Registered
 
 if TYPE_CHECKING:
     import torch
@@ -24,15 +25,11 @@ if TYPE_CHECKING:
     from composer3d.initialisation import Slab
     from composer3d.manifest import Manifest
     from composer3d.observation.flight_recorder import Flight
-    from composer3d.registry import Registered
     from composer3d.step.random_streams import Streams
 
 __all__ = ["Purpose", "RunContext"]
 
 Purpose = Literal["run", "check", "plan", "verify"]
-
-# Effects of a plugin on a step; only one plugin may have each of the first two.
-Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth"]
 
 Stash = TypeVar("Stash")
 
@@ -107,7 +104,7 @@ class RunContext:
         self._recorders: tuple[Recorder, ...] = ()
         self.flight: Flight | None = None
         self._asked: set[str] = set()
-        self._claims: dict[str, list[tuple[Any, bool]]] = {}
+        self._claims = Claims()
         self._streams: Streams | None = None
         self._microbatches: Microbatches | None = None
 
@@ -146,20 +143,11 @@ class RunContext:
         Raises:
             PluginError: Another plugin makes the optimizer, or scales the loss.
         """
-        claims = self._claims.setdefault(what, [])
-        if claims and what in ("optimizer", "grad_scaler") and claims[0][0] is not by:
-            verb = "make the optimizer" if what == "optimizer" else "scale the loss"
-            raise PluginError(
-                f"{self._name(claims[0][0])} and {self._name(by)} both {verb}, and a run has one; remove one of them"
-            )
-        claims.append((by, each_alone))
+        self._claims.add(what, next(each for each in self._hooks.plugins if each.instance is by), each_alone=each_alone)
 
     def claimants(self, what: Claim, *, each_alone: bool = False) -> list[str]:
         """Return the names of the plugins that claimed something; without those that do it for each_alone, if given."""
-        return [self._name(plugin) for plugin, alone in self._claims.get(what, ()) if not (each_alone and alone)]
-
-    def _name(self, plugin: Any) -> str:
-        return next(str(registered) for registered in self._hooks.plugins if registered.instance is plugin)
+        return self._claims.names(what, each_alone=each_alone)
 
     @property
     def data_parallel_degree(self) -> int:

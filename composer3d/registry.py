@@ -6,7 +6,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter
 from pydantic.dataclasses import dataclass as pydantic_dataclass
@@ -20,6 +20,8 @@ __all__ = [
     "GROUP",
     "TABLE_CONFIG",
     "Catalogue",
+    "Claim",
+    "Claims",
     "PluginInfo",
     "Registered",
     "info_of",
@@ -32,6 +34,8 @@ GROUP = "composer3d"  # of entry points, and pluggy's project
 # Of every typed table, the manifest's own and those of plugins.
 TABLE_CONFIG = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 C = TypeVar("C", bound=type)
+# Effects of a plugin on a step; only one plugin may have each of the first two.
+Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,3 +201,26 @@ class Registered:
 
     def __str__(self) -> str:
         return f"[{self.info.family}.{self.name}] ({self.place})"
+
+
+class Claims:
+    """The effects that the plugins of one run have on its steps; see `RunContext.claim`."""
+
+    def __init__(self) -> None:
+        self._by_effect: dict[Claim, list[tuple[Registered, bool]]] = {}
+
+    def add(self, what: Claim, by: Registered, *, each_alone: bool) -> None:
+        """Add an effect.
+
+        Raises:
+            PluginError: Another plugin makes the optimizer, or scales the loss.
+        """
+        claims = self._by_effect.setdefault(what, [])
+        if claims and what in ("optimizer", "grad_scaler") and claims[0][0] is not by:
+            verb = "make the optimizer" if what == "optimizer" else "scale the loss"
+            raise PluginError(f"{claims[0][0]} and {by} both {verb}, and a run has one; remove one of them")
+        claims.append((by, each_alone))
+
+    def names(self, what: Claim, *, each_alone: bool) -> list[str]:
+        """Return the names of the plugins that have an effect, as `RunContext.claimants` does."""
+        return [str(plugin) for plugin, alone in self._by_effect.get(what, ()) if not (each_alone and alone)]

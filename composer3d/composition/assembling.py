@@ -336,7 +336,7 @@ def freeze(
         streams=streams,
         criterion=criterion,
     )
-    engine.scaler = hooks.grad_scaler(context)
+    engine.scaling.scaler = hooks.grad_scaler(context)
     recorders = hooks.recorders(context)
     context.freeze(
         recorders=(acting, *recorders) if recorders else (),

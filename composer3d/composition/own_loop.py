@@ -54,7 +54,7 @@ class OwnLoop:
     @property
     def has_grad_scaler(self) -> bool:
         """Whether a plugin scales the loss; gradients that are not finite are then its to find, and to skip."""
-        return self._engine.scaler is not None
+        return self._engine.scaling.scaler is not None
 
     @contextlib.contextmanager
     def without_grad_scaler(self) -> Iterator[None]:
@@ -62,12 +62,13 @@ class OwnLoop:
 
         A plugin's loss scaler would divide them by a scale that they were not multiplied with.
         """
-        scaler, self._engine.scaler, self._engine.is_plain = self._engine.scaler, None, True
+        scaling = self._engine.scaling
+        scaler, scaling.scaler, self._engine.is_plain = scaling.scaler, None, True
         try:
             with self._engine.units.trained():
                 yield
         finally:
-            self._engine.scaler, self._engine.is_plain = scaler, False
+            scaling.scaler, self._engine.is_plain = scaler, False
 
     def backward(self, loss: Any, *, last: bool | None = None) -> Tensor | None:
         """Run backward of a loss that the loop computed with `run.model`.

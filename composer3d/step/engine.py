@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d.errors import StepError
-from composer3d.interfaces import Batch, GradScaler
+from composer3d.interfaces import Batch
 from composer3d.observation.flight_recorder import Flight
 from composer3d.step import gradients
 from composer3d.step.accumulated_steps import AccumulatedSteps
@@ -20,6 +20,7 @@ from composer3d.step.microbatches import cut
 from composer3d.step.optimizer_in_backward import BackwardStepper
 from composer3d.step.own_forward import OwnForward
 from composer3d.step.own_steps import OwnSteps
+from composer3d.step.scaling import Scaling
 from composer3d.step.step_state import StepState
 from composer3d.step.unit_record import UnitRecord
 from composer3d.transform import StepAction, StepPoint
@@ -60,7 +61,7 @@ class StepEngine:
         self.units = UnitRecord(context, guard, flight, left=self.leave_own_forward)
         self.own_steps = OwnSteps(lambda number: self.step(number, None))
         self.is_plain = self.is_stepping = False  # plain: the loop knows that its backwards are not this composition's
-        self.scaler: GradScaler | None = None
+        self.scaling = Scaling()
         self.stepper: BackwardStepper | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.state: StepState | None = None
@@ -81,7 +82,8 @@ class StepEngine:
         self.own_steps.next = number + 1
         self._ledger.clear()
         self._call = self._num_forwards = self.own_steps.num_backwards = self._seen = 0
-        self._used, self.is_stepping, self._own, self._applied = False, False, None, 1.0
+        self._used, self.is_stepping, self._own = False, False, None
+        self.scaling.begin()
         self.streams.begin(number)
         try:
             with self.explaining(), context.span("step", step=number), self.units.over("step", number):
@@ -184,11 +186,7 @@ class StepEngine:
         """Compute the loss of one micro-batch, record it, and return what its backward starts from."""
         if self._evaluating:
             return self._ledger.record(self.criterion.loss_of_evaluation(output, target, equal=self._equal))
-        return self._scale(self._ledger.scaled(self.criterion.loss(output, target, equal=self._equal)))
-
-    def _scale(self, loss: Tensor) -> Tensor:
-        loss = loss if self._applied == 1.0 else loss * self._applied  # as the gradients that it adds to
-        return loss if self.scaler is None else self.scaler.scale(loss)
+        return self.scaling.scale(self._ledger.scaled(self.criterion.loss(output, target, equal=self._equal)))
 
     def _settle(self, state: StepState, num_microbatches: int) -> Tensor:
         with self._context.span("all_reduce", group="loss", axis="world"):
@@ -209,11 +207,8 @@ class StepEngine:
         return loss
 
     def _correct(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Divide gradients by the count so far, as far as losses were not: code that reads them finds means."""
-        wanted = 1.0 if self._own is not None and self._own.is_scaled else self._ledger.correction
-        if wanted != self._applied:
-            gradients.scale_(parameters, wanted / self._applied)
-            self._applied = wanted
+        is_scaled = self._own is not None and self._own.is_scaled
+        self.scaling.correct(parameters, 1.0 if is_scaled else self._ledger.correction)
 
     # ---- a loop's own forward ----------------------------------------------------------------------------------------
 
@@ -263,7 +258,7 @@ class StepEngine:
         state.forward_done = True
         self.begin_microbatch(self._own.calls - 1, last)
         with self._context.span("backward"), self.streams.kept(), self.units.trained():
-            self._scale(self._ledger.scaled(loss)).backward()
+            self.scaling.scale(self._ledger.scaled(loss)).backward()
         self._gathered = False
         self.end_microbatch()
         state.forward_done = False
@@ -330,7 +325,7 @@ class StepEngine:
         gradients.settle_partial(parameters)
         self._correct(parameters)
         self._at(StepPoint.GRADIENTS_REDUCED)
-        self._overflow = self.scaler is not None and self._unscale()
+        self.scaling.unscale(self.optimizer)
         self._at(StepPoint.UNSCALED)
         return parameters
 
@@ -338,12 +333,6 @@ class StepEngine:
         """Return parameters with their final gradients, and record `max_norm`, which the next step compares."""
         self.loop.clip_norm = float(max_norm)
         return self.gradients_ready("clip_grad_norm_")
-
-    def _unscale(self) -> bool:
-        assert self.scaler is not None
-        if self.optimizer is None:
-            raise StepError("a loss scaler needs run.optimizer(...) before the first step")
-        return self.scaler.unscale_(self.optimizer)
 
     def optimizer_step(self, inner: Callable[[], Any]) -> Any:
         """Run an optimizer step, unless some rank vetoes it."""
@@ -361,15 +350,14 @@ class StepEngine:
             for point in (StepPoint.AFTER_OPTIMIZER, StepPoint.PARAMETERS_SYNCHRONISED, StepPoint.PARAMETERS_FINAL):
                 self._at(point)
         self.is_stepping = False
-        if self.scaler is not None:
-            self.scaler.update("grad_scaler" in state.vetoes)
+        self.scaling.update(state.vetoes)
         self.own_steps.close()
         return None if state.vetoes else result
 
     def _decide(self, state: StepState) -> tuple[str, ...]:
         """Ask every DECIDE action; one veto counts for all ranks. Collectives: one all-reduce, if any can veto."""
         votes = {action.name: action.run(state) is not None for action in self.actions[StepPoint.DECIDE]}
-        votes |= {} if self.scaler is None else {"grad_scaler": self._overflow}
+        votes |= {} if self.scaling.scaler is None else {"grad_scaler": self.scaling.overflow}
         if not votes:
             return ()
         with self._context.span("all_reduce", group="votes", axis="world"):
