@@ -137,6 +137,7 @@ class RunContext:
                 changes gradients between the backward and the optimizer. "moved_gradients": it moves them elsewhere
                 before they are reduced. "first_step": its first step differs from the others, which a plan traces.
                 "depth": its effect on a block depends on the number of blocks: a plan traces all of them.
+                "samples": it places batches, and leaves some of their samples to other ranks.
             by: The plugin.
             each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is final.
 

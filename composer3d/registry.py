@@ -35,7 +35,7 @@ GROUP = "composer3d"  # of entry points, and pluggy's project
 TABLE_CONFIG = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 C = TypeVar("C", bound=type)
 # Effects of a plugin on a step; only one plugin may have each of the first two.
-Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth"]
+Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth", "samples"]
 
 
 @dataclass(frozen=True, kw_only=True)

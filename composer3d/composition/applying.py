@@ -60,6 +60,17 @@ def _is_of_experts(fqn: str, context: RunContext) -> bool:
 
 
 def _apply(transform: Transform, fqns: Sequence[str], context: RunContext) -> None:
+    trained = _num_trained(context)
+    _apply_to_parts(transform, fqns, context)
+    if trained and not _num_trained(context) and context.layout.degree(Role.STAGE) == 1:  # stages may have none
+        raise TransformError(f"{transform.name} leaves no parameter to train: it froze all {trained} that were left")
+
+
+def _num_trained(context: RunContext) -> int:
+    return sum(parameter.requires_grad for part in context.parts for parameter in part.module.parameters())
+
+
+def _apply_to_parts(transform: Transform, fqns: Sequence[str], context: RunContext) -> None:
     for part in context.parts:
         before = _names(part.module)
         have = before | {fqn for fqn, _ in part.module.named_modules()}

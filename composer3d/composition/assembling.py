@@ -66,7 +66,7 @@ class Assembled:
     control_device: torch.device
     place_batch: tuple[Callable[..., Any], ...]
     observe_batch: tuple[Callable[..., Any], ...]
-    measures: tuple[Callable[..., Any], ...]
+    measures: tuple[Bound, ...]
     metric_sinks: tuple[Callable[..., Any], ...]
     states: Mapping[str, Mapping[str, Stateful]]
     acting: span_hooks.Acting
@@ -96,7 +96,7 @@ class Assembled:
     def reported(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Pass a step's metrics to every plugin that takes them, and return them."""
         for function in self.metric_sinks:
-            function(context=self.context, step=step, metrics=metrics)
+            function(context=self.context, step=step, metrics=dict(metrics))  # what one changes is its own
         return metrics
 
 
@@ -365,7 +365,7 @@ def freeze(
         control_device=device,
         place_batch=functions(hooks.place_batch()),
         observe_batch=functions(hooks.observe_batch()),
-        measures=functions(hooks.measure()),
+        measures=tuple((by, acting.named(by.name, function)) for by, function in hooks.measure()),
         metric_sinks=functions(hooks.metrics()),
         states=acting.states(states),
         acting=acting,

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,7 +24,7 @@ from composer3d.errors import (
     Problem,
     TransformError,
 )
-from composer3d.hooks import Hooks, blamed
+from composer3d.hooks import Hooks, blamed, blamed_listing
 from composer3d.initialisation import Attachments, WeightsOnDisk
 from composer3d.mesh import Layout, Role
 from composer3d.registry import Registered
@@ -262,13 +262,10 @@ def _select(preparation: Preparation) -> None:
     """Let every transform choose its modules on the whole model."""
     context, problems = preparation.context, preparation.problems
     collected: list[tuple[Registered, Transform]] = []
-    for hook, (registered, function) in preparation.hooks.transforms():
+    for registered, function in preparation.hooks.transforms():
         with _asking(problems, registered, context):
             answer = function(context=context)
             for transform in answer if isinstance(answer, list | tuple) else (answer,):
-                if transform is not None and not isinstance(transform, Transform):
-                    kind = type(transform).__name__
-                    raise PluginError(f"{registered.name} answers {hook} with a value of type {kind}, not a Transform")
                 if transform is not None:
                     collected.append((registered, _blaming(registered, transform)))
     by_name = {transform.name: registered for registered, transform in collected}
@@ -330,10 +327,13 @@ def _asking(problems: list[Problem], registered: Registered, context: RunContext
 
 def _blaming(registered: Registered, transform: Transform) -> Transform:
     """Return a transform whose functions raise errors that name the plugin."""
-    select = blamed(registered, f'select of the transform "{transform.name}"', transform.select)
-    apply = blamed(registered, f'apply of the transform "{transform.name}"', transform.apply)
-    name, rows = f'rows of the transform "{transform.name}"', transform.rows
-    return replace(transform, select=select, apply=apply, rows=None if rows is None else blamed(registered, name, rows))
+    of = f'of the transform "{transform.name}"'
+    select = blamed_listing(registered, f"select {of}", transform.select)
+    apply = blamed_listing(registered, f"apply {of}", transform.apply)
+    rows, returns = transform.rows, Mapping[str, Sequence[str]]
+    if rows is not None:
+        rows = blamed(registered, f"rows {of}", rows, returns=returns)
+    return replace(transform, select=select, apply=apply, rows=rows)
 
 
 def _at_plugin(registered: Registered, context: RunContext, error: ComposerError) -> Problem:

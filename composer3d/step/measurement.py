@@ -19,7 +19,7 @@ __all__ = ["measure"]
 
 def measure(
     context: RunContext,
-    functions: Sequence[Callable[..., Any]],
+    functions: Sequence[tuple[Any, Callable[..., Any]]],
     step: int,
     device: torch.device,
     taken: Collection[str] = (),
@@ -29,7 +29,7 @@ def measure(
     Collectives: one all-gather of one number a metric; none without metrics.
 
     Args:
-        functions: Frozen implementations of `composer3d_measure`.
+        functions: Frozen implementations of `composer3d_measure`, each with its plugin.
         step: Number of the step.
         device: Of the gathered numbers.
         taken: Names of the run's own metrics.
@@ -37,16 +37,22 @@ def measure(
     Raises:
         QueryError: Two metrics have one name, or one has a name of the run's own.
     """
-    metrics: list[Metric] = [metric for function in functions for metric in function(context=context, step=step) or ()]
+    metrics: list[Metric] = []
+    owners: dict[str, Any] = {}
+    for plugin, function in functions:
+        for metric in function(context=context, step=step) or ():
+            if metric.name in owners:
+                raise QueryError(
+                    f'{owners[metric.name]} and {plugin} both measure "{metric.name}"; one would overwrite the other'
+                )
+            if metric.name in {"step", *taken}:
+                raise QueryError(
+                    f'{plugin} measures "{metric.name}", which is a metric of the run itself; give it another name'
+                )
+            owners[metric.name] = plugin
+            metrics.append(metric)
     if not metrics:
         return {}
-    if len({metric.name for metric in metrics}) < len(metrics):
-        names = [metric.name for metric in metrics]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise QueryError(f'two plugins measure "{twice}"; one would overwrite the other')
-    own_name = next((metric.name for metric in metrics if metric.name in {"step", *taken}), None)
-    if own_name is not None:
-        raise QueryError(f'a plugin measures "{own_name}", which is a metric of the run itself; give it another name')
     import torch
     import torch.distributed as dist
 

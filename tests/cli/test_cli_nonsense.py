@@ -91,7 +91,7 @@ ALONE = {
     "profiling.own.use = 'bad_plugin:Raises'": "composer3d_configure of own raised ZeroDivisionError: by a "
     "plugin, at {folder}/bad_plugin.py:6",
     "sharding.own.use = 'bad_plugin:Exits'": "composer3d_shard of own raised SystemExit, at {folder}/bad_plugin.py:10",
-    "precision.own.use = 'bad_plugin:Answers'": "own answers composer3d_convert with a value of type str, not a",
+    "precision.own.use = 'bad_plugin:Answers'": "composer3d_convert of own returned 'nonsense', not a Transform, ",
 }
 FILES = {
     "bad_exit.py": "raise SystemExit(0)\n",

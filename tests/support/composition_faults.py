@@ -257,8 +257,14 @@ class Forgetful:
     @hookimpl
     def composer3d_optimizer(self, context, cls, groups):
         names = {id(p): fqn for fqn, p in context.named_parameters()}
-        kept = [p for group in groups for p in group["params"] if "norm" not in names[id(p)]]
-        return cls([{**groups[0], "params": kept}])
+        made = cls(groups)
+
+        def drop(optimizer, args, kwargs):
+            for group in optimizer.param_groups:
+                group["params"] = [p for p in group["params"] if "norm" not in names[id(p)]]
+
+        made.register_step_pre_hook(drop)
+        return made
 
 
 @plugin(family="communication")

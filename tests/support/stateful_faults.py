@@ -328,6 +328,10 @@ class Placing:
     """Hands the model less than the batch: the last sample is left out."""
 
     @hookimpl
+    def composer3d_configure(self, context):
+        context.claim("samples", by=self)
+
+    @hookimpl
     def composer3d_place_batch(self, context, batch):
         return Batch(args=(batch.args[0][:-1],), target=batch.target[:-1])
 

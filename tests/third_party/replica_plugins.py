@@ -30,6 +30,10 @@ class Replicas:
     present: list[list[int]]
 
     @hookimpl
+    def composer3d_configure(self, context):
+        context.claim("samples", by=self)
+
+    @hookimpl
     def composer3d_place_batch(self, context, batch):
         members = self.present[context.state[self]]
 

@@ -1,10 +1,8 @@
-"""The plugins of one run as typed calls, one method a hook, over pluggy, which nothing else sees."""
+"""Typed calls of hooks, one method a hook, over pluggy, which nothing else sees; answers are checked."""
 
 from __future__ import annotations
 
-import functools
 import inspect
-import traceback
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
@@ -12,19 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from composer3d.errors import (
-    ComposerError,
-    HookError,
-    PluginError,
-    QueryError,
-    describe_error,
-    is_interrupt,
-    is_of_raise,
-)
+from composer3d.errors import PluginError, QueryError
+from composer3d.hooks.blame import Returned, blamed_action, checked
 from composer3d.hookspecs import HookSpecs
-from composer3d.initialisation.source_lines import is_torch, place_of_error
-from composer3d.interfaces import LayoutTraits
-from composer3d.observation import lost_a_peer
+from composer3d.interfaces import GradScaler, LayoutTraits, Stateful
 from composer3d.registry import GROUP, Registered
 from composer3d.transform import StepAction
 
@@ -36,18 +25,16 @@ if TYPE_CHECKING:
     from composer3d.interfaces import (
         Action,
         Dtypes,
-        GradScaler,
         LossFunction,
         ParameterMesh,
         Part,
         Recorder,
         Schedule,
         Split,
-        Stateful,
     )
     from composer3d.mesh import GroupOptions
 
-__all__ = ["Bound", "Hooks", "blamed"]
+__all__ = ["Bound", "Hooks"]
 
 # Hooks that give transforms, in the order in which they are asked; the transforms' own order is declared by them.
 _TRANSFORMS = ("composer3d_convert", "composer3d_shard", "composer3d_reschedule", "composer3d_collectives")
@@ -58,7 +45,8 @@ class Hooks:
     """The plugins of one run.
 
     Queries ask every implementation and take one answer; they raise `QueryError` where two plugins gave different ones.
-    What a hook raises that is no ComposerError becomes a `HookError`, which names plugin, table and hook.
+    What a hook raises that is no ComposerError becomes a `HookError`, which names plugin, table and hook; so does an
+    answer that is not of the type that the hook's spec states, or that cannot be used.
 
     Args:
         plugins: Of the manifest.
@@ -108,12 +96,7 @@ class Hooks:
         found: list[tuple[Registered, StepAction]] = []
         for registered, answer in self._call("composer3d_step_actions", context=context):
             for action in answer if isinstance(answer, Sequence) else (answer,):
-                if not isinstance(action, StepAction):
-                    kind = type(action).__name__
-                    raise PluginError(
-                        f"{registered}: answers composer3d_step_actions with a value of type {kind}, not a StepAction"
-                    )
-                found.append((registered, replace(action, run=_blamed_action(registered, action))))
+                found.append((registered, replace(action, run=blamed_action(registered, action))))
         return found
 
     def layout(self, degrees: Mapping[str, int]) -> LayoutTraits:
@@ -142,13 +125,15 @@ class Hooks:
 
     def grad_scaler(self, context: RunContext) -> GradScaler | None:
         """Query: the loss scaler."""
-        return self._query("composer3d_grad_scaler", context=context)
+        answers = self._answers("composer3d_grad_scaler", context=context)
+        return next((Returned(by, "composer3d_grad_scaler", GradScaler, made) for by, made in answers), None)
 
     def optimizer(
         self, context: RunContext, cls: type[Optimizer], groups: Sequence[Mapping[str, Any]]
     ) -> tuple[str, Optimizer] | None:
         """Query: the optimizer in place of `cls(groups)`, with the plugin's name."""
-        return self._answer("composer3d_optimizer", context=context, cls=cls, groups=groups)
+        answers = self._answers("composer3d_optimizer", context=context, cls=cls, groups=groups)
+        return next(((registered.name, made) for registered, made in answers), None)
 
     # ---- communication -----------------------------------------------------------------------------------------------
 
@@ -186,13 +171,16 @@ class Hooks:
 
     def states(self, context: RunContext) -> dict[str, Mapping[str, Stateful]]:
         """Return what is saved with a checkpoint, by plugin."""
-        return {registered.name: states for registered, states in self._call("composer3d_state", context=context)}
+        return {
+            by.name: {name: Returned(by, "composer3d_state", Stateful, state) for name, state in states.items()}
+            for by, states in self._call("composer3d_state", context=context)
+        }
 
     # ---- of several hooks --------------------------------------------------------------------------------------------
 
-    def transforms(self) -> tuple[tuple[str, Bound], ...]:
-        """Return who declares transforms, by the hook that does."""
-        return tuple((hook, bound) for hook in _TRANSFORMS for bound in self._bound(hook))
+    def transforms(self) -> tuple[Bound, ...]:
+        """Return who declares transforms."""
+        return tuple(bound for hook in _TRANSFORMS for bound in self._bound(hook))
 
     def asked(self, hook: str) -> tuple[Bound, ...]:
         """Return the implementations of a hook one by one, for `check`, which goes on after one that fails."""
@@ -260,7 +248,7 @@ class Hooks:
         by_plugin = {impl.plugin_name: impl for impl in getattr(self._manager.hook, hook).get_hookimpls()}
         specified = tuple(inspect.signature(getattr(HookSpecs, hook)).parameters)[1:]
         return tuple(
-            (registered, blamed(registered, hook, _bind(by_plugin[registered.name], specified)))
+            (registered, checked(registered, hook, _bind(by_plugin[registered.name], specified)))
             for registered in self.plugins
             if registered.name in by_plugin
         )
@@ -271,12 +259,11 @@ class Hooks:
         return [(registered, answer) for registered, answer in answers if answer is not None]
 
     def _query(self, hook: str, **arguments: Any) -> Any | None:
-        """Ask for one answer; see `_answer`."""
-        answer = self._answer(hook, **arguments)
-        return None if answer is None else answer[1]
+        """Ask for one answer; see `_answers`."""
+        return next((answer for _, answer in self._answers(hook, **arguments)), None)
 
-    def _answer(self, hook: str, **arguments: Any) -> tuple[str, Any] | None:
-        """Ask for one answer, and who gives it.
+    def _answers(self, hook: str, **arguments: Any) -> list[tuple[Registered, Any]]:
+        """Ask for one answer; return it, if there is one, with who gives it.
 
         Raises:
             QueryError: Two plugins gave different ones.
@@ -286,65 +273,7 @@ class Hooks:
             if not _agree(answer, answers[0][1]):
                 about = f' for "{arguments["fqn"]}"' if "fqn" in arguments else ""
                 raise QueryError(f"{answers[0][0]} and {other} both answer {hook}{about}; remove one of them")
-        return (answers[0][0].name, answers[0][1]) if answers else None
-
-
-def blamed(registered: Registered, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function of a plugin that raises `HookError` for what is no ComposerError.
-
-    A lost peer, memory that ran out and Ctrl-C are nothing of the plugin's and pass as they are.
-
-    Args:
-        registered: Whose it is.
-        name: Of the hook, or what the function is, for the message.
-        function: Of the hook, or one that it returned.
-    """
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except BaseException as error:
-            if (found := _hook_error(error, registered, name)) is None:
-                raise
-            raise found from error
-
-    return call
-
-
-def _blamed_action(registered: Registered, action: StepAction) -> Callable[[Any], str | None]:
-    """Return a step action as `blamed` does, taking one argument: steps call many of them."""
-    run, name = action.run, f'the step action "{action.name}"'
-
-    @functools.wraps(run)
-    def call(state: Any) -> str | None:
-        try:
-            return run(state)
-        except BaseException as error:
-            if (found := _hook_error(error, registered, name)) is None:
-                raise
-            raise found from error
-
-    return call
-
-
-def _hook_error(error: BaseException, registered: Registered, name: str) -> HookError | None:
-    """Return the error to raise in place of what a plugin's function raised; None where that passes as it is."""
-    if isinstance(error, ComposerError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        return None
-    if is_interrupt(error) or lost_a_peer(error):
-        return None
-    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
-    is_torchs = is_torch(innermost) or (isinstance(error, RuntimeError) and not is_of_raise(error))
-    # What a plugin remembers may be there in runs alone.
-    is_memory = isinstance(error, KeyError) and error.args[:1] == (registered.instance,)
-    place = place_of_error(error).removesuffix(": ")
-    return HookError(
-        f"{name} of {registered.name} raised {describe_error(error)}, at {place}",
-        path=(registered.info.family, registered.name),
-        place=registered.place,
-        is_own=not is_torchs and not is_memory,
-    )
+        return answers[:1]
 
 
 def _agree(one: Any, other: Any) -> bool:

@@ -1,0 +1,8 @@
+"""The plugins of one run as typed calls, one method a hook, whose answers are checked against the spec."""
+
+from __future__ import annotations
+
+from composer3d.hooks.blame import blamed, blamed_listing
+from composer3d.hooks.typed_calls import Bound, Hooks
+
+__all__ = ["Bound", "Hooks", "blamed", "blamed_listing"]

@@ -1,0 +1,144 @@
+"""Functions and objects of plugins whose errors, and whose results that are none, name the plugin."""
+
+from __future__ import annotations
+
+import functools
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from composer3d.errors import ComposerError, HookError, describe_error, is_interrupt, is_of_raise
+from composer3d.hooks.answers import Fault, fault_of, mismatch, returned_by
+from composer3d.initialisation.source_lines import is_torch, place_of_error
+from composer3d.observation import lost_a_peer
+from composer3d.transform import StepPoint
+
+if TYPE_CHECKING:
+    from composer3d.registry import Registered
+    from composer3d.transform import StepAction
+
+__all__ = ["Returned", "blamed", "blamed_action", "blamed_listing", "checked"]
+
+
+def checked(registered: Registered, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an implementation of a hook that raises `HookError` for what it raises, and for answers that are none.
+
+    A lost peer, memory that ran out and Ctrl-C are nothing of the plugin's and pass as they are.
+    """
+
+    @functools.wraps(function)
+    def answer(**arguments: Any) -> Any:
+        try:
+            value = function(**arguments)
+        except BaseException as error:
+            if (found := _hook_error(error, registered, hook)) is None:
+                raise
+            raise found from error
+        if value is not None:
+            _refuse(registered, hook, fault_of(hook, value, arguments))
+        return value
+
+    return answer
+
+
+def blamed(
+    registered: Registered, name: str, function: Callable[..., Any], *, returns: Any = Any
+) -> Callable[..., Any]:
+    """Return a function of a plugin that raises `HookError` as `checked` does.
+
+    Args:
+        registered: Whose it is.
+        name: What the function is, for the message.
+        function: That a hook returned.
+        returns: Type of its result.
+    """
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            value = function(*args, **kwargs)
+        except BaseException as error:
+            if (found := _hook_error(error, registered, name)) is None:
+                raise
+            raise found from error
+        if returns is not Any:
+            _refuse(registered, name, mismatch(value, returns))
+        return value
+
+    return call
+
+
+def blamed_action(registered: Registered, action: StepAction) -> Callable[[Any], str | None]:
+    """Return a step action as `blamed` does, taking one argument: steps call many of them."""
+    run, name, decides = action.run, f'the step action "{action.name}"', action.point is StepPoint.DECIDE
+
+    @functools.wraps(run)
+    def call(state: Any) -> str | None:
+        try:
+            value = run(state)
+        except BaseException as error:
+            if (found := _hook_error(error, registered, name)) is None:
+                raise
+            raise found from error
+        if decides:
+            _refuse(registered, name, mismatch(value, str | None))
+        return value
+
+    return call
+
+
+def blamed_listing(registered: Registered, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function of a plugin that returns names: a tuple of them, whatever it is that it iterates over."""
+
+    @functools.wraps(function)
+    def listed(*args: Any) -> Any:
+        value = function(*args)
+        return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes) else value
+
+    return blamed(registered, name, listed, returns=Sequence[str] | None)
+
+
+class Returned:
+    """An object of a plugin: what its methods raise, or answer wrongly, names the plugin.
+
+    Args:
+        registered: Whose it is.
+        hook: That returned it.
+        protocol: Whose methods are called.
+        instance: The object; attributes are its own.
+    """
+
+    def __init__(self, registered: Registered, hook: str, protocol: type, instance: Any) -> None:
+        self._instance = instance
+        for method, returns in returned_by(protocol).items():
+            made = blamed(registered, f"{hook}'s {method}", getattr(instance, method), returns=returns)
+            setattr(self, method, made)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._instance, name)
+
+
+def _refuse(registered: Registered, name: str, fault: Fault | None) -> None:
+    if fault is not None:
+        path = (registered.info.family, registered.name)
+        message = f"{name} of {registered.name} returned {fault}"
+        raise HookError(message, path=path, place=registered.place, is_own=True)
+
+
+def _hook_error(error: BaseException, registered: Registered, name: str) -> HookError | None:
+    """Return the error to raise in place of what a plugin's function raised; None where that passes as it is."""
+    if isinstance(error, ComposerError | MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return None
+    if is_interrupt(error) or lost_a_peer(error):
+        return None
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    is_torchs = is_torch(innermost) or (isinstance(error, RuntimeError) and not is_of_raise(error))
+    # What a plugin remembers may be there in runs alone.
+    is_memory = isinstance(error, KeyError) and error.args[:1] == (registered.instance,)
+    place = place_of_error(error).removesuffix(": ")
+    return HookError(
+        f"{name} of {registered.name} raised {describe_error(error)}, at {place}",
+        path=(registered.info.family, registered.name),
+        place=registered.place,
+        is_own=not is_torchs and not is_memory,
+    )
