@@ -110,7 +110,7 @@ class HookSpecs:
         """Shard or move a batch before it is split into micro-batches, for example its sequence. Frozen.
 
         Implementations see each other's results, in the order of plugin names. They see the arguments of forwards that
-        a loop runs itself, too.
+        a loop runs itself, too. Fewer samples than were passed are refused, unless the plugin claims "samples".
 
         Args:
             context: Complete.
@@ -261,7 +261,7 @@ class HookSpecs:
             groups: Parameter groups with all hyperparameters.
 
         Returns:
-            A real `torch.optim.Optimizer`, or None. If its state is not plain tensors sharded as their parameters are,
+            A real `torch.optim.Optimizer` that steps every parameter of `groups`, or None. If its state is not plain tensors sharded as their parameters are,
                 it
             has a method `plain_state(*, write: bool)` that returns a context in which it is, for checkpoints; with
             `write` what was filled in is taken back at the end.
@@ -346,8 +346,8 @@ class HookSpecs:
     def composer3d_configure(self, context: RunContext) -> None:
         """Look at the run before anything is built; raise a ComposerError to refuse it.
 
-        A plugin that will make the optimizer, scale the loss, need gradients after the backward, or move them before
-        they are reduced claims so here (`context.claim`), so that `check` finds plugins that it conflicts with.
+        A plugin that will make the optimizer, scale the loss, need gradients after the backward, move them before they
+        are reduced, or leave samples of a batch to others claims so here (`context.claim`), so that `check` finds plugins that it conflicts with.
 
         Args:
             context: `context.purpose` is run, check, plan or verify: outside run open no file, port or socket.

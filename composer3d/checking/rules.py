@@ -49,6 +49,7 @@ __all__ = [
 # More layers are a slip of the pen; a factory would make them for hours, and be ended after its minute.
 _MOST_LAYERS = 1 << 16
 _LAYERS = re.compile(r"(num|n)_?\w*(layers?|blocks?)|depth")
+_MOST_MICROBATCHES = 100_000  # in a step: minutes of the fastest forwards
 # Text below this size is read whole: a fraction of a second, and binary files are found too.
 _READ_BYTES = 1 << 26
 
@@ -243,14 +244,19 @@ def _probe(table: DataTable, folder: Path) -> None:
 
 
 def batch_problems(manifest: Manifest, layout: Layout) -> list[Problem]:
-    """Check that global batches divide into micro-batches of all data-parallel ranks."""
+    """Check that global batches divide into micro-batches of all data-parallel ranks, and not into millions."""
     from composer3d.runner import BatchSize
 
     try:
-        BatchSize(manifest.tables["train"], degree=layout.degree(Role.BATCH)).check(manifest)
+        sizes = BatchSize(manifest.tables["train"], degree=layout.degree(Role.BATCH))
+        sizes.check(manifest)
     except ManifestError as error:
         return list(error.problems)
-    return []
+    count = sizes.largest // ((manifest.tables["train"].microbatch or 1) * layout.degree(Role.BATCH))
+    if count <= _MOST_MICROBATCHES:
+        return []
+    message = f"global_batch = {sizes.largest} is {count:,} micro-batches on every rank, one after the other, in a step"
+    return [manifest.document.problem(("train", "global_batch"), message, severity="warning")]
 
 
 def optimizer_problems(manifest: Manifest) -> list[Problem]:
@@ -321,7 +327,22 @@ def step_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]
     if not any(transform.phase is Phase.CONVERT for transform, _ in preparation.selected):  # which may add parameters
         untrained = untrained_problem(manifest, preparation.model.named_parameters())
         found += [] if untrained is None else [untrained]
-    return [*found, *_matrix_problems(manifest, preparation)]
+    return [*found, *_matrix_problems(manifest, preparation), *_empty_parameters(manifest, preparation)]
+
+
+def _empty_parameters(manifest: Manifest, preparation: Preparation) -> list[Problem]:
+    """Warn of parameters without elements: a size that the model was given is probably 0."""
+    found = [fqn for fqn, parameter in preparation.model.named_parameters() if not parameter.numel()]
+    if not found:
+        return []
+    more = f" and {len(found) - 1} others" if len(found) > 1 else ""
+    zero = next(
+        (key for key, value in manifest.tables["model"].args.items() if value == 0 and value is not False), None
+    )
+    path = ("model", "use") if zero is None else ("model", "args", zero)
+    cause = "" if zero is None else f"{zero} = 0: "
+    message = f'{cause}parameters without elements, "{found[0]}"{more}, which nothing can train'
+    return [manifest.document.problem(path, message, severity="warning")]
 
 
 def _matrix_problems(manifest: Manifest, preparation: Preparation) -> list[Problem]:

@@ -265,12 +265,6 @@ def _offload_policy(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault
         yield Fault(found=_shown(answer, ()), allowed="an OffloadPolicy of torch.distributed.fsdp")
 
 
-def _load_parameter(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]:
-    found, wanted = tuple(answer.shape), tuple(arguments["tensor"].shape)
-    if found != wanted:
-        yield Fault(found=f'a tensor of shape {found} for "{arguments["fqn"]}"', allowed=f"one of shape {wanted}")
-
-
 def _place_batch(answer: Batch, arguments: Mapping[str, Any]) -> Iterable[Fault]:
     given, found = (_num_samples([batch.args, batch.kwargs, batch.target]) for batch in (arguments["batch"], answer))
     if found < given and not arguments["context"].claimants("samples"):
@@ -304,7 +298,6 @@ def _optimizer(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]:
 _VALUES: Mapping[str, Callable[[Any, Mapping[str, Any]], Iterable[Fault]]] = {
     "composer3d_dtypes": _dtypes,
     "composer3d_group_options": _group_options,
-    "composer3d_load_parameter": _load_parameter,
     "composer3d_measure": _measure,
     "composer3d_offload_policy": _offload_policy,
     "composer3d_optimizer": _optimizer,

@@ -13,6 +13,7 @@ from composer3d.manifest.secret import Secret, hide
 from composer3d.manifest.sources import kind_of_file, shipped
 from composer3d.manifest.tables import (
     CORE_TABLES,
+    MOST_SAMPLES,
     TABLE_CONFIG,
     MeshTable,
     ModelTable,
@@ -25,6 +26,7 @@ from composer3d.manifest.toml_writer import dump, inline
 from composer3d.manifest.wording import expected
 
 __all__ = [
+    "MOST_SAMPLES",
     "CORE_TABLES",
     "Document",
     "Expression",

@@ -14,6 +14,7 @@ from composer3d.manifest.validation import validate
 from composer3d.registry import TABLE_CONFIG
 
 __all__ = [
+    "MOST_SAMPLES",
     "CORE_TABLES",
     "TABLE_CONFIG",
     "Degree",
@@ -26,6 +27,7 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+MOST_SAMPLES = 1 << 28  # of one batch
 Degree: TypeAlias = Annotated[int, Field(ge=1)] | Literal[-1]
 
 
@@ -67,7 +69,7 @@ class MeshTable:
     cp: Degree | None = None
     tp: Degree | None = None
     ep: Degree | None = None
-    gpus_per_node: int | None = Field(default=None, ge=1)
+    gpus_per_node: int | None = Field(default=None, ge=1, le=1 << 10)
 
 
 @table
@@ -97,9 +99,9 @@ class TrainTable:
             blocks always do.
     """
 
-    microbatch: int | None = Field(default=None, ge=1)
-    global_batch: int | None = Field(default=None, ge=1)
-    seed: int = Field(default=0, ge=0)
+    microbatch: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
+    global_batch: int | None = Field(default=None, ge=1, le=MOST_SAMPLES)
+    seed: int = Field(default=0, ge=0, le=(1 << 63) - 1)
     random_numbers: Literal["auto", "samples", "ranks"] = "auto"
 
 

@@ -34,6 +34,7 @@ _BOUNDS = {
     "multiple_of": "a multiple of",
     "finite_number": "a finite number",
 }
+LARGEST = 10**12  # of integers without a bound of their own
 _AUTHORED = ("value_error", "assertion_error")
 
 
@@ -90,7 +91,9 @@ def validate(
         document.problem(base + path, f"{dotted(base + path)} must not be a date or time", hint="put it in quotes")
         for path in dates
     ]
-    mistaken = [fault for fault in _mistaken_literals(cls, value) if fault.path not in dates]
+    mistaken = [
+        fault for fault in (*_mistaken_literals(cls, value), *_meaningless(cls, value)) if fault.path not in dates
+    ]
     if mistaken:
         return None, problems + [_problem(document, base, fault) for fault in mistaken]
     try:
@@ -165,6 +168,42 @@ def _mistaken_literals(annotation: Any, value: Any, path: KeyPath = ()) -> Itera
             inside = _inside(member, key) if key in known or not known else None
             if inside is not None:
                 yield from _mistaken_literals(inside, item, (*path, key))
+
+
+def _meaningless(annotation: Any, value: Any, path: KeyPath = ()) -> Iterable[_Fault]:
+    """Yield texts that are empty, and integers so large that no bound was stated for them: slips of the pen."""
+    members = [bare(member) for member in alternatives(annotation)]
+    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for key, item in items:
+        for member in members:
+            known = fields(member)
+            inside = _inside(member, key) if key in known or not known else None
+            if inside is None:
+                continue
+            kinds = [bare(kind) for kind in alternatives(inside)]
+            fault = _Fault(
+                kind="",
+                context={},
+                said="",
+                path=(*path, key),
+                annotation=inside,
+                owner=member,
+                value=item,
+                union=None,
+            )
+            # An empty FQN in a list is the model itself.
+            if item == "" and known and str in kinds and "" not in (*choices(inside), known[key].default):
+                yield replace(fault, kind="string_too_short", context={"min_length": 1})
+            elif (
+                type(item) is int and item > LARGEST and int in kinds and float not in kinds and not _is_bounded(inside)
+            ):
+                yield replace(fault, kind="less_than_equal", context={"le": LARGEST})
+            yield from _meaningless(inside, item, (*path, key))
+
+
+def _is_bounded(annotation: Any) -> bool:
+    stated = [*getattr(annotation, "__metadata__", ()), *getattr(bare(annotation), "__metadata__", ())]
+    return any(getattr(bound, name, None) is not None for bound in stated for name in ("le", "lt"))
 
 
 def _trace(cls: type, value: Any, details: Any) -> _Fault:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, ValidationError, model_validator
 
 from composer3d.huggingface import Dtype, Weights
-from composer3d.manifest import Expression, SlowExpression, table
+from composer3d.manifest import MOST_SAMPLES, Expression, SlowExpression, table
 from composer3d.manifest import ModelTable as CoreModelTable
 from composer3d.manifest import TrainTable as CoreTrainTable
 from composer3d.runner.data import DataTable
@@ -118,8 +118,8 @@ class BatchRampTable:
         every: Optimizer steps between two additions.
     """
 
-    start: int = Field(ge=1)
-    step: int = Field(ge=1)
+    start: int = Field(ge=1, le=MOST_SAMPLES)
+    step: int = Field(ge=1, le=MOST_SAMPLES)
     every: int = Field(ge=1)
 
 
@@ -140,7 +140,7 @@ class TrainTable(CoreTrainTable):
             evaluation and checkpoint.
     """
 
-    microbatch: int | None = Field(default=1, ge=1)
+    microbatch: int | None = Field(default=1, ge=1, le=MOST_SAMPLES)
     steps: int = Field(ge=1)
     grad_clip: float = Field(default=1.0, gt=0, allow_inf_nan=True)
     batch_ramp: BatchRampTable | None = None
@@ -182,8 +182,8 @@ class OptimizerGroupTable:
     """
 
     match: str
-    lr: float | None = Field(default=None, ge=0)
-    weight_decay: float | None = Field(default=None, ge=0)
+    lr: float | None = Field(default=None, ge=0, le=1_000_000)
+    weight_decay: float | None = Field(default=None, ge=0, le=1_000_000)
     args: dict[str, Any] = Field(default_factory=dict)
 
     @model_validator(mode="after")
@@ -215,8 +215,8 @@ class OptimizerTable:
     """
 
     use: str = "adamw"
-    lr: float = Field(default=3e-4, ge=0)
-    weight_decay: float | None = Field(default=None, ge=0)
+    lr: float = Field(default=3e-4, ge=0, le=1_000_000)
+    weight_decay: float | None = Field(default=None, ge=0, le=1_000_000)
     betas: tuple[float, float] | None = None
     eps: float | None = Field(default=None, gt=0)
     momentum: float | None = Field(default=None, ge=0)

@@ -80,8 +80,20 @@ ALONE = {
     'extends = "large.toml"': '3:1: extends = "large.toml", which cannot be read: it is larger than 1 MiB',
     "mesh.dp_shard = 1000000000\nsharding.ddp = {}": "the degrees multiply to 1000000000 ranks, and 1048576 are",
     "mesh.tp = 1000000000\nsharding.tensor_parallel = {}": "the degrees multiply to 1000000000 ranks",
-    "train.global_batch = 4_000_000_000_000\nmesh.pp = 2\nscheduling.pipeline = {}": None,
-    "train.global_batch = 1_000_000_000\ntrain.batch_ramp = { start = 1, step = 1, every = 1 }": None,
+    "train.global_batch = 268_435_456\nmesh.pp = 2\nscheduling.pipeline = {}": None,
+    "train.global_batch = 268_435_456\ntrain.batch_ramp = { start = 1, step = 1, every = 1 }": None,
+    "train.global_batch = 4_000_000_000_000": "3:7: [train] train.global_batch must be at most 268435456, not 4",
+    "train.global_batch = 10_000_000": "3:7: warning: [train] global_batch = 10000000 is 10,000,000 micro-batches on "
+    "every rank, one after the other, in a step",
+    "train.microbatch = 1_000_000_000": "3:7: [train] train.microbatch must be at most 268435456, not 1000000000",
+    "data.workers = 1_000_000": "3:6: [data] data.workers must be at most 1024, not 1000000",
+    "checkpoint.keep = 10_000_000_000_000": "[checkpoint] checkpoint.keep must be at most 1000000000000, not ",
+    "optimizer.lr = 1e9": "3:11: [optimizer] optimizer.lr must be at most 1000000, not ",
+    'run.output = ""': "3:5: [run] run.output must have at least 1 character, not 0",
+    'optimizer.matrices = ""': "[optimizer] optimizer.matrices must have at least 1 character, not 0",
+    'profiling.wandb.name = ""': "[profiling.wandb] profiling.wandb.name must have at least 1 character, not 0",
+    'model = { use = "bad_calls:Sized", args = { size = 0 } }': "3:44: warning: [model.args] size = 0: parameters "
+    'without elements, "head.weight", which nothing can train',
     'optimizer.groups = [{ match = "(a+)+$" }]': 'match = "(a+)+$" finds no parameter of the model; it is a regular',
     'optimizer.no_decay = "(.*)*x"': None,
     'optimizer.groups = [{ match = "(" }]': 'match = "(" is not a regular expression: missing )',
@@ -91,7 +103,7 @@ ALONE = {
     "profiling.own.use = 'bad_plugin:Raises'": "composer3d_configure of own raised ZeroDivisionError: by a "
     "plugin, at {folder}/bad_plugin.py:6",
     "sharding.own.use = 'bad_plugin:Exits'": "composer3d_shard of own raised SystemExit, at {folder}/bad_plugin.py:10",
-    "precision.own.use = 'bad_plugin:Answers'": "composer3d_convert of own returned 'nonsense', not a Transform, ",
+    "precision.own.use = 'bad_plugin:Answers'": "composer3d_convert of own returned 'text', not a Transform, ",
 }
 FILES = {
     "bad_exit.py": "raise SystemExit(0)\n",
@@ -106,7 +118,12 @@ FILES = {
     "    def __init__(self):\n"
     "        super().__init__()\n"
     "        self.head = nn.Embedding(256, 256).requires_grad_(False)\n"
-    "    def forward(self, x): return self.head(x)\n",
+    "    def forward(self, x): return self.head(x)\n"
+    "class Sized(nn.Module):\n"
+    "    def __init__(self, size):\n"
+    "        super().__init__()\n"
+    "        self.head, self.out = nn.Embedding(256, size), nn.Parameter(__import__('torch').zeros(256))\n"
+    "    def forward(self, x): return self.head(x).sum(-1, keepdim=True) + self.out\n",
     "bad_plugin.py": """\
 from composer3d import hookimpl, plugin
 @plugin(family="profiling")

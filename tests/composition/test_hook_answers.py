@@ -101,7 +101,6 @@ NONSENSE = [
     ("dtypes", Dtypes(param="bfloat16"), "'bfloat16' as param, not a dtype or None"),
     ("dtypes", Dtypes(reduce=torch.int8), "torch.int8 as reduce, not a floating-point dtype"),
     ("load_parameter", np.zeros(3), "a value of type ndarray, not a Tensor or None"),
-    ("load_parameter", torch.zeros(1), 'a tensor of shape (1,) for "weight", not one of shape (2, 3)'),
     ("grad_scaler", Half(), f"a value of type Half, not {A_SCALER} or None"),
     ("optimizer", torch.optim.SGD, "the class SGD, not an Optimizer or None"),
     ("optimizer", {"lr": 0.1}, "a value of type dict, not an Optimizer or None"),

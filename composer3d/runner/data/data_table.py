@@ -11,6 +11,7 @@ from composer3d.manifest import table
 
 __all__ = ["DataTable"]
 
+_MOST_TOKENS = 1 << 30  # of one sample
 # Keys that mean something for one kind of source only, with the value that says nothing.
 _OF_USER: tuple[tuple[str, Any], ...] = (
     ("args", {}),
@@ -48,18 +49,18 @@ class DataTable:
     """
 
     use: str = Field(default="python_docs", min_length=1)
-    seq_len: int = Field(default=256, ge=1)
+    seq_len: int = Field(default=256, ge=1, le=_MOST_TOKENS)
     args: dict[str, Any] = Field(default_factory=dict)
     tokenizer: str | None = Field(default=None, min_length=1)
-    vocab_size: int | None = Field(default=None, ge=1)
+    vocab_size: int | None = Field(default=None, ge=1, le=1 << 32)
     order: Literal["shuffle", "sequential", "stream"] = "shuffle"
-    workers: int = Field(default=0, ge=0)
-    prefetch: int | None = Field(default=None, ge=1)
+    workers: int = Field(default=0, ge=0, le=1 << 10)
+    prefetch: int | None = Field(default=None, ge=1, le=1 << 10)
     pin_memory: bool = False
     padding: Literal["none", "longest", "seq_len", "multiple"] = "none"
-    pad_multiple: int | None = Field(default=None, ge=1)
-    pad_id: int = Field(default=0, ge=0)
-    bucket: int = Field(default=0, ge=0)
+    pad_multiple: int | None = Field(default=None, ge=1, le=_MOST_TOKENS)
+    pad_id: int = Field(default=0, ge=0, lt=1 << 32)
+    bucket: int = Field(default=0, ge=0, le=1 << 20)
     evaluation_fraction: float = Field(default=0.05, ge=0, lt=1)
     dtype: Literal["uint16", "uint32"] | None = None
 

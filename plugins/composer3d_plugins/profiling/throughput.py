@@ -53,7 +53,7 @@ class Throughput:
         count_step: The how-manieth step's operations are counted, which takes longer; the first is 1, 0 counts none.
     """
 
-    window: int = Field(default=100, ge=1)
+    window: int = Field(default=100, ge=1, le=1 << 20, examples=[1])
     peak_tflops: float | None = Field(default=None, gt=0)
     count_step: int = Field(default=2, ge=0)
 

@@ -80,7 +80,7 @@ class DDP:
     static_graph: bool | None = None
     gradient_as_bucket_view: bool | None = None
     find_unused_parameters: bool | None = None
-    bucket_mib: float | None = Field(default=None, gt=0)
+    bucket_mib: float | None = Field(default=None, gt=0, le=1 << 20, examples=[])
     broadcast_buffers: bool | None = None
 
     @hookimpl

@@ -72,7 +72,7 @@ class QLoRA:
         scale_block: Scales that share a factor; fewer, where it does not divide the scales of a row; default 32.
     """
 
-    rank: int = Field(default=16, ge=1)
+    rank: int = Field(default=16, ge=1, le=1 << 16, examples=[1])
     alpha: float | None = Field(default=None, gt=0)
     dropout: float = Field(default=0.0, ge=0, lt=1)
     modules: tuple[str, ...] | None = None

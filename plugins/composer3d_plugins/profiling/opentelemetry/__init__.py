@@ -75,10 +75,10 @@ class OpenTelemetry:
     detail: Literal["step", "phase", "microbatch", "layer"] = "phase"
     every: int = Field(default=1, ge=1)
     rotate_steps: int = Field(default=1000, ge=1)
-    interval_s: float = Field(default=0.5, gt=0)
-    metrics_interval_s: float = Field(default=10.0, gt=0)
-    queue_size: int = Field(default=16384, ge=1)
-    timeout_s: float = Field(default=5.0, gt=0)
+    interval_s: float = Field(default=0.5, gt=0, le=86400, examples=[])
+    metrics_interval_s: float = Field(default=10.0, gt=0, le=86400, examples=[])
+    queue_size: int = Field(default=16384, ge=1, le=1 << 24, examples=[1])
+    timeout_s: float = Field(default=5.0, gt=0, le=86400, examples=[])
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:

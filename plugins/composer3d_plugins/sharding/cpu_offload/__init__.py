@@ -71,7 +71,7 @@ class CPUOffload:
 
     mode: Literal["optimizer", "gradients", "parameters", "all"] = "optimizer"
     parameters: tuple[str, ...] | None = None
-    piece_mib: float | None = Field(default=None, gt=0)
+    piece_mib: float | None = Field(default=None, gt=0, le=1 << 20, examples=[])
 
     @hookimpl
     def composer3d_layout(self, degrees: Mapping[str, int]) -> LayoutTraits:

@@ -42,9 +42,9 @@ class NVMeOffload:
     """
 
     folder: str | None = None
-    chunk_mib: float = Field(default=16.0, ge=BLOCK / MIB)
-    depth: int = Field(default=3, ge=1)
-    threads: int = Field(default=4, ge=1)
+    chunk_mib: float = Field(default=16.0, ge=BLOCK / MIB, le=1 << 16, examples=[BLOCK / MIB])
+    depth: int = Field(default=3, ge=1, le=1 << 10, examples=[1])
+    threads: int = Field(default=4, ge=1, le=1 << 10, examples=[1])
 
     @hookimpl
     def composer3d_configure(self, context: RunContext) -> None:
