@@ -261,9 +261,8 @@ class HookSpecs:
             groups: Parameter groups with all hyperparameters.
 
         Returns:
-            A real `torch.optim.Optimizer` that steps every parameter of `groups`, or None. If its state is not plain tensors sharded as their parameters are,
-                it
-            has a method `plain_state(*, write: bool)` that returns a context in which it is, for checkpoints; with
+            A real `torch.optim.Optimizer` that steps every parameter of `groups`, or None. If its state is not plain
+            tensors sharded as their parameters are, it has a method `plain_state(*, write: bool)` that returns a context in which it is, for checkpoints; with
             `write` what was filled in is taken back at the end.
         """
 
@@ -347,7 +346,8 @@ class HookSpecs:
         """Look at the run before anything is built; raise a ComposerError to refuse it.
 
         A plugin that will make the optimizer, scale the loss, need gradients after the backward, move them before they
-        are reduced, or leave samples of a batch to others claims so here (`context.claim`), so that `check` finds plugins that it conflicts with.
+        are reduced, or leave samples of a batch to others claims so here (`context.claim`), so that `check` finds
+        plugins that it conflicts with.
 
         Args:
             context: `context.purpose` is run, check, plan or verify: outside run open no file, port or socket.
