@@ -262,8 +262,8 @@ class HookSpecs:
 
         Returns:
             A real `torch.optim.Optimizer` that steps every parameter of `groups`, or None. If its state is not plain
-            tensors sharded as their parameters are, it has a method `plain_state(*, write: bool)` that returns a context in which it is, for checkpoints; with
-            `write` what was filled in is taken back at the end.
+            tensors sharded as their parameters are, it has a method `plain_state(*, write: bool)` that returns a
+            context in which it is, for checkpoints; with `write` what was filled in is taken back at the end.
         """
 
     # ---- communication -----------------------------------------------------------------------------------------------

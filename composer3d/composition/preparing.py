@@ -278,7 +278,12 @@ def _select(preparation: Preparation) -> None:
     for transform in ordered:
         registered = by_name[transform.name]
         with _asking(problems, registered, context):
+            before = _structure(preparation.model)
             fqns = tuple(transform.select(preparation.model, context) or ())
+            if _structure(preparation.model) != before:
+                raise TransformError(
+                    f"{transform.name} changes the model in select, which only chooses; do so in apply"
+                )
             if transform.may_be_empty and not fqns:
                 continue
             _check_selection(transform, fqns, context)
@@ -287,6 +292,10 @@ def _select(preparation: Preparation) -> None:
             if transform.rows is not None:
                 transform.rows(context)
             preparation.selected.append((transform, fqns))
+
+
+def _structure(model: nn.Module) -> list[tuple[str, int]]:
+    return [(fqn, id(module)) for fqn, module in model.named_modules()]
 
 
 def _check_selection(transform: Transform, fqns: tuple[str, ...], context: RunContext) -> None:

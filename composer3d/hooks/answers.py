@@ -225,7 +225,9 @@ def _group_options(answer: Any, arguments: Mapping[str, Any]) -> Iterable[Fault]
 
     names = [] if answer.backend is None else [part.rpartition(":")[2].lower() for part in answer.backend.split(",")]
     if not all(dist.is_backend_available(name) for name in names):
-        there = [name for name in dist.Backend.backend_list if dist.is_backend_available(name)]
+        # These two communicate with nobody.
+        real = [name for name in dist.Backend.backend_list if name not in ("undefined", "fake")]
+        there = [name for name in real if dist.is_backend_available(name)]
         yield Fault(found=f"{_quoted(answer.backend)} as backend", allowed=_either([f'"{name}"' for name in there]))
     if answer.timeout_s is not None and not 0 < answer.timeout_s <= _LONGEST_TIMEOUT_S:
         yield Fault(

@@ -110,7 +110,7 @@ NONSENSE = [
         'a SGD without 1 of 2 parameters, among them "weight", not an optimizer that steps all of `groups`',
     ),
     ("group_options", {"backend": "gloo"}, "a value of type dict, not a GroupOptions or None"),
-    ("group_options", GroupOptions(backend="nix"), "'nix' as backend, not \""),
+    ("group_options", GroupOptions(backend="nix"), "'nix' as backend, not \"gloo\""),
     ("group_options", GroupOptions(timeout_s=float("nan")), "nan as timeout_s, not seconds above 0, at most 1,000,000"),
     ("group_options", GroupOptions(timeout_s="3"), "'3' as timeout_s, not a number or None"),
     ("recorder", Half(), f"a value of type Half, not {A_RECORDER}"),
@@ -202,6 +202,13 @@ class Odd:
             return fqns
 
         applied = {"frozen": freeze, "text": lambda *_: "layers", "count": lambda *_: 3}.get(self.what)
+
+        def replace_layers(model, context):
+            model.layers = nn.Identity()
+            return ["layers"]
+
+        if self.what == "changing":
+            return Transform(name="odd", phase=Phase.CONVERT, select=replace_layers, apply=freeze)
         selected = {"selected": "layers", "numbers": [1]}.get(self.what, ["layers"])
         if applied is None and self.what not in ("selected", "numbers"):
             return None
@@ -241,6 +248,7 @@ LATER = {
     "numbers": 'select of the transform "odd" of odd returned 1 as item 0, not text',
     "text": "apply of the transform \"odd\" of odd returned 'layers', " + NAMES,
     "count": 'apply of the transform "odd" of odd returned 3, ' + NAMES,
+    "changing": "odd changes the model in select, which only chooses; do so in apply",
     "frozen": "odd leaves no parameter to train: it froze all 17 that were left",
 }
 
