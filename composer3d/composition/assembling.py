@@ -42,6 +42,7 @@ from composer3d.step.ledger import Ledger
 from composer3d.step.loop_state import replica_axes, shared_axes
 from composer3d.step.microbatches import to_device
 from composer3d.step.random_streams import Streams
+from composer3d.step.whole_operators import compute_whole_operators
 from composer3d.transform import Phase, StepAction, order
 
 if TYPE_CHECKING:
@@ -344,6 +345,7 @@ def freeze(
         microbatches=_microbatches(engine),
         streams=streams,
     )
+    compute_whole_operators(context)
     span_hooks.watch_sharding(context)
     unwatch = span_hooks.watch_operators(context, acting)
     loss_fn = streams.of_loss(engine.loss)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from composer3d import torch_compat
 from composer3d.composition import span_hooks
 from composer3d.composition.changed_models import refuse_passed_parameters
-from composer3d.composition.plain_states import shard_state
+from composer3d.composition.plain_states import refuse_replacing
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
 from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_shards
 from composer3d.errors import StepError
@@ -97,16 +97,23 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
 
 
 def _watch_loading(module: nn.Module, engine: StepEngine, context: RunContext) -> None:
-    """Let `load_state_dict` take the tensors of one device's model."""
+    """Let `load_state_dict`, of the model or of a module in it, take the tensors of one device's model."""
+    names = {id(each): f"{fqn}." if fqn else "" for fqn, each in module.named_modules()}
+    called: list[nn.Module] = []
 
     def loading(owner: nn.Module, state: dict[str, Any], prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
-        if owner is module:
+        if id(owner) in names and not prefix:
+            called[:] = [owner]
             let_go(context.parts)
-            shard_state(module, state, prefix, context, assigns=bool(metadata.get("assign_to_params_buffers")))
+            assigns = bool(metadata.get("assign_to_params_buffers"))
+            refuse_replacing(owner, state, within=names[id(owner)], assigns=assigns)
 
     def loaded(owner: nn.Module, _: Any) -> None:
-        if owner is module and (engine.state is None or engine.own_steps.is_open):
-            engine.parameters_loaded()
+        if called and owner is called[0]:
+            called.clear()
+            if engine.state is None or engine.own_steps.is_open:
+                engine.parameters_loaded()
 
-    module.register_load_state_dict_pre_hook(loading)
-    module.register_load_state_dict_post_hook(loaded)
+    for each in module.modules():
+        each.register_load_state_dict_pre_hook(loading)
+        each.register_load_state_dict_post_hook(loaded)

@@ -1,34 +1,29 @@
-"""Plain state dicts, of one device's model, loaded into a model whose parameters are sharded."""
+"""Plain state dicts, of one device's model, that cannot be loaded into a model whose parameters are sharded.
+
+Others are: a whole tensor that is copied into a parameter is sharded there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from composer3d import initialisation
 from composer3d.errors import StepError
-from composer3d.initialisation.parameter_order import StoredOrders
 from composer3d.torch_compat import is_wrapper_subclass
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from composer3d.context import RunContext
-
-__all__ = ["shard_state"]
+__all__ = ["refuse_replacing"]
 
 
-def shard_state(module: nn.Module, state: dict[str, Any], prefix: str, context: RunContext, *, assigns: bool) -> None:
-    """Replace the full tensors of a state dict by DTensors of this rank's shards, in place.
-
-    Memory: of every tensor this rank's shard, a second time until it is copied. Collectives: none; all ranks hold the
-    full tensors.
+def refuse_replacing(module: nn.Module, state: Mapping[str, Any], *, within: str, assigns: bool) -> None:
+    """Refuse a state dict whose tensors would take the place of sharded ones, or cannot be copied into them.
 
     Args:
-        module: The whole model, resharded.
-        state: As `load_state_dict` was given it; tensors that are DTensors stay.
-        prefix: Of its keys.
-        context: Knows the order in which sharded rows are kept.
+        module: Of the composed model, whose `load_state_dict` is called, resharded.
+        state: As it was given.
+        within: FQN of the module and a dot; empty for the model.
         assigns: Whether parameters are to be replaced instead of written.
 
     Raises:
@@ -41,8 +36,8 @@ def shard_state(module: nn.Module, state: dict[str, Any], prefix: str, context: 
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
     }
-    for fqn, own in tensors.items():
-        full = state.get(prefix + fqn)
+    for name, own in tensors.items():
+        full, fqn = state.get(name), within + name
         if not isinstance(own, DTensor) or not isinstance(full, torch.Tensor):
             continue
         if assigns:
@@ -57,7 +52,3 @@ def shard_state(module: nn.Module, state: dict[str, Any], prefix: str, context: 
                 f'"{fqn}" is kept as {type(own.to_local()).__name__}, which no plain tensor is copied into; load the '
                 "weights into the model before compose, or a checkpoint of this run by run.load(...)"
             )
-        order = context.stash(StoredOrders).by_name.get(fqn)
-        placed = torch.empty_like(own.detach())
-        initialisation.place(placed, full if order is None else order.stored(full))
-        state[prefix + fqn] = placed

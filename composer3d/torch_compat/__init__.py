@@ -110,6 +110,12 @@ from composer3d.torch_compat.processes import (
     set_group_timeout,
 )
 from composer3d.torch_compat.recomputed import recomputed_tensors
+from composer3d.torch_compat.sharded_operators import (
+    drawing_operators,
+    handle_operators,
+    mixable_operators,
+    torch_handled,
+)
 from composer3d.torch_compat.tensors import (
     allocate,
     dump_memory_history,
@@ -139,6 +145,10 @@ from composer3d.torch_compat.views import keep_output_hooks
 from composer3d.torch_compat.whole import whole_parameters
 
 __all__ = [
+    "drawing_operators",
+    "handle_operators",
+    "mixable_operators",
+    "torch_handled",
     "bounded_messages",
     "active_fake_mode",
     "assumed_share",

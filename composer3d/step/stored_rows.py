@@ -1,0 +1,73 @@
+"""Whole tensors of the model's order of rows written into tensors that are sharded, maybe in another order of rows."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from composer3d import initialisation
+from composer3d.errors import StepError
+from composer3d.initialisation.parameter_order import Order, StoredOrders
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+
+    from composer3d.context import RunContext
+
+__all__ = ["know_orders", "place_rows"]
+
+_CONTEXTS: weakref.WeakSet[RunContext] = weakref.WeakSet()
+
+
+def know_orders(context: RunContext) -> None:
+    """Let `place_rows` find the order of rows of a run's parameters."""
+    if context.stash(StoredOrders).by_name:
+        _CONTEXTS.add(context)
+
+
+def place_rows(target: DTensor, whole: Tensor, *, like: DTensor | None = None) -> None:
+    """Write a whole tensor of the model's order of rows into a DTensor.
+
+    Args:
+        target: Of any placements.
+        whole: The same on all ranks.
+        like: Parameter whose order counts, if `target` is none.
+
+    Raises:
+        StepError: It may be sharded like a parameter that is stored in another order, and is none itself.
+    """
+    order = _order_of(target if like is None else like, draws=like is not None)
+    initialisation.place(target, whole if order is None else order.stored(whole))
+
+
+def _order_of(tensor: DTensor, *, draws: bool) -> Order | None:
+    """Return the order of a parameter, of which `tensor` may be a view; None for other tensors."""
+    storage, alike = _storage(tensor), ""
+    for fqn, parameter, order in _ordered():
+        if parameter.shape == tensor.shape:
+            if _storage(parameter) == storage:
+                return order
+            alike = "" if draws else fqn
+    if alike:
+        raise StepError(
+            f'a whole tensor is written into one of the shape of "{alike}", whose rows are sharded in another order '
+            "than the model's, and which tensor it is cannot be seen: write into the parameter itself"
+        )
+    return None
+
+
+def _ordered() -> Iterator[tuple[str, DTensor, Order]]:
+    from torch.distributed.tensor import DTensor
+
+    for context in tuple(_CONTEXTS):
+        orders = context.stash(StoredOrders).by_name
+        for fqn, parameter in context.named_parameters():
+            if fqn in orders and isinstance(parameter, DTensor):
+                yield fqn, parameter, orders[fqn]
+
+
+def _storage(tensor: DTensor) -> tuple[int, int]:
+    local = tensor.to_local()
+    return local.data_ptr(), local.numel()

@@ -1,0 +1,273 @@
+"""Operators that a loop applies to sharded parameters and gradients, where torch has no rule for their shards.
+
+A DTensor stands for the whole tensor, so what cannot be computed on shards is computed on whole tensors: norms of a
+renormalisation, a median, writes by indices, plain tensors copied into parameters. Not those of which the whole result
+would be lost, or a rank's data taken for the whole: these are refused with the line of the loop.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from composer3d import torch_compat
+from composer3d.errors import StepError
+from composer3d.step.call_sites import caller
+from composer3d.step.stored_rows import know_orders, place_rows
+from composer3d.step.whole_draws import draw_whole
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch.distributed.tensor import DTensor
+
+    from composer3d.context import RunContext
+
+__all__ = ["compute_whole_operators"]
+
+log = logging.getLogger(__name__)
+_REPORTED: set[str] = set()
+_ADVICE = (
+    "write whole = p.full_tensor() on all ranks, compute with that, and p.copy_(whole) under torch.no_grad() for what "
+    "is to be kept"
+)
+
+
+def compute_whole_operators(context: RunContext) -> None:
+    """Let operators on DTensors that torch cannot compute on shards work, or be refused with what to write.
+
+    In this process from now on, whatever DTensors they are given.
+
+    Args:
+        context: Knows the order of rows of its parameters.
+    """
+    know_orders(context)
+    mixable = torch_compat.mixable_operators()
+    torch_compat.handle_operators(
+        {
+            **dict.fromkeys(torch_compat.drawing_operators(), draw_whole),
+            **dict.fromkeys(mixable.elementwise, _compute_mixed),
+            **dict.fromkeys(mixable.lists, _compute_lists),
+            **dict.fromkeys(mixable.of_data, _compute_of_data),
+            mixable.stack: _compute_stack,
+        },
+        uncovered=_compute_whole,
+        mixed=_refuse_mixed,
+    )
+
+
+def _refuse_mixed(operator: Any) -> NoReturn:
+    raise StepError(
+        f"{_place()}{operator.name()} is given a sharded tensor, which stands for the whole one, and a plain tensor, "
+        f"of which it is not known whether it is a rank's data; {_ADVICE}"
+    )
+
+
+def _compute_of_data(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Leave an operator to torch, unless it is given plain tensors and DTensors: products of weights and data."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if any(isinstance(t, DTensor) for t in tensors) and any(not isinstance(t, DTensor) and t.dim() for t in tensors):
+        _refuse_mixed(operator)
+    return _by_torch(operator, args, kwargs)
+
+
+def _place() -> str:
+    _, place = caller(())
+    return f"{place}: " if place else ""
+
+
+# ---- without a rule --------------------------------------------------------------------------------------------------
+
+
+def _compute_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator on whole tensors, and shard what it returns as its first DTensor of that shape.
+
+    Memory: the whole tensors. Collectives: those of `full_tensor` of each.
+    """
+    from torch.distributed.tensor import DTensor
+
+    leaves = [leaf for leaf in torch_compat.tree_leaves((args, kwargs)) if isinstance(leaf, DTensor)]
+    writes = torch_compat.is_in_place(operator)
+    if torch_compat.is_view(operator) or (writes and not _writes_first(operator)):
+        raise StepError(
+            f"{_place()}{operator.name()} would return a view, or write into a tensor, across the shards of several "
+            f"ranks; {_ADVICE}"
+        )
+    _report(operator)
+    whole_args, whole_kwargs = torch_compat.tree_map(_whole, (args, kwargs))
+    result = operator(*whole_args, **whole_kwargs)
+    if writes:
+        place_rows(args[0], result)
+        return args[0]
+    return torch_compat.tree_map(lambda value: _as_sharded(value, leaves), result)
+
+
+def _writes_first(operator: Any) -> bool:
+    arguments = operator._schema.arguments
+    written = [a for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return written == arguments[:1] and str(arguments[0].type) == "Tensor"
+
+
+def _report(operator: Any) -> None:
+    if operator.name() not in _REPORTED:
+        _REPORTED.add(operator.name())
+        log.warning(
+            "%s%s of sharded tensors is computed on whole ones, which every rank gathers for it", _place(),
+            operator.name(),
+        )  # fmt: skip
+
+
+def _whole(value: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _as_sharded(value: Any, likes: Sequence[DTensor]) -> Any:
+    """Return a whole tensor sharded as one of the same shape, else replicated."""
+    import torch
+    from torch.distributed.tensor import DTensor, Replicate
+
+    if not isinstance(value, torch.Tensor):
+        return value
+    for like in likes:
+        if like.shape == value.shape and not any(p.is_partial() for p in like.placements):
+            return _sharded(value, like)
+    mesh = likes[0].device_mesh
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _sharded(value: Tensor, like: DTensor) -> Tensor:
+    import torch
+
+    with torch.no_grad():
+        shard = torch.empty_like(like, dtype=value.dtype)
+        place_rows(shard, value, like=like)
+    return shard
+
+
+# ---- plain tensors and DTensors --------------------------------------------------------------------------------------
+
+
+def _compute_mixed(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an elementwise operator of operands of which some are plain tensors, or sharded over another mesh.
+
+    With gradients numbers alone are added up, a loss and a penalty: what else a forward computes of a rank's data is
+    not whole.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    sharded = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
+    is_mixed = len(sharded) < len(tensors) or len({id(tensor.device_mesh) for tensor in sharded}) > 1
+    has_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    if not is_mixed or (has_gradient and not _adds_numbers(operator, tensors)):
+        return _by_torch(operator, args, kwargs)
+    writes = torch_compat.is_in_place(operator)
+    target = args[0] if writes else next((tensor for tensor in sharded if tensor.dim()), None)
+    if not isinstance(target, DTensor):  # a plain tensor is written, or numbers of shards, such as norms, are read
+        return operator(*map(_whole, args), **kwargs)
+    fitting = [arg if arg is target else _fitting(arg, target, operator) for arg in args]
+    return _by_torch(operator, tuple(fitting), kwargs)
+
+
+def _adds_numbers(operator: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return whether a sum of numbers has the gradients of each: those of a product would be one rank's.
+
+    Raises:
+        StepError: A number of a rank's data is multiplied with one of sharded parameters, and both have gradients.
+    """
+    if any(tensor.dim() for tensor in tensors):
+        return False
+    if operator.name() in ("aten::add.Tensor", "aten::sub.Tensor"):
+        return True
+    if all(tensor.requires_grad for tensor in tensors):
+        raise StepError(
+            f"{_place()}a loss of this rank's data is multiplied with a number of the composed model's parameters, "
+            "whose gradient is then this rank's alone; compute it in the model's forward"
+        )
+    return False
+
+
+def _compute_stack(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Stack numbers, norms for example, of which some are plain and others of sharded tensors, as plain ones."""
+    from torch.distributed.tensor import DTensor
+
+    kinds = {id(t.device_mesh) if isinstance(t, DTensor) else None for t in args[0]}
+    if len(kinds) == 1 or any(tensor.dim() for tensor in args[0]):
+        return _by_torch(operator, args, kwargs)
+    return operator([_whole(tensor) for tensor in args[0]], *args[1:], **kwargs)
+
+
+def _fitting(value: Any, target: DTensor, operator: Any) -> Any:
+    """Return a whole tensor sharded as a target of its shape."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(value, torch.Tensor) or (isinstance(value, DTensor) and value.device_mesh is target.device_mesh):
+        return value
+    whole = _whole(value)
+    if not whole.dim():
+        return whole
+    if whole.shape != target.shape:
+        try:
+            whole = whole.expand(target.shape)
+        except RuntimeError:
+            raise StepError(
+                f"{_place()}{operator.name()} is given a tensor of shape {list(whole.shape)} and a sharded one, whose "
+                f"whole shape is {list(target.shape)}; a plain tensor beside it is taken for the whole, on all ranks"
+            ) from None
+    shard = torch.empty_like(target.detach(), dtype=whole.dtype)
+    place_rows(shard, whole, like=target)
+    return shard
+
+
+def _by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch_compat.torch_handled(operator):
+        return operator(*args, **kwargs)
+
+
+# ---- lists -----------------------------------------------------------------------------------------------------------
+
+
+def _compute_lists(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Compute an operator of a list by groups, of plain tensors and of the DTensors of each mesh and placement.
+
+    Norms of several groups are returned as plain numbers of whole tensors, since what combines them takes one kind.
+    Collectives: for norms, those of one `full_tensor` a group.
+    """
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    tensors = args[0]
+    groups: dict[Any, list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kind = (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
+        groups.setdefault(kind, []).append(index)
+    if len({None if kind is None else id(kind[0]) for kind in groups}) == 1:
+        return _by_torch(operator, args, kwargs)
+    others = args[1:]
+    results: list[Any] = [None] * len(tensors)
+    for indices in groups.values():
+        members = [tensors[index] for index in indices]
+        # A factor that was computed from plain norms is plain, which suits all groups.
+        found = _by_torch(operator, (members, *map(_whole, others)), kwargs)
+        for index, value in zip(indices, _whole_numbers(found), strict=True) if found is not None else ():
+            results[index] = value
+    if torch_compat.is_in_place(operator):
+        return None
+    return [torch.empty(()) if value is None else value for value in results]
+
+
+def _whole_numbers(values: Sequence[Tensor]) -> Sequence[Tensor]:
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    if not values or not isinstance(values[0], DTensor):
+        return values
+    combine: Callable[..., Any] = torch.stack
+    return tuple(_whole(combine(list(values))).unbind())
