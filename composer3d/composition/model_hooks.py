@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -11,7 +13,7 @@ from composer3d.composition import span_hooks
 from composer3d.composition.changed_models import refuse_passed_parameters
 from composer3d.composition.plain_states import refuse_replacing
 from composer3d.composition.second_derivatives import exchanging_axes, refuse_second_derivatives
-from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_shards
+from composer3d.composition.unsaved_shards import Shards, are_sharded, refuse_saving_model
 from composer3d.errors import StepError
 from composer3d.step.evaluation import let_go
 
@@ -28,10 +30,20 @@ Place = Callable[[tuple[Any, ...], Mapping[str, Any]], tuple[tuple[Any, ...], Ma
 
 def _refuse_copy(memo: object) -> NoReturn:
     raise StepError(
-        "copy.deepcopy of a sharded model has no process groups of its own; for an average of its weights write "
-        "average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after optimizer.step(), and "
-        "with average.applied(): run.evaluate(...)"
+        "copy.deepcopy of a composed model would gather, or compute with, the parameters of the original; for an "
+        "average of its weights write average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after "
+        "optimizer.step(), and with average.applied(): run.evaluate(...)"
     )
+
+
+def _is_bound(module: nn.Module) -> bool:
+    """Return whether a copy would not be of its own: a unit of data parallelism, or a forward that is a closure."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, functools.partial):
+        forward = forward.func
+    is_closure = isinstance(forward, types.FunctionType) and forward.__closure__ is not None
+    own = getattr(getattr(type(module), "__deepcopy__", None), "__module__", "")
+    return is_closure or hasattr(module, "reshard") or own.startswith("torch.distributed")
 
 
 def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, place: Place) -> None:
@@ -88,10 +100,10 @@ def watch_model(module: nn.Module, engine: StepEngine, context: RunContext, plac
     module.register_state_dict_pre_hook(reading)
     _watch_loading(module, engine, context)
     torch_compat.on_state_dict(module, read)
-    refuse_saving_shards(module.parameters())
+    refuse_saving_model(module)
     torch_compat.call_within(module, engine.explaining)
-    if hasattr(module, "reshard"):  # FSDP2's
-        # FSDP2's own refuses too, without advice; copy looks at the instance first.
+    if any(_is_bound(each) for each in module.modules()):
+        # Those of torch's data parallelism refuse too, without advice; copy looks at the instance first.
         vars(module)["__deepcopy__"] = _refuse_copy
     span_hooks.watch_own_forward(module, context, lambda: engine.state is not None and not engine.is_running)
 

@@ -11,9 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, SupportsIndex
 from composer3d.errors import StepError
 
 if TYPE_CHECKING:
-    import torch
+    from types import FrameType
 
-__all__ = ["OptimizerShards", "Shards", "are_sharded", "refuse_saving", "refuse_saving_shards"]
+    import torch
+    from torch import nn
+
+__all__ = ["OptimizerShards", "Shards", "are_sharded", "refuse_saving", "refuse_saving_model"]
 
 
 class Shards(OrderedDict[str, Any]):
@@ -66,21 +69,46 @@ def refuse_saving_shards(parameters: Iterable[Any]) -> None:
         vars(mesh)["__reduce_ex__"] = functools.partial(_reduce_mesh, mesh)
 
 
-def _reduce_mesh(mesh: Any, protocol: SupportsIndex) -> Any:
-    frame = sys._getframe(1)
-    while frame is not None:
-        if frame.f_globals.get("__name__") == "torch.serialization":
-            raise StepError(
-                "torch.save of a parameter, or of a tensor sharded like one, would write the shard of this rank alone; "
-                "on all ranks write state = run.full_state_dict(), which the first rank then saves, or "
-                'run.save("checkpoints/100")'
-            )
-        if frame.f_back is None:
-            break
+def refuse_saving_model(model: nn.Module) -> None:
+    """Have torch.save refuse a model, the units in it, and its parameters."""
+    refuse_saving_shards(model.parameters())
+    for module in model.modules():
+        if module is model or hasattr(module, "reshard"):
+            vars(module)["__reduce_ex__"] = functools.partial(_reduce_module, module)
+
+
+def _is_torch_saving() -> bool:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "torch.serialization":
         frame = frame.f_back
-    cls: Any = type(mesh)
-    how, arguments, state, *rest = cls.__reduce_ex__(mesh, protocol)
-    return (how, arguments, {name: value for name, value in state.items() if name != "__reduce_ex__"}, *rest)
+    return frame is not None
+
+
+def _reduce_mesh(mesh: Any, protocol: SupportsIndex) -> Any:
+    if _is_torch_saving():
+        raise StepError(
+            "torch.save of a parameter, or of a tensor sharded like one, would write the shard of this rank alone; "
+            "on all ranks write state = run.full_state_dict(), which the first rank then saves, or "
+            'run.save("checkpoints/100")'
+        )
+    return _reduced(mesh, protocol)
+
+
+def _reduce_module(module: Any, protocol: SupportsIndex) -> Any:
+    if _is_torch_saving():
+        raise StepError(
+            "torch.save of a composed model would write the shards and hooks of this rank alone; on all ranks write "
+            "state = run.full_state_dict(), which the first rank then saves and a model of one device loads, or "
+            'run.save("checkpoints/100")'
+        )
+    return _reduced(module, protocol)
+
+
+def _reduced(value: Any, protocol: SupportsIndex) -> Any:
+    """Return what pickle and copy take of a value, as its class gives it."""
+    cls: Any = type(value)
+    how, arguments, state, *rest = cls.__reduce_ex__(value, protocol)
+    return (how, arguments, {name: item for name, item in state.items() if name != "__reduce_ex__"}, *rest)
 
 
 def refuse_saving(optimizer: torch.optim.Optimizer, *, of_stage: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from composer3d import initialisation
 from composer3d.errors import StepError
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import RunContext
 
-__all__ = ["know_orders", "place_rows"]
+__all__ = ["know_orders", "place_rows", "sharded_like"]
 
 _CONTEXTS: weakref.WeakSet[RunContext] = weakref.WeakSet()
 
@@ -40,6 +40,16 @@ def place_rows(target: DTensor, whole: Tensor, *, like: DTensor | None = None) -
     """
     order = _order_of(target if like is None else like, draws=like is not None)
     initialisation.place(target, whole if order is None else order.stored(whole))
+
+
+def sharded_like(like: DTensor, whole: Tensor) -> Tensor:
+    """Return a whole tensor of the model's order of rows sharded as another one of its shape."""
+    import torch
+
+    with torch.no_grad():
+        shard: Any = torch.empty_like(like, dtype=whole.dtype)
+        place_rows(shard, whole, like=like)
+    return shard
 
 
 def _order_of(tensor: DTensor, *, draws: bool) -> Order | None:

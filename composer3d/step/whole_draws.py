@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from composer3d import torch_compat
-from composer3d.step.stored_rows import place_rows
+from composer3d.step.stored_rows import place_rows, sharded_like
 
 if TYPE_CHECKING:
     import torch
@@ -57,20 +57,12 @@ def draw_whole(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
             place_rows(like, result, like=like)
             return like
         results = result if isinstance(result, tuple) else (result,)
-        shards = tuple(_sharded(like, value) for value in results)
+        shards = tuple(sharded_like(like, value) for value in results)
     return shards if isinstance(result, tuple) else shards[0]
 
 
 def _is_partial(tensor: DTensor) -> bool:
     return any(placement.is_partial() for placement in tensor.placements)
-
-
-def _sharded(like: DTensor, value: torch.Tensor) -> torch.Tensor:
-    import torch
-
-    shard = torch.empty_like(like, dtype=value.dtype)
-    place_rows(shard, value, like=like)
-    return shard
 
 
 @contextlib.contextmanager

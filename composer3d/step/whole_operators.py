@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from composer3d import torch_compat
 from composer3d.errors import StepError
 from composer3d.step.call_sites import caller
-from composer3d.step.stored_rows import know_orders, place_rows
+from composer3d.step.stored_rows import know_orders, place_rows, sharded_like
 from composer3d.step.whole_draws import draw_whole
 
 if TYPE_CHECKING:
@@ -135,18 +135,9 @@ def _as_sharded(value: Any, likes: Sequence[DTensor]) -> Any:
         return value
     for like in likes:
         if like.shape == value.shape and not any(p.is_partial() for p in like.placements):
-            return _sharded(value, like)
+            return sharded_like(like, value)
     mesh = likes[0].device_mesh
     return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-
-def _sharded(value: Tensor, like: DTensor) -> Tensor:
-    import torch
-
-    with torch.no_grad():
-        shard = torch.empty_like(like, dtype=value.dtype)
-        place_rows(shard, value, like=like)
-    return shard
 
 
 # ---- plain tensors and DTensors --------------------------------------------------------------------------------------
@@ -221,9 +212,7 @@ def _fitting(value: Any, target: DTensor, operator: Any) -> Any:
                 f"{_place()}{operator.name()} is given a tensor of shape {list(whole.shape)} and a sharded one, whose "
                 f"whole shape is {list(target.shape)}; a plain tensor beside it is taken for the whole, on all ranks"
             ) from None
-    shard = torch.empty_like(target.detach(), dtype=whole.dtype)
-    place_rows(shard, whole, like=target)
-    return shard
+    return sharded_like(target, whole)
 
 
 def _by_torch(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -199,9 +199,9 @@ def test_one_ranks_shards_are_not_saved_for_the_whole_model(tmp_path):
         'run.save("checkpoints/100"), or state = run.full_state_dict(), which the first rank then saves'
     )
     copy = (
-        "copy.deepcopy of a sharded model has no process groups of its own; for an average of its weights write "
-        "average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after optimizer.step(), and with "
-        "average.applied(): run.evaluate(...)"
+        "copy.deepcopy of a composed model would gather, or compute with, the parameters of the original; for an "
+        "average of its weights write average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after "
+        "optimizer.step(), and with average.applied(): run.evaluate(...)"
     )
     found = run_ranks(saved_files, 2, tmp_path)
     assert [row[:2] for row in found] == [(shards, copy)] * 2

@@ -81,6 +81,7 @@ def refusals(path):
         raised(lambda: torch.save({fqn: value.cpu() for fqn, value in run.model.state_dict().items()}, io.BytesIO())),
         raised(lambda: torch.save(dict(run.model.named_parameters()), io.BytesIO())),
         raised(lambda: run.model.load_state_dict(state, assign=True)),
+        raised(lambda: torch.save(run.model, io.BytesIO())),
     ]
     with pytest.raises(RuntimeError, match=r"size mismatch for weight"):
         run.model.load_state_dict({**state, "weight": torch.zeros(7, 6)})
@@ -102,4 +103,24 @@ def test_shards_are_not_saved_by_torch_and_parameters_not_replaced():
         saved,
         'load_state_dict(assign=True) would put another tensor in the place of "weight", which is sharded, and in that '
         "of the optimizer's; leave assign out",
+        "torch.save of a composed model would write the shards and hooks of this rank alone; on all ranks write "
+        "state = run.full_state_dict(), which the first rank then saves and a model of one device loads, or "
+        'run.save("checkpoints/100")',
     )
+
+
+def copied(path):
+    """Return what is said to a copy of the model."""
+    run = composer3d.compose(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)), path)
+    found = raised(lambda: copy.deepcopy(run.model))
+    run.close()
+    return found
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "tp"])
+def test_a_copy_that_would_compute_with_the_originals_parameters_is_refused(layout):
+    assert set(run_ranks(copied, 2, write_manifest(LAYOUTS[layout]))) == {
+        "copy.deepcopy of a composed model would gather, or compute with, the parameters of the original; for an "
+        "average of its weights write average = composer3d.runner.ema.EMA(run, decay=0.999), average.update(n) after "
+        "optimizer.step(), and with average.applied(): run.evaluate(...)"
+    }

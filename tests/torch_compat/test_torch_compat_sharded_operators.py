@@ -1,0 +1,44 @@
+"""Operators on DTensors that functions of ours compute."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, zeros
+
+from composer3d import torch_compat
+from composer3d.testing import run_ranks
+
+
+def handled():
+    mesh, calls = init_device_mesh("cpu", (2,)), []
+    negate = torch.ops.aten.neg_.default
+
+    def handler(operator, args, kwargs):
+        calls.append(operator.name())
+        with torch_compat.torch_handled(operator):
+            operator(*args, **kwargs)
+        args[0].to_local().add_(2.0)
+        return args[0]
+
+    def uncovered(operator, args, kwargs):
+        calls.append(operator.name())
+        return torch.tensor(7.0)
+
+    torch_compat.handle_operators({negate: handler}, uncovered=uncovered, mixed=lambda operator: None)
+    tensor = zeros(4, 3, requires_grad=False, device_mesh=mesh, placements=[Shard(0)])
+    tensor.neg_()
+    return calls, tensor.to_local().tolist(), float(torch.renorm(tensor, 2, 1, 0.5)), isinstance(tensor, DTensor)
+
+
+def test_an_operator_goes_to_its_handler_and_one_without_a_rule_to_the_other():
+    expected = (["aten::neg_", "aten::renorm"], [[2.0] * 3] * 2, 7.0, True)
+    assert run_ranks(handled, 2) == [expected] * 2
+
+
+def test_operators_that_draw_and_that_are_mixed_are_found_in_this_torch():
+    names = {operator.name() for operator in torch_compat.drawing_operators()}
+    assert {"aten::normal_", "aten::uniform_", "aten::bernoulli_.float", "aten::randn_like"} <= names
+    mixable = torch_compat.mixable_operators()
+    assert "aten::add_.Tensor" in {operator.name() for operator in mixable.elementwise}
+    assert "aten::_foreach_norm.Scalar" in {operator.name() for operator in mixable.lists}
