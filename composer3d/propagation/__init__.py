@@ -11,7 +11,7 @@ A plugin marks what it shards (`mark`, `Marks`), wraps modules, and reads marks 
 
 from __future__ import annotations
 
-from composer3d.propagation.attention_call import AttentionCall, SequenceRules
+from composer3d.propagation.attention_call import AttentionCall, Reach, SequenceRules
 from composer3d.propagation.contractions import Products
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.dry_run.block_flow import Flow, blocks_of
@@ -62,6 +62,7 @@ __all__ = [
     "Propagation",
     "PropagationError",
     "Ranges",
+    "Reach",
     "Record",
     "SEQUENCE",
     "SMALL",

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["AttentionCall", "SequenceRules"]
+__all__ = ["AttentionCall", "Reach", "SequenceRules"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +48,23 @@ class AttentionCall:
     block_mask: Any = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Neighbours that a function reads: its result at position t those from t - before to t + after.
+
+    Args:
+        read: Lengths of the sequences that follow one another in the dim that is read.
+        written: Likewise of the result.
+        before: Positions, of the whole dim; may be negative.
+        after: Likewise.
+    """
+
+    read: tuple[int, ...]
+    written: tuple[int, ...]
+    before: int
+    after: int
+
+
 class SequenceRules(Protocol):
     """Operations of a plugin that shards the sequence; `index` and `attend` are called with tensors on meta too."""
 
@@ -63,11 +80,20 @@ class SequenceRules(Protocol):
     def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
         """Return all positions in order, from this rank's; the gradient is reduce-scattered."""
 
+    def window_sizes(self, reach: Reach) -> list[int] | None:
+        """Return the sizes of what each run of this rank's positions reads; None where a rank has no positions."""
+
+    def windows(self, x: Tensor, *, dim: int, reach: Reach) -> Tensor:
+        """Return what they read, one after another, with zeros beyond the ends; the gradient is returned likewise."""
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Return o_BHSF of this rank's queries."""
 
     def note(self, what: str, name: str) -> None:
-        """Take note that a function was `sharded`, `gathered`, or a product, or draws on replicated tensors.
+        """Take note of a function: of `attention` or `products` on shards, or that reads `neighbours`.
+
+        Also of one whose arguments were `gathered`, whose result was `narrowed` again, that reads what `follows` a
+        position, or that has `drawn` random numbers for replicated tensors.
 
         Raises:
             PropagationError: It is to be refused.

@@ -27,7 +27,7 @@ JOINS = frozenset({"cat", "concat", "concatenate"})
 ALONG: Mapping[str, tuple[int, int | None]] = {
     **dict.fromkeys("softmax log_softmax softmin cumsum cumprod cummax cummin logcumsumexp flip".split(), (1, None)),
     **dict.fromkeys("gather scatter scatter_add scatter_reduce index_select index_add index_copy".split(), (1, None)),
-    **dict.fromkeys("index_fill renorm gather_along".split(), (1, None)),
+    **dict.fromkeys("index_fill renorm gather_along windows_along".split(), (1, None)),
     **dict.fromkeys("sort argsort".split(), (1, -1)),
     **dict.fromkeys("diff topk".split(), (2, -1)),
     **dict.fromkeys("roll take_along_dim".split(), (2, None)),

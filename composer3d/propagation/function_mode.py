@@ -191,9 +191,16 @@ class Propagation(ShapeRules):
         try:
             return self._run(func, name, args, options, specs)
         except PropagationError:
-            if not along or (is_in_place(name) and self._spec_of(args[0]) is not None):
+            if not along or not self._can_be_whole(name, args):
                 raise
-        # It needs the full sequence, and does the same with it on all ranks.
+        return self._on_whole(func, name, args, options)
+
+    def _can_be_whole(self, name: str, args: Sequence[Any]) -> bool:
+        """Return whether a function may be computed with gathered arguments: what it writes into is not sharded."""
+        return not is_in_place(name) or self._spec_of(args[0]) is None
+
+    def _on_whole(self, func: Any, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+        """Run a function that needs the full sequence, on all ranks alike."""
         args, options = self._gathered(name, args, options, is_summed=False)
         return func(*args, **options)
 

@@ -26,6 +26,10 @@ DRAWING = frozenset(
 )
 
 
+# Layers of torch's recurrent networks, between which there is dropout.
+RECURRENT = frozenset("lstm gru rnn_tanh rnn_relu".split())
+
+
 def eagerly(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Exclude a forward from compilation: it changes the generators' state, or decides at run time."""
     forward.composer3d_eager = True  # type: ignore[attr-defined]
@@ -47,6 +51,8 @@ def draws(name: str, args: Sequence[Any], options: Mapping[str, Any]) -> bool:
         return True
     if name.rstrip("_") in DROPOUTS:
         return bool(argument(1, "p", 0.5)) and argument(2, "train" if "train" in options else "training", True) is True
+    if name in RECURRENT:
+        return bool(argument(5, "dropout", 0.0)) and argument(6, "train", False) is True
     if name == "scaled_dot_product_attention":
         return bool(argument(4, "dropout_p", 0.0))
     return name in ("rrelu", "rrelu_") and argument(3, "training", False) is True

@@ -23,12 +23,10 @@ from composer3d.propagation.attention_call import AttentionCall, SequenceRules
 from composer3d.propagation.contractions import operands_of
 from composer3d.propagation.decision_cache import Memory
 from composer3d.propagation.function_dims import CASTS, OBJECT, SIZES, name_of
-from composer3d.propagation.function_mode import Propagation
 from composer3d.propagation.multihead_attention import NAME, attend_with_heads, call_of
-from composer3d.propagation.random_functions import draws
-from composer3d.propagation.sequence_operands import SequenceOperands
+from composer3d.propagation.sequence_wholes import SequenceWholes
 from composer3d.propagation.shards import SEQUENCE, PropagationError, ShardSpec, strip
-from composer3d.propagation.view_shapes import Placed, Unplaceable, regroup
+from composer3d.propagation.view_shapes import Placed
 from composer3d.propagation.whole_operands import BATCHED, PAIRED, is_in_place
 
 if TYPE_CHECKING:
@@ -44,7 +42,7 @@ CARRIED = frozenset({*CASTS, *SIZES, "mul"})
 LOSSES = frozenset({"cross_entropy", "nll_loss", "binary_cross_entropy_with_logits", "mse_loss", "l1_loss", "kl_div"})
 
 
-class SequencePropagation(Propagation):
+class SequencePropagation(SequenceWholes):
     """Propagates a sharded sequence; attention is the plugin's rule.
 
     Args:
@@ -66,13 +64,9 @@ class SequencePropagation(Propagation):
         axis: str = "cp",
         memory: Memory | None = None,
     ) -> None:
-        meeting = SequenceOperands(degree, mesh, rules)
-        super().__init__(degree, where, mesh=mesh, memory=memory, axis=axis, meeting=meeting)
-        self._rules = rules
+        super().__init__(degree, where, rules=rules, mesh=mesh, memory=memory, axis=axis)
         # Rowwise modules at work, whose code sees its local shard.
         self.num_paused = 0
-        # Whether anything is sharded yet: until then ranks may draw what they like for tensors that are whole.
-        self.has_begun = True
         self._is_busy = False
 
     def __torch_function__(
@@ -86,11 +80,6 @@ class SequencePropagation(Propagation):
             return super().__torch_function__(func, types, args, kwargs)
         finally:
             self._is_busy = False
-
-    def _unsharded(self, func: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        if self.has_begun and draws(name_of(func), args, options):
-            self._rules.note("drawn", name_of(func))
-        return super()._unsharded(func, args, options)
 
     def run(self, func: Any, args: Sequence[Any], options: dict[str, Any]) -> Any:
         """Run one function; where nothing is sharded, as it is.
@@ -126,35 +115,12 @@ class SequencePropagation(Propagation):
                 return self._local(func, args, options)
         if name in PAIRED and len({place(spec) for spec in specs}) > 1:
             args, options = self._aligned(name, args, options)
+        if len(specs) == 1 and args and self._spec_of(args[0]) is specs[0]:
+            found = self._with_neighbours(func, name, args, options, specs[0])
+            if found is not None:
+                return found
         args = self._product(name, args)
         return super().run(func, args, options)
-
-    def _local_size(self, size: int) -> int:
-        return self._rules.local_length(size)
-
-    def _regrouped(self, old: Sequence[int], placed: Placed, new: Sequence[int]) -> Placed:
-        found = regroup(old, placed, new, degree=1)
-        self._check_lengths(placed.parts, found.parts)
-        return found
-
-    def _paired(self, share: Any, whole: Any, specs: Sequence[ShardSpec], name: str) -> Any:
-        result = super()._paired(share, whole, specs, name)
-        parts = [part for spec in specs for part in spec.placed.parts]
-        for leaf in torch_compat.tree_leaves(result):
-            spec = self._spec_of(leaf)
-            if spec is not None:
-                self._check_lengths(parts, spec.placed.parts)
-        return result
-
-    def _check_lengths(self, before: Sequence[int], after: Sequence[int]) -> None:
-        """Refuse lengths that a function changes where ranks' positions of the new one are not those that they hold.
-
-        So windows of neighbouring positions stay sharded where every rank has whole ones.
-        """
-        for length in set(after) - set(before):
-            pairs = [(min(other, length), max(other, length)) for other in set(before)]
-            if not any(fine % coarse == 0 and self._rules.divides(coarse=coarse, fine=fine) for coarse, fine in pairs):
-                raise Unplaceable(f"a sequence of {before[0]} is not sharded as one of {length} is")
 
     def _inside(self, given: Mapping[str, Any]) -> Any:
         """Run attention with its projections, each function of which is propagated."""
@@ -165,19 +131,6 @@ class SequencePropagation(Propagation):
         finally:
             TorchFunctionMode.__exit__(self, None, None, None)
             self._is_busy = True
-
-    def _gathered(
-        self, name: str, args: Sequence[Any], options: dict[str, Any], *, is_summed: bool
-    ) -> tuple[list[Any], dict[str, Any]]:
-        self._rules.note("gathered", name)
-        return super()._gathered(name, args, options, is_summed=True)
-
-    def _whole(self, x: Tensor) -> Tensor:
-        spec = self._spec_of(x)
-        if spec is None:
-            return x
-        with self._within():
-            return self._meeting.gathered(x, spec.placed, is_summed=True)
 
     # ---- products ----------------------------------------------------------------------------------------------------
 

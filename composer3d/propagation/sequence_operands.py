@@ -2,28 +2,53 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
-from composer3d.propagation.attention_call import SequenceRules
+from composer3d.propagation.attention_call import Reach, SequenceRules
 from composer3d.propagation.view_shapes import Placed
 from composer3d.propagation.whole_operands import Meeting
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["SequenceOperands", "gather_along"]
+__all__ = ["SequenceOperands", "gather_along", "windows_along"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Gathered:
+    """A whole tensor beside the shard that it was gathered from, as long as neither is written into.
+
+    Args:
+        whole: All positions.
+        placed: Of the shard.
+        versions: Of both.
+    """
+
+    whole: Tensor
+    placed: Placed
+    versions: tuple[int, int]
 
 
 class SequenceOperands(Meeting):
-    """Replicated operands of functions on a sharded sequence: each rank takes its positions of them by index."""
+    """Replicated operands of functions on a sharded sequence: each rank takes its positions of them by index.
+
+    Attributes:
+        lengths: Of the sequences that were gathered.
+    """
 
     def __init__(self, degree: int, mesh: DeviceMesh | None, rules: SequenceRules) -> None:
         super().__init__(degree, mesh)
         self._rules = rules
+        self.lengths: set[int] = set()
+        # Kept while the shard lives: a loop over positions indexes the same tensor once for each.
+        self._kept = WeakTensorKeyDictionary()
+        self._shards = WeakTensorKeyDictionary()
 
     def _with_summed_gradient(self, whole: Tensor) -> Tensor:
         return whole
@@ -42,6 +67,12 @@ class SequenceOperands(Meeting):
         """Gather all positions; the gradient is reduce-scattered whatever is done with them."""
         self.num_acts += 1
         self.num_moves += 1
+        self.lengths |= set(placed.parts)
+        kept = self._kept.get(share)
+        if kept is not None and kept.placed == placed and kept.versions == (share._version, kept.whole._version):
+            if kept.whole.requires_grad or not (share.requires_grad and torch.is_grad_enabled()):
+                whole: Tensor = kept.whole
+                return whole
         dim, num = placed.dim, len(placed.parts)
         if len(set(placed.parts)) > 1:
             shares = share.split([self._rules.local_length(part) for part in placed.parts], dim)
@@ -56,6 +87,22 @@ class SequenceOperands(Meeting):
         """Return True: sequences one after another are gathered one by one."""
         return True
 
+    def keep(self, share: Tensor, whole: Tensor, placed: Placed) -> None:
+        """Keep what was gathered from a shard: views of it are views of what the shard is a part of."""
+        self._kept[share] = _Gathered(whole=whole, placed=placed, versions=(share._version, whole._version))
+        self._shards[whole] = TensorWeakRef(share)
+
+    def write_back(self, written: Tensor) -> None:
+        """Write into a shard what was written into the whole tensor, or a view of it, that was gathered from it."""
+        whole = written if written._base is None else written._base
+        reference = self._shards.get(whole)
+        share = None if reference is None else reference()
+        if share is None:
+            return
+        placed = self._kept[share].placed
+        share.copy_(self.narrowed(whole, placed.dim, placed.parts))
+        self.keep(share, whole, placed)
+
 
 def gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tensor:
     """Gather all positions of a tensor; an inner axis that shards the same dim gathers its own shards first."""
@@ -65,10 +112,30 @@ def gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tens
     return _gather_along(x, dim, length, rules)
 
 
+def windows_along(x: Tensor, dim: int, reach: Reach, rules: SequenceRules) -> Tensor:
+    """Return what this rank's positions of a result read; an inner axis gathers its shards of the dim first."""
+    if has_torch_function((x,)):
+        result: Tensor = handle_torch_function(_windows_along, (x,), x, dim, reach, rules)
+        return result
+    return _windows_along(x, dim, reach, rules)
+
+
 def _gather_along(x: Tensor, dim: int, length: int, rules: SequenceRules) -> Tensor:
     if x.is_meta:
-        return x.new_empty([*x.shape[:dim], length, *x.shape[dim + 1 :]], requires_grad=x.requires_grad)
+        return _valueless(x, dim, length)
     return rules.gather(x, dim=dim, length=length)
 
 
+def _windows_along(x: Tensor, dim: int, reach: Reach, rules: SequenceRules) -> Tensor:
+    if x.is_meta:
+        return _valueless(x, dim, sum(rules.window_sizes(reach) or []))
+    return rules.windows(x, dim=dim, reach=reach)
+
+
+def _valueless(x: Tensor, dim: int, size: int) -> Tensor:
+    """Return a tensor on meta that is no leaf, as code may write into it."""
+    return x.new_empty([*x.shape[:dim], size, *x.shape[dim + 1 :]], requires_grad=x.requires_grad).clone()
+
+
 _gather_along.__name__ = "gather_along"
+_windows_along.__name__ = "windows_along"

@@ -54,7 +54,7 @@ def test_tensor_parallel_inside():
 
 
 class Averaging(nn.Module):
-    """Nothing in it is attention."""
+    """A sum over positions."""
 
     def __init__(self):
         super().__init__()
@@ -62,6 +62,24 @@ class Averaging(nn.Module):
 
     def forward(self, tokens):
         return self.head(self.embedding(tokens).cumsum(1))
+
+
+class Alone(Averaging):
+    """Every token by itself."""
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+class Recurrent(Averaging):
+    """A recurrent network whose layers draw between them, of all positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = nn.GRU(8, 8, num_layers=2, dropout=0.1, batch_first=True)
+
+    def forward(self, tokens):
+        return self.head(self.recurrent(self.embedding(tokens))[0])
 
 
 class Pooled(Averaging):
@@ -114,7 +132,9 @@ class Raising(Pooled):
 
 
 REFUSED = [
-    (Averaging, cp(), "context_parallel has no effect: no attention of the model works on the sequence"),
+    (Alone, cp(), "context_parallel has no effect: no attention, convolution or scan of the model works on the seq"),
+    (Recurrent, cp(), '"recurrent": gru draws random numbers for a tensor that every rank of cp has whole'),
+    (Averaging, cp(more='others = "refuse"'), 'cumsum mixes positions, and others = "refuse" gathers nothing'),
     (Dropped, cp(), "draws random numbers for a tensor that every rank of cp has whole"),
     (
         Opaque,

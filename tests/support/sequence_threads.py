@@ -16,7 +16,7 @@ DEGREE = 2
 
 def positions(length):
     """Return the positions of both ranks: a chunk from both ends for the first, the middle for the second."""
-    first, second, third, fourth = torch.arange(length).chunk(4)
+    first, second, third, fourth = torch.arange(length).tensor_split(4)
     return torch.cat([first, fourth]), torch.cat([second, third])
 
 
@@ -52,6 +52,25 @@ class ThreadRules:
     def gather(self, x, *, dim, length):
         order = torch.cat(positions(length))
         return torch.cat(self.exchange.all(self.rank, x), dim).index_select(dim, order.argsort())
+
+    def window_sizes(self, reach):
+        return [end - start for start, end in self.runs(reach)]
+
+    def runs(self, reach):
+        """Return the windows of this rank, each around a single position."""
+        starts = [sum(reach.written[:at]) for at in range(len(reach.written))]
+        own = torch.cat([start + self.index(length, None) for start, length in zip(starts, reach.written, strict=True)])
+        return [(at - reach.before, at + 1 + reach.after) for at in own.tolist()]
+
+    def windows(self, x, *, dim, reach):
+        shards = x.split([self.local_length(length) for length in reach.read], dim)
+        pairs = zip(shards, reach.read, strict=True)
+        whole = torch.cat([self.gather(shard, dim=dim, length=length) for shard, length in pairs], dim)
+        length = whole.shape[dim]
+        at = torch.cat([torch.arange(*run) for run in self.runs(reach)])
+        inside = (at >= 0) & (at < length)
+        found = whole.index_select(dim, at.clamp(0, length - 1))
+        return found * inside.view(-1, *[1] * (x.ndim - 1 - dim))
 
     def attend(self, call):
         q, k, v, mask = call.q_BHSE, call.k_BKTE, call.v_BKTF, call.mask

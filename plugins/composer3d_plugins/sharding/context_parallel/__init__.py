@@ -54,7 +54,8 @@ class ContextParallel:
     The model's code is propagated: it computes with sizes, positions and masks of the whole sequence, on local shards.
     What is whole, such as a mask or a table of rotations, is indexed where it meets a shard. Attention, as
     `scaled_dot_product_attention` or written out as products and a softmax, reads the keys and values of all ranks.
-    What mixes positions otherwise is gathered and computed on every rank; the rows of the plan name it. Lengths that
+    Convolutions and shifts exchange the neighbours that they read. What mixes positions otherwise is gathered and
+    computed on every rank, which goes on with its own positions of the result; the rows of the plan name it. Lengths that
     ranks cannot share equally are padded where the model is causal, which changes no loss, count or gradient.
 
     gather: keys and values are all-gathered, and again in the backward.
@@ -66,7 +67,7 @@ class ContextParallel:
     Collectives: an attention, by method: gather 1 all-gather forward, 1 all-gather and 1 reduce-scatter backward; ring
     cp - 1 messages forward, 2 cp - 1 backward; ulysses 4 all-to-alls forward, 4 backward; usp these, and a ring's
     messages among cp / inner_degree ranks; universal 2 all-gathers forward, 2 reduce-scatters backward, and so do
-    attentions written out as products.
+    attentions written out as products. A convolution 1 all-to-all forward, 1 backward.
 
     Source: Liu et al., Ring Attention, arXiv:2310.01889; Jacobs et al., DeepSpeed Ulysses, arXiv:2309.14509; Dubey et
     al., The Llama 3 Herd of Models, arXiv:2407.21783.

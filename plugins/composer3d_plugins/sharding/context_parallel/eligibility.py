@@ -48,7 +48,7 @@ class Found:
         lengths: Of sequences inside of the model that do not divide.
         has_flex: Whether FlexAttention is called.
         blocks: Of the tensors that each repeated block takes, the dims along which they are sharded.
-        rows: FQNs of modules by what is done in them: attention, products, gathered.
+        rows: FQNs of modules by what is done in them: attention, products, neighbours, gathered.
         rowwise: Modules that are said to do the same with every position.
         names: Of the model's parameters.
         shares_output: Whether the model's output is sharded.
@@ -78,6 +78,10 @@ class Found:
             for fqn, module in model.named_modules()
             if fqn in self.layers and type(module).forward is not self.layers[fqn]
         }
+
+
+# Notes that say something of a function which another note names.
+UNLISTED = ("narrowed", "follows", "drawn")
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:
@@ -140,10 +144,11 @@ def dry_run(
     }
     _run(model, call, sequence, forwards, rules)
     for what, fqn, name in rules.notes:
-        found.rows.setdefault(what, []).append(fqn)
+        if what not in UNLISTED:
+            found.rows.setdefault(what, []).append(fqn)
         found.has_flex |= name == "flex_attention"
-    _refuse(found, rules, context, Method(method), inner_degree)
     found.lengths, found.shares_output = tuple(sequence.lengths), any(spec is not None for spec in outputs)
+    _refuse(found, rules, context, Method(method), inner_degree)
     found.unpadded = _unpadded(rules, outputs)
     return found
 
@@ -165,6 +170,7 @@ def _unpadded(rules: DryRules, outputs: Sequence[ShardSpec | None]) -> str:
     for what, reason in (
         ("gathered", "sees padding as it sees tokens"),
         ("products", "multiplies tokens with each other, under a mask that is not known"),
+        ("follows", "reads what follows a token"),
     ):
         for found, fqn, name in rules.notes:
             if found == what:
@@ -204,10 +210,13 @@ def _run(
 
 
 def _refuse(found: Found, rules: DryRules, context: RunContext, method: Method, inner_degree: int | None) -> None:
-    """Refuse a model without attention along the sequence, and heads that the method cannot divide."""
-    if not found.rows.get("attention") and not found.rows.get("products"):
+    """Refuse a model in which nothing mixes positions of sharded activations, and heads that a method cannot divide."""
+    done = {what for what, _, _ in rules.notes}
+    goes_on = found.shares_output or any(dim is not None for dims in found.blocks.values() for dim in dims)
+    if not done & {"attention", "products", "neighbours"} and not (goes_on and "gathered" in done):
         raise PluginError(
-            "context_parallel has no effect: no attention of the model works on the sequence that is sharded",
+            "context_parallel has no effect: no attention, convolution or scan of the model works on the sequence that "
+            "is sharded",
             hint="leave out [sharding.context_parallel], or set sequence_dim to the sequence's dim of inputs",
         )
     possible: set[int] | None = None

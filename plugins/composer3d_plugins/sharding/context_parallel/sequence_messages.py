@@ -25,7 +25,9 @@ __all__ = [
     "heads_to_positions",
     "packed",
     "positions_to_heads",
+    "return_windows",
     "scatter_runs",
+    "take_windows",
     "unpacked",
 ]
 
@@ -197,6 +199,108 @@ def heads_to_positions(x_BhSE: torch.Tensor, *, positions: Positions, group: str
     return (
         received.view(degree, batch, heads, length, width).movedim(0, 1).reshape(batch, degree * heads, length, width)
     )
+
+
+def take_windows(
+    x: torch.Tensor, *, dim: int, positions: Positions, windows: Sequence[tuple[Run, ...]], group: str
+) -> torch.Tensor:
+    """Return what lies in this rank's windows, one after another; zeros beyond both ends of the sequence.
+
+    Collectives: one all-to-all of what windows have of other ranks' shards.
+
+    Args:
+        x: This rank's shard.
+        dim: The sequence.
+        positions: Of every rank's shard.
+        windows: By rank, half-open runs of positions, which may overlap and reach beyond the sequence.
+        group: Name of the process group.
+    """
+    process_group = torch_compat.process_group(group)
+    rank = dist.get_rank(process_group)
+    taken = [_pieces(positions.runs[rank], each) for each in windows]
+    sent = [
+        [] if other == rank else [x.narrow(dim, piece.at, piece.size) for piece in pieces]
+        for other, pieces in enumerate(taken)
+    ]
+    result = x.new_zeros(_resized(x.shape, dim, sum(end - start for start, end in windows[rank])))
+    wanted = [_pieces(runs, windows[rank]) for runs in positions.runs]
+    places = [[result.narrow(dim, piece.place, piece.size) for piece in pieces] for pieces in wanted]
+    for piece in taken[rank]:
+        result.narrow(dim, piece.place, piece.size).copy_(x.narrow(dim, piece.at, piece.size))
+    received = _exchanged_pieces(sent, [[] if o == rank else each for o, each in enumerate(places)], x, process_group)
+    for views, shards in zip(places, received, strict=True):
+        for view, shard in zip(views, shards, strict=False):
+            view.copy_(shard)
+    return result
+
+
+def return_windows(
+    gradient: torch.Tensor, *, dim: int, positions: Positions, windows: Sequence[tuple[Run, ...]], group: str
+) -> torch.Tensor:
+    """Return the gradient of a rank's shard, of those of all windows: the adjoint of `take_windows`.
+
+    Collectives: one all-to-all, as large.
+    """
+    process_group = torch_compat.process_group(group)
+    rank = dist.get_rank(process_group)
+    wanted = [_pieces(runs, windows[rank]) for runs in positions.runs]
+    sent = [
+        [] if other == rank else [gradient.narrow(dim, piece.place, piece.size) for piece in pieces]
+        for other, pieces in enumerate(wanted)
+    ]
+    result = gradient.new_zeros(_resized(gradient.shape, dim, positions.local_lengths[rank]))
+    taken = [_pieces(positions.runs[rank], each) for each in windows]
+    places = [[result.narrow(dim, piece.at, piece.size) for piece in pieces] for pieces in taken]
+    for piece in taken[rank]:
+        result.narrow(dim, piece.at, piece.size).add_(gradient.narrow(dim, piece.place, piece.size))
+    others = [[] if other == rank else each for other, each in enumerate(places)]
+    received = _exchanged_pieces(sent, others, gradient, process_group)
+    for views, shards in zip(places, received, strict=True):
+        for view, shard in zip(views, shards, strict=False):
+            view.add_(shard)
+    return result
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What a window has of a shard.
+
+    Args:
+        at: Where it begins in the shard.
+        place: Where it begins in the windows, one after another.
+        size: Positions.
+    """
+
+    at: int
+    place: int
+    size: int
+
+
+def _pieces(runs: Sequence[Run], windows: Sequence[Run]) -> list[_Piece]:
+    found, place = [], 0
+    for first, last in windows:
+        at = 0
+        for start, end in runs:
+            low, high = max(first, start), min(last, end)
+            if low < high:
+                found.append(_Piece(at + low - start, place + low - first, high - low))
+            at += end - start
+        place += last - first
+    return found
+
+
+def _exchanged_pieces(
+    sent: Sequence[Sequence[torch.Tensor]], wanted: Sequence[Sequence[torch.Tensor]], like: torch.Tensor, group: Any
+) -> list[list[torch.Tensor]]:
+    """Return the pieces that come from each rank, of the shapes of those that are wanted."""
+    flat = packed([piece for pieces in sent for piece in pieces] or [like.new_empty(0)])
+    shapes = [[tuple(piece.shape) for piece in pieces] for pieces in wanted]
+    sizes = [sum(map(math.prod, each)) for each in shapes]
+    received = flat.new_empty(sum(sizes))
+    splits = [sum(piece.numel() for piece in pieces) for pieces in sent]
+    with torch_compat.operator_span("all_to_all", group, bytes=flat.nbytes):
+        dist.all_to_all_single(received, flat, sizes, splits, group=group)
+    return [unpacked(part, each) for part, each in zip(received.split(sizes), shapes, strict=True)]
 
 
 def _resized(shape: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ Every exchange has its adjoint as backward, so that the losses of all ranks add 
     composer3d::block_attention   attention of a rank's queries; keys here, gathered, or around the ring
     composer3d::exchange_heads    all-to-all between shards of positions and shards of heads
     composer3d::gather_sequence   all-gather in order of positions; backward composer3d::scatter_sequence
+    composer3d::take_windows      neighbours' positions, by all-to-all; backward composer3d::return_windows
 """
 
 from __future__ import annotations
@@ -28,11 +29,18 @@ from composer3d_plugins.sharding.context_parallel.sequence_messages import (
     gather_runs,
     heads_to_positions,
     positions_to_heads,
+    return_windows,
     scatter_runs,
+    take_windows,
 )
-from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions
+from composer3d_plugins.sharding.context_parallel.sequence_positions import (
+    Positions,
+    Run,
+    decoded_runs,
+    encoded_runs,
+)
 
-__all__ = ["block_attention", "exchange_heads", "gather_sequence"]
+__all__ = ["block_attention", "exchange_heads", "gather_sequence", "gather_windows"]
 
 _UNLIMITED = -1
 _CALL = "int[] rows, int[] columns, int rank, int behind, int ahead, float scale, float softcap, str method, str group"
@@ -81,6 +89,16 @@ def gather_sequence(x: torch.Tensor, *, dim: int, positions: Positions, group: s
     Collectives: one all-gather; in the backward one reduce-scatter, of 16-bit gradients in float32.
     """
     return _gather(x, dim % x.dim(), positions.encoded, group)
+
+
+def gather_windows(
+    x: torch.Tensor, *, dim: int, positions: Positions, windows: Sequence[tuple[Run, ...]], group: str
+) -> torch.Tensor:
+    """Return what lies in this rank's windows of a sequence, of shards along one dim.
+
+    Collectives: one all-to-all; in the backward one more, of 16-bit gradients in float32.
+    """
+    return _windows(x, dim % x.dim(), positions.encoded, encoded_runs(windows), group)
 
 
 def _sharded(*call: Any) -> tuple[Sharded, bool]:
@@ -236,5 +254,56 @@ _gather = torch_compat.custom_operator(
     kind="collective",
     fake=_gather_fake,
     backward=_gather_gradient,
+    setup_context=_keep_exchange,
+)
+
+
+def _windows_forward(
+    x: torch.Tensor, dim: int, positions: Sequence[int], windows: Sequence[int], group: str
+) -> torch.Tensor:
+    return take_windows(x, dim=dim, positions=Positions.decoded(positions), windows=decoded_runs(windows), group=group)
+
+
+def _windows_fake(
+    x: torch.Tensor, dim: int, positions: Sequence[int], windows: Sequence[int], group: str
+) -> torch.Tensor:
+    rank = torch.distributed.get_rank(torch_compat.process_group(group))
+    size = sum(end - start for start, end in decoded_runs(windows)[rank])
+    return x.new_empty((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+
+
+def _windows_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return _returned_windows(grad, *ctx.call), None, None, None, None
+
+
+def _returned_forward(
+    x: torch.Tensor, dim: int, positions: Sequence[int], windows: Sequence[int], group: str
+) -> torch.Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    known, found = Positions.decoded(positions), decoded_runs(windows)
+    return return_windows(wide, dim=dim, positions=known, windows=found, group=group).to(x.dtype)
+
+
+def _returned_gradient(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    return _windows(grad, *ctx.call), None, None, None, None
+
+
+_WINDOWS = "(Tensor x, int dim, int[] positions, int[] windows, str group) -> Tensor"
+_returned_windows = torch_compat.custom_operator(
+    "composer3d::return_windows",
+    _WINDOWS,
+    _returned_forward,
+    kind="collective",
+    fake=lambda x, dim, positions, windows, group: _scatter_fake(x, dim, positions, group),
+    backward=_returned_gradient,
+    setup_context=_keep_exchange,
+)
+_windows = torch_compat.custom_operator(
+    "composer3d::take_windows",
+    _WINDOWS,
+    _windows_forward,
+    kind="collective",
+    fake=_windows_fake,
+    backward=_windows_gradient,
     setup_context=_keep_exchange,
 )

@@ -8,7 +8,16 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Positions", "Run", "balanced_documents", "contiguous", "padded_length", "zigzag"]
+__all__ = [
+    "Positions",
+    "Run",
+    "balanced_documents",
+    "contiguous",
+    "decoded_runs",
+    "encoded_runs",
+    "padded_length",
+    "zigzag",
+]
 
 Run = tuple[int, int]
 
@@ -40,6 +49,18 @@ class Positions:
     def of(cls, indices: Iterable[Sequence[int]]) -> Positions:
         """Return the positions of index lists, one a rank."""
         return cls(tuple(_runs(index) for index in indices))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Positions]) -> Positions:
+        """Return those of sequences one after another, of each of which a rank holds its positions."""
+        starts = [sum(part.length for part in parts[:at]) for at in range(len(parts))]
+        ranks = zip(*(part.runs for part in parts), strict=True)
+        return cls(
+            tuple(
+                tuple((start + a, start + b) for start, runs in zip(starts, rank, strict=True) for a, b in runs)
+                for rank in ranks
+            )
+        )
 
     @classmethod
     def whole(cls, length: int) -> Positions:
@@ -107,7 +128,7 @@ class Positions:
     @functools.cached_property
     def encoded(self) -> list[int]:
         """This as integers, the form in which operators take it."""
-        return [n for rank in self.runs for n in (len(rank), *(bound for run in rank for bound in run))]
+        return encoded_runs(self.runs)
 
     @classmethod
     def decoded(cls, numbers: Sequence[int]) -> Positions:
@@ -194,12 +215,22 @@ def _joined(runs: tuple[Run, ...]) -> torch.Tensor:
     return torch.cat([torch.arange(start, end) for start, end in runs])
 
 
-@functools.lru_cache(maxsize=256)
-def _decoded(numbers: tuple[int, ...]) -> Positions:
+def encoded_runs(ranks: Sequence[tuple[Run, ...]]) -> list[int]:
+    """Return runs by rank as integers, the form in which operators take them."""
+    return [n for rank in ranks for n in (len(rank), *(bound for run in rank for bound in run))]
+
+
+def decoded_runs(numbers: Sequence[int]) -> tuple[tuple[Run, ...], ...]:
+    """Return the runs by rank that `encoded_runs` made integers of."""
     runs, at = [], 0
     while at < len(numbers):
         end = at + 1 + 2 * numbers[at]
         bounds = numbers[at + 1 : end]
         runs.append(tuple(zip(bounds[::2], bounds[1::2], strict=True)))
         at = end
-    return Positions(tuple(runs))
+    return tuple(runs)
+
+
+@functools.lru_cache(maxsize=256)
+def _decoded(numbers: tuple[int, ...]) -> Positions:
+    return Positions(decoded_runs(numbers))

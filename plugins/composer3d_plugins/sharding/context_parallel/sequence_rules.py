@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from composer3d import BatchError, PluginError, torch_compat
-from composer3d.propagation import AttentionCall, PropagationError
+from composer3d.propagation import AttentionCall, PropagationError, Reach
 from composer3d_plugins.sharding.context_parallel.attention_methods import Method, unfit
 from composer3d_plugins.sharding.context_parallel.attention_pattern import Pattern
 from composer3d_plugins.sharding.context_parallel.attention_traffic import AttentionShape, Layout
@@ -27,8 +27,8 @@ from composer3d_plugins.sharding.context_parallel.sequence_attention import (
     local_attention,
 )
 from composer3d_plugins.sharding.context_parallel.sequence_groups import SequenceGroup
-from composer3d_plugins.sharding.context_parallel.sequence_operators import gather_sequence
-from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, contiguous, zigzag
+from composer3d_plugins.sharding.context_parallel.sequence_operators import gather_sequence, gather_windows
+from composer3d_plugins.sharding.context_parallel.sequence_positions import Positions, Run, contiguous, zigzag
 
 __all__ = ["DryRules", "EngineRules", "shape_of"]
 
@@ -82,9 +82,24 @@ class EngineRules:
 
     def gather(self, x: Tensor, *, dim: int, length: int) -> Tensor:
         """Return all positions in order; 1 all-gather, backward 1 reduce-scatter."""
+        if x.is_complex():
+            return torch.view_as_complex(self.gather(torch.view_as_real(x), dim=dim % x.ndim, length=length))
         if not x.is_floating_point():
             x = x.detach()
         return gather_sequence(x, dim=dim, positions=self.positions(length), group=self.group.name)
+
+    def windows(self, x: Tensor, *, dim: int, reach: Reach) -> Tensor:
+        """Return what this rank's positions of a result read; 1 all-to-all, backward 1 more."""
+        held, windows = self._windows(reach)
+        return gather_windows(x, dim=dim, positions=held, windows=windows, group=self.group.name)
+
+    def window_sizes(self, reach: Reach) -> list[int] | None:
+        """Return the sizes of this rank's windows; None where a rank has none."""
+        windows = self._windows(reach)[1]
+        return [end - start for start, end in windows[self.group.rank]] if all(windows) else None
+
+    def _windows(self, reach: Reach) -> tuple[Positions, tuple[tuple[Run, ...], ...]]:
+        return windows_of(reach, self.group.degree, is_balanced=self.balanced)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Return the output of this rank's queries."""
@@ -99,6 +114,8 @@ class EngineRules:
                 q, k, v, mask, call.dropout_p, call.is_causal, scale=call.scale, enable_gqa=gqa
             )
         self._refuse_padding(call)
+        if q.ndim > 4:
+            return self._attend_many(call)
         flat = q.ndim == 3
         if flat:
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))
@@ -116,6 +133,14 @@ class EngineRules:
         else:
             out = attend(q, k, v, attention, self._plan(q, k, v, attention, call.q_length, call.k_length))
         return out.squeeze(1) if flat else out
+
+    def _attend_many(self, call: AttentionCall) -> Tensor:
+        """Return attention of queries with several batch dims."""
+        lead, mask = call.q_BHSE.shape[:-3], call.mask
+        if mask is not None and mask.ndim > 3:
+            mask = mask.expand(*lead, *mask.shape[-3:]).flatten(0, -4)
+        q, k, v = (x.flatten(0, -4) for x in (call.q_BHSE, call.k_BKTE, call.v_BKTF))
+        return self.attend(replace(call, q_BHSE=q, k_BKTE=k, v_BKTF=v, mask=mask)).unflatten(0, lead)
 
     def _refuse_padding(self, call: AttentionCall) -> None:
         """Raise an error where a mask lets tokens see the padding that follows them."""
@@ -231,6 +256,16 @@ class DryRules:
         """Return a tensor of the global length."""
         return torch.cat([x] * (self.degree + 1), dim).narrow(dim, 0, length)
 
+    def windows(self, x: Tensor, *, dim: int, reach: Reach) -> Tensor:
+        """Return a tensor of the size of the first rank's windows."""
+        size = sum(self.window_sizes(reach) or [])
+        return x.index_select(dim, torch.zeros(size, dtype=torch.int64, device=x.device))
+
+    def window_sizes(self, reach: Reach) -> list[int] | None:
+        """Return the sizes of the first rank's windows; None where a rank has none."""
+        windows = windows_of(reach, self.degree, is_balanced=self.balanced)[1]
+        return [end - start for start, end in windows[0]] if all(windows) else None
+
     def attend(self, call: AttentionCall) -> Tensor:
         """Record the call, and return a tensor of the output's form."""
         self.calls.append((self.at_work[-1] if self.at_work else "", call))
@@ -253,6 +288,19 @@ class DryRules:
 def positions_of(length: int, degree: int, *, is_balanced: bool) -> Positions:
     """Return the positions of every rank of a sequence of a length."""
     return (zigzag if is_balanced else contiguous)(length, degree)
+
+
+@functools.lru_cache(maxsize=256)
+def windows_of(reach: Reach, degree: int, *, is_balanced: bool) -> tuple[Positions, tuple[tuple[Run, ...], ...]]:
+    """Return every rank's positions of what is read, and by rank the windows that positions of a result read."""
+
+    def joined(parts: tuple[int, ...]) -> Positions:
+        return Positions.joined([positions_of(part, degree, is_balanced=is_balanced) for part in parts])
+
+    windows = tuple(
+        tuple((start - reach.before, end + reach.after) for start, end in runs) for runs in joined(reach.written).runs
+    )
+    return joined(reach.read), windows
 
 
 @functools.lru_cache(maxsize=256)

@@ -1,0 +1,56 @@
+"""Convolutions, scans and recurrent layers along a sharded sequence: neighbours exchanged, or gathered and narrowed."""
+
+from __future__ import annotations
+
+from support.mixer_models import MIXERS
+from support.sequence_steps import context, padded_batch, sequence_steps
+
+from composer3d.testing import run_ranks
+
+
+def assert_equal_to_one_device(degree, cases):
+    """Compare every (model, manifest) with one device on all ranks; return the collectives over cp by case."""
+    work = [(MIXERS[name], text, padded_batch) for name, text in cases]
+    results = run_ranks(sequence_steps, degree, work, timeout_s=200.0)
+    wrong = [(cases[at], *each[:3]) for found in results for at, each in enumerate(found) if not max(each[:2]) <= 1e-12]
+    assert wrong == []
+    return dict(zip([name for name, _ in cases], [each[3] for each in results[0]], strict=True))
+
+
+def test_every_mixer_equals_one_device():
+    found = assert_equal_to_one_device(2, [(name, context()) for name in MIXERS])
+    layers, attention = 2, (2, 1)
+    # A convolution sends the positions that windows share, and so do shifts; nothing else of Conformer is gathered.
+    assert found["Conformer"]["all_to_all"][0] == 2 * 3 * layers
+    assert found["Conformer"]["all_gather"][0] == attention[0] * layers
+    # Of a scan in a loop each operand is gathered once, however often it is indexed.
+    assert found["Mamba"]["all_to_all"][0] == 2 * layers
+    assert found["Mamba"]["all_gather"][0] <= 7 * layers
+    # The result of a recurrent layer is sharded again, so that attention is.
+    assert found["Recurrent"]["all_gather"][0] == 1 + attention[0] * layers
+
+
+def test_four_ranks_contiguous_or_balanced():
+    contiguous = context(degree=4, more="balanced = false\n")
+    names = ("Mamba", "Alone", "Conformer", "Subsampled", "InPlace")
+    assert_equal_to_one_device(4, [(name, context("ring", degree=4)) for name in names])
+    assert_equal_to_one_device(4, [(name, contiguous) for name in names])
+
+
+def test_bytes_of_a_convolution_are_those_of_its_neighbours():
+    # Of each of two layers: float64, 2 samples, 16 channels, over 4 and 4 and 2 x 2 positions, forward and backward.
+    layers, position = 2, 8 * 2 * 16
+    contiguous = assert_equal_to_one_device(2, [("Conformer", context(more="balanced = false\n"))])["Conformer"]
+    assert contiguous["all_to_all"] == (12, layers * 2 * position * (2 + 2))
+    # The first rank has both ends, so each of its chunks has one neighbour, as those of the other have two.
+    balanced = assert_equal_to_one_device(2, [("Conformer", context())])["Conformer"]
+    assert balanced["all_to_all"] == (12, 2 * contiguous["all_to_all"][1])
+
+
+def test_mixers_beside_other_axes():
+    tensor = context(mesh="tp = 2", more="[sharding.tensor_parallel]\nsequence_parallel = true\n")
+    stages = context(mesh="pp = 2", more='[scheduling.pipeline]\nschedule = "1F1B"\n')
+    again = context(mesh="dp_shard = 2", more="[sharding.fsdp2]\n[scheduling.activation_checkpoint]\n")
+    names = ("Mamba", "Rwkv", "Conformer")
+    assert_equal_to_one_device(4, [(name, text) for name in names for text in (stages, again)])
+    assert_equal_to_one_device(4, [(name, tensor) for name in names])

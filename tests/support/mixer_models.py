@@ -1,0 +1,194 @@
+"""Models that mix positions otherwise than by attention, or beside it, as other people write them.
+
+Shapes: B batch, S positions, D model dim, N state dim, H heads, E head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from support.sequence_models import DIM, Language
+
+__all__ = ["MIXERS"]
+
+STATE = 4
+
+
+class Causal(Language):
+    """Blocks of which subclasses state the mixer; attention is causal where they have one."""
+
+    def attend(self, q, k, v, tokens):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Mamba(Causal):
+    """A causal convolution padded at both ends, and a selective scan in a loop."""
+
+    def block(self):
+        block = super().block()
+        block["in"], block["x"] = nn.Linear(DIM, 2 * DIM, bias=False), nn.Linear(DIM, 1 + 2 * STATE, bias=False)
+        block["conv"], block["dt"] = nn.Conv1d(DIM, DIM, 4, groups=DIM, padding=3), nn.Linear(1, DIM)
+        block["A"] = nn.Linear(STATE, DIM, bias=False)
+        return block
+
+    def mixed(self, block, x, tokens):
+        S = x.shape[1]
+        u, z = block["in"](x).chunk(2, dim=-1)
+        u = F.silu(block["conv"](u.transpose(1, 2))[..., :S]).transpose(1, 2)
+        dt, B, C = block["x"](u).split([1, STATE, STATE], dim=-1)
+        dt = F.softplus(block["dt"](dt))
+        A = torch.exp(dt.unsqueeze(-1) * -torch.exp(block["A"].weight))
+        inputs = dt.unsqueeze(-1) * B.unsqueeze(2) * u.unsqueeze(-1)
+        state, found = x.new_zeros(x.shape[0], DIM, STATE), []
+        for t in range(S):
+            state = A[:, t] * state + inputs[:, t]
+            found.append((state * C[:, t, None]).sum(-1))
+        return block["o"](torch.stack(found, dim=1) * F.silu(z) + u)
+
+
+class Alone(Mamba):
+    """The same with `unbind`, results written one by one, and nothing that meets a shard before the projection."""
+
+    def mixed(self, block, x, tokens):
+        u = block["conv"](F.pad(x, (0, 0, 1, -1)).transpose(1, 2))[:, :, : x.shape[1]].transpose(1, 2)
+        state, out = torch.zeros_like(x[:, 0]), torch.zeros_like(x)
+        for t, each in enumerate(torch.sigmoid(u).unbind(1)):
+            state = 0.7 * state + each
+            out[:, t] = state
+        return block["o"](out)
+
+
+class Rwkv(Causal):
+    """Tokens shifted by one, a sum over the past with decay, and a gate."""
+
+    def block(self):
+        block = super().block()
+        block["r"], block["k"], block["v"] = (nn.Linear(DIM, DIM, bias=False) for _ in range(3))
+        block["mix"], block["shift"] = nn.Linear(1, DIM, bias=False), nn.ZeroPad2d((0, 0, 1, -1))
+        return block
+
+    def mixed(self, block, x, tokens):
+        mu, before = torch.sigmoid(block["mix"].weight[:, 0]), block["shift"](x)
+        rolled = torch.roll(x, 1, dims=1)
+        rolled[:, 0] = 0
+        k = torch.exp(block["k"](x * mu + before * (1 - mu)))
+        v = block["v"](torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], dim=1) * mu)
+        past = (k * v).cumsum(1) / k.cumsum(dim=1)
+        return block["o"](torch.sigmoid(block["r"](rolled)) * past)
+
+
+class Recurrent(Causal):
+    """A recurrent layer, and attention over what it returns."""
+
+    kind = nn.GRU
+
+    def __init__(self):
+        super().__init__()
+        self.recurrent = self.kind(DIM, DIM, batch_first=True)
+
+    def forward(self, tokens):
+        x, _ = self.recurrent(self.embedding(tokens))
+        for block in self.layers:
+            x = x + self.mixed(block, block["norm"](x), tokens)
+        return self.head(x)
+
+
+class Lstm(Recurrent):
+    """In both directions, over x_SBD."""
+
+    kind = staticmethod(lambda width, _, batch_first: nn.LSTM(width, width // 2, bidirectional=True))
+
+
+class Conformer(Causal):
+    """A gated depthwise convolution over neighbours of both sides before attention."""
+
+    def block(self):
+        block = super().block()
+        block["gate"], block["conv"] = nn.Conv1d(DIM, 2 * DIM, 1), nn.Conv1d(DIM, DIM, 5, padding="same", groups=DIM)
+        block["dilated"] = nn.Conv1d(DIM, DIM, 3, padding=2, dilation=2)
+        return block
+
+    def mixed(self, block, x, tokens):
+        y = F.glu(block["gate"](x.transpose(1, 2)), dim=1)
+        y = block["dilated"](F.silu(block["conv"](y))).transpose(1, 2)
+        return super().mixed(block, x + y, tokens)
+
+
+class Subsampled(Causal):
+    """Convolutions with strides before the blocks, and the mean of positions after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv1d(DIM, DIM, 3, padding=1), nn.Conv1d(DIM, DIM, 3, stride=2, padding=1)
+
+    def forward(self, tokens):
+        x = self.second(F.gelu(self.first(self.embedding(tokens).transpose(1, 2)))).transpose(1, 2)
+        for block in self.layers:
+            x = x + self.mixed(block, block["norm"](x), tokens)
+        x = x.repeat_interleave(2, dim=1)
+        return self.head(x + x.mean(1, keepdim=True))
+
+
+class Hyena(Causal):
+    """A long convolution by Fourier transforms, gated."""
+
+    def block(self):
+        block = super().block()
+        block["filter"] = nn.Linear(1, DIM)
+        return block
+
+    def mixed(self, block, x, tokens):
+        S = x.shape[1]
+        at = torch.linspace(0, 1, S, device=x.device, dtype=x.dtype)[:, None]
+        h = block["filter"](at) * torch.exp(-at)
+        u, v = block["kv"](x).chunk(2, dim=-1)
+        y = torch.fft.irfft(torch.fft.rfft(u, n=2 * S, dim=1) * torch.fft.rfft(h, n=2 * S, dim=0), n=2 * S, dim=1)
+        return block["o"](y[:, :S] * v)
+
+
+class CountedPositions(Causal):
+    """Positions from a running count of tokens, as padded batches have them."""
+
+    def forward(self, tokens):
+        mask = (tokens != 0).long()
+        x = self.embedding(tokens) + self.position((mask.cumsum(-1) - 1).clamp(min=0))
+        for block in self.layers:
+            x = x + self.mixed(block, block["norm"](x), tokens)
+        valid = mask.unsqueeze(-1).to(x.dtype)
+        return self.head(x + (x * valid).sum(1, keepdim=True) / valid.sum(1, keepdim=True))
+
+
+class InPlace(Causal):
+    """Writes into some positions, and into views of them."""
+
+    def mixed(self, block, x, tokens):
+        x = block["up"](x)
+        x[:, 1:] = x[:, 1:] + 0.5 * x[:, :-1].clone()
+        first = x[:, 0]
+        first.mul_(2.0)
+        x[:, 3:5] *= 0.5
+        return super().mixed(block, x, tokens)
+
+
+class ConvOverImage(Causal):
+    """A convolution of two dims, of which one is the sequence, and an average of neighbours."""
+
+    def block(self):
+        block = super().block()
+        block["conv"] = nn.Conv2d(1, 2, (3, 4), padding=(1, 0), stride=(1, 4))
+        return block
+
+    def mixed(self, block, x, tokens):
+        y = block["conv"](x.unsqueeze(1)).permute(0, 2, 1, 3).flatten(2)
+        pooled = F.avg_pool1d(x.transpose(1, 2), 3, stride=1, padding=1).transpose(1, 2)
+        return super().mixed(block, x + pooled + F.pad(y, (0, DIM - y.shape[-1])), tokens)
+
+
+MIXERS = {
+    cls.__name__: cls
+    for cls in (
+        Mamba, Alone, Rwkv, Recurrent, Lstm, Conformer, Subsampled, Hyena, CountedPositions, InPlace, ConvOverImage,
+    )
+}  # fmt: skip
