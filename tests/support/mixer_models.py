@@ -5,13 +5,15 @@ Shapes: B batch, S positions, D model dim, N state dim, H heads, E head dim.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.sequence_models import DIM, Language
+from support.sequence_models import DIM, HEADS, Language
 
-__all__ = ["MIXERS"]
+__all__ = ["MIXERS", "Staged"]
 
 STATE = 4
 
@@ -113,7 +115,7 @@ class Conformer(Causal):
     def mixed(self, block, x, tokens):
         y = F.glu(block["gate"](x.transpose(1, 2)), dim=1)
         y = block["dilated"](F.silu(block["conv"](y))).transpose(1, 2)
-        return super().mixed(block, x + y, tokens)
+        return Language.mixed(self, block, x + y, tokens)
 
 
 class Subsampled(Causal):
@@ -169,7 +171,7 @@ class InPlace(Causal):
         first = x[:, 0]
         first.mul_(2.0)
         x[:, 3:5] *= 0.5
-        return super().mixed(block, x, tokens)
+        return Language.mixed(self, block, x, tokens)
 
 
 class ConvOverImage(Causal):
@@ -183,7 +185,7 @@ class ConvOverImage(Causal):
     def mixed(self, block, x, tokens):
         y = block["conv"](x.unsqueeze(1)).permute(0, 2, 1, 3).flatten(2)
         pooled = F.avg_pool1d(x.transpose(1, 2), 3, stride=1, padding=1).transpose(1, 2)
-        return super().mixed(block, x + pooled + F.pad(y, (0, DIM - y.shape[-1])), tokens)
+        return Language.mixed(self, block, x + pooled + F.pad(y, (0, DIM - y.shape[-1])), tokens)
 
 
 MIXERS = {
@@ -192,3 +194,47 @@ MIXERS = {
         Mamba, Alone, Rwkv, Recurrent, Lstm, Conformer, Subsampled, Hyena, CountedPositions, InPlace, ConvOverImage,
     )
 }  # fmt: skip
+
+
+class StagedBlock(nn.Module):
+    """A block with a forward of its own, as schedules and recomputation need it."""
+
+    def __init__(self, language):
+        super().__init__()
+        self.parts, self.mix = language.block(), None
+
+    def forward(self, x):
+        x = x + self.mix(self.parts, self.parts["norm"](x), None)
+        return x + F.silu(self.parts["up"](x))
+
+
+class Staged(nn.Module):
+    """The blocks of another model.
+
+    Args:
+        kind: Its class.
+    """
+
+    def __init__(self, kind):
+        super().__init__()
+        language = kind()
+        self.embedding, self.head = language.embedding, language.head
+        self.layers = nn.ModuleList(StagedBlock(language) for _ in range(2))
+        for layer in self.layers:
+            layer.mix = functools.partial(kind.mixed, _Without(kind))
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class _Without:
+    """The methods of a model without its modules."""
+
+    def __init__(self, kind):
+        self.kind, self.kv_heads = kind, HEADS
+
+    def attend(self, q, k, v, tokens):
+        return self.kind.attend(None, q, k, v, tokens)

@@ -55,8 +55,8 @@ class ContextParallel:
     What is whole, such as a mask or a table of rotations, is indexed where it meets a shard. Attention, as
     `scaled_dot_product_attention` or written out as products and a softmax, reads the keys and values of all ranks.
     Convolutions and shifts exchange the neighbours that they read. What mixes positions otherwise is gathered and
-    computed on every rank, which goes on with its own positions of the result; the rows of the plan name it. Lengths that
-    ranks cannot share equally are padded where the model is causal, which changes no loss, count or gradient.
+    computed on every rank, which goes on with its own positions of the result; the rows of the plan name it. Lengths
+    that ranks cannot share equally are padded where the model is causal, which changes no loss, count or gradient.
 
     gather: keys and values are all-gathered, and again in the backward.
     ring: they are passed from rank to rank while blocks are computed: no rank holds them all.
