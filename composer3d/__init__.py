@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from composer3d import propagation as propagation
     from composer3d import torch_compat as torch_compat
     from composer3d.checking.checked import CheckResult, check
+    from composer3d.communication import Codec, CodedCollectives, CodedExchange
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
     from composer3d.composition.preparing import PlanRow
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
         TransformError,
     )
     from composer3d.hookspecs import hookimpl
-    from composer3d.initialisation import place
+    from composer3d.initialisation import place, seed_of
     from composer3d.initialisation.parameter_order import StoredOrders
     from composer3d.interfaces import (
         Action,
@@ -91,6 +92,7 @@ _MODULES = {
     "runner.run": ("RunResult", "run"),
     "verification.verify": ("VerifyResult", "verify"),
     "step.microbatches": ("map_tensors", "units_of"),
+    "communication": ("Codec", "CodedCollectives", "CodedExchange"),
     "composition.compose": ("compose",),
     "composition.composition": ("Composition",),
     "context": ("RunContext",),
@@ -148,7 +150,7 @@ _MODULES = {
         "Units",
     ),
     "hookspecs": ("hookimpl",),
-    "initialisation": ("place",),
+    "initialisation": ("place", "seed_of"),
     "initialisation.parameter_order": ("StoredOrders",),
     "registry": ("plugin",),
     "composition.sampling": ("Sampler",),
@@ -165,6 +167,9 @@ __all__ = [
     "BatchError",
     "CheckResult",
     "CheckpointError",
+    "Codec",
+    "CodedCollectives",
+    "CodedExchange",
     "ComposerError",
     "Composition",
     "DataDependent",
@@ -193,9 +198,9 @@ __all__ = [
     "Part",
     "PatternError",
     "Phase",
-    "PlannedShards",
     "PlanResult",
     "PlanRow",
+    "PlannedShards",
     "PluginError",
     "Problem",
     "QueryError",
@@ -240,6 +245,7 @@ __all__ = [
     "propagation",
     "resolve_reference",
     "run",
+    "seed_of",
     "select_fqns",
     "share_of",
     "suggest",

@@ -138,11 +138,12 @@ class RunContext:
                 before they are reduced. "first_step": its first step differs from the others, which a plan traces.
                 "depth": its effect on a block depends on the number of blocks: a plan traces all of them.
                 "samples": it places batches, and leaves some of their samples to other ranks.
+                "all_gather": it replaces the all-gather of units.
             by: The plugin.
             each_alone: Its optimizer can step every parameter by itself, as soon as its gradient is final.
 
         Raises:
-            PluginError: Another plugin makes the optimizer, or scales the loss.
+            PluginError: Another plugin does what only one may.
         """
         self._claims.add(what, next(each for each in self._hooks.plugins if each.instance is by), each_alone=each_alone)
 

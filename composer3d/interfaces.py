@@ -105,11 +105,13 @@ class Unit:
         written_class: The module's class before the plugin put one of its own in its place.
         gather: Gathers its parameters, where that would be too late in a backward.
         set_all_gather: Takes another all-gather in place of the plugin's, with `allocate` and `__call__` as torch's.
+        set_reduce_scatter: The same of the reduce-scatter.
     """
 
     written_class: type
     gather: Callable[[], Any]
     set_all_gather: Callable[[Any], None]
+    set_reduce_scatter: Callable[[Any], None]
 
 
 @dataclass(kw_only=True, eq=False)

@@ -34,8 +34,11 @@ GROUP = "composer3d"  # of entry points, and pluggy's project
 # Of every typed table, the manifest's own and those of plugins.
 TABLE_CONFIG = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 C = TypeVar("C", bound=type)
-# Effects of a plugin on a step; only one plugin may have each of the first two.
-Claim = Literal["optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth", "samples"]
+# Effects of a plugin on a step; only one plugin may have each of those in `_OF_ONE`.
+Claim = Literal[
+    "optimizer", "grad_scaler", "gradients", "moved_gradients", "first_step", "depth", "samples", "all_gather"
+]
+_OF_ONE = {"optimizer": "make the optimizer", "grad_scaler": "scale the loss", "all_gather": "replace the all-gather"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +216,11 @@ class Claims:
         """Add an effect.
 
         Raises:
-            PluginError: Another plugin makes the optimizer, or scales the loss.
+            PluginError: Another plugin does what only one may.
         """
         claims = self._by_effect.setdefault(what, [])
-        if claims and what in ("optimizer", "grad_scaler") and claims[0][0] is not by:
-            verb = "make the optimizer" if what == "optimizer" else "scale the loss"
-            raise PluginError(f"{claims[0][0]} and {by} both {verb}, and a run has one; remove one of them")
+        if claims and what in _OF_ONE and claims[0][0] is not by:
+            raise PluginError(f"{claims[0][0]} and {by} both {_OF_ONE[what]}, and a run has one; remove one of them")
         claims.append((by, each_alone))
 
     def names(self, what: Claim, *, each_alone: bool) -> list[str]:

@@ -36,7 +36,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 60
 # imports counts as imported by those that import it. "composer3d" is the public names, on which users' code stands.
 LAYERS = (
     ("errors", "interfaces", "patterns", "torch_compat"),
-    ("mesh", "transform", "processes"),
+    ("communication", "mesh", "transform", "processes"),
     ("initialisation", "observation"),
     ("registry",),
     ("manifest",),

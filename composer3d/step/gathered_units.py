@@ -39,5 +39,8 @@ def make_unit(make: Callable[..., Any], fqn: str, model: nn.Module, context: Run
     policy = MixedPrecisionPolicy(param_dtype=dtypes.param, reduce_dtype=dtypes.reduce, output_dtype=dtypes.output)
     make(module, mp_policy=policy, **options)
     context.stash(Units).by_module[module] = Unit(
-        written_class=written, gather=module.unshard, set_all_gather=module.set_custom_all_gather
+        written_class=written,
+        gather=module.unshard,
+        set_all_gather=module.set_custom_all_gather,
+        set_reduce_scatter=module.set_custom_reduce_scatter,
     )

@@ -88,6 +88,7 @@ def _notes(evidence: Evidence) -> list[str]:
         *_unwritten(reference),
         *_coarse(reference),
         *drawing_notes([report.drawing for report in evidence.ranks]),
+        *_coded(evidence.ranks),
         *_untraceable(evidence.ranks),
         *notes_of_restored(evidence),
     ]
@@ -144,6 +145,18 @@ def _coarse(reference: ReferenceReport) -> list[str]:
     return [
         "in the run's dtypes one device's own gradients are so far from those of float64 that they bound little "
         f"({middle:.2g} of the largest element, in the median): plugins of precision are compared with themselves there"
+    ]
+
+
+def _coded(ranks: Sequence[RankReport]) -> list[str]:
+    """Return a note where collectives change numbers on purpose, which steps were compared without."""
+    codecs = {what: name for report in ranks if report.happened for what, name in report.happened.codecs.items()}
+    if not codecs:
+        return []
+    named = ", ".join(f"{what} as {name}" for what, name in sorted(codecs.items()))
+    return [
+        f"steps were compared with everything sent as it is; on the wire are {named}: every exchange was compared with "
+        "the same codec on one device, element by element, and its bytes with the plan's"
     ]
 
 

@@ -92,9 +92,10 @@ class Subject:
     def composed(self, which: Arithmetic, manifest: Manifest, *, draws: bool = False) -> Iterator[Composition]:
         """Compose the model by a manifest; inside, compute in float64 or in the run's own dtypes.
 
-        Weights are drawn as in a run; after that random draws are replaced by their means, unless `draws`.
+        Weights are drawn as in a run; after that random draws are replaced by their means, unless `draws`. Collectives
+        with a codec send everything as it is.
         """
-        from composer3d import compose
+        from composer3d import CodedCollectives, compose
 
         with ExitStack() as stack:
             if which == "float64":
@@ -110,6 +111,7 @@ class Subject:
                     purpose="verify",
                 )
             )
+            run.context.stash(CodedCollectives).is_exact = True
             if self.prepare is not None:
                 self.prepare(run)
             if not draws:

@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from composer3d.communication import CodedCollectives
 from composer3d.interfaces import DataDependent
 from composer3d.mesh import Layout
 from composer3d.step import to_device
+from composer3d.verification.evidence.coded_exchanges import wrong_codecs
 from composer3d.verification.evidence.module_outputs import Output, Outputs, watched_loss, watching
 from composer3d.verification.one_device import of_dtype
 from composer3d.verification.subject import Subject
@@ -43,12 +45,16 @@ class Counted:
         of_plugins: Number over each axis, without the step's own agreements.
         data_dependent: Axes over which ranks send as many bytes as the values of the batch decide.
         outputs: Of modules and the loss in the first step.
+        codecs: Codecs on the wire, by what travels.
+        wrong_codecs: Faults of exchanges with them, a line each.
     """
 
     totals: Mapping[tuple[str, str], tuple[int, int]]
     of_plugins: Mapping[str, int]
     outputs: Outputs = field(default_factory=dict)
     data_dependent: frozenset[str] = frozenset()
+    codecs: Mapping[str, str] = field(default_factory=dict)
+    wrong_codecs: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,10 +117,20 @@ def count_step(subject: Subject, *, alone: bool = False) -> tuple[Counted, list[
             for number in range(_WARM_UP):
                 _step(subject, run, optimizer, number)
         outputs = {**returned, **outputs}
+        coded = run.context.stash(CodedCollectives)
+        coded.is_exact = False  # as a run sends it
         with count_collectives(run.mesh) as collectives:
             _step(subject, run, optimizer, _WARM_UP)
         data_dependent = frozenset(run.context.stash(DataDependent).axes)
-    return replace(_counted(collectives.rows), outputs=outputs, data_dependent=data_dependent), messages
+        wrong = () if alone else wrong_codecs(coded, device=run.context.device)
+    found = replace(
+        _counted(collectives.rows),
+        outputs=outputs,
+        data_dependent=data_dependent,
+        codecs={exchange.what: str(exchange.codec) for exchange in coded.exchanges.values()},
+        wrong_codecs=wrong,
+    )
+    return found, messages
 
 
 def trace_step(subject: Subject, *, world_size: int, rank: int, messages: Sequence[Any]) -> Counted:

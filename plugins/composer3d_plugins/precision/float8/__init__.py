@@ -91,6 +91,8 @@ class Float8:
                 "only some of a weight's rows",
                 hint='write recipe = "tensorwise", or leave all_gather out',
             )
+        if self.all_gather:
+            context.claim("all_gather", by=self)
         if self.auto and self.recipe == "rowwise_with_gw_hp":
             raise PluginError(
                 'auto = true has no thresholds for recipe = "rowwise_with_gw_hp": none were measured',

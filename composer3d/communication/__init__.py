@@ -1,0 +1,7 @@
+"""Collectives that change numbers on purpose: codecs, and what `verify` knows of them."""
+
+from __future__ import annotations
+
+from composer3d.communication.codecs import Codec, CodedCollectives, CodedExchange
+
+__all__ = ["Codec", "CodedCollectives", "CodedExchange"]

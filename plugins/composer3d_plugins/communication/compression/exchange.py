@@ -1,0 +1,130 @@
+"""Collectives of FSDP2's units with a codec on the wire: all-to-alls that reduce, and all-gathers of shards.
+
+Shapes: W ranks of the group; N elements of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from composer3d import torch_compat
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from composer3d import Codec
+
+__all__ = ["CodedAllGather", "CodedReduceScatter", "gather_rows", "reduce_rows"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Coded:
+    """A collective that asks in every call for its codec.
+
+    Args:
+        codec: Given the elements of a unit, returns its codec; None sends them as they are.
+        note: Called with the process group and the length of a shard where a codec is used.
+    """
+
+    codec: Callable[[int], Codec | None]
+    note: Callable[[Any, int], None]
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for a buffer."""
+        import torch
+
+        return torch.empty(size, dtype=dtype, device=device)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CodedReduceScatter(_Coded):
+    """FSDP2's reduce-scatter as one all-to-all of payloads, which their receiver decodes and adds in float32.
+
+    The ranks' payloads are added in the order of ranks. Without a codec gradients are exchanged in their own dtype and
+    added in float32, or float64: on gloo half of what its own reduce-scatter sends.
+
+    Memory: the payloads of a unit twice, and a shard in float32.
+    Collectives: one all-to-all.
+    """
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> None:
+        """Reduce chunk r of every rank's input, WN, into the output, N, of rank r."""
+        import torch.distributed as dist
+
+        num_ranks, length = group.size(), output_tensor.numel()
+        codec = self.codec(num_ranks * length)
+        if codec is not None:
+            self.note(group, length)
+        total = reduce_rows(input_tensor.view(num_ranks, length), codec, group)
+        if op == dist.ReduceOp.AVG:
+            total /= num_ranks
+        elif op != dist.ReduceOp.SUM:
+            raise RuntimeError(f"gradients are to be reduced by {op}, which compression does not know")
+        output_tensor.copy_(total)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CodedAllGather(_Coded):
+    """FSDP2's all-gather of payloads. A rank decodes its own shard too: all ranks compute with the same weights.
+
+    What is no floating-point number, float8 weights as bytes for example, is gathered as it is.
+
+    Memory: the payloads of a unit.
+    Collectives: one all-gather.
+    """
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        """Gather every rank's shard, N, into the output, WN."""
+        num_ranks, length = group.size(), input_tensor.numel()
+        codec = self.codec(num_ranks * length) if input_tensor.is_floating_point() else None
+        if codec is None:
+            return torch_compat.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
+        self.note(group, length)
+        output_tensor.view(num_ranks, length).copy_(gather_rows(input_tensor, codec, group))
+        return None
+
+
+def reduce_rows(x_WN: Tensor, codec: Codec | None, group: Any) -> Tensor:
+    """Return the sum of row r of every rank, on rank r of the group: float32 N, or float64.
+
+    Args:
+        x_WN: This rank's part of the sum for every rank.
+        codec: Of what travels; None sends the elements as they are.
+        group: Process group of W ranks.
+
+    Collectives: one all-to-all.
+    """
+    import torch
+    import torch.distributed as dist
+
+    num_ranks, length = x_WN.shape
+    wide = torch.promote_types(x_WN.dtype, torch.float32)
+    # The dtypes of payloads are the codec's, also where a model's are read as others.
+    with torch_compat.without_torch_functions():
+        sent = x_WN.contiguous() if codec is None else codec.encode(x_WN)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        total = torch.zeros(length, dtype=wide, device=x_WN.device)
+        for rank in range(num_ranks):  # one row at a time: the order is that of ranks, and memory one shard's
+            row = received[rank : rank + 1]
+            total += (row if codec is None else codec.decode(row, length)).view(-1)
+    return total
+
+
+def gather_rows(x_N: Tensor, codec: Codec, group: Any) -> Tensor:
+    """Return every rank's row as it was decoded, float32 WN.
+
+    Collectives: one all-gather.
+    """
+    import torch
+
+    with torch_compat.without_torch_functions():
+        sent = codec.encode(x_N.view(1, -1))
+        received = torch.empty(group.size() * sent.numel(), dtype=sent.dtype, device=sent.device)
+        torch_compat.all_gather_single(received, sent.view(-1), group=group, async_op=False)
+        return codec.decode(received.view(group.size(), -1), x_N.numel())
