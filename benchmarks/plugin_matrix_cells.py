@@ -163,7 +163,13 @@ class Verdict:
 
 
 # Proven by tests of their own, and in no recorded row yet.
-PENDING = ("sharding.context_parallel", "mesh.cp", "sharding.expert_parallel", "mesh.ep")
+PENDING = (
+    "sharding.context_parallel",
+    "mesh.cp",
+    "sharding.expert_parallel",
+    "mesh.ep",
+    "communication.compression",
+)
 
 
 def options() -> dict[str, tuple[str, ...]]:

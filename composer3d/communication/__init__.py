@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from composer3d.communication.codecs import Codec, CodedCollectives, CodedExchange
+from composer3d.communication.coded_collectives import Codec, CodedCollectives, CodedExchange
 
 __all__ = ["Codec", "CodedCollectives", "CodedExchange"]

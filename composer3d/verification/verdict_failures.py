@@ -71,12 +71,16 @@ def failures_of(evidence: Evidence) -> Iterator[str]:
                 f"{row.op} over {row.axis}: {row.count} of {row.bytes} bytes happened on {where}, "
                 f"{row.expected} of {row.expected_bytes} bytes were expected"
             )
+    yield from _coded(evidence)
+    for axis in evidence.silent:
+        yield f"{axis} = {evidence.layout.degrees[axis]}, and no plugin communicated over {axis}"
+
+
+def _coded(evidence: Evidence) -> Iterator[str]:
     for rank, report in enumerate(evidence.ranks):
         if report.happened is not None and report.happened.wrong_codecs:
             yield f"on rank {rank} {report.happened.wrong_codecs[0]}"
-            break
-    for axis in evidence.silent:
-        yield f"{axis} = {evidence.layout.degrees[axis]}, and no plugin communicated over {axis}"
+            return
 
 
 def _of_one_device(reference: ReferenceReport) -> Iterator[str]:

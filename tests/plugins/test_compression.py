@@ -160,8 +160,8 @@ def test_gradients_are_those_of_the_same_codec_on_one_device(world_size):
         assert all(torch.equal(found[name], other) for name, other in results[0][2].items())
 
 
-def test_bytes_are_those_of_payloads():
-    """Each unit sends a payload a rank; weights of a unit are gathered as one payload a rank, twice but for the root."""
+def test_collectives_have_the_bytes_of_payloads():
+    """Each unit sends a payload a rank; its weights are gathered as a payload a rank, twice but for the root's."""
     both = FSDP + table(gradients="int8", weights="fp8", block=16)
     codec = make_codec("int8", block=16)
     (*_, summary), *_ = run_ranks(partial(compressed_step, world_size=2), 2, both)
@@ -244,6 +244,9 @@ def refusal(text):
         (FSDP + table(block=16), "neither gradients nor weights"),
         (FSDP + table(gradients="fp8", rounding="stochastic"), "is for integers"),
         (FSDP + table(gradients="int8", block=15), "is odd"),
+        (FSDP + table(gradients="int7"), 'gradients = "int7" is no codec'),
+        (FSDP + table(weights="int4"), 'weights = "int4" is no codec'),
+        (FSDP + table(gradients="builtins:dict"), "returns dict, which has no num_bytes"),
         ("[sharding.ddp]\n" + table(gradients="int8"), "no plugin of this manifest shards parameters over dp_shard"),
         (
             FSDP + '[precision.float8]\nall_gather = true\nmodules = ["layers"]\n' + table(weights="int8"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -20,6 +21,7 @@ from composer3d import (
     Units,
     hookimpl,
     plugin,
+    resolve_reference,
     seed_of,
 )
 from composer3d_plugins.communication.compression.codecs import make_codec
@@ -39,6 +41,9 @@ __all__ = ["Compression"]
 
 SHARDS = "dp_shard"
 INTEGERS = ("int8", "int4")
+GRADIENTS = ("bf16", "int8", "fp8", "int4")
+WEIGHTS = ("int8", "fp8")
+Travelling = Literal["gradients", "weights"]
 
 
 @plugin(family="communication")
@@ -60,16 +65,18 @@ class Compression:
     arXiv:2306.10209.
 
     Args:
-        gradients: Codec of gradients; default: they are exchanged in their own dtype.
-        weights: Codec of gathered weights; default: they are gathered in their own dtype.
+        gradients: Codec of gradients: bf16, int8, fp8 or int4, or `module:callable`, which is given `block` and returns
+            a `composer3d.Codec`; default: they are exchanged in their own dtype.
+        weights: Codec of gathered weights: int8 or fp8, or `module:callable`; default: they are gathered in their own
+            dtype.
         block: Elements that share a scale.
         rounding: Of integers; stochastic rounding is unbiased, and its error up to twice as large.
         start_step: First step that is compressed; those before exchange everything as it is.
         min_numel: Units with fewer elements are exchanged as they are.
     """
 
-    gradients: Literal["bf16", "int8", "fp8", "int4"] | None = None
-    weights: Literal["int8", "fp8"] | None = None
+    gradients: str | None = None
+    weights: str | None = None
     block: int = Field(default=256, ge=8, le=1 << 20)
     rounding: Literal["nearest", "stochastic"] = "nearest"
     start_step: int = Field(default=0, ge=0)
@@ -82,6 +89,12 @@ class Compression:
             raise PluginError(
                 "neither gradients nor weights are to be compressed", hint='write gradients = "int8", for example'
             )
+        for what, name, known in (("gradients", self.gradients, GRADIENTS), ("weights", self.weights, WEIGHTS)):
+            if name is not None and name not in known and ":" not in name:
+                raise PluginError(
+                    f'{what} = "{name}" is no codec',
+                    hint=f"write {', '.join(known[:-1])} or {known[-1]}, or a codec of your own as module:callable",
+                )
         if self.rounding == "stochastic" and not {self.gradients, self.weights} & set(INTEGERS):
             raise PluginError(
                 'rounding = "stochastic" is for integers, and none are on the wire',
@@ -102,6 +115,7 @@ class Compression:
             )
         if self.weights is not None:
             context.claim("all_gather", by=self)
+        context.state[self] = Wire(self, context)
 
     @hookimpl
     def composer3d_collectives(self, context: RunContext) -> Transform:
@@ -121,10 +135,8 @@ class Compression:
             return None
         return StepAction(name="compression", point=StepPoint.BEGIN, run=self._begin)
 
-    def _apply(self, model: nn.Module, fqns: list[str], context: RunContext) -> list[str]:
-        wire = context.state.get(self)
-        if wire is None:
-            wire = context.state[self] = Wire(self, context)
+    def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> list[str]:
+        wire: Wire = context.state[self]
         for module in model.modules():
             unit = context.stash(Units).by_module.get(module)
             if unit is None:
@@ -155,11 +167,11 @@ class Wire:
         self._is_begun = True
         is_random = options.rounding == "stochastic"
         self._generator = torch.Generator(device=context.device) if is_random else None
-        self._codecs = {
-            what: make_codec(name, block=options.block, generator=self._generator)
-            for what, name in (("gradients", options.gradients), ("weights", options.weights))
-            if name is not None
-        }
+        self._codecs: dict[Travelling, Codec] = {}
+        if options.gradients is not None:
+            self._codecs["gradients"] = self._made(options.gradients)
+        if options.weights is not None:
+            self._codecs["weights"] = self._made(options.weights)
         self.reduce_scatter = CodedReduceScatter(
             codec=lambda numel: self._codec("gradients", numel),
             note=lambda group, length: self._note("gradients", group, length),
@@ -176,12 +188,27 @@ class Wire:
             seed = self._context.manifest.train.seed
             self._generator.manual_seed(seed_of(seed, "compression", step, self._context.rank))
 
-    def _codec(self, what: str, numel: int) -> Codec | None:
+    def _made(self, name: str) -> Codec:
+        if ":" not in name:
+            return make_codec(name, block=self._options.block, generator=self._generator)
+        made = resolve_reference(name, self._context.manifest.document.folder)(block=self._options.block)
+        lacking = [
+            each for each in ("num_bytes", "encode", "decode", "bound", "is_repeatable") if not hasattr(made, each)
+        ]
+        if lacking:
+            raise PluginError(
+                f'"{name}" returns {type(made).__name__}, which has no {" and no ".join(lacking)}',
+                hint="composer3d.Codec lists what a codec has",
+            )
+        found: Codec = made
+        return found
+
+    def _codec(self, what: Travelling, numel: int) -> Codec | None:
         if self._coded.is_exact or not self._is_begun or numel < self._options.min_numel:
             return None
         return self._codecs[what]
 
-    def _note(self, what: str, group: Any, length: int) -> None:
+    def _note(self, what: Travelling, group: Any, length: int) -> None:
         codec = self._codecs[what]
         found = self._coded.exchanges.setdefault(
             (what, group.group_name),
@@ -190,7 +217,7 @@ class Wire:
         found.lengths.add(length)
 
 
-def _run_of(what: str, codec: Codec, group: Any) -> Any:
+def _run_of(what: Travelling, codec: Codec, group: Any) -> Any:
     def run(x: Tensor) -> Tensor:
         return reduce_rows(x, codec, group) if what == "gradients" else gather_rows(x, codec, group)
 
