@@ -71,6 +71,7 @@ from composer3d.torch_compat.modes import (
     selective_contexts,
     start_autograd,
     traceable,
+    watched_reentrant_checkpoints,
     without_torch_functions,
     works_on_meta,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "lone_buckets",
     "lone_pipeline",
     "on_state_dict",
+    "watched_reentrant_checkpoints",
     "watch_storages",
     "were_sizes_assumed",
     "with_values",

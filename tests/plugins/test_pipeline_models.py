@@ -40,6 +40,43 @@ def normed_chain(num_layers=4):
     return model
 
 
+class Called(Net):
+    """Blocks called through functions that hold them: as default values, in closures, and as a method that was put in.
+
+    Args:
+        how: defaults, closures or methods.
+    """
+
+    def __init__(self, how, num_layers=4):
+        super().__init__(num_layers=num_layers)
+        if how == "defaults":
+            self.calls = [lambda x, layer=layer: layer(x) for layer in self.layers]
+        elif how == "closures":
+            self.calls = {"all": self._closures(list(self.layers))}
+        else:
+            for layer in self.layers:
+                layer.forward = self._doubled(layer.forward)
+
+    @staticmethod
+    def _closures(layers):
+        def call(x):
+            for layer in layers:
+                x = layer(x)
+            return x
+
+        return call
+
+    @staticmethod
+    def _doubled(forward):
+        return lambda x: 2 * forward(x)
+
+    def forward(self, tokens):
+        x = self.tok(tokens)
+        for call in getattr(self, "calls", self.layers):
+            x = self.calls["all"](x) if call == "all" else call(x)
+        return self.out(self.norm(x)) + 0.0
+
+
 MASK = torch.ones(12, 5, dtype=torch.int64)
 MASK[:, 3:] = 0
 CASES = [
@@ -50,6 +87,11 @@ CASES = [
     pytest.param(V + '[model]\nblocks = "block*"\n', chain, None, id="sequential-v"),
     pytest.param(ONE, Functional, None, id="functional-tie"),
     pytest.param(V, Functional, None, id="functional-tie-v"),
+    *(
+        pytest.param(text, partial(Called, how), None, id=f"{how}-{index}")
+        for how in ("defaults", "closures", "methods")
+        for index, text in enumerate((ONE, V, ONE + 'split = "tracer"\n'))
+    ),
     pytest.param(ONE, InPlace, None, id="in-place"),
     pytest.param(V, InPlace, None, id="in-place-v"),
     pytest.param(ONE + '[model]\nblocks = "block_*"\n', Plain, None, id="attributes-dataclass"),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+import torch
 from support.models import Net
 from support.pipeline_models import assert_equal_to_one_device, pipelined_step
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from composer3d.errors import ComposerError
@@ -14,21 +16,51 @@ from composer3d.testing import run_ranks
 
 ONE = "[mesh]\npp = 2\n[scheduling.pipeline]\n"
 LOOP = ONE + 'schedule = "Interleaved1F1B"\n'
+RECOMPUTING = partial(checkpoint, use_reentrant=False)
 TRACED = ONE + 'split = "tracer"\n'
 
 
 class Recomputed(Net):
     """Blocks called through checkpoints."""
 
-    def __init__(self, *, reentrant=False, num_layers=4):
+    def __init__(self, *, call=RECOMPUTING, num_layers=4):
         super().__init__(num_layers=num_layers)
-        self.reentrant = reentrant
+        self.call = call
 
     def forward(self, tokens):
         x = self.tok(tokens)
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.reentrant)
+            x = self.call(layer, x)
         return self.out(self.norm(x)) + 0.0
+
+
+class Inside(nn.Module):
+    """A block that recomputes itself."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=True)
+
+
+class Foreign(torch.autograd.Function):
+    """Recomputation as another library has it."""
+
+    @staticmethod
+    def forward(ctx, block, x):
+        return block(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, grad
+
+
+def recomputing_inside():
+    model = Net(num_layers=4)
+    model.layers = nn.ModuleList(map(Inside, model.layers))
+    return model
 
 
 @pytest.mark.parametrize("text", [ONE, LOOP, TRACED])
@@ -36,12 +68,29 @@ def test_gradients_equal_one_device(text):
     assert_equal_to_one_device(run_ranks(pipelined_step, 2, text, Recomputed))
 
 
+@pytest.mark.parametrize(
+    ("factory", "caller"),
+    [
+        (partial(Recomputed, call=partial(checkpoint, use_reentrant=True)), "the forward"),
+        (recomputing_inside, 'the forward of "layers.0"'),
+    ],
+)
+@pytest.mark.parametrize("text", [ONE, TRACED])
+def test_reentrant_checkpoints_are_refused_before_a_step(text, factory, caller):
+    with pytest.raises(ComposerError) as caught:
+        run_ranks(pipelined_step, 2, text, factory)
+    assert (
+        f"{caller} calls torch.utils.checkpoint with use_reentrant=True, whose backward gives no gradient to another "
+        "stage; write use_reentrant=False, or leave recomputation to [scheduling.activation_checkpoint]"
+    ) in str(caught.value)
+
+
 # On meta, and in the stage that has none yet, inputs have no gradients.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad:UserWarning")
 @pytest.mark.parametrize("text", [ONE, TRACED])
 def test_a_call_without_a_graph_at_the_edge_of_a_stage_is_refused(text):
     with pytest.raises(ComposerError) as caught:
-        run_ranks(pipelined_step, 2, text, partial(Recomputed, reentrant=True))
+        run_ranks(pipelined_step, 2, text, partial(Recomputed, call=Foreign.apply))
     assert (
         'calls "layers.1" without a graph, and its gradients would be lost between stages, as in '
         "torch.utils.checkpoint with use_reentrant=True; write use_reentrant=False, or leave recomputation to "

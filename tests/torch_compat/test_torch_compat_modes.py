@@ -197,3 +197,14 @@ def test_a_backward_inside_of_a_mode_runs_with_it():
     mode = torch_compat.function_mode(lambda func, args, kwargs: func(*args, **kwargs))
     torch_compat.backward_inside(mode, (x.sum(), torch.tensor(2.0)), {})
     assert x.grad.tolist() == [2.0, 2.0]
+
+
+def test_reentrant_checkpoints_are_seen_and_run():
+    seen = []
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2, requires_grad=True)
+    with torch_compat.watched_reentrant_checkpoints(lambda: seen.append(1)):
+        checkpoint(layer, x, use_reentrant=False)
+        checkpoint(layer, x, use_reentrant=True).sum().backward()
+    checkpoint(layer, x, use_reentrant=True)
+    assert seen == [1]
+    assert torch.equal(x.grad, layer.weight.sum(0, keepdim=True))

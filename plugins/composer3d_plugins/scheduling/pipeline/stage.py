@@ -8,7 +8,6 @@ in modules that are not in the tree either; so every name that is left is the na
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from composer3d import StepError
 from composer3d_plugins.scheduling.pipeline.absent import refuse_absent
 from composer3d_plugins.scheduling.pipeline.block_trace import Observation
+from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -213,7 +213,7 @@ def build_stage(
         if not start <= index < end:
             block = observation.skeleton.get_submodule(fqn)
             memo[id(model.get_submodule(fqn))] = _Absent(runner, index, block)
-    stage = copy.deepcopy(model, memo)
+    stage = copy_model(model, memo)
     _take_out_blocks(stage, observation)
     runner.attach(stage)
     take_out_tensors(stage, "", needed, absent, device=device, runner=runner)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import copy
 import dataclasses
 import logging
 from collections import Counter, defaultdict
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from composer3d import TransformError, torch_compat
+from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.values import Values
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ class Origins(abc.ABC):
         self._firsts = {fqn: self._parameters[id(p)] for fqn, p in names}
         self._uses: dict[str, Counter[int]] = {fqn: Counter() for fqn in self._parameters.values()}
         self._running: list[dict[int, str]] = []  # of the modules at work, the names of their own parameters
+        self._at_work: list[str] = []  # their FQNs
         self._inside: int | None = None
         self._costs: dict[int, float] = defaultdict(float)
         self._computed_bytes: dict[int, float] = defaultdict(float)
@@ -150,13 +151,30 @@ class Origins(abc.ABC):
         handles: list[Any] = []
         for prefix, module in self.skeleton.named_modules():
             names = {id(p): f"{prefix}.{name}".lstrip(".") for name, p in module.named_parameters(recurse=False)}
-            if names:
-                handles.append(module.register_forward_pre_hook(self._starting(names)))
-                handles.append(module.register_forward_hook(lambda *_: self._running.pop() and None, always_call=True))
+            handles.append(module.register_forward_pre_hook(self._starting(prefix, names)))
+            handles.append(module.register_forward_hook(self._ending, always_call=True))
         return handles
 
-    def _starting(self, names: dict[int, str]) -> Callable[..., None]:
-        return lambda *_: self._running.append(names)
+    def _starting(self, fqn: str, names: dict[int, str]) -> Callable[..., None]:
+        def start(*_: Any) -> None:
+            self._running.append(names)
+            self._at_work.append(fqn)
+
+        return start
+
+    def _ending(self, *_: Any) -> None:
+        self._running.pop()
+        self._at_work.pop()
+
+    def refuse_reentrant(self) -> None:
+        """Refuse a checkpoint whose backward is one of its own: stages ask for the gradients of their inputs."""
+        fqn = next(reversed(self._at_work), "")
+        caller = f'the forward of "{fqn}"' if fqn else "the forward"
+        raise TransformError(
+            f"{caller} calls torch.utils.checkpoint with "
+            "use_reentrant=True, whose backward gives no gradient to another stage; write use_reentrant=False, or "
+            "leave recomputation to [scheduling.activation_checkpoint]"
+        )
 
 
 def draw_values(values: Values, tensors: Sequence[Tensor]) -> bool:
@@ -217,7 +235,11 @@ def _run(watch: Origins, example: Any) -> Any:
     )
     handles = watch.attach()
     try:
-        with torch.no_grad(), torch_compat.dispatch_mode(watch.operator, compiles=False, opens=False):
+        with (
+            torch.no_grad(),
+            torch_compat.watched_reentrant_checkpoints(watch.refuse_reentrant),
+            torch_compat.dispatch_mode(watch.operator, compiles=False, opens=False),
+        ):
             return watch.skeleton(*args, **kwargs)
     finally:
         for handle in handles:
@@ -246,7 +268,7 @@ def on_meta(model: nn.Module) -> nn.Module:
         memo[id(parameter)] = torch_compat.with_attributes_of(parameter, twin)
     for buffer in model.buffers():
         memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo)
+    return copy_model(model, memo)
 
 
 def same_places(model: nn.Module) -> list[list[str]]:

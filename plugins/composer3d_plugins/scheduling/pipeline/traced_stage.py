@@ -8,7 +8,6 @@ left, with all values that later stages need; those of earlier stages are handed
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from composer3d import StepError, torch_compat
 from composer3d_plugins.scheduling.pipeline.absent import Absent, absent_zeros, refuse_absent
+from composer3d_plugins.scheduling.pipeline.model_copy import copy_model
 from composer3d_plugins.scheduling.pipeline.surgery import (
     Done,
     Kept,
@@ -269,7 +269,7 @@ def build_traced_stage(
     memo = tensors_of_stage(
         model, trace.firsts, needed=needed, absent_buffers=absent_buffers, clones=clones, device=device, runner=runner
     )
-    stage = copy.deepcopy(model, memo)
+    stage = copy_model(model, memo)
     become_root(stage, runner, around=[call.fqn for call in trace.calls if call.fqn])
     runner.attach(stage)
     take_out_tensors(stage, "", needed, absent_buffers, device=device, runner=runner)
