@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from composer3d.context import Purpose
     from composer3d.manifest import Manifest
-    from composer3d.step.loss import Reduction
+    from composer3d.step.loss_graph import Reduction
 
 __all__ = ["compose"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d.composition.assembling import Assembled
 from composer3d.composition.sampling import Sampler, sampler_of
@@ -70,26 +70,32 @@ class OwnLoop:
         finally:
             scaling.scaler, self._engine.is_plain = scaler, False
 
-    def backward(self, loss: Any, *, last: bool | None = None) -> Tensor | None:
+    def backward(
+        self, loss: Any, *, last: bool | None = None, reduction: Literal["mean", "sum"] | None = None
+    ) -> Tensor | None:
         """Run backward of a loss that the loop computed with `run.model`.
 
         Args:
             loss: A scalar mean or sum, `(sum, count)`, or a `Loss`.
             last: Whether it is the last one of this step; None, the default, says so, but for the micro-batches of
                 `accumulate` that are not.
+            reduction: Of a scalar whose last operations do not show it; None reads it from its graph. A loss that mixes
+                the samples of a rank, as contrastive ones do, is averaged over ranks like a mean.
 
         Returns:
             None unless `last`; else the mean loss over all ranks, divided where the loop passed `loss / n`: its sum.
 
         Raises:
             StepError: With a pipeline.
+            LossError: Whether ranks' losses are averaged or added up is not known.
         """
         if self._assembled.has_schedule:
             raise StepError(
                 "the manifest has a pipeline, which runs the backward itself; use run.forward_backward(...)"
             )
         with self._engine.explaining():  # a step that opened itself does not surround the loop's calls
-            return self._engine.backward(loss, last=self._engine.accumulated.is_last if last is None else last)
+            is_last = self._engine.accumulated.is_last if last is None else last
+            return self._engine.backward(loss, last=is_last, reduction=reduction)
 
     @contextlib.contextmanager
     def accumulate(self, num_microbatches: int, *, last: bool = False) -> Iterator[None]:

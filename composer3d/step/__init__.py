@@ -13,10 +13,9 @@ from composer3d.step.loss import (
     as_loss,
     count_provisionally,
     count_valid,
-    divisor_of_mean,
     loss_of_model,
-    reduction_of,
 )
+from composer3d.step.loss_graph import divisor_of_mean, reduction_of
 from composer3d.step.microbatches import Digest, cut, map_tensors, tensors, to_device, units_of
 from composer3d.step.optimizer_in_backward import exclusions
 from composer3d.step.optimizer_probe import refused_of_shards

@@ -8,17 +8,8 @@ from typing import Any
 from composer3d import torch_compat
 from composer3d.errors import LossError
 from composer3d.interfaces import Batch, Loss, LossFunction
-from composer3d.step.loss import (
-    Reduction,
-    as_loss,
-    count_provisionally,
-    count_valid,
-    divisor_of_mean,
-    has_other_divisor,
-    loss_of_model,
-    other_padding,
-    reduction_of,
-)
+from composer3d.step.loss import as_loss, count_provisionally, count_valid, loss_of_model, other_padding
+from composer3d.step.loss_graph import Reduction, divisor_of_mean, has_other_divisor, reduction_of
 from composer3d.step.microbatches import tensors
 
 __all__ = ["Criterion"]

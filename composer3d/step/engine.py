@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from composer3d.context import RunContext
+    from composer3d.step.loss_graph import Reduction
     from composer3d.step.random_streams import Streams
 
 __all__ = ["StepEngine"]
@@ -244,7 +245,7 @@ class StepEngine:
         else:
             let_go(self._context.parts, held=False)
 
-    def backward(self, value: Any, *, last: bool) -> Tensor | None:
+    def backward(self, value: Any, *, last: bool, reduction: Reduction | None = None) -> Tensor | None:
         """Run the backward of a loss that the loop computed; see `Composition.backward`."""
         state = self._begun()
         self._refuse_used("backward")
@@ -252,7 +253,7 @@ class StepEngine:
             self._announce_own(None, self._seen % (1 << 62))
         assert self._own is not None, "announced above"
         self.own_steps.num_backwards += 1
-        loss = self._own.loss(value, last=last, equal=self._equal, reduction=self.criterion.told)
+        loss = self._own.loss(value, last=last, equal=self._equal, reduction=reduction or self.criterion.told)
         if self.stepper is not None:
             self.stepper.begin(self._own.calls + (not last))
         state.forward_done = True

@@ -11,13 +11,15 @@ from composer3d.errors import LossError
 from composer3d.interfaces import Loss
 from composer3d.mesh import Role
 from composer3d.step.gradients import add_up
-from composer3d.step.loss import (
+from composer3d.step.loss import PENALTY, as_loss
+from composer3d.step.loss_graph import (
     Reduction,
-    as_loss,
     divisor_of_mean,
     divisors_of_terms,
     has_other_divisor,
+    has_parameter_terms,
     reduction_of,
+    refuse_unknown_terms,
     without_factors,
 )
 from composer3d.step.microbatches import tensors
@@ -88,17 +90,23 @@ class OwnForward:
 
         self.calls += 1
         if not isinstance(value, torch.Tensor):
-            return as_loss(value, count=self.count, equal=equal, reduction=reduction)
+            is_even = equal and (self._told or self._num_ranks == 1)
+            return as_loss(value, count=self.count, equal=is_even, reduction=reduction)
         factor, known = without_factors(value)
         if not self._told:
+            if reduction is None and self._num_ranks > 1 and value.numel() == 1 and value.requires_grad:
+                refuse_unknown_terms(value)
             share = self._share(value, is_sum=(reduction or known) == "sum")
-            return self._scaled(as_loss(value * share, count=1, equal=True, reduction="mean"), factor)
+            # A sum of one: its count is not to be read from its graph, by which ranks are weighed already.
+            return self._scaled(as_loss(value * share, count=1, equal=True, reduction="sum"), factor)
         if (reduction or known or reduction_of(value)) == "sum":
             # The target's count belongs to all backwards together.
             return Loss(sum=value, count=self.count if self.calls == 1 else 0)
         is_uneven = not equal or (self._padded and (self.calls > 1 or not last))
         divisor = divisor_of_mean(value) if is_uneven or has_other_divisor(value) else None
         if divisor is not None:
+            if self._num_ranks > 1 and has_parameter_terms(value):
+                raise LossError(PENALTY)
             return self._scaled(as_loss(value, count=divisor, equal=True, reduction="mean"), factor)
         if self._padded and (self.calls > 1 or not last):
             raise LossError(
@@ -118,6 +126,8 @@ class OwnForward:
         if self._num_ranks == 1 or not value.requires_grad:
             return 1.0
         if is_sum:
+            if has_parameter_terms(value):
+                raise LossError(PENALTY)
             return float(self._num_ranks)  # the mean of all ranks' is to be their sum
         divisors = divisors_of_terms(value)
         if not divisors:
@@ -125,8 +135,7 @@ class OwnForward:
         own = torch.as_tensor(divisors[0], dtype=torch.float64, device=value.device)
         numbers = torch.stack([own, own.square()])
         self._total(numbers)
-        whole = divisor_of_mean(value)
-        if whole is not None:
+        if divisor_of_mean(value) is not None and not has_parameter_terms(value):
             return (own * self._num_ranks / numbers[0].clamp(min=torch.finfo(torch.float64).tiny)).to(value.dtype)
         is_even = torch_compat.active_fake_mode() is not None or bool(
             (numbers[1] * self._num_ranks - numbers[0].square()).abs() <= 1e-9 * numbers[1]

@@ -28,6 +28,30 @@ def weighted_mean(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=WEIGHTS, label_smoothing=0.1)
 
 
+def unsmoothed(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), weight=WEIGHTS)
+
+
+def over_unsmoothed(model, tokens, targets):
+    return unsmoothed(model(tokens), targets)
+
+
+def masked(logits, targets):
+    return (logits.square().sum(-1) * (targets != -100)).sum() / (targets != -100).sum()
+
+
+def over_mask(model, tokens, targets):
+    return masked(model(tokens), targets)
+
+
+def soft_targets(logits, targets):
+    return F.cross_entropy(logits[:, 0], torch.linspace(0, 1, 11, dtype=logits.dtype).expand(len(logits), 11))
+
+
+def over_soft_targets(model, tokens, targets):
+    return soft_targets(model(tokens), targets)
+
+
 def over_class_weights(model, tokens, targets):
     return weighted_mean(model(tokens), targets)
 
@@ -78,6 +102,9 @@ def mean_of_backwards(model, tokens, targets):
         pytest.param(padded, mean_loss, 2, False, mean_of_backwards, id="means"),
         pytest.param(padded, mean_loss, 1, False, over_all_tokens, id="padded mean"),
         pytest.param(padded, weighted_mean, 1, False, over_class_weights, id="class weights"),
+        pytest.param(padded, unsmoothed, 1, False, over_unsmoothed, id="class weights, not smoothed"),
+        pytest.param(padded, masked, 1, False, over_mask, id="masked mean"),
+        pytest.param(unpadded, soft_targets, 1, False, over_soft_targets, id="soft targets"),
         pytest.param(padded, own_sum, 1, False, sum_of_all_tokens, id="sum"),
         pytest.param(padded, mean_loss, 1, True, over_all_tokens, id="padded mean, target"),
         pytest.param(padded, mean_loss, 2, True, over_all_tokens, id="padded means, target"),
@@ -204,6 +231,71 @@ def odd_loss(run, tokens, targets):
 def test_a_loss_of_unknown_reduction_is_refused():
     text = run_ranks(refusal, 1, LossError, odd_loss)[0]
     assert text.startswith("cannot tell whether the loss is a sum or a mean (its last operation is ExpBackward); ")
+
+
+UNKNOWN = {
+    "SqrtBackward": lambda loss: loss.sqrt(),
+    "MaxBackward1": lambda loss: torch.stack([loss, 2 * loss]).max(),
+    "DivBackward": lambda loss: loss / (1 + loss),
+}
+
+
+def mixed_samples():
+    """Return what is said to losses of which no target is given, and gradients where the loop states what one is."""
+    torch.set_default_dtype(torch.float64)
+    run, found = composed(FSDP), []
+    tokens, targets = (mine(run, tensor) for tensor in unpadded())
+    for unknown in UNKNOWN.values():
+        with pytest.raises(LossError) as caught, run.step(0):
+            run.backward(unknown(mean_loss(run.model(tokens), targets)))
+        found.append(str(caught.value))
+        run.model.zero_grad()
+    with pytest.raises(LossError) as caught, run.step(0):
+        run.backward(mean_loss(run.model(tokens), targets) + own_sum(run.model(tokens), targets))
+    run.model.zero_grad()
+    reference, (tokens, targets) = seeded(), unpadded()
+    parts = [mean_loss(reference(x), y).sqrt() for x, y in zip(tokens.chunk(2), targets.chunk(2), strict=True)]
+    (sum(parts) / 2).backward()
+    tokens, targets = mine(run, tokens), mine(run, targets)
+    with run.step(0):
+        run.backward(mean_loss(run.model(tokens), targets).sqrt(), reduction="mean")
+        error = gradient_error(run, {name: p.grad for name, p in reference.named_parameters()})
+    return [*found, str(caught.value)], error
+
+
+def test_a_loss_that_mixes_the_samples_of_a_rank_is_refused_until_the_loop_states_that_ranks_average_it():
+    for texts, error in run_ranks(mixed_samples, 2):
+        seen = [*(f"its last operation is {name}" for name in UNKNOWN), "some of its terms are sums"]
+        for text, what in zip(texts, seen, strict=True):
+            assert text == (
+                f"cannot tell whether the loss is a mean over this rank's samples: {what}. Ranks average means, which "
+                "is no loss of the global batch where samples are mixed before (a root, a maximum, a ratio of sums); "
+                'if it is a mean, or is meant to be averaged over ranks, write run.backward(loss, reduction="mean"), '
+                "else give backward (sum, count)"
+            )
+        assert error < TIGHT
+
+
+def penalised_unevenly():
+    """Return what is said to a penalty beside a mean, and a pair, whose weight is another one on every rank."""
+    run, found = composed(FSDP), []
+    tokens, targets = (mine(run, tensor) for tensor in padded())
+    for with_target in (False, True):
+        with pytest.raises(LossError) as caught, run.step(0, target=targets if with_target else None):
+            total, count = sum_loss(run.model(tokens), targets)
+            penalty = 0.01 * sum(parameter.pow(2).sum() for parameter in run.model.parameters())
+            run.backward(total / count + penalty if with_target else (total + count * penalty, count))
+        found.append(str(caught.value))
+    return found
+
+
+def test_a_penalty_that_ranks_would_weigh_differently_is_refused_with_what_to_write():
+    said = (
+        "the loss adds a term of parameters alone, as a penalty, to a sum or mean over other numbers of targets on "
+        "every rank, and ranks that weigh their losses differently have one penalty: add its gradient after the "
+        "backward (p.grad.add_(p.detach(), alpha=0.02) for 0.01 * p.pow(2).sum()), or set the optimizer's weight_decay"
+    )
+    assert run_ranks(penalised_unevenly, 2) == [[said, said]] * 2
 
 
 def all_as_written():

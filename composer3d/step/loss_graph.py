@@ -1,0 +1,306 @@
+"""Reductions and divisors of losses, from their autograd graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+from composer3d import torch_compat
+from composer3d.errors import LossError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "RETURN_A_SUM",
+    "Reduction",
+    "divisor_of_mean",
+    "divisors_of_terms",
+    "has_parameter_terms",
+    "has_other_divisor",
+    "reduction_of",
+    "refuse_unknown_terms",
+    "without_factors",
+]
+
+Reduction = Literal["mean", "sum"]
+# torch's losses that divide by the elements of their first argument.
+_ELEMENTWISE = ("MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "SoftMarginLoss")
+
+RETURN_A_SUM = (
+    "return a sum and its count instead, for example "
+    "F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction='sum'), (target != -100).sum()"
+)
+
+# What changes neither a loss nor its reduction but for its form and sign.
+_VIEWS = ("ToCopy", "View", "Squeeze", "Reshape", "Alias", "Clone", "Neg")
+# Of what penalties are made.
+_ELEMENTARY = frozenset(
+    "Abs Add Alias Clamp ClampMin Clone Div Exp Expand LinalgVectorNorm Log Mean Mul Neg Norm Pow Reshape Select "
+    "Sigmoid Softplus Sqrt Squeeze Stack Sub Sum T Tanh ToCopy Unsqueeze UnsafeView View".split()
+)
+_LAST_OPERATION = (
+    "cannot tell whether the loss is a mean over this rank's samples: {}. Ranks average means, which is no loss of the "
+    "global batch where samples are mixed before (a root, a maximum, a ratio of sums); if it is a mean, or is meant to "
+    'be averaged over ranks, write run.backward(loss, reduction="mean"), else give backward (sum, count)'
+)
+
+
+def reduction_of(loss: Tensor) -> Reduction:
+    """Return the reduction of a scalar loss, a sum or a mean, from its autograd graph.
+
+    Raises:
+        LossError: The last operation is neither.
+    """
+    return _reduction_at(_past_views(loss.grad_fn))
+
+
+def _past_views(node: Any) -> Any:
+    while node is not None and type(node).__name__.startswith(_VIEWS):
+        node = node.next_functions[0][0] if node.next_functions else None
+    return node
+
+
+def _known_reduction(node: Any) -> Reduction | None:
+    if terms := _terms(node):
+        reductions = {_known_reduction(term) for term in terms}
+        if len(reductions) != 1 or (any(_is_other(term) for term in terms) and _divisor(node) is None):
+            return None
+        return reductions.pop()
+    name = type(node).__name__
+    # 1 and 2 are torch's numbers of the reductions mean and sum.
+    saved = getattr(node, "_saved_reduction", None)
+    if saved == 1 or name.startswith(("MeanBackward", "DivBackward")) or _is_mean_of_samples(node):
+        return "mean"
+    return "sum" if saved == 2 or name.startswith(("SumBackward", "NansumBackward")) else None
+
+
+def _is_mean_of_samples(node: Any) -> bool:
+    """Return whether a node sums up means over the first dim: `kl.mean(0).sum()`."""
+    if not type(node).__name__.startswith("SumBackward"):
+        return False
+    inner = _past_views(node.next_functions[0][0])
+    if type(inner).__name__ != "MeanBackward1":
+        return False
+    num_dims = len(inner._saved_self_sym_sizes)
+    return any(dim in (0, 2**64 - num_dims) for dim in inner._saved_dim)  # negative ones are saved without their sign
+
+
+def _summands(node: Any) -> list[Any]:
+    """Return what a node adds up, losses that are stacked before included; constants are left out."""
+    name = type(node).__name__
+    if name.startswith(("SumBackward", "MeanBackward")):
+        stack, num_dims = node.next_functions[0][0], len(node._saved_self_sym_sizes)
+        if not type(stack).__name__.startswith("StackBackward") or num_dims != 1:
+            return []
+        node = stack
+    elif not name.startswith(("AddBackward", "SubBackward", "RsubBackward")):
+        return []
+    return [operand for operand, _ in node.next_functions if operand is not None]
+
+
+def _terms(node: Any) -> tuple[Any, ...]:
+    """Return what a node adds up, past constant factors: the two parts of cross entropy with label smoothing.
+
+    Terms of parameters alone, as penalties, are left out: they are no means or sums over samples.
+    """
+    return tuple(term for term in _all_terms(node) if not _is_of_parameters(term))
+
+
+def _all_terms(node: Any) -> list[Any]:
+    found, pending = [], _summands(node)
+    while pending:
+        term = _past_factors(_past_views(pending.pop()))[1]
+        if parts := _summands(term):
+            pending += parts
+        else:
+            found.append(term)
+    return found
+
+
+def has_parameter_terms(loss: Any) -> bool:
+    """Return whether a loss adds terms of parameters alone; every rank has them whole, whatever its samples."""
+    node = getattr(loss, "grad_fn", None)
+    return any(_is_of_parameters(term) for term in _all_terms(_past_factors(_past_views(node))[1]))
+
+
+def _is_of_parameters(node: Any) -> bool:
+    from torch import nn
+
+    seen, pending = set(), [node]
+    has_leaf = has_constant = is_sharded = False
+    while pending:
+        each = pending.pop()
+        if each is None:
+            has_constant = True
+        elif type(each).__name__ == "AccumulateGrad":
+            if not isinstance(each.variable, nn.Parameter):
+                return False
+            has_leaf, is_sharded = True, is_sharded or hasattr(each.variable, "full_tensor")
+        elif type(each).__name__.partition("Backward")[0] not in _ELEMENTARY:
+            return False
+        elif each not in seen:
+            seen.add(each)
+            factor = _constant_factor(each)
+            pending += [operand for operand, _ in each.next_functions] if factor is None else [factor[1]]
+    return has_leaf and (is_sharded or not has_constant)  # a constant beside a plain parameter may be data
+
+
+def refuse_unknown_terms(loss: Tensor) -> None:
+    """Refuse a loss whose last operations do not show that it is a mean over samples, or a sum.
+
+    Raises:
+        LossError: With the operation.
+    """
+    node = _past_factors(_past_views(loss.grad_fn))[1]
+    terms = _terms(node) or (node,)
+    for term in terms:
+        if not _is_known(term):
+            raise LossError(_LAST_OPERATION.format(f"its last operation is {_name(term)}"))
+    if len({_known_reduction(term) or "mean" for term in terms}) > 1:
+        raise LossError(_LAST_OPERATION.format("some of its terms are sums"))
+
+
+def _name(node: Any) -> str:
+    return type(node).__name__.removesuffix("0")
+
+
+def _is_known(node: Any) -> bool:
+    name = type(node).__name__
+    operands = [operand for operand, _ in node.next_functions if operand is not None]
+    if name.startswith(("MulBackward", "DivBackward")) and len(operands) == 2:
+        first, second = (_past_factors(_past_views(operand))[1] for operand in operands)
+        if _is_of_parameters(second):
+            return _is_known(first)
+        return name.startswith("Mul") and _is_of_parameters(first) and _is_known(second)
+    return _known_reduction(node) is not None
+
+
+def _reduction_at(node: Any) -> Reduction:
+    known = _known_reduction(node)
+    if known is not None:
+        return known
+    seen = "it has no graph" if node is None else f"its last operation is {_name(node)}"
+    raise LossError(
+        f"cannot tell whether the loss is a sum or a mean ({seen}); "
+        'pass compose(loss_reduction="mean") or "sum", in a manifest [train] loss = { use = "module:callable", '
+        'reduction = "sum" }, or ' + RETURN_A_SUM
+    )
+
+
+def divisor_of_mean(loss: Tensor) -> Tensor | int | None:
+    """Return what a mean was divided by, from its autograd graph: means of micro-batches are combined by these.
+
+    Cross entropy divides by its valid targets, whatever stands for padding, or by the sum of their class weights;
+    `(losses * mask).sum() / mask.sum()` by its mask; other means by their elements.
+
+    Returns:
+        A number without a gradient; None where the graph does not say, or the divisor has a gradient itself.
+    """
+    return _divisor(_past_factors(_past_views(loss.grad_fn))[1])
+
+
+def _divisor(node: Any) -> Tensor | int | None:
+    name = type(node).__name__
+    if terms := _terms(node):
+        first, *others = (_divisor(term) for term in terms)
+        if first is None or any(other is None for other in others):
+            return None
+        are_alike = torch_compat.active_fake_mode() is not None or all(bool(first == other) for other in others)
+        return first if are_alike else None
+    if name.startswith("MeanBackward"):
+        return int(node._saved_self_sym_numel)
+    if name.startswith("DivBackward"):
+        divided, *divisors = (operand for operand, _ in node.next_functions)
+        is_sum = not any(divisors) and _known_reduction(_past_views(divided)) == "sum"
+        if is_sum and not divisors:
+            return int(node._saved_other)
+        return _number(node._saved_other) if is_sum else None
+    if _known_reduction(node) != "mean":
+        return None
+    if name.startswith("NllLoss"):
+        return _number(node._saved_total_weight)
+    return int(node._saved_self.numel()) if name.startswith(_ELEMENTWISE) else None
+
+
+def divisors_of_terms(loss: Tensor) -> list[Tensor | int]:
+    """Return the divisors of means over targets that may be padding, of every term of a loss that its graph shows."""
+    return list(_counted_divisors(_past_factors(_past_views(loss.grad_fn))[1]))
+
+
+def _counted_divisors(node: Any) -> Iterator[Tensor | int]:
+    if terms := _terms(node):
+        for term in terms:
+            yield from _counted_divisors(term)
+        return
+    counts = type(node).__name__.startswith("NllLoss") and _known_reduction(node) == "mean"
+    found = _divisor(node) if counts or _is_other(node) else None
+    if found is not None:
+        yield found
+
+
+def has_other_divisor(loss: Tensor) -> bool:
+    """Return whether a mean may be divided by another number than that of its targets, and its graph says by which."""
+    return _is_other(_past_factors(_past_views(loss.grad_fn))[1])
+
+
+def _is_other(node: Any) -> bool:
+    name = type(node).__name__
+    if terms := _terms(node):
+        return any(_is_other(term) for term in terms) and _divisor(node) is not None
+    if name.startswith("NllLoss"):
+        return node._saved_weight is not None
+    if name.startswith("MeanBackward"):
+        return type(_past_views(node.next_functions[0][0])).__name__.startswith(("IndexBackward", "MaskedSelect"))
+    return name.startswith("DivBackward") and _divisor(node) is not None
+
+
+def _number(value: Any) -> Tensor | None:
+    import torch
+
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        return None
+    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
+    return whole.detach().reshape(())
+
+
+def without_factors(loss: Tensor) -> tuple[float, Reduction | None]:
+    """Return the factor by which a loop has scaled its loss, and the reduction before it: None if unknown.
+
+    A loop that accumulates divides every loss by the number of its backwards. A sum that is divided, by its tokens
+    then, is a mean.
+    """
+    factor, node = _past_factors(_past_views(loss.grad_fn))
+    return factor, _known_reduction(node)
+
+
+def _past_factors(node: Any) -> tuple[float, Any]:
+    factor = 1.0
+    while (found := _constant_factor(node)) is not None:
+        is_own = len(node.next_functions) > 1 or type(node).__name__.startswith("Div")
+        if is_own and _known_reduction(found[1]) == "sum":
+            break  # the loop's own factor may make it a mean, and torch divides sums over soft targets
+        factor, node = factor * found[0], found[1]
+    return factor, node
+
+
+def _constant_factor(node: Any) -> tuple[float, Any] | None:
+    """Return a node's constant factor and the node of its operand; None for nodes without one."""
+    import torch
+
+    name = type(node).__name__
+    if not name.startswith(("MulBackward", "DivBackward")):
+        return None
+    if len(node.next_functions) == 1:  # torch's own, by a number
+        value = float(node._saved_other)
+        return (value if name.startswith("Mul") else 1.0 / value), _past_views(node.next_functions[0][0])
+    (first, _), (second, _) = node.next_functions
+    if (first is None) == (second is None) or (first is None and name.startswith("Div")):
+        return None
+    constant = node._saved_other if second is None else node._saved_self
+    if not isinstance(constant, torch.Tensor) or constant.dim():
+        return None
+    value = float(constant)
+    if not value:
+        return None
+    return (value if name.startswith("Mul") else 1.0 / value), _past_views(first if second is None else second)
