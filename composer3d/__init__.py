@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
     from composer3d.composition.preparing import PlanRow
+    from composer3d.composition.expert_contract import has_stacked_experts
     from composer3d.composition.routed_lists import chosen_by_values
     from composer3d.composition.sampling import Sampler
     from composer3d.context import RunContext
@@ -125,6 +126,7 @@ _MODULES = {
     "mesh": ("Axis", "GroupOptions", "Layout", "Role"),
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
     "composition.preparing": ("PlanRow",),
+    "composition.expert_contract": ("has_stacked_experts",),
     "composition.routed_lists": ("chosen_by_values",),
     "interfaces": (
         "Action",
@@ -232,6 +234,7 @@ __all__ = [
     "check",
     "chosen_by_values",
     "compose",
+    "has_stacked_experts",
     "hookimpl",
     "linear_layers",
     "load_manifest",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.called import builtin_refusal, metric_problems, schedule_callable_problems
 from composer3d.checking.foreign_problems import problem_of_hook
+from composer3d.composition.expert_contract import is_matrix, stacked_parameters
 from composer3d.errors import (
     ComposerError,
     DataError,
@@ -351,8 +352,9 @@ def _matrix_problems(manifest: Manifest, preparation: Preparation) -> list[Probl
     if manifest.tables["optimizer"].use != "muon" or expression is None:
         return []
     path = ("optimizer", "matrices")
-    matched = [p for fqn, p in preparation.model.named_parameters() if search(expression, fqn)]
-    if any(parameter.ndim == 2 for parameter in matched):
+    matched = {fqn: p for fqn, p in preparation.model.named_parameters() if search(expression, fqn)}
+    stacked = stacked_parameters(preparation.model)
+    if any(is_matrix(fqn, parameter, stacked) for fqn, parameter in matched.items()):
         return []
     found = f"finds {len(matched)} parameters, and none of them is a matrix" if matched else "finds no parameter"
     hint = f"it is a regular expression; the model has {', '.join(preparation.context.parameter_fqns[:8])}"

@@ -1,6 +1,6 @@
 """Muon for the matrices inside blocks and AdamW for everything else, as one optimizer.
 
-Shapes: M rows and N columns of a matrix.
+Shapes: M rows and N columns of a matrix, E matrices that are stacked in one parameter, as those of experts.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from torch.optim import AdamW
 
 from composer3d import torch_compat
+from composer3d.composition.expert_contract import is_matrix, stacked_parameters
 from composer3d.errors import PatternError, PluginError
 from composer3d.initialisation import place
 from composer3d.manifest import search
@@ -33,9 +34,10 @@ class Muon(AdamW):
     """Step groups with `matrices = True` along their orthogonalised momentum, and the others as AdamW does.
 
     Orthogonalising needs a whole matrix: of a sharded one the update is gathered, every rank orthogonalises it alike
-    and keeps its share, so a run is what `torch.optim.Muon` and AdamW are on one device.
+    and keeps its share, so a run is what `torch.optim.Muon` and AdamW are on one device. A stacked weight of experts is
+    as many matrices, each orthogonalised by itself, on the ranks that hold its expert.
     Memory: one moment of a matrix, AdamW's two of everything else; one whole matrix, and copies of it in bfloat16.
-    Collectives: one all-gather for each matrix and mesh axis over which it is sharded.
+    Collectives: one all-gather for each matrix and mesh axis over which it is sharded; none where whole experts are.
 
     Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; Liu et al., Muon is Scalable
     for LLM Training, arXiv:2502.16982.
@@ -119,25 +121,37 @@ class Muon(AdamW):
         weight_MN.add_(direction_MN, alpha=-rate * _adjustment(weight_MN.shape, group["adjust_lr"]))
 
 
-def _orthogonalised(update_MN: Any, num_steps: int) -> Any:
-    """Return the orthogonalised matrix, in bfloat16, sharded as the given one is."""
-    from torch.distributed.tensor import DTensor
+def _orthogonalised(update: Any, num_steps: int) -> Any:
+    """Return the orthogonalised update_MN, or each matrix of update_EMN, in bfloat16, sharded as the given one is."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    if not isinstance(update_MN, DTensor):
-        return torch_compat.orthogonalised(update_MN, num_steps)
-    full_MN = torch_compat.orthogonalised(update_MN.full_tensor(), num_steps)
-    result_MN = torch.empty_like(update_MN, dtype=full_MN.dtype)
+    if not isinstance(update, DTensor):
+        return _each_orthogonalised(update, num_steps)
+    if update.ndim == 3:
+        whole = [each if type(each) is Shard and each.dim == 0 else Replicate() for each in update.placements]
+        local_EMN = _each_orthogonalised(update.redistribute(placements=whole).to_local(), num_steps)
+        kept: Any = {"run_check": False, "shape": update.shape, "stride": update.stride()}
+        return DTensor.from_local(local_EMN, update.device_mesh, whole, **kept).redistribute(placements=update.placements)
+    full_MN = torch_compat.orthogonalised(update.full_tensor(), num_steps)
+    result_MN = torch.empty_like(update, dtype=full_MN.dtype)
     place(result_MN, full_MN)
     return result_MN
 
 
+def _each_orthogonalised(update: Tensor, num_steps: int) -> Tensor:
+    if update.ndim == 2:
+        return torch_compat.orthogonalised(update, num_steps)
+    matrices = [torch_compat.orthogonalised(update_MN, num_steps) for update_MN in update]
+    return torch.stack(matrices) if matrices else update.to(torch.bfloat16)
+
+
 def _adjustment(shape: Sequence[int], kind: Adjustment) -> float:
-    rows, columns = shape
+    rows, columns = shape[-2:]
     return math.sqrt(max(1, rows / columns)) if kind == "original" else 0.2 * math.sqrt(max(rows, columns))
 
 
 def matrices_of(run: Composition, expression: str | None) -> list[str]:
-    """Return the FQNs of this rank's trained parameters that Muon steps.
+    """Return the FQNs of this rank's trained parameters that Muon steps: matrices, and stacks of those of experts.
 
     Args:
         run: The composition.
@@ -171,8 +185,9 @@ def matrices_of(run: Composition, expression: str | None) -> list[str]:
         for fqn, module in part.module.named_modules()
         if isinstance(module, nn.Embedding)
     }
+    stacked = frozenset[str]().union(*(stacked_parameters(part.module) for part in run.parts))
     wanted = set(chosen) - looked_up
-    return [fqn for fqn, p in run.named_parameters() if fqn in wanted and p.ndim == 2 and p.requires_grad]
+    return [fqn for fqn, p in run.named_parameters() if fqn in wanted and is_matrix(fqn, p, stacked) and p.requires_grad]
 
 
 def group_matrices(groups: Sequence[Mapping[str, Any]], matrices: Sequence[str]) -> list[dict[str, Any]]:

@@ -117,6 +117,52 @@ def test_collectives_are_one_gather_a_matrix():
     assert replicated == {}
 
 
+# Experts whole on their ranks (ep, or fsdp2 along them), or each of them sharded: over efsdp along another dim.
+STACKED = {
+    (1, "[sharding.fsdp2]\n"): 0,
+    (2, "[sharding.fsdp2]\n[mesh]\ndp_shard = 2\nep = 2\n[sharding.expert_parallel]\n"): 0,
+    (2, "[sharding.ddp]\n"): 0,
+    (4, "[sharding.fsdp2]\n[mesh]\ndp_shard = 4\nep = 2\n[sharding.expert_parallel]\n"): 2 * 2,  # layers and weights
+}
+
+
+def stepped(text):
+    """Step stacked weights of experts by gradients of matrices; return the largest error beside torch's Muon."""
+    from support.mixtures import DIM, MIXTURES, token_sum, tokens_and_targets
+
+    alone = seeded(MIXTURES["stacked"])
+    run = composed(text, seeded(MIXTURES["stacked"]), loss_fn=token_sum)
+    assert {fqn for fqn in matrices_of(run, None) if "experts" in fqn} == {
+        f"layers.{layer}.experts.{name}" for layer in range(2) for name in ("up_NFD", "down_NDF")
+    }
+    optimizer = run.optimizer(Muon, groups=group_matrices([], matrices_of(run, None)), lr=RATE, weight_decay=DECAY)
+    tokens, targets = (mine(run, tensor) for tensor in tokens_and_targets())
+    with run.step(0):
+        run.forward_backward(tokens, target=targets)
+        run.clip_grad_norm_(float("inf"))
+        gradients = {fqn: full(p.grad) for fqn, p in run.named_parameters()}
+        with count_collectives(run.mesh) as collectives:
+            optimizer.step()
+    found = {fqn: full(p) for fqn, p in run.named_parameters() if fqn.endswith(("up_NFD", "down_NDF"))}
+    run.close()
+    errors = []
+    for fqn, stack in found.items():
+        for weight, gradient, stepped_weight in zip(alone.get_parameter(fqn), gradients[fqn], stack, strict=True):
+            matrix = torch.nn.Parameter(weight.detach().clone())
+            matrix.grad = gradient.clone()
+            torch.optim.Muon([matrix], lr=RATE, weight_decay=DECAY, adjust_lr_fn="match_rms_adamw").step()
+            errors.append(float((matrix.detach() - stepped_weight).abs().max()))
+    assert len(errors) == 16 and DIM < 12
+    return max(errors), sum(count for (op, axis), (count, _) in collectives.summary().items() if axis == "efsdp")
+
+
+def test_a_stacked_weight_of_experts_is_a_matrix_for_each():
+    for (world_size, text), gathers in STACKED.items():
+        for error, gathered in run_ranks(stepped, world_size, text):
+            assert error == 0.0
+            assert gathered == gathers
+
+
 @pytest.mark.slow
 def test_a_run_trains_and_resumes_bit_for_bit_at_another_world(tmp_path):
     text = MANIFEST.replace("optimizer.lr = 1e-2", 'optimizer = { use = "muon", lr = 1e-2 }').replace(

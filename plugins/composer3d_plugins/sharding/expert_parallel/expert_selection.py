@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer3d import PluginError, RunContext, chosen_by_values, select_fqns
-from composer3d_plugins.sharding.expert_parallel.stacked_experts import is_stacked
+from composer3d import PluginError, RunContext, chosen_by_values, has_stacked_experts, select_fqns
 
 if TYPE_CHECKING:
     from torch import nn
@@ -86,7 +85,7 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
 
 
 def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -> Experts | None:
-    if is_stacked(module):
+    if has_stacked_experts(module):
         return Experts(fqn=fqn, number=int(module.num_experts), is_list=False)  # type: ignore[arg-type]
     if fqn and _is_list(module) and (named or chosen_by_values(model, fqn)):
         return Experts(fqn=fqn, number=len(list(module.children())), is_list=True)

@@ -15,32 +15,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Dispatch", "is_stacked", "shard_stacked"]
+__all__ = ["Dispatch", "shard_stacked"]
 
 Dispatch = Literal["auto", "all_to_all", "all_gather"]
-
-
-def is_stacked(module: nn.Module) -> bool:
-    """Return whether a module has the contract `(hidden_TD, index_TK, weights_TK) -> hidden_TD`.
-
-    It has an attribute `num_experts`, all its parameters begin with a dim of that size, and its forward takes three
-    positional arguments. Experts of transformers (5 and later) are such modules.
-    """
-    number = getattr(module, "num_experts", None)
-    parameters = list(module.parameters())
-    if not isinstance(number, int) or isinstance(number, bool) or not parameters:
-        return False
-    if any(parameter.ndim < 2 or parameter.shape[0] != number for parameter in parameters):
-        return False
-    return _num_arguments(module) == 3
-
-
-def _num_arguments(module: nn.Module) -> int:
-    try:
-        arguments = inspect.signature(module.forward).parameters.values()
-    except (TypeError, ValueError):
-        return 0
-    return sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in arguments)
 
 
 def shard_stacked(
@@ -51,7 +28,7 @@ def shard_stacked(
     The module's own code runs on this rank's experts, each row with one expert and a weight of one.
 
     Args:
-        module: With the contract of `is_stacked`.
+        module: With the contract of `has_stacked_experts`.
         mesh: Of one dim, ep.
         fqn: Of the module, for messages.
         dispatch: How tokens reach experts; "auto" sends what has fewer bytes.
