@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from composer3d.communication import Codec, CodedCollectives, CodedExchange
     from composer3d.composition.compose import compose
     from composer3d.composition.composition import Composition
-    from composer3d.composition.preparing import PlanRow
     from composer3d.composition.expert_contract import has_stacked_experts
+    from composer3d.composition.expert_products import multiply_experts, stacked_layers
+    from composer3d.composition.preparing import PlanRow
     from composer3d.composition.routed_lists import chosen_by_values
     from composer3d.composition.sampling import Sampler
     from composer3d.context import RunContext
@@ -127,6 +128,7 @@ _MODULES = {
     "processes.json_exchange": ("all_gather_json", "broadcast_json"),
     "composition.preparing": ("PlanRow",),
     "composition.expert_contract": ("has_stacked_experts",),
+    "composition.expert_products": ("multiply_experts", "stacked_layers"),
     "composition.routed_lists": ("chosen_by_values",),
     "interfaces": (
         "Action",
@@ -239,6 +241,7 @@ __all__ = [
     "linear_layers",
     "load_manifest",
     "make_unit",
+    "multiply_experts",
     "map_tensors",
     "on_shares",
     "own_meshes",
@@ -251,6 +254,7 @@ __all__ = [
     "seed_of",
     "select_fqns",
     "share_of",
+    "stacked_layers",
     "suggest",
     "torch_compat",
     "units_of",

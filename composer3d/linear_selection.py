@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from composer3d.errors import PluginError
@@ -24,6 +24,7 @@ def linear_layers(
     modules: Sequence[str] | None,
     exclude: Sequence[str] = (),
     multiple: int = 1,
+    beside: Mapping[str, tuple[int, ...]] | None = None,
 ) -> list[str]:
     """Return the FQNs of linear layers that a plugin may convert.
 
@@ -34,6 +35,7 @@ def linear_layers(
         modules: Patterns of layers, or of modules whose layers are taken; None takes all that can be converted.
         exclude: Patterns of layers to leave out.
         multiple: Inputs and outputs must be multiples of this.
+        beside: Modules that count as layers too, with the dims of their matrices: those of `stacked_layers`.
 
     Raises:
         PatternError: A pattern matches nothing.
@@ -41,7 +43,12 @@ def linear_layers(
     """
     from torch import nn
 
-    layers: dict[str, Any] = {fqn: module for fqn, module in model.named_modules() if type(module) is nn.Linear}
+    layers: dict[str, tuple[int, ...]] = {
+        fqn: (module.in_features, module.out_features)
+        for fqn, module in model.named_modules()
+        if type(module) is nn.Linear
+    }
+    layers |= beside or {}
 
     def inside(patterns: Sequence[str]) -> list[str]:
         found: list[str] = []
@@ -54,17 +61,19 @@ def linear_layers(
         return found
 
     def fits(fqn: str) -> bool:
-        return not (layers[fqn].in_features % multiple or layers[fqn].out_features % multiple)
+        return not any(size % multiple for size in layers[fqn])
 
     left_out = set(inside(exclude))
     named = list(layers) if modules is None else inside(modules)
     chosen = [fqn for fqn in dict.fromkeys(named) if fqn not in left_out]
     odd = [fqn for fqn in chosen if not fits(fqn)]
     if odd and modules is not None:
-        layer = layers[odd[0]]
+        sizes, kind = (
+            " x ".join(map(str, layers[odd[0]][:2])),
+            "of stacked matrices" if odd[0] in (beside or {}) else "",
+        )
         raise PluginError(
-            f'"{odd[0]}" is a linear layer of {layer.in_features} x {layer.out_features}, and both must be multiples '
-            f"of {multiple}",
+            f'"{odd[0]}" is a linear layer {kind or "of"} {sizes}, and both must be multiples of {multiple}',
             hint="exclude it",
         )
     result = [fqn for fqn in chosen if fits(fqn)]

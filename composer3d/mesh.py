@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import reduce
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ __all__ = ["AXES", "Axis", "GroupOptions", "Layout", "MeshViews", "Role", "arran
 
 
 _LARGEST_WORLD = 1 << 20
-_CARVED = ("dp_shard", "cp")  # axes out of which those of experts are carved
+_CARVED = ("dp_shard", "cp")  # axes out of which those of experts are carved, and tp where these are not enough
 _BESIDE_EXPERTS = "efsdp"  # what is left of them
 
 
@@ -110,13 +111,23 @@ class Layout:
         for axis in reversed(self.dense_axes):
             rest, result[axis.name] = divmod(rest, self.degrees[axis.name])
         for name in self.names(Role.EXPERT):
-            result[name] = (result["dp_shard"] * self.degrees["cp"] + result["cp"]) % self.degrees[name]
+            places = [(result[axis], self.degrees[axis]) for axis in self.carved_from(name)]
+            result[name] = reduce(lambda index, place: index * place[1] + place[0], places, 0) % self.degrees[name]
         return MappingProxyType({axis.name: result[axis.name] for axis in self.axes})
+
+    def carved_from(self, expert: str) -> tuple[str, ...]:
+        """Return the dense axes whose ranks an axis of experts divides among them, outermost first.
+
+        dp_shard and cp; tensor axes too where its degree does not divide theirs, for it is then as many whole groups.
+        """
+        if math.prod(self.degrees[name] for name in _CARVED) % self.degrees[expert] == 0:
+            return _CARVED
+        return (*_CARVED, *self.names(Role.TENSOR))
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
         """Return the dense axes that a dim of a mesh view is made of, given its name; nothing for another mesh's."""
         if dim == _BESIDE_EXPERTS or dim in self.names(Role.EXPERT):
-            return _CARVED
+            return tuple(dict.fromkeys(axis for name in self.names(Role.EXPERT) for axis in self.carved_from(name)))
         return tuple(axis.name for axis in self.dense_axes if axis.name in dim.split("+"))
 
     def index(self, rank: int, *roles: Role) -> int:
@@ -204,7 +215,7 @@ def resolve(
     if len(open_axes) > 1:
         raise MeshError(f"only one axis may be -1, not {' and '.join(open_axes)}")
     if open_axes == ["ep"]:
-        raise MeshError("ep cannot be -1: it is carved out of dp_shard x cp, and takes no ranks")
+        raise MeshError("ep cannot be -1: it is carved out of dp_shard x cp x tp, and takes no ranks")
     dense = [axis.name for axis in axes if axis.role is not Role.EXPERT]
     if not open_axes and default is not None and degrees[default] is None:
         open_axes = [default]
@@ -225,9 +236,14 @@ def resolve(
         raise MeshError(
             f"the degrees multiply to {layout.world_size} ranks, and {_LARGEST_WORLD} are the most there can be"
         )
-    carved = filled["dp_shard"] * filled["cp"]
-    if carved % filled["ep"]:
-        raise MeshError(f"ep={filled['ep']} does not divide dp_shard x cp = {carved}, which it is carved out of")
+    carved, inner, ep = filled["dp_shard"] * filled["cp"], layout.degree(Role.TENSOR), filled["ep"]
+    if carved % ep and inner == 1:
+        raise MeshError(f"ep={ep} does not divide dp_shard x cp = {carved}, which it is carved out of")
+    if carved % ep and (carved * inner % ep or ep % inner):
+        raise MeshError(
+            f"ep={ep} neither divides dp_shard x cp = {carved}, nor does it divide dp_shard x cp x tp = "
+            f"{carved * inner} and is a multiple of tp = {inner}: it is carved out of the one or the other"
+        )
     return layout
 
 
@@ -350,16 +366,17 @@ class MeshViews:
     def carved(self, axis: str) -> DeviceMesh:
         """Return the view in which an axis of role EXPERT is a dim: (dp_replicate, efsdp, axis).
 
-        efsdp has the ranks of dp_shard x cp with the same index along the axis.
+        efsdp has the ranks of the axes that it is carved from with the same index along the axis.
         """
         from composer3d import torch_compat
 
         if ("carved", axis) not in self._made:
-            whole, degree = self.joined(_CARVED), self._layout.degrees[axis]
+            axes = self._layout.carved_from(axis)
+            whole, degree = self.joined(axes), self._layout.degrees[axis]
             dims = {_BESIDE_EXPERTS: whole.size() // degree, axis: degree}
             carved = torch_compat.unflatten(whole, dims, own_group=axis)
             for name in dims:
-                self._add(name, carved.get_group(name), (axis, *_CARVED))
+                self._add(name, carved.get_group(name), (axis, *axes))
             self._made["carved", axis] = self.beside(self._root["dp_replicate"], carved)
         return self._made["carved", axis]
 

@@ -51,6 +51,7 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
     """
     from composer3d.composition import gradient_hooks
     from composer3d.interfaces import Part
+    from composer3d.step.counted_buffers import counting_actions
 
     context = preparation.context
     context.parts = (Part(module=preparation.model),)
@@ -74,6 +75,9 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
     if preparation.attachments.hooks:
         actions.append(gradient_hooks(preparation.attachments))
         owners["model.gradient_hooks"] = "the model"
+    for action in counting_actions(preparation.model.modules(), context):
+        actions.append(action)
+        owners[action.name] = "the model"
     rows = [StepRow(point=a.point.name, name=a.name, plugin=owners[a.name]) for a in order(actions)]
     return [*_with_optimizer(rows, preparation), *later]
 

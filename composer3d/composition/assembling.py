@@ -35,6 +35,7 @@ from composer3d.processes.arrival import await_all
 from composer3d.processes.process_group import default_device, join_world, own_device
 from composer3d.step import guard
 from composer3d.step.accumulation import Accumulation
+from composer3d.step.counted_buffers import counting_actions
 from composer3d.step.criterion import Criterion
 from composer3d.step.engine import StepEngine
 from composer3d.step.guard import Guard
@@ -277,7 +278,8 @@ def _actions(preparation: Preparation, acting: span_hooks.Acting) -> tuple[StepA
     ]
     if preparation.attachments.hooks:
         actions.append(gradient_hooks(preparation.attachments))
-    return order(actions)
+    modules = (module for part in preparation.context.parts for module in part.module.modules())
+    return order([*actions, *counting_actions(modules, preparation.context)])
 
 
 def _streams(preparation: Preparation) -> Streams:

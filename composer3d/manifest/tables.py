@@ -59,7 +59,8 @@ class MeshTable:
         dp_shard: Ranks that hold shards of the parameters and other samples; -1 takes the ranks that are left.
         cp: Ranks that share a sequence.
         tp: Ranks that share a tensor, innermost: neighbours on one node.
-        ep: Ranks that share the experts, carved out of dp_shard x cp.
+        ep: Ranks that share the experts, carved out of dp_shard x cp, or, where it does not divide those, out of
+            dp_shard x cp x tp.
         gpus_per_node: Lets `check` warn when tp or cp crosses a node.
     """
 

@@ -43,6 +43,7 @@ class MoEConfig(LlamaConfig):
     balance: Literal["microbatch", "sequence"] = "microbatch"
     balance_loss: float = 0.01
     z_loss: float = 0.0
+    bias_rate: float = 0.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +68,7 @@ class MoEConfig(LlamaConfig):
             raise ValueError(f'scores = "{self.scores}"; it must be "softmax" or "sigmoid"')
         if self.balance not in ("microbatch", "sequence"):
             raise ValueError(f'balance = "{self.balance}"; it must be "microbatch" or "sequence"')
-        for name in ("balance_loss", "z_loss"):
+        for name in ("balance_loss", "z_loss", "bias_rate"):
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ValueError(f"{name} = {getattr(self, name)}; it must be at least 0")
 
@@ -102,6 +103,9 @@ def moe(**sizes: Any) -> MoE:
             balance: Over what the load-balancing loss is taken: the tokens of a micro-batch, or of each sequence.
             balance_loss: Its weight; at 0 there is none. It is 1 a layer where routing is even.
             z_loss: Weight of the mean square of the logarithm of the routers' normaliser.
+            bias_rate: By how much a step changes the bias that an expert's scores have in the choice, up where it had
+                fewer tokens than the mean, else down: balance without a loss. A loop of one's own calls the model's
+                `after_step()` after the optimizer's step; a composition does so itself.
 
     Raises:
         ValueError: The sizes do not fit each other; the message holds them.
@@ -184,16 +188,37 @@ def _is_grouped(x_RD: Tensor, weight_NDF: Tensor) -> bool:
 
 
 class Router(nn.Module):
-    """Choose each token's experts; in float32 at least, whatever the dtype around it."""
+    """Choose each token's experts; in float32 at least, whatever the dtype around it.
+
+    Attributes:
+        bias_N: Added to scores where experts are chosen, and only there; with `bias_rate`.
+        counts_N: Tokens that chose each expert in this step; with `bias_rate`.
+        summed_buffers: Those that a composition sums over samples of other ranks before it calls `after_step`.
+    """
+
+    summed_buffers: tuple[str, ...] = ()
 
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
+        if config.bias_rate:
+            self.summed_buffers = ("counts_N",)
+            self.register_buffer("bias_N", torch.zeros(config.num_experts))
+            # Narrow floating-point counts would not tell neighbours apart.
+            self.register_buffer("counts_N", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
     def reset_parameters(self) -> None:
         """Draw new weights."""
         nn.init.normal_(self.weight, std=_INIT_STD)
+        for buffer in self.buffers():
+            buffer.zero_()
+
+    @torch.no_grad()
+    def after_step(self) -> None:
+        """Move biases towards balance by the step's counts, and forget these."""
+        self.bias_N += self.config.bias_rate * (self.counts_N.sum() - self.config.num_experts * self.counts_N).sign()
+        self.counts_N.zero_()
 
     def forward(self, x_BSD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return index_BSK, weights_BSK and the layer's loss, a scalar."""
@@ -201,6 +226,8 @@ class Router(nn.Module):
         logits_BSN = F.linear(x_BSD.to(dtype), self.weight.to(dtype))
         scores_BSN = logits_BSN.softmax(-1) if config.scores == "softmax" else logits_BSN.sigmoid()
         index_BSK = self._choose(scores_BSN.detach())
+        if config.bias_rate and self.training and torch.is_grad_enabled():
+            self.counts_N += self._chosen(index_BSK).sum((0, 1))
         weights_BSK = scores_BSN.gather(-1, index_BSK)
         if config.normalise:
             weights_BSK = weights_BSK / weights_BSK.sum(-1, keepdim=True)
@@ -209,22 +236,28 @@ class Router(nn.Module):
 
     def _choose(self, scores_BSN: Tensor) -> Tensor:
         config = self.config
+        if config.bias_rate:
+            scores_BSN = scores_BSN + self.bias_N
         if config.top_groups < config.num_groups:
             grouped_BSGn = scores_BSN.unflatten(-1, (config.num_groups, -1))
             best = min(2, grouped_BSGn.shape[-1]) if config.scores == "sigmoid" else 1
             groups_BSg = grouped_BSGn.topk(best, -1).values.sum(-1).topk(config.top_groups, -1).indices
             numbers_G = torch.arange(config.num_groups, device=scores_BSN.device)
             is_open_BSG = (groups_BSg.unsqueeze(-1) == numbers_G).any(-2)
-            scores_BSN = grouped_BSGn.masked_fill(~is_open_BSG.unsqueeze(-1), -1.0).flatten(-2)
+            scores_BSN = grouped_BSGn.masked_fill(~is_open_BSG.unsqueeze(-1), float("-inf")).flatten(-2)
         return scores_BSN.topk(config.top_k, -1).indices
+
+    def _chosen(self, index_BSK: Tensor) -> Tensor:
+        """Return chosen_BSN: 1 where a token has an expert, else 0."""
+        numbers_N = torch.arange(self.config.num_experts, device=index_BSK.device)
+        return (index_BSK.unsqueeze(-1) == numbers_N).sum(-2)
 
     def _loss(self, logits_BSN: Tensor, scores_BSN: Tensor, index_BSK: Tensor) -> Tensor:
         """Return N x the sum over experts of their share of rows x their mean score, and the z-loss."""
         config, loss = self.config, logits_BSN.new_zeros(())
         if config.balance_loss:
             shares_BSN = scores_BSN if config.scores == "softmax" else scores_BSN / scores_BSN.sum(-1, keepdim=True)
-            numbers_N = torch.arange(config.num_experts, device=index_BSK.device)
-            rows_BSN = (index_BSK.unsqueeze(-1) == numbers_N).sum(-2).to(shares_BSN.dtype) / config.top_k
+            rows_BSN = self._chosen(index_BSK).to(shares_BSN.dtype) / config.top_k
             if config.balance == "sequence":
                 balance = (rows_BSN.mean(1) * shares_BSN.mean(1)).sum(-1).mean(0)
             else:
@@ -323,3 +356,9 @@ class MoE(nn.Module):
             x_BSD, auxiliary = layer(x_BSD, auxiliary, positions)
         logits_BSV = self.output(self.norm(x_BSD))
         return Output(logits=logits_BSV, auxiliary=auxiliary) if self.config.has_auxiliary else logits_BSV
+
+    def after_step(self) -> None:
+        """Move the routers' biases by the step's counts; for a loop on one device, after its optimizer's step."""
+        for module in self.modules():
+            if isinstance(module, Router) and module.summed_buffers:
+                module.after_step()

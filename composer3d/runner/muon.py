@@ -131,7 +131,9 @@ def _orthogonalised(update: Any, num_steps: int) -> Any:
         whole = [each if type(each) is Shard and each.dim == 0 else Replicate() for each in update.placements]
         local_EMN = _each_orthogonalised(update.redistribute(placements=whole).to_local(), num_steps)
         kept: Any = {"run_check": False, "shape": update.shape, "stride": update.stride()}
-        return DTensor.from_local(local_EMN, update.device_mesh, whole, **kept).redistribute(placements=update.placements)
+        return DTensor.from_local(local_EMN, update.device_mesh, whole, **kept).redistribute(
+            placements=update.placements
+        )
     full_MN = torch_compat.orthogonalised(update.full_tensor(), num_steps)
     result_MN = torch.empty_like(update, dtype=full_MN.dtype)
     place(result_MN, full_MN)
@@ -187,7 +189,9 @@ def matrices_of(run: Composition, expression: str | None) -> list[str]:
     }
     stacked = frozenset[str]().union(*(stacked_parameters(part.module) for part in run.parts))
     wanted = set(chosen) - looked_up
-    return [fqn for fqn, p in run.named_parameters() if fqn in wanted and is_matrix(fqn, p, stacked) and p.requires_grad]
+    return [
+        fqn for fqn, p in run.named_parameters() if fqn in wanted and is_matrix(fqn, p, stacked) and p.requires_grad
+    ]
 
 
 def group_matrices(groups: Sequence[Mapping[str, Any]], matrices: Sequence[str]) -> list[dict[str, Any]]:

@@ -361,15 +361,6 @@ def test_matrices_that_are_none_are_found(folder, command, matrices, message):
     assert (problem["table"], problem["key"]) == ("optimizer", "matrices")
 
 
-def test_tokens_that_are_no_blocks_are_found(folder, command):
-    (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", "") + "[precision.mxfp8]\n")
-    code, told = report(command, "run.toml", "--set", "train.microbatch=3")
-    assert code == 2
-    (problem,) = told["problems"]
-    assert problem["message"].startswith("mxfp8 multiplies blocks of 32 tokens, and a micro-batch has 48; choose")
-    assert command("check", "run.toml", "--set", "train.microbatch=2")[0] == 0
-
-
 @pytest.mark.parametrize("other", ["precision.low_bit_optimizer={}", "sharding.nvme_offload={}"])
 def test_two_plugins_that_make_the_optimizer_are_found(folder, command, other):
     (folder / "run.toml").write_text(STEPPED.replace("in_backward = true\n", ""))

@@ -71,6 +71,23 @@ def test_layouts(mesh, more, degree):
     assert_equal_to_one_device(4, [(name, ep(degree, mesh, more)) for name in ("looped starved", "shipped")])
 
 
+@pytest.mark.parametrize(
+    ("mesh", "more", "degree"),
+    [
+        ("dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 4),
+        ("dp_shard = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\nsequence_parallel = true\n", 4),
+        ("dp_replicate = 2\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n", 2),
+        ("dp_shard = 1\ntp = 4", f"{FSDP}[sharding.tensor_parallel]\n[scheduling.activation_checkpoint]\n", 4),
+    ],
+    ids=["dp and tp", "sequence_parallel", "tp alone", "four of tp"],
+)
+def test_ranks_of_tp_hold_experts_too(mesh, more, degree):
+    heads = "shipped of four heads" if "tp = 4" in mesh else "shipped"
+    cases = [(name, ep(degree, mesh, more)) for name in (heads, "stacked starved")]
+    for first, *_ in assert_equal_to_one_device(4, cases):
+        assert first["all_to_all", "ep"][0] == (8 if "activation_checkpoint" in more else 5) * LAYERS
+
+
 def test_gathered_tokens():
     cases = [
         (name, ep(degree, "dp_shard = 4", table='dispatch = "all_gather"\n'))
@@ -164,11 +181,16 @@ class Shared(nn.Module):
         (MIXTURES["looped"], ep(3, "dp_shard = 3"), "has 4 experts, which do not divide by ep = 3; ep may be 2, 4"),
         (MIXTURES["looped"], ep(8, "dp_shard = 8"), 'ep = 8 is more than the 4 experts of "layers.0.experts"'),
         (MIXTURES["looped"], ep(2, "dp_shard = 2", table='experts = ["nothing.*"]\n'), '"nothing.*"'),
+        (
+            MIXTURES["looped"],
+            ep(2, "dp_shard = 1\ntp = 2", f"{FSDP}[sharding.tensor_parallel]\n"),
+            'ep = 2 does not divide dp_shard x cp = 1, so that it takes ranks of tp, and "layers.0.experts" is a list',
+        ),
     ],
-    ids=["none", "another module", "two lists", "does not divide", "too many ranks", "pattern"],
+    ids=["none", "another module", "two lists", "does not divide", "too many ranks", "pattern", "lists out of tp"],
 )
 def test_what_cannot_be_is_refused_before_anything_starts(model, text, message):
-    world_size = int(text.partition("dp_shard = ")[2].split()[0])
+    world_size = int(text.partition("dp_shard = ")[2].split()[0]) * (2 if "tp = 2" in text else 1)
     with fake_world(world_size), pytest.raises((composer3d.ManifestError, PluginError, PatternError)) as caught:
         composer3d.compose(seeded(model), write_manifest(text), loss_fn=token_sum)
     assert message in str(caught.value)

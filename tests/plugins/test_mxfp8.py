@@ -25,7 +25,7 @@ from support.models import composed, seeded
 from support.shared_worlds import in_one_world
 from torch import nn
 
-from composer3d import BatchError, ManifestError, torch_compat
+from composer3d import ManifestError, torch_compat
 from composer3d.testing import fake_world, run_ranks
 
 # Before ranks are forked: each of them would import it anew.
@@ -118,22 +118,6 @@ def test_float16_is_multiplied_too():
         assert float((narrow[1][fqn] - gradient).norm()) <= 2**-3 * float(gradient.norm()), fqn
 
 
-def uneven():
-    run = composed(TABLE, seeded(Wide))
-    tokens, targets = batch(3)
-    with pytest.raises(BatchError) as caught, run.step(0):
-        run.forward_backward(tokens, target=targets)
-    run.close()
-    return str(caught.value)
-
-
-def test_refuses_tokens_that_are_no_blocks():
-    assert run_ranks(uneven, 1)[0] == (
-        "mxfp8 multiplies blocks of 32 tokens, and a micro-batch has 24; choose another microbatch, or "
-        'recipe = "mxfp8_wgrad_hp"'
-    )
-
-
 def test_refuses_a_cut_through_a_block_before_it_runs():
     with fake_world(4), pytest.raises(ManifestError) as caught:
         composed(TP.replace("tp = 2", "tp = 4") + TABLE, Wide)
@@ -143,10 +127,10 @@ def test_refuses_a_cut_through_a_block_before_it_runs():
     )
 
 
-def gradient_of(recipe):
+def gradient_of(recipe, *size):
     """Return the gradient of the last converted weight, whose outputs' gradients are those of the layers after it."""
     run = composed(f'[precision.mxfp8]\nrecipe = "{recipe}"\n', seeded(Wide))
-    tokens, targets = batch()
+    tokens, targets = batch(*size)
     with run.step(0):
         run.forward_backward(tokens, target=targets)
     gradient = dict(run.named_parameters())["layers.1.down.weight"].grad.clone()
@@ -154,8 +138,9 @@ def gradient_of(recipe):
     return gradient
 
 
-def test_gradients_of_weights_can_be_left_in_full_precision():
-    low, kept = (run_ranks(gradient_of, 1, recipe)[0] for recipe in ("mxfp8", "mxfp8_wgrad_hp"))
+@pytest.mark.parametrize("num_sequences", [16, 3], ids=["whole blocks of tokens", "24 tokens"])
+def test_gradients_of_weights_can_be_left_in_full_precision(num_sequences):
+    low, kept = (run_ranks(gradient_of, 1, recipe, num_sequences)[0] for recipe in ("mxfp8", "mxfp8_wgrad_hp"))
     # Both operands are rounded to 3 bits after the leading one, or neither.
     assert 0.0 < float((low - kept).abs().max() / kept.abs().max()) < 2 * 2**-4
 

@@ -139,6 +139,7 @@ MIXTURES = {
     "stacked starved": lambda: MixtureNet(Stacked, starved=True),
     "stacked of three": lambda: MixtureNet(Stacked, top_k=3),
     "shipped": shipped,
+    "shipped of four heads": lambda: shipped(num_heads=4),
 }
 
 

@@ -19,6 +19,7 @@ _SHOWN = {
     "mfu": ("MFU", 1.0),
     "mfu_6n": ("MFU, 6 operations a parameter and token", 1.0),
 }
+_LEFT_OUT = frozenset({"step", "tokens", "samples", "time"})
 _LINES = ("#1565c0", "#c62828", "#2e7d32", "#ef6c00", "#6a1b9a", "#00838f", "#4e342e", "#9e9d24")
 _LEFT, _TOP, _WIDTH, _HEIGHT = 64, 8, 500, 110
 
@@ -26,19 +27,23 @@ Points = Sequence[tuple[float, float]]
 
 
 def draw_curves(trace: Trace) -> str:
-    """Return a figure for each quantity of `metrics.jsonl` that is known by name, and one of every rank's memory.
+    """Return a figure for each quantity of `metrics.jsonl`, and one of every rank's memory.
+
+    Of quantities that are not known by name, as those that plugins measure, only where they change.
 
     Args:
         trace: As it was read.
     """
     figures = []
-    for name, (title, scale) in _SHOWN.items():
+    others = {name: (name.replace("_", " "), 1.0) for row in trace.rows for name in row if name not in _LEFT_OUT}
+    for name, (title, scale) in {**others, **_SHOWN}.items():
         points = [
             (float(row["step"]), scale * float(row[name]))
             for row in trace.rows
             if "step" in row and isinstance(row.get(name), int | float)
         ]
-        figures.append(_figure(title, {"": points}, "step"))
+        if name in _SHOWN or len({value for _, value in points}) > 1:
+            figures.append(_figure(title, {"": points}, "step"))
     memory = {
         f"rank {rank}": [(float(number), value / 2**20) for number, value in enumerate(values, start=1)]
         for rank, values in trace.memory.items()

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import (
-    BatchError,
     Phase,
     PlannedShards,
     PluginError,
     RunContext,
     Transform,
+    has_stacked_experts,
     hookimpl,
     linear_layers,
+    multiply_experts,
     on_shares,
     plugin,
+    stacked_layers,
     torch_compat,
 )
 
@@ -38,8 +41,8 @@ class MXFP8:
     Source: Rouhani et al., Microscaling Data Formats for Deep Learning, arXiv:2310.10537; torchao's moe_training.
 
     Args:
-        recipe: "mxfp8" multiplies all three products so, for which the tokens of a micro-batch must be a multiple of
-            32; "mxfp8_wgrad_hp" computes gradients of weights in the dtype of the activations.
+        recipe: "mxfp8" multiplies all three products so; "mxfp8_wgrad_hp" computes gradients of weights in the dtype of
+            the activations.
         modules: Patterns of linear layers, or of modules whose linear layers are converted; default: all whose dims are
             multiples of 32.
         exclude: Patterns of layers that are not converted.
@@ -88,18 +91,16 @@ class MXFP8:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        chosen = linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=BLOCK)
+        chosen = linear_layers(
+            model,
+            context,
+            modules=self.modules,
+            exclude=self.exclude,
+            multiple=BLOCK,
+            beside=stacked_layers(model),
+        )
         context.state[self] = chosen
-        self._refuse_tokens(context)
         return chosen
-
-    def _refuse_tokens(self, context: RunContext) -> None:
-        """Raise the layers' error on the first batch early, where its shape is known."""
-        tokens: Any = next(iter(context.example[0]), None) if context.example is not None else None
-        if self.recipe != "mxfp8" or getattr(tokens, "ndim", 0) != 2 or tokens.is_floating_point():
-            return
-        if tokens.numel() % BLOCK:
-            raise PluginError(_odd_tokens(tokens.numel()))
 
     def _check_blocks(self, model: nn.Module, context: RunContext) -> list[str]:
         """Return the layers, or [""] where their selection failed, whose error is reported once."""
@@ -123,6 +124,7 @@ class MXFP8:
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         import torch
+        import torch.nn.functional as F
         from torch import nn
 
         mx: Any = torch_compat.import_torchao("torchao.prototype.moe_training.mxfp8_linear")
@@ -138,14 +140,14 @@ class MXFP8:
                     f"and {weight_OI.shape[0]} outputs",
                     hint="exclude it, or choose a smaller tp",
                 )
-            tokens = x_BI.numel() // x_BI.shape[-1]
-            if not keeps and tokens % BLOCK:
-                raise BatchError(_odd_tokens(tokens))
             # torchao reads no float16, whose values float32 has too.
             dtype = torch.float32 if x_BI.dtype is torch.float16 else x_BI.dtype
-            y_BO: Any = mx._to_mxfp8_then_scaled_mm(x_BI.to(dtype), weight_OI.to(dtype), kernel, rounding, keeps).to(
-                x_BI.dtype
-            )
+            x_TI = x_BI.reshape(-1, x_BI.shape[-1]).to(dtype)
+            num_tokens = x_TI.shape[0]
+            if not keeps:  # rows of zeros fill up the last block that the gradient of the weight sums over
+                x_TI = F.pad(x_TI, (0, 0, 0, -num_tokens % BLOCK))
+            y_TO: Any = mx._to_mxfp8_then_scaled_mm(x_TI, weight_OI.to(dtype).contiguous(), kernel, rounding, keeps)
+            y_BO = y_TO[:num_tokens].to(x_BI.dtype).view(*x_BI.shape[:-1], -1)
             # torchao returns a view, and FSDP2 warns about a head that does.
             y_BO = torch_compat.unviewed(y_BO)
             return y_BO if bias is None else y_BO + bias.to(y_BO.dtype)
@@ -160,15 +162,12 @@ class MXFP8:
 
         Multiplied.__name__ = Multiplied.__qualname__ = "MXFP8Linear"
         for fqn in fqns:
-            model.get_submodule(fqn).__class__ = Multiplied
+            module = model.get_submodule(fqn)
+            if has_stacked_experts(module):
+                multiply_experts(module, partial(product, bias=None), fqn=fqn, by="mxfp8")
+            else:
+                module.__class__ = Multiplied
         return fqns
-
-
-def _odd_tokens(num_tokens: int) -> str:
-    return (
-        f"mxfp8 multiplies blocks of {BLOCK} tokens, and a micro-batch has {num_tokens}; choose another microbatch, or "
-        'recipe = "mxfp8_wgrad_hp"'
-    )
 
 
 def _has_products(device: torch.device) -> bool:

@@ -20,12 +20,14 @@ from composer3d import (
     StepState,
     Transform,
     Units,
+    has_stacked_experts,
     hookimpl,
     linear_layers,
     plugin,
+    stacked_layers,
     torch_compat,
 )
-from composer3d_plugins.precision.float8.float8_layers import MULTIPLE, choose, convert, layer_class
+from composer3d_plugins.precision.float8.float8_layers import MULTIPLE, choose, convert, layer_class, multiply_stacked
 from composer3d_plugins.precision.float8.gather import gather_as_bytes, needs_bytes, precompute_scales
 
 if TYPE_CHECKING:
@@ -150,7 +152,9 @@ class Float8:
             auto=self.auto,
         )
         if self.modules is None and not (self.exclude or self.auto or self.min_dim):
-            linear_layers(model, context, modules=None, multiple=MULTIPLE)  # refuses to leave all blocks as they are
+            linear_layers(
+                model, context, modules=None, multiple=MULTIPLE, beside=stacked_layers(model)
+            )  # refuses to leave all blocks as they are
         context.state[self] = chosen
         return chosen
 
@@ -174,6 +178,9 @@ class Float8:
         tied = {fqn for group in context.ties for fqn in group}
         cls = layer_class(by_row=self.recipe != "tensorwise")
         for fqn in fqns:
+            if has_stacked_experts(model.get_submodule(fqn)):
+                multiply_stacked(model.get_submodule(fqn), config, fqn=fqn)
+                continue
             # A tied weight is also what an embedding looks up, in full precision.
             convert(model.get_submodule(fqn), config if f"{fqn}.weight" in tied else gathered, cls)
         return list(fqns)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from composer3d import PluginError, select_fqns, torch_compat
+from composer3d import PluginError, multiply_experts, select_fqns, stacked_layers, torch_compat
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["MULTIPLE", "choose", "convert", "is_worthwhile", "layer_class"]
+__all__ = ["MULTIPLE", "choose", "convert", "is_worthwhile", "layer_class", "multiply_stacked"]
 
 MULTIPLE = 16
 
@@ -39,7 +40,9 @@ def choose(
         PatternError: A pattern matches nothing.
         PluginError: A layer that was named cannot be converted, or none is left.
     """
-    linear = {fqn: module for fqn, module in model.named_modules() if _is_linear(module)}
+    linear: dict[str, tuple[int, ...]] = {
+        fqn: (module.in_features, module.out_features) for fqn, module in model.named_modules() if _is_linear(module)
+    } | stacked_layers(model)
     chosen = [fqn for fqn in linear if not _odd(linear[fqn])] if modules is None else []
     for pattern in modules or ():
         inside = [fqn for name in select_fqns(pattern, fqns) for fqn in linear if f"{fqn}.".startswith(f"{name}.")]
@@ -48,7 +51,7 @@ def choose(
         for fqn in inside:
             if _odd(linear[fqn]):
                 raise PluginError(
-                    f'"{fqn}" is a linear layer of {linear[fqn].in_features} x {linear[fqn].out_features}; '
+                    f'"{fqn}" is a linear layer of {" x ".join(map(str, linear[fqn][:2]))}; '
                     f"float8 products need multiples of {MULTIPLE}",
                     hint="exclude it",
                 )
@@ -64,8 +67,13 @@ def choose(
         fqn
         for fqn in dict.fromkeys(chosen)
         if fqn not in left_out
-        and min(linear[fqn].in_features, linear[fqn].out_features) >= min_dim
-        and (not auto or is_worthwhile(linear[fqn].in_features, linear[fqn].out_features, recipe=recipe))
+        and min(linear[fqn]) >= min_dim
+        and (
+            not auto
+            or all(
+                is_worthwhile(*pair, recipe=recipe) for pair in zip(linear[fqn][::2], linear[fqn][1::2], strict=True)
+            )
+        )
     ]
     if not result:
         raise PluginError(
@@ -134,6 +142,31 @@ def convert(module: Any, config: Any, cls: type[nn.Module]) -> None:
     module.__class__ = cls
 
 
+def multiply_stacked(module: Any, config: Any, *, fqn: str) -> None:
+    """Make a module with stacked weights of experts multiply each expert's rows as a converted layer does.
+
+    Rows of zeros fill up a group of rows: the gradient of its weight sums over a multiple of 16 of them, as the
+    hardware needs.
+
+    Args:
+        module: With the contract of `has_stacked_experts`.
+        config: torchao's.
+        fqn: Of the module.
+    """
+    import torch.nn.functional as F
+
+    float8: Any = torch_compat.import_torchao("torchao.float8.float8_linear")
+    config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+    layer = float8.Float8Linear(MULTIPLE, MULTIPLE, bias=False, config=config, device="meta")
+
+    def product(x_RI: Tensor, w_OI: Tensor) -> Tensor:
+        x_PI = F.pad(x_RI.contiguous(), (0, 0, 0, -x_RI.shape[0] % MULTIPLE))
+        y_PO: Tensor = float8.matmul_with_hp_or_float8_args.apply(x_PI, w_OI.t(), layer.linear_mm_config, layer.config)
+        return y_PO[: x_RI.shape[0]]
+
+    multiply_experts(module, product, fqn=fqn, by="float8")
+
+
 def _is_linear(module: nn.Module) -> bool:
     """Leave subclasses alone: their forward may be another, or, as in torch's attention, is not called."""
     from torch import nn
@@ -141,5 +174,5 @@ def _is_linear(module: nn.Module) -> bool:
     return type(module) is nn.Linear
 
 
-def _odd(module: Any) -> bool:
-    return bool(module.in_features % MULTIPLE or module.out_features % MULTIPLE)
+def _odd(sizes: Sequence[int]) -> bool:
+    return any(size % MULTIPLE for size in sizes)

@@ -11,11 +11,14 @@ from composer3d import (
     PluginError,
     RunContext,
     Transform,
+    has_stacked_experts,
     hookimpl,
     linear_layers,
+    multiply_experts,
     on_shares,
     plugin,
     share_of,
+    stacked_layers,
     torch_compat,
 )
 
@@ -73,7 +76,9 @@ class Int8:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        return linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=16)
+        return linear_layers(
+            model, context, modules=self.modules, exclude=self.exclude, multiple=16, beside=stacked_layers(model)
+        )
 
     def _apply(self, model: nn.Module, fqns: Sequence[str], context: RunContext) -> Sequence[str]:
         import torch
@@ -108,5 +113,9 @@ class Int8:
 
         Multiplied.__name__ = Multiplied.__qualname__ = "Int8Linear"
         for fqn in fqns:
-            model.get_submodule(fqn).__class__ = Multiplied
+            module = model.get_submodule(fqn)
+            if has_stacked_experts(module):
+                multiply_experts(module, partial(product, bias=None, share=None), fqn=fqn, by="int8")
+            else:
+                module.__class__ = Multiplied
         return fqns

@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from composer3d import Exports, Phase, RunContext, Transform, hookimpl, linear_layers, plugin
+from composer3d import (
+    Exports,
+    Phase,
+    PluginError,
+    RunContext,
+    Transform,
+    hookimpl,
+    linear_layers,
+    plugin,
+    stacked_layers,
+)
 from composer3d_plugins.precision.qat.conversion import described, flattened
 
 if TYPE_CHECKING:
@@ -58,7 +68,15 @@ class QAT:
         )
 
     def _select(self, model: nn.Module, context: RunContext) -> list[str]:
-        chosen = linear_layers(model, context, modules=self.modules, exclude=self.exclude, multiple=self.group_size)
+        stacked = dict.fromkeys(stacked_layers(model), (self.group_size,))
+        chosen = linear_layers(
+            model, context, modules=self.modules, exclude=self.exclude, multiple=self.group_size, beside=stacked
+        )
+        if left := [fqn for fqn in chosen if fqn in stacked]:
+            raise PluginError(
+                f'"{left[0]}" stacks the weights of experts in one parameter, and qat quantises those of linear layers',
+                hint=f'exclude = ["{left[0]}"] leaves them as they are; experts in an nn.ModuleList are quantised',
+            )
         options: dict[str, Any] = {
             "dtype": self.weights,
             "group_size": self.group_size,

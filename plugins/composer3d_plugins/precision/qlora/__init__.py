@@ -24,6 +24,7 @@ from composer3d import (
     place,
     plugin,
     select_fqns,
+    stacked_layers,
 )
 from composer3d_plugins.precision.qlora.adapter import (
     Adapter,
@@ -149,7 +150,14 @@ class QLoRA:
         if not adapted:
             raise PluginError("the model has no linear layer in its blocks; name layers with modules = [...]")
         tied = {fqn for group in context.ties for fqn in group}
-        kept = set(_inside(self.keep, layers, context))
+        stacked = dict.fromkeys(stacked_layers(model)) if self.quantize == "nf4" else {}
+        kept = set(_inside(self.keep, {**layers, **stacked}, context))
+        if left := [fqn for fqn in stacked if fqn not in kept]:
+            raise PluginError(
+                f'"{left[0]}" stacks the weights of experts in one parameter, and qlora quantises and adapts linear '
+                "layers; it would stay in memory as it is, frozen",
+                hint=f'if that is meant, write keep = ["{left[0]}"]; experts in an nn.ModuleList are adapted',
+            )
         quantised = {
             fqn: Format.of(layers[fqn].weight.shape[1], group=32 if self.scale_block is None else self.scale_block)
             for fqn in dict.fromkeys([*inside, *adapted])
@@ -258,6 +266,8 @@ class QLoRA:
         orders = context.stash(StoredOrders)
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
+            if module.weight is None:  # of an expert that another rank holds
+                continue
             order = orders.by_name.get(f"{fqn}.weight")
             if order is not None and fqn in chosen.adapted:
                 # An adapter matrix with the rows or columns of a reordered weight is reordered alike.
@@ -285,6 +295,8 @@ class QLoRA:
         chosen: Chosen = context.state[self]
         for fqn in fqns:
             module: Any = model.get_submodule(fqn)
+            if module.weight is None:
+                continue
             if fqn in chosen.quantised:
                 table_of(module, context.device)  # now, for compiled code makes none
             if fqn in chosen.adapted:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from composer3d_plugins.sharding.expert_parallel.stacked_experts import Dispatch
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from composer3d_plugins.sharding.expert_parallel.expert_selection import Experts
 
@@ -46,24 +48,27 @@ class _Found:
         experts: Of the whole model.
         fqns: What `composer3d_parameter_mesh` is asked of: prefixes of their parameters.
         loads: Rows of each of this rank's experts since the last measurement, by FQN.
+        choices: Of this rank's rows since then, those for each expert of all ranks, by FQN.
     """
 
     experts: list[Experts] = field(default_factory=list)
     loads: dict[str, list[int]] = field(default_factory=dict)
+    choices: dict[str, list[int]] = field(default_factory=dict)
 
     def holds(self, parameter: str) -> bool:
         """Return whether a parameter is one of experts."""
         return any(parameter.startswith(f"{each.fqn}.") for each in self.experts)
 
-    def note(self, fqn: str, rows: Sequence[int]) -> None:
+    def note(self, fqn: str, rows: Sequence[int], chosen: Sequence[int]) -> None:
         """Add the rows of a forward."""
-        before = self.loads.get(fqn, [0] * len(rows))
-        self.loads[fqn] = [one + other for one, other in zip(before, rows, strict=True)]
+        for found, more in ((self.loads, rows), (self.choices, chosen)):
+            before = found.get(fqn, [0] * len(more))
+            found[fqn] = [one + other for one, other in zip(before, more, strict=True)]
 
 
 @plugin(family="sharding", owns=(AXIS,), offer=LayoutOffer(table=_table))
 class ExpertParallel:
-    """Shard the experts of a mixture over the ranks of ep, which is carved out of dp_shard x cp.
+    """Shard the experts of a mixture over the ranks of ep, which is carved out of dp_shard x cp, or of these x tp.
 
     A rank holds num_experts / ep consecutive experts of each layer. Tokens travel to the ranks of their experts and
     back, as many as were routed: none is dropped, none is padded, and a rank whose experts get none takes part.
@@ -72,7 +77,9 @@ class ExpertParallel:
     the block's own code runs twice, once to record what each expert is given, once to use what they return.
 
     Data-parallel plugins reduce and shard the experts' parameters over the ranks that hold the same ones: dp_replicate
-    and efsdp, which is dp_shard x cp / ep. Their gradients are divided by ep where experts are run.
+    and efsdp, which is dp_shard x cp / ep. Their gradients are divided by ep where experts are run. An ep that does not
+    divide dp_shard x cp is a multiple of tp and takes its ranks too, for stacked weights: each sends its part of the
+    tokens that they all have.
     Memory: experts / ep; rows sent and received, twice each.
     Collectives: a layer and micro-batch 3 all-to-alls forward (counts, rows, results) and 2 backward; all_gather: 4
     all-gathers and 1 reduce-scatter forward, 1 all-gather and 2 reduce-scatters backward.
@@ -123,18 +130,25 @@ class ExpertParallel:
 
     @hookimpl
     def composer3d_measure(self, context: RunContext) -> Sequence[Metric]:
-        """Measure how evenly tokens are routed."""
+        """Measure how evenly tokens are routed.
+
+        The entropy is of a rank's rows over experts, 1 where all have as many and 0 where one has all, as the mean over
+        layers and ranks.
+        """
         found: _Found | None = context.state.get(self)
         if found is None or context.degrees[AXIS] == 1:
             return []
         # On every rank, those of stages without experts among them.
         loads = [rows for rows in found.loads.values() if sum(rows)]
-        found.loads = {}
+        entropies = [_entropy(rows) for rows in found.choices.values() if sum(rows)]
+        found.loads, found.choices = {}, {}
         fullest = max((max(rows) * len(rows) / sum(rows) for rows in loads), default=1.0)
         starved = sum(rows.count(0) for rows in loads)
         return [
             Metric(name="expert_load_max", value=fullest, reduction="max"),
             Metric(name="experts_without_tokens", value=float(starved), reduction="max"),
+            Metric(name="router_entropy", value=sum(entropies) / len(entropies) if entropies else 1.0),
+            Metric(name="tokens_dropped", value=0.0, reduction="sum"),
         ]
 
     def _select(self, model: nn.Module, context: RunContext) -> Sequence[str]:
@@ -163,6 +177,7 @@ class ExpertParallel:
             return fqns
         found: _Found = context.state[self]
         mesh = context.expert_mesh(AXIS)[AXIS]
+        tensor = _tensor_mesh(context)
         dependent = context.stash(DataDependent)
         dependent.axes.add(AXIS)
         if any(each.is_list for each in found.experts):  # rows of experts of lists may be reduced over tensor axes
@@ -181,7 +196,17 @@ class ExpertParallel:
                 shard_listed(model.get_submodule(owner), name, mesh, fqn=owner, note=note, dependent=dependent)
             else:
                 module = model.get_submodule(each.fqn)
-                shard_stacked(
-                    module, mesh, fqn=each.fqn, dispatch=self.dispatch, note=note, skew=dependent.routing_skew
-                )
+                options: Any = {"dispatch": self.dispatch, "skew": dependent.routing_skew, "tensor": tensor}
+                shard_stacked(module, mesh, fqn=each.fqn, note=note, **options)
         return fqns
+
+
+def _entropy(rows: Sequence[int]) -> float:
+    shares = [count / sum(rows) for count in rows if count]
+    return -sum(share * math.log(share) for share in shares) / math.log(len(rows))
+
+
+def _tensor_mesh(context: RunContext) -> DeviceMesh | None:
+    """Return the ranks with the same tokens among those of ep, where there are any."""
+    axes = [axis for axis in context.layout.names(Role.TENSOR) if axis in context.layout.carved_from(AXIS)]
+    return context.views.joined(axes) if axes else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer3d import PluginError, RunContext, chosen_by_values, has_stacked_experts, select_fqns
+from composer3d import PluginError, Role, RunContext, chosen_by_values, has_stacked_experts, select_fqns
 
 if TYPE_CHECKING:
     from torch import nn
@@ -81,6 +82,8 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
                 f'"{each.fqn}" has {each.number} experts, which do not divide by ep = {degree}; ep may be {divisors}'
             )
     _refuse_shared(model, found)
+    if degree > 1 and set(context.layout.names(Role.TENSOR)) & set(context.layout.carved_from("ep")):
+        _refuse_lists(found, degree, context)
     return found
 
 
@@ -102,6 +105,18 @@ def _is_list(module: nn.Module) -> bool:
         for entry in module.children()
     }
     return len(module) > 1 and len(forms) == 1 and any(True for _ in module.parameters())
+
+
+def _refuse_lists(found: Sequence[Experts], degree: int, context: RunContext) -> None:
+    """Refuse lists where ranks of tp hold other experts: their modules are sharded over tp, as any others."""
+    outer = math.prod(context.degrees[name] for name in ("dp_shard", "cp"))
+    for each in found:
+        if each.is_list:
+            raise PluginError(
+                f"ep = {degree} does not divide dp_shard x cp = {outer}, so that it takes ranks of tp, and "
+                f'"{each.fqn}" is a list of modules, which tp shards; stacked weights alone can be whole there',
+                hint=f"choose an ep that divides {outer}",
+            )
 
 
 def _refuse_shared(model: nn.Module, found: Sequence[Experts]) -> None:

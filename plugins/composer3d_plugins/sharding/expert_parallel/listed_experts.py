@@ -13,7 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from composer3d import DataDependent, PluginError, propagation
-from composer3d_plugins.sharding.expert_parallel.token_exchange import exchange_counts, scale_gradients, send_rows
+from composer3d_plugins.sharding.expert_parallel.token_exchange import (
+    Note,
+    exchange_counts,
+    scale_gradients,
+    send_rows,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +40,7 @@ def shard_listed(
     mesh: DeviceMesh,
     *,
     fqn: str,
-    note: Callable[[list[int]], None],
+    note: Note,
     dependent: DataDependent,
 ) -> None:
     """Leave this rank its experts of a list, and exchange rows around the block's forward.
@@ -45,7 +50,7 @@ def shard_listed(
         name: Of the list, an attribute of the block.
         mesh: Of one dim, ep.
         fqn: Of the block, for messages.
-        note: Called in every forward with the number of rows of each of this rank's experts.
+        note: Called in every forward, as `token_exchange.Note`.
         dependent: Of the run; learns which experts were run without rows.
 
     Memory: experts / ep; the block's activations twice. Collectives: 3 all-to-alls forward (counts, rows, results), 2
@@ -56,7 +61,7 @@ def shard_listed(
     for index, expert in enumerate(_entries(experts)):
         if index not in held:
             _drop_parameters(expert)
-    exchange = _Exchange(experts, held, mesh, fqn=fqn, list_name=name, note=note, dependent=dependent)
+    exchange = _Exchange(block, experts, held, mesh, fqn=fqn, list_name=name, note=note, dependent=dependent)
     # Its own class, which code that asks for a list still takes for one; FQNs stay as they are.
     experts.__class__ = _list_class(type(experts), exchange)
     block.forward = exchange.around(block.forward)
@@ -122,6 +127,7 @@ class _Exchange:
     """The two runs of a block around one exchange.
 
     Args:
+        block: Around the list.
         experts: The list.
         held: Indexes of this rank's.
         mesh: Of one dim, ep.
@@ -137,15 +143,17 @@ class _Exchange:
 
     def __init__(
         self,
+        block: nn.Module,
         experts: nn.Module,
         held: range,
         mesh: DeviceMesh,
         *,
         fqn: str,
         list_name: str,
-        note: Callable[[list[int]], None],
+        note: Note,
         dependent: DataDependent,
     ) -> None:
+        self._block = block
         self._experts, self._held, self._group, self._degree = experts, held, mesh.get_group(), mesh.size()
         self.fqn, self._list_name, self._note, self._dependent = fqn, list_name, note, dependent
         self.stand_ins = [_StandIn(self, index) for index in range(len(_entries(experts)))]
@@ -163,6 +171,7 @@ class _Exchange:
             given = [leaf for leaf in torch_compat.tree_leaves([list(args), kwargs]) if hasattr(leaf, "_version")]
             versions = [leaf._version for leaf in given]
             states = _random_states(given)
+            buffers = [(buffer, buffer._version, buffer.clone()) for buffer in self._block.buffers()]
             self._given, self._results = {}, None
             self._run(forward, args, kwargs)
             if [leaf._version for leaf in given] != versions:
@@ -171,6 +180,7 @@ class _Exchange:
                     f'the exchange of rows for "{self._list_name}"; write `x = x + y` for `x += y` there'
                 )
             _restore(states)
+            _restore_buffers(buffers)
             recorded, self._given = self._given, {}
             self._results, tie = self._exchanged(recorded, given)
             try:
@@ -228,7 +238,7 @@ class _Exchange:
         told = [size if index in recorded else -1 for index, size in enumerate(sizes)]
         counts_E = torch.tensor(told, device=like.device, dtype=torch.int64)
         rows = exchange_counts(counts_E, group=self._group, num_rows=sum(sizes), skew=self._dependent.routing_skew)
-        self._note(rows.per_expert)
+        self._note(rows.per_expert, rows.chosen)
         local = len(self._held)
         pieces = list(
             send_rows(torch.cat(flat), rows, group=self._group).split(
@@ -276,6 +286,16 @@ def _random_states(given: Sequence[Tensor]) -> list[tuple[torch.device | None, T
 
     devices = {x.device for x in given if x.device.type == "cuda"}
     return [(None, torch.get_rng_state()), *((device, torch.cuda.get_rng_state(device)) for device in devices)]
+
+
+def _restore_buffers(buffers: Sequence[tuple[Tensor, int, Tensor]]) -> None:
+    """Take back what a block's first run has added to its buffers, as counts of tokens."""
+    import torch
+
+    with torch.no_grad():
+        for buffer, version, before in buffers:
+            if buffer._version != version:
+                buffer.copy_(before)
 
 
 def _restore(states: Sequence[tuple[torch.device | None, Tensor]]) -> None:

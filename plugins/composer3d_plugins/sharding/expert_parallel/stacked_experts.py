@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from composer3d import PluginError, propagation
-from composer3d_plugins.sharding.expert_parallel.token_exchange import gather_tokens, scale_gradients, send_tokens
+from composer3d_plugins.sharding.expert_parallel.token_exchange import (
+    Note,
+    exchange_parts,
+    gather_tokens,
+    scale_gradients,
+    send_tokens,
+)
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Dispatch", "shard_stacked"]
@@ -21,7 +27,14 @@ Dispatch = Literal["auto", "all_to_all", "all_gather"]
 
 
 def shard_stacked(
-    module: Any, mesh: DeviceMesh, *, fqn: str, dispatch: Dispatch, note: Callable[[list[int]], None], skew: float
+    module: Any,
+    mesh: DeviceMesh,
+    *,
+    fqn: str,
+    dispatch: Dispatch,
+    note: Note,
+    skew: float,
+    tensor: DeviceMesh | None = None,
 ) -> None:
     """Shard stacked experts over the ranks of a mesh, along their first dim, and exchange tokens around their forward.
 
@@ -32,10 +45,13 @@ def shard_stacked(
         mesh: Of one dim, ep.
         fqn: Of the module, for messages.
         dispatch: How tokens reach experts; "auto" sends what has fewer bytes.
-        note: Called in every forward with the number of rows of each of this rank's experts.
+        note: Called in every forward, as `token_exchange.Note`.
         skew: As of `token_exchange.exchange_counts`.
+        tensor: Of one dim, tp, where ep is carved out of it too: its ranks have the same tokens, each sends a part of
+            them, and all gather the results.
 
-    Memory: experts / ep. Collectives: as `token_exchange.send_tokens` and `gather_tokens`.
+    Memory: experts / ep. Collectives: as `token_exchange.send_tokens` and `gather_tokens`; over the ranks of tensor 1
+    all-gather forward (results), 2 backward.
     """
     import torch
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -46,7 +62,7 @@ def shard_stacked(
             if parameter is not None:
                 shards = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
                 owner._parameters[name] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
-    group = mesh.get_group()
+    group, summed = mesh.get_group(), degree // (1 if tensor is None else tensor.size())
 
     def run(rows_RD: Tensor, experts_R: Tensor) -> Tensor:
         def local(rows_RD: Tensor) -> Tensor:
@@ -58,7 +74,7 @@ def shard_stacked(
             ones = torch.ones(experts.shape[0], 1, dtype=rows.dtype, device=rows.device)
             return inner(rows, experts[:, None], ones)[: rows_RD.shape[0]]
 
-        return scale_gradients(local, rows_RD, degree=degree)
+        return scale_gradients(local, rows_RD, degree=summed)
 
     signature = inspect.signature(inner)
 
@@ -72,8 +88,12 @@ def shard_stacked(
             )
         is_gathered = dispatch == "all_gather" or (dispatch == "auto" and index_TK.shape[1] > degree)
         exchange = gather_tokens if is_gathered else send_tokens
+        given = (hidden_TD, index_TK, weights_TK)
+        options: Any = {"num_experts": total, "group": group, "note": note, "skew": skew}
         with _local(module, total // degree):
-            return exchange(run, hidden_TD, index_TK, weights_TK, num_experts=total, group=group, note=note, skew=skew)
+            if tensor is None:
+                return exchange(run, *given, **options)
+            return exchange_parts(functools.partial(exchange, run, **options), *given, group=tensor.get_group())
 
     module.forward = propagation.eagerly(forward)
 

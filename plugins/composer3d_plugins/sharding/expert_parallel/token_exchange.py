@@ -20,15 +20,19 @@ from composer3d import torch_compat
 
 __all__ = [
     "Compute",
+    "Note",
     "Rows",
     "count_rows",
     "exchange_counts",
+    "exchange_parts",
     "gather_tokens",
     "scale_gradients",
     "send_rows",
     "send_tokens",
 ]
 
+# Called with the number of rows of each of this rank's experts, and of this rank's rows for each expert of all ranks.
+Note = Callable[[list[int], list[int]], None]
 # Returns rows_RD, given rows_RD and of each the index among this rank's experts, in ascending order.
 Compute = Callable[[Tensor, Tensor], Tensor]
 
@@ -38,6 +42,7 @@ class Rows:
     """How many rows go where.
 
     Args:
+        chosen: Rows of this rank's tokens for each expert of all ranks.
         sent: Rows to each rank.
         received: Rows from each rank.
         received_per_expert: By source rank, rows for each of this rank's experts.
@@ -45,6 +50,7 @@ class Rows:
         is_assumed: Whether routing is assumed to be balanced, because fake tensors have no values.
     """
 
+    chosen: list[int]
     sent: list[int]
     received: list[int]
     received_per_expert: list[list[int]]
@@ -82,6 +88,7 @@ def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float 
         sent = [sum(even[rank * local : (rank + 1) * local]) for rank in range(degree)]
         mine = [_evenly(round(skew * rows), local) for rows in sent]
         return Rows(
+            chosen=even,
             sent=sent,
             received=list(map(sum, mine)),
             received_per_expert=mine,
@@ -91,6 +98,7 @@ def exchange_counts(counts_E: Tensor, *, group: Any, num_rows: int, skew: float 
     told = torch.stack([counts_E, received_E]).view(2, degree, -1).tolist()  # one wait for the accelerator
     sizes = [[[max(0, count) for count in counts] for counts in of_ranks] for of_ranks in told]
     return Rows(
+        chosen=[count for counts in sizes[0] for count in counts],
         sent=list(map(sum, sizes[0])),
         received=list(map(sum, sizes[1])),
         received_per_expert=sizes[1],
@@ -174,7 +182,7 @@ def send_tokens(
     *,
     num_experts: int,
     group: Any,
-    note: Callable[[list[int]], None],
+    note: Note,
     skew: float = 1.0,
 ) -> Tensor:
     """Run experts that lie on other ranks; tokens travel to them and back.
@@ -188,7 +196,7 @@ def send_tokens(
         weights_TK: Of what they return.
         num_experts: On all ranks.
         group: Process group of ep.
-        note: Called with the number of rows of each of this rank's experts.
+        note: Called with the number of rows of each of this rank's experts, and of this rank's rows for each expert.
         skew: As of `exchange_counts`.
 
     Memory: two copies of the rows sent, and two of those received. Collectives: 3 all-to-alls forward (counts, rows,
@@ -197,7 +205,7 @@ def send_tokens(
     chosen_R, top_k = index_TK.reshape(-1), index_TK.shape[-1]
     order_R = chosen_R.argsort(stable=True)
     rows = exchange_counts(count_rows(chosen_R, num_experts), group=group, num_rows=chosen_R.shape[0], skew=skew)
-    note(rows.per_expert)
+    note(rows.per_expert, rows.chosen)
     sent_RD = send_rows(hidden_TD[order_R // top_k], rows, group=group)
     experts_R = _experts_of(rows, like=order_R)
     by_expert_R = experts_R.argsort(stable=True)
@@ -274,7 +282,7 @@ def gather_tokens(
     *,
     num_experts: int,
     group: Any,
-    note: Callable[[list[int]], None],
+    note: Note,
     skew: float = 1.0,
 ) -> Tensor:
     """Run experts that lie on other ranks; every rank gathers all tokens, and results are summed where they came from.
@@ -298,9 +306,12 @@ def gather_tokens(
     order_R = chosen_R.argsort(stable=True)
     if is_fake:
         per_expert = _evenly(round(skew * num_tokens * top_k), local)
+        note(per_expert, _evenly(num_tokens * top_k, num_experts))
     else:
-        per_expert = count_rows(chosen_R, local + 1)[:-1].tolist()
-    note(per_expert)
+        own_E = count_rows(index_TK.reshape(-1), num_experts)
+        told = torch.cat([count_rows(chosen_R, local + 1)[:-1], own_E]).tolist()  # one wait for the accelerator
+        per_expert = told[:local]
+        note(per_expert, told[local:])
     order_R = order_R[: sum(per_expert)]
     token_R = order_R // top_k
     out_RD = compute(all_TD[token_R], chosen_R[order_R]) * weights_R[order_R].unsqueeze(-1)
@@ -312,3 +323,60 @@ def gather_tokens(
 def _padded(x: Tensor, length: int, value: float) -> Tensor:
     missing = length - x.shape[0]
     return x if not missing else torch.cat([x, x.new_full((missing, *x.shape[1:]), value)])
+
+
+class _Part(torch.autograd.Function):
+    """This rank's rows of tokens that all ranks have; their gradients are gathered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group, ctx.num_rows = group, x.shape[0]
+        return x[_rows_of(x.shape[0], group)].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_parts(grad, ctx.num_rows, ctx.group), None
+
+
+class _AllParts(torch.autograd.Function):
+    """Rows of all ranks, on all; of their gradients, which all ranks have, this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_rows: int, group: Any) -> Tensor:
+        ctx.group = group
+        return _all_parts(x, num_rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad[_rows_of(grad.shape[0], ctx.group)], None, None
+
+
+def _rows_of(num_rows: int, group: Any) -> slice:
+    length = -(-num_rows // dist.get_world_size(group))
+    first = min(num_rows, dist.get_rank(group) * length)
+    return slice(first, min(num_rows, first + length))
+
+
+def _all_parts(x: Tensor, num_rows: int, group: Any) -> Tensor:
+    return _all_gather(_padded(x, -(-num_rows // dist.get_world_size(group)), 0.0), group)[:num_rows]
+
+
+def exchange_parts(
+    exchange: Callable[..., Tensor], hidden_TD: Tensor, index_TK: Tensor, weights_TK: Tensor, *, group: Any
+) -> Tensor:
+    """Exchange tokens that all ranks of a group have, a part of them by each, so that none travels twice.
+
+    Args:
+        exchange: Given tokens, their experts and weights, returns the results.
+        hidden_TD: Tokens.
+        index_TK: Experts of each.
+        weights_TK: Of what they return.
+        group: Process group of ranks with the same tokens, and the same gradients of what is returned.
+
+    Collectives: beside those of the exchange 1 all-gather forward (results), 2 backward (gradients of tokens and of
+    weights).
+    """
+    mine, num_rows = _rows_of(hidden_TD.shape[0], group), hidden_TD.shape[0]
+    out_TD = exchange(_Part.apply(hidden_TD, group), index_TK[mine], _Part.apply(weights_TK, group))
+    result: Tensor = _AllParts.apply(out_TD, num_rows, group)
+    return result
