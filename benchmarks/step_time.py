@@ -3,10 +3,11 @@
 `loops/one_device.py` is a training loop for one device, `loops/embedded.py` the same with composer3d, and
 `loops/handwritten_fsdp2.py` the same with FSDP2 written by hand. Further rows are of two and three dimensions: the
 embedded loop with other manifests, and `loops/handwritten_3d.py`; or of a sequence that ranks share, beside
-`loops/handwritten_cp.py`, which has attention with gathered keys or around a ring by hand. Every round starts three
-worlds of a row's ranks in fresh processes: hand-written, composer3d, and hand-written once more as the control. They
-take turns step by step, always in this order, so that a machine that becomes slower or faster does so for all of them,
-and each of them follows another one, which has taken the caches.
+`loops/handwritten_cp.py`, which has attention with gathered keys or around a ring by hand; or of experts on two ranks,
+beside `loops/handwritten_ep.py`, which has the same exchange of rows by hand. Every round starts three worlds of a
+row's ranks in fresh processes: hand-written, composer3d, and hand-written once more as the control. They take turns
+step by step, always in this order, so that a machine that becomes slower or faster does so for all of them, and each
+of them follows another one, which has taken the caches.
 
 ratio: of a step, composer3d's time over the geometric mean of the two hand-written ones beside it; of a round the
     median over steps, and then the median over rounds.
@@ -92,6 +93,12 @@ LAYOUTS = {
     "pp2_dp2_tp2": dimensions(2, 2, 2),
     "cp2": sequence("gather", "cp2"),
     "cp2_ring": sequence("ring", "cp2_ring"),
+    "moe_ep2": Layout(
+        name="ep2, mixture of 8 experts, 2 ranks",
+        num_ranks=2,
+        hand=("handwritten_ep",),
+        composed=("embedded_3d", "embedded_moe_ep2.toml", "small_moe"),
+    ),
 }
 
 

@@ -1,16 +1,18 @@
-"""The loop of `embedded.py` with the manifest that the command line names after the steps."""
+"""The loop of `embedded.py` with the manifest that the command line names after the steps, and the model's module."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 
 import torch
 from meter import Meter
-from small_llama import batches, build, loss_fn, read_config
+from small_llama import batches, loss_fn, read_config
 
 import composer3d
 
 config = read_config()
+build = importlib.import_module(sys.argv[3] if len(sys.argv) > 3 else "small_llama").build
 run = composer3d.compose(build(config), sys.argv[2], loss_fn=loss_fn)
 optimizer = run.optimizer(torch.optim.AdamW, lr=config.lr)
 meter = Meter()

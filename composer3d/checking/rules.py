@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from composer3d.checking.called import builtin_refusal, metric_problems, schedule_callable_problems
 from composer3d.checking.foreign_problems import problem_of_hook
-from composer3d.composition.expert_contract import is_matrix, stacked_parameters
+from composer3d.composition import is_matrix, stacked_parameters
 from composer3d.errors import (
     ComposerError,
     DataError,

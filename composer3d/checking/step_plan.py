@@ -51,7 +51,7 @@ def step_rows(preparation: Preparation) -> list[StepRow]:
     """
     from composer3d.composition import gradient_hooks
     from composer3d.interfaces import Part
-    from composer3d.step.counted_buffers import counting_actions
+    from composer3d.step import counting_actions
 
     context = preparation.context
     context.parts = (Part(module=preparation.model),)

@@ -6,6 +6,7 @@ from composer3d.composition.agreeing import agree, described, fingerprint, leave
 from composer3d.composition.applying import apply_transforms, give_memory, gradient_hooks
 from composer3d.composition.assembling import build_mesh, freeze
 from composer3d.composition.blocks import find_blocks
+from composer3d.composition.expert_contract import is_matrix, stacked_parameters
 from composer3d.composition.preparing import PlanRow, Preparation, layout_of, prepare
 from composer3d.composition.routed_lists import routed_lists
 from composer3d.composition.sampling import Sampler, indices, local_slice
@@ -24,9 +25,11 @@ __all__ = [
     "give_memory",
     "gradient_hooks",
     "indices",
+    "is_matrix",
     "layout_of",
     "leaves",
     "local_slice",
     "prepare",
     "routed_lists",
+    "stacked_parameters",
 ]

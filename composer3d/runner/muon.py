@@ -15,7 +15,7 @@ import torch
 from torch.optim import AdamW
 
 from composer3d import torch_compat
-from composer3d.composition.expert_contract import is_matrix, stacked_parameters
+from composer3d.composition import is_matrix, stacked_parameters
 from composer3d.errors import PatternError, PluginError
 from composer3d.initialisation import place
 from composer3d.manifest import search

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from composer3d.step.call_sites import caller
+from composer3d.step.counted_buffers import counting_actions
 from composer3d.step.criterion import Criterion
 from composer3d.step.evaluation import let_go
 from composer3d.step.full_tensors import full, gather_full
@@ -33,6 +34,7 @@ __all__ = [
     "caller",
     "count_provisionally",
     "count_valid",
+    "counting_actions",
     "cut",
     "draw_of",
     "full",
