@@ -9,14 +9,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from composer3d import BatchError, torch_compat
+from composer3d import BatchError, map_tensors, torch_compat
+from composer3d.propagation import strip
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
 
-__all__ = ["Activations"]
+    from composer3d.propagation import Marks, ShardSpec
+
+__all__ = ["Activations", "local_results"]
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,26 @@ class Activations:
                 f"a sequence of {x.shape[placement.dim]} does not divide by tp = {self.mesh.size()}, as "
                 "sequence_parallel needs"
             )
+
+
+def local_results(output: Any, *, like: Tensor, spec: ShardSpec | None, marks: Marks) -> Any:
+    """Return the local tensors of what a module made of a sharded sequence; a router makes several.
+
+    Args:
+        output: With DTensors.
+        like: The input: results of its leading dims stay sharded, and a projection gives other features.
+        spec: The input's mark.
+        marks: That make such ones.
+    """
+    from torch.distributed.tensor import DTensor
+
+    def local(y: Any) -> Any:
+        if not isinstance(y, DTensor):
+            return y
+        found: Tensor = torch_compat.unviewed(y.to_local())
+        up_to = 0 if spec is None else spec.placed.dim + 1
+        if spec is None or found.shape[:up_to] != strip(like).shape[:up_to]:
+            return found
+        return marks.mark(found, spec.placed)
+
+    return map_tensors(local, output) if isinstance(output, tuple) else local(output)

@@ -38,7 +38,7 @@ from composer3d.propagation import (
     spec_of,
     strip,
 )
-from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations
+from composer3d_plugins.sharding.tensor_parallel.activation_layouts import Activations, local_results
 from composer3d_plugins.sharding.tensor_parallel.attention import HeadsOf
 from composer3d_plugins.sharding.tensor_parallel.fused_projections import runs_of
 from composer3d_plugins.sharding.tensor_parallel.logits import ShardedLogits
@@ -328,12 +328,8 @@ class Applier:
                 output: Any = forward(
                     self._activations.wrap(strip(x), None if is_known and spec is None else share), *args, **kwargs
                 )
-                local: Tensor = torch_compat.unviewed(output.to_local())
-                # A projection gives other features; a sequence that is sharded stays so.
-                up_to = 0 if spec is None else spec.placed.dim + 1
-                if spec is None or local.shape[:up_to] != strip(x).shape[:up_to]:
-                    return local
-                return (self._sequence_marks if spec.is_sequence else self._marks).mark(local, spec.placed)
+                marks = self._sequence_marks if spec is not None and spec.is_sequence else self._marks
+                return local_results(output, like=x, spec=spec, marks=marks)
 
             module.forward = wrapped
         elif rule.style == "sequence":
