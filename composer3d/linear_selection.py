@@ -41,14 +41,7 @@ def linear_layers(
         PatternError: A pattern matches nothing.
         PluginError: A layer that was named has other sizes, or none is left, or, without names, none in the blocks.
     """
-    from torch import nn
-
-    layers: dict[str, tuple[int, ...]] = {
-        fqn: (module.in_features, module.out_features)
-        for fqn, module in model.named_modules()
-        if type(module) is nn.Linear
-    }
-    layers |= beside or {}
+    layers = _sizes(model) | dict(beside or {})
 
     def inside(patterns: Sequence[str]) -> list[str]:
         found: list[str] = []
@@ -85,6 +78,13 @@ def linear_layers(
     if modules is None and not exclude and context.has_blocks:
         _refuse_none_in_blocks(result, context, multiple)
     return result
+
+
+def _sizes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    from torch import nn
+
+    linear = {fqn: module for fqn, module in model.named_modules() if type(module) is nn.Linear}
+    return {fqn: (module.in_features, module.out_features) for fqn, module in linear.items()}
 
 
 def _refuse_none_in_blocks(fqns: Sequence[str], context: RunContext, multiple: int) -> None:

@@ -40,9 +40,7 @@ def choose(
         PatternError: A pattern matches nothing.
         PluginError: A layer that was named cannot be converted, or none is left.
     """
-    linear: dict[str, tuple[int, ...]] = {
-        fqn: (module.in_features, module.out_features) for fqn, module in model.named_modules() if _is_linear(module)
-    } | stacked_layers(model)
+    linear = _sizes(model) | stacked_layers(model)
     chosen = [fqn for fqn in linear if not _odd(linear[fqn])] if modules is None else []
     for pattern in modules or ():
         inside = [fqn for name in select_fqns(pattern, fqns) for fqn in linear if f"{fqn}.".startswith(f"{name}.")]
@@ -165,6 +163,11 @@ def multiply_stacked(module: Any, config: Any, *, fqn: str) -> None:
         return y_PO[: x_RI.shape[0]]
 
     multiply_experts(module, product, fqn=fqn, by="float8")
+
+
+def _sizes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    linear: dict[str, Any] = {fqn: module for fqn, module in model.named_modules() if _is_linear(module)}
+    return {fqn: (module.in_features, module.out_features) for fqn, module in linear.items()}
 
 
 def _is_linear(module: nn.Module) -> bool:

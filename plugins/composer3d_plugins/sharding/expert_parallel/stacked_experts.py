@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -62,20 +62,8 @@ def shard_stacked(
             if parameter is not None:
                 shards = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
                 owner._parameters[name] = torch.nn.Parameter(shards, requires_grad=parameter.requires_grad)
-    group, summed = mesh.get_group(), degree // (1 if tensor is None else tensor.size())
-
-    def run(rows_RD: Tensor, experts_R: Tensor) -> Tensor:
-        def local(rows_RD: Tensor) -> Tensor:
-            # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks,
-            # and the exchange before it, whose backward all ranks have to call.
-            rows, experts = rows_RD, experts_R
-            if not rows_RD.shape[0]:
-                rows, experts = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])]), experts_R.new_zeros(1)
-            ones = torch.ones(experts.shape[0], 1, dtype=rows.dtype, device=rows.device)
-            return inner(rows, experts[:, None], ones)[: rows_RD.shape[0]]
-
-        return scale_gradients(local, rows_RD, degree=summed)
-
+    group = mesh.get_group()
+    run = functools.partial(_run_local, inner, degree=degree // (1 if tensor is None else tensor.size()))
     signature = inspect.signature(inner)
 
     @functools.wraps(inner)
@@ -99,6 +87,22 @@ def shard_stacked(
             return exchange_parts(functools.partial(exchange, run, **options), *given, group=tensor.get_group())
 
     module.forward = propagation.eagerly(forward)
+
+
+def _run_local(inner: Callable[..., Tensor], rows_RD: Tensor, experts_R: Tensor, *, degree: int) -> Tensor:
+    """Run a module's own code on rows of this rank's experts, and divide the gradients of their parameters."""
+    import torch
+
+    def local(rows_RD: Tensor) -> Tensor:
+        # A row that nobody sent keeps the parameters in the graph, which data-parallel plugins reduce on all ranks,
+        # and the exchange before it, whose backward all ranks have to call.
+        rows, experts = rows_RD, experts_R
+        if not rows_RD.shape[0]:
+            rows, experts = torch.cat([rows_RD, rows_RD.new_zeros(1, rows_RD.shape[1])]), experts_R.new_zeros(1)
+        ones = torch.ones(experts.shape[0], 1, dtype=rows.dtype, device=rows.device)
+        return inner(rows, experts[:, None], ones)[: rows_RD.shape[0]]
+
+    return scale_gradients(local, rows_RD, degree=degree)
 
 
 @contextmanager

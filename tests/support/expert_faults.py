@@ -1,0 +1,53 @@
+"""Faults of an exchange of tokens between experts: each passes every other test of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from composer3d_plugins.sharding.expert_parallel import stacked_experts, token_exchange
+
+from composer3d import Phase, Transform, hookimpl, plugin
+
+
+@plugin(family="profiling")
+class Misrouted:
+    """Changes what experts of other ranks compute, or what comes back.
+
+    Args:
+        fault: router: weights pass no gradient. twice: gradients of experts are divided once more. position: results
+            come back to the neighbours of their tokens. weights: those of a token's experts change places.
+    """
+
+    fault: Literal["router", "twice", "position", "weights"]
+
+    @hookimpl
+    def composer3d_reschedule(self, context):
+        if context.degrees["ep"] == 1:
+            return None
+        return Transform(name="misrouted", phase=Phase.RECOMPUTE, select=_experts, apply=self._apply)
+
+    def _apply(self, model, fqns, context):
+        if self.fault == "twice":
+            stacked_experts.scale_gradients = lambda compute, x, degree: token_exchange.scale_gradients(
+                compute, x, degree=degree**2
+            )
+        for fqn in fqns:
+            module = model.get_submodule(fqn)
+            module.forward = self._around(module.forward)
+        return fqns
+
+    def _around(self, forward):
+        def faulty(hidden, index, weights):
+            if self.fault == "router":
+                weights = weights.detach()
+            if self.fault == "weights":
+                weights = weights.flip(1)
+            out = forward(hidden, index, weights)
+            return out.roll(1, 0) if self.fault == "position" else out
+
+        faulty.composer3d_eager = True
+        return faulty
+
+
+def _experts(model, context):
+    return [fqn for fqn in context.fqns if fqn.endswith(".experts")]
