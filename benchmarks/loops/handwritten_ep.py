@@ -76,7 +76,8 @@ meter = Meter()
 for tokens, targets in batches(config, rank=rank):
     loss = loss_fn(model(tokens), targets)
     loss.backward()
-    torch._foreach_div_([parameter.grad for parameter in own], size)  # FSDP2 takes means of the others
+    for parameter in own:
+        parameter.grad.div_(size)  # FSDP2 takes means of the others
     squares = get_total_norm([parameter.grad for parameter in own]).square()
     dist.all_reduce(squares)
     norm = (squares + get_total_norm([parameter.grad for parameter in shared]).full_tensor().square()).sqrt()

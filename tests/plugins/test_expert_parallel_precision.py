@@ -86,17 +86,10 @@ def error(found, reference):
     return largest(float((g - reference[fqn]).norm() / reference[fqn].norm()) for fqn, g in found.items())
 
 
-def _slow(name, table):
-    return (name, table) not in (("stacked", "float8"), ("stacked", "bf16"), ("listed", "mxfp8"))
-
-
 CASES = [(name, table) for name in FACTORIES for table in TABLES if name == "listed" or table not in ("qlora", "qat")]
 
 
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [pytest.param(*case, marks=[pytest.mark.slow] if _slow(*case) else []) for case in CASES],
-)
+@pytest.mark.parametrize(("name", "table"), CASES, ids=[f"{name}-{table}" for name, table in CASES])
 def test_rounding_is_that_of_data_parallelism(name, table):
     text, dtype = TABLES[table]
     (one,) = run_ranks(gradients, 1, name, f"[sharding.fsdp2]\n{text}")

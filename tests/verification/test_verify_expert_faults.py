@@ -24,6 +24,7 @@ fault = planted("expert_faults")
         ("position", r"layers\.0\.feed_forward"),
         ("weights", r"layers\.0\.feed_forward"),
     ],
+    ids=["router", "twice", "position", "weights"],
 )
 def test_an_exchange_that_is_wrong_is_found_and_named(name, said):
     tokens, targets = tokens_and_targets()

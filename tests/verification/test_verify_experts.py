@@ -12,13 +12,13 @@ dp_shard = 2
 ep = 2
 [model]
 use = "support.mixtures:shipped"
-args = { balance_loss = 0.1, z_loss = 0.01 }
+args = { balance_loss = 0.1, z_loss = 0.01, bias_rate = 0.01 }
 [data]
 use = "synthetic"
 seq_len = 6
 vocab_size = 11
 [train]
-steps = 1
+steps = 2
 global_batch = 4
 microbatch = 1
 [sharding.fsdp2]
@@ -30,7 +30,7 @@ def test_the_shipped_mixture_is_proven_with_its_auxiliary_loss(tmp_path):
     path = tmp_path / "run.toml"
     path.write_text(MANIFEST)
     with limit_ranks(2):
-        found = composer3d.verify(path, steps=1)
+        found = composer3d.verify(path, steps=2)
     assert found.ok, found.to_json()
     (exchanged,) = [row for row in found.to_json()["collectives"] if (row["op"], row["axis"]) == ("all_to_all", "ep")]
     layers, microbatches, ranks = 2, 2, 2
