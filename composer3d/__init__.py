@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from composer3d.composition.expert_contract import has_stacked_experts
     from composer3d.composition.expert_products import multiply_experts, stacked_layers
     from composer3d.composition.preparing import PlanRow
-    from composer3d.composition.routed_lists import chosen_by_values
+    from composer3d.composition.routed_lists import caller_of, chosen_by_values
     from composer3d.composition.sampling import Sampler
     from composer3d.context import RunContext
     from composer3d.errors import (
@@ -129,7 +129,7 @@ _MODULES = {
     "composition.preparing": ("PlanRow",),
     "composition.expert_contract": ("has_stacked_experts",),
     "composition.expert_products": ("multiply_experts", "stacked_layers"),
-    "composition.routed_lists": ("chosen_by_values",),
+    "composition.routed_lists": ("caller_of", "chosen_by_values"),
     "interfaces": (
         "Action",
         "Batch",
@@ -233,6 +233,7 @@ __all__ = [
     "all_gather_json",
     "average_whole",
     "broadcast_json",
+    "caller_of",
     "check",
     "chosen_by_values",
     "compose",

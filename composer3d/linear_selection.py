@@ -61,12 +61,9 @@ def linear_layers(
     chosen = [fqn for fqn in dict.fromkeys(named) if fqn not in left_out]
     odd = [fqn for fqn in chosen if not fits(fqn)]
     if odd and modules is not None:
-        sizes, kind = (
-            " x ".join(map(str, layers[odd[0]][:2])),
-            "of stacked matrices" if odd[0] in (beside or {}) else "",
-        )
+        kind, sizes = "stacks matrices" if odd[0] in (beside or {}) else "is a linear layer", layers[odd[0]][:2]
         raise PluginError(
-            f'"{odd[0]}" is a linear layer {kind or "of"} {sizes}, and both must be multiples of {multiple}',
+            f'"{odd[0]}" {kind} of {" x ".join(map(str, sizes))}, and both must be multiples of {multiple}',
             hint="exclude it",
         )
     result = [fqn for fqn in chosen if fits(fqn)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["RoutedList", "chosen_by_values", "routed_list", "routed_lists"]
+__all__ = ["RoutedList", "caller_of", "chosen_by_values", "routed_list", "routed_lists"]
 
 _Loop = ast.For | ast.ListComp | ast.GeneratorExp | ast.DictComp | ast.SetComp
 _LOOPS = (ast.For, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
@@ -98,10 +98,20 @@ def routed_lists(model: nn.Module) -> dict[str, int]:
     }
 
 
+def caller_of(model: nn.Module, fqn: str) -> str:
+    """Return the FQN of the module around a list that has a forward: not of a ModuleDict that holds the list."""
+    from torch import nn
+
+    owner = fqn.rpartition(".")[0]
+    while owner and isinstance(model.get_submodule(owner), nn.ModuleDict | nn.ModuleList):
+        owner = owner.rpartition(".")[0]
+    return owner
+
+
 def _readers(model: nn.Module, fqn: str) -> Iterator[tuple[_Reader, str, int]]:
     """Yield a reader, the file and the first line of every method around a list that has source."""
-    owner, _, name = fqn.rpartition(".")
-    around = model.get_submodule(owner)
+    name = fqn.rpartition(".")[2]
+    around = model.get_submodule(caller_of(model, fqn))
     for function in _functions(type(around)):
         try:
             lines, first = inspect.getsourcelines(function)
@@ -210,6 +220,7 @@ class _Reader:
         """Return whether code names the list, or one of its entries."""
         return any(
             (isinstance(each, ast.Attribute) and each.attr == self._name)
+            or (isinstance(each, ast.Subscript) and getattr(each.slice, "value", None) == self._name)
             or (isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in entries)
             for each in ast.walk(node)
         )

@@ -54,13 +54,8 @@ def choose(
                     hint="exclude it",
                 )
         chosen += inside
-    left_out = {
-        fqn
-        for pattern in exclude
-        for name in select_fqns(pattern, fqns)
-        for fqn in linear
-        if f"{fqn}.".startswith(f"{name}.")
-    }
+    names = [name for pattern in exclude for name in select_fqns(pattern, fqns)]
+    left_out = {fqn for name in names for fqn in linear if f"{fqn}.".startswith(f"{name}.")}
     result = [
         fqn
         for fqn in dict.fromkeys(chosen)

@@ -192,8 +192,10 @@ class ExpertParallel:
                 continue
             note = partial(found.note, each.fqn)
             if each.is_list:
-                owner, _, name = each.fqn.rpartition(".")
-                shard_listed(model.get_submodule(owner), name, mesh, fqn=owner, note=note, dependent=dependent)
+                name = each.fqn.removeprefix(f"{each.block}.")
+                shard_listed(
+                    model.get_submodule(each.block), name, mesh, fqn=each.block, note=note, dependent=dependent
+                )
             else:
                 module = model.get_submodule(each.fqn)
                 options: Any = {"dispatch": self.dispatch, "skew": dependent.routing_skew, "tensor": tensor}

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from composer3d import PluginError, Role, RunContext, chosen_by_values, has_stacked_experts, select_fqns
+from composer3d import PluginError, Role, RunContext, caller_of, chosen_by_values, has_stacked_experts, select_fqns
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,8 +16,8 @@ __all__ = ["Experts", "find_experts"]
 
 _CONTRACT = (
     "a module with `num_experts`, parameters that begin with that dim, and a forward of (tokens, experts of each, "
-    "their weights); or an nn.ModuleList or nn.ModuleDict of equal modules whose code around it chooses entries, "
-    "or their rows, by values"
+    "their weights); or an nn.ModuleList or nn.ModuleDict of modules of one class, whose entries, or their rows, the "
+    "code around it chooses by values"
 )
 
 
@@ -29,16 +29,13 @@ class Experts:
         fqn: Of the module that holds them: stacked parameters, or a list.
         number: How many.
         is_list: Whether they are modules of a list.
+        block: FQN of the module whose forward is changed: of a list, the one around it that has a forward.
     """
 
     fqn: str
     number: int
     is_list: bool
-
-    @property
-    def block(self) -> str:
-        """FQN of the module whose forward is changed: of a list, the one around it."""
-        return self.fqn.rpartition(".")[0] if self.is_list else self.fqn
+    block: str
 
 
 def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunContext) -> list[Experts]:
@@ -60,7 +57,11 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
         ]
         if not found:
             lists = [fqn for fqn, module in model.named_modules() if _is_list(module)]
-            seen = f"; its lists of equal modules: {', '.join(lists)}" if lists else "; it has no list of equal modules"
+            seen = (
+                f"; its lists of modules of one class: {', '.join(lists)}"
+                if lists
+                else "; it has no list of modules of one class"
+            )
             raise PluginError(
                 f"expert_parallel found no experts in {type(model).__name__}: it looked for {_CONTRACT}{seen}",
                 hint="name what holds them: experts = [...], or remove [sharding.expert_parallel]",
@@ -89,9 +90,9 @@ def find_experts(model: nn.Module, patterns: Sequence[str] | None, context: RunC
 
 def _recognised(model: nn.Module, fqn: str, module: nn.Module, *, named: bool) -> Experts | None:
     if has_stacked_experts(module):
-        return Experts(fqn=fqn, number=int(module.num_experts), is_list=False)  # type: ignore[arg-type]
+        return Experts(fqn=fqn, number=int(module.num_experts), is_list=False, block=fqn)  # type: ignore[arg-type]
     if fqn and _is_list(module) and (named or chosen_by_values(model, fqn)):
-        return Experts(fqn=fqn, number=len(list(module.children())), is_list=True)
+        return Experts(fqn=fqn, number=len(list(module.children())), is_list=True, block=caller_of(model, fqn))
     return None
 
 
@@ -100,10 +101,7 @@ def _is_list(module: nn.Module) -> bool:
 
     if not isinstance(module, nn.ModuleList | nn.ModuleDict):
         return False
-    forms = {
-        (type(entry), tuple((name, parameter.shape) for name, parameter in entry.named_parameters()))
-        for entry in module.children()
-    }
+    forms = {(type(entry), tuple(name for name, _ in entry.named_parameters())) for entry in module.children()}
     return len(module) > 1 and len(forms) == 1 and any(True for _ in module.parameters())
 
 

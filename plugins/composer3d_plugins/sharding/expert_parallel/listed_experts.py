@@ -47,7 +47,7 @@ def shard_listed(
 
     Args:
         block: Whose forward calls the experts, each at most once, with one tensor of rows.
-        name: Of the list, an attribute of the block.
+        name: Of the list, inside of the block.
         mesh: Of one dim, ep.
         fqn: Of the block, for messages.
         note: Called in every forward, as `token_exchange.Note`.
@@ -56,7 +56,7 @@ def shard_listed(
     Memory: experts / ep; the block's activations twice. Collectives: 3 all-to-alls forward (counts, rows, results), 2
     backward.
     """
-    experts = getattr(block, name)
+    experts = block.get_submodule(name)
     held = local_experts(len(experts), degree=mesh.size(), rank=mesh.get_local_rank())
     for index, expert in enumerate(_entries(experts)):
         if index not in held:
@@ -85,6 +85,8 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         return self._exchange.called(self._index, args, kwargs)
+
+    forward = __call__
 
     def __getitem__(self, key: Any) -> Any:
         return self.__getattr__(f"[{key}]")

@@ -47,8 +47,7 @@ def shard_stacked(
         dispatch: How tokens reach experts; "auto" sends what has fewer bytes.
         note: Called in every forward, as `token_exchange.Note`.
         skew: As of `token_exchange.exchange_counts`.
-        tensor: Of one dim, tp, where ep is carved out of it too: its ranks have the same tokens, each sends a part of
-            them, and all gather the results.
+        tensor: Of one dim, tp, where ep is carved out of it too: each of its ranks sends a part of the tokens.
 
     Memory: experts / ep. Collectives: as `token_exchange.send_tokens` and `gather_tokens`; over the ranks of tensor 1
     all-gather forward (results), 2 backward.
