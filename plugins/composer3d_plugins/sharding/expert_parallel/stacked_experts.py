@@ -81,7 +81,7 @@ def shard_stacked(
             if tensor is None:
                 return exchange(run, *given, **options)
             specs = [propagation.spec_of(x) for x in given]
-            if all(spec is not None and spec.placed.dim == 0 for spec in specs):  # each has its own part of the sequence
+            if all(spec is not None and spec.placed.dim == 0 for spec in specs):  # parts of a sequence
                 return propagation.copy_mark(hidden_TD, exchange(run, *map(propagation.strip, given), **options))
             return exchange_parts(functools.partial(exchange, run, **options), *given, group=tensor.get_group())
 
