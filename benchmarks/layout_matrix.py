@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import conditions, fail, note, say, with_marked
-from layout_matrix_cells import OPTIONS, PERMITTED, Cell, cells, covering, judge, one_device
+from layout_matrix_cells import OPTIONS, PERMITTED, Cell, Refusal, cells, covering, judge, one_device
 from layout_matrix_progress import Progress, fingerprint, row_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,12 +45,17 @@ def groups(some: Iterable[Cell]) -> list[list[Cell]]:
     ]
 
 
-def run(some: Sequence[Cell], progress: Progress) -> list[dict[str, Any]]:
-    """Judge those cells that have no verdict yet, writing verdicts down; return all rows in the order of the cells."""
+def run(some: Sequence[Any], progress: Progress) -> list[dict[str, Any]]:
+    """Judge those cells that have no verdict yet, writing verdicts down; return all rows in the order of the cells.
+
+    Args:
+        some: Cells of one matrix, all of one model.
+        progress: Verdicts so far.
+    """
     left = [cell for cell in some if str(cell) not in progress.rows]
     if len(left) < len(some):
         note(f"{len(some) - len(left)} of {len(some)} cells have their verdict already")
-    reference = one_device() if left else {}
+    reference = one_device(left[0].make) if left else {}
     for group in groups(left):
         started = time.monotonic()
         verdicts = judge(group, reference)
@@ -62,7 +67,9 @@ def run(some: Sequence[Cell], progress: Progress) -> list[dict[str, Any]]:
     return [progress.rows[str(cell)] for cell in some]
 
 
-def report(rows: Sequence[dict[str, Any]], stated: dict[str, Any], wall_s: float) -> dict[str, Any]:
+def report(
+    rows: Sequence[dict[str, Any]], stated: dict[str, Any], wall_s: float, permitted: Sequence[Refusal] = PERMITTED
+) -> dict[str, Any]:
     """Return what `--json` prints."""
     largest: dict[str, float] = {}
     for row in rows:
@@ -71,7 +78,7 @@ def report(rows: Sequence[dict[str, Any]], stated: dict[str, Any], wall_s: float
     return {
         "summary": {outcome: sum(row["outcome"] == outcome for row in rows) for outcome in MARKS},
         "refused": Counter(row["detail"] for row in rows if row["outcome"] == "refused"),
-        "permitted": [refusal.reason for refusal in PERMITTED],
+        "permitted": [refusal.reason for refusal in permitted],
         "largest": largest,
         "conditions": stated,
         "wall_s": round(wall_s, 1),

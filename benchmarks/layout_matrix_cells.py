@@ -94,6 +94,15 @@ class Cell:
         return name if self.context == "cp1" else f"{name}/{self.context}"
 
     @property
+    def permitted(self) -> Sequence[Refusal]:
+        """Refusals that are right."""
+        return PERMITTED
+
+    def make(self) -> nn.Module:
+        """Make the model."""
+        return factory()
+
+    @property
     def is_there(self) -> bool:
         """Whether it is a cell: with a sharded sequence, of few ranks, and with one of the kinds of other options."""
         few = self.data != "ddp-bucketed" and self.microbatches == "4P" and self.world_size <= MAX_RANKS
@@ -253,7 +262,7 @@ def loss_fn(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return total, (targets != -100).sum()
 
 
-def train(text: str) -> dict[str, Any]:
+def train(text: str, make: Callable[[], nn.Module] = factory) -> dict[str, Any]:
     """Run the steps on this rank in float64; return by what is compared and by name every full tensor it has."""
     torch.set_default_dtype(torch.float64)
     torch_compat.silence_redistribution()
@@ -262,7 +271,7 @@ def train(text: str) -> dict[str, Any]:
         path.write_text(text)
         manifest = load_manifest(path)
     found: dict[str, Any] = {}
-    with composer3d.compose(factory, manifest, loss_fn=loss_fn, device="cpu") as run:
+    with composer3d.compose(make, manifest, loss_fn=loss_fn, device="cpu") as run:
         # Linear in the gradients: Adam would divide the smallest ones' rounding by their size.
         optimizer = run.optimizer(torch.optim.SGD, lr=0.1, momentum=0.9)
         rank, degree = run.context.data_parallel_rank, run.context.data_parallel_degree
@@ -288,9 +297,9 @@ def named(run: Any, what: str, part: Callable[[nn.Parameter], Tensor | None]) ->
     }
 
 
-def one_device() -> dict[str, Tensor]:
+def one_device(make: Callable[[], nn.Module] = factory) -> dict[str, Tensor]:
     """Return what one device computes, whatever the cell: the whole batch in one forward."""
-    (reference,) = run_ranks(train, 1, "composer3d = 1\n")
+    (reference,) = run_ranks(train, 1, "composer3d = 1\n", make)
     return reference
 
 
@@ -316,7 +325,7 @@ def judge(some: Sequence[Cell], reference: Mapping[str, Tensor]) -> list[Verdict
 def _distances(cell: Cell, reference: Mapping[str, Tensor]) -> dict[str, float] | str:
     """Return how far this rank is from one device, by name, or why it refused."""
     try:
-        found = train(cell.manifest)
+        found = train(cell.manifest, cell.make)
     except ComposerError as error:
         return str(error)
     return {name: distance(tensor, reference[name]) for name, tensor in found.items()}
@@ -324,7 +333,7 @@ def _distances(cell: Cell, reference: Mapping[str, Tensor]) -> dict[str, float] 
 
 def _verdict(cell: Cell, ranks: Sequence[dict[str, float] | str], reference: Mapping[str, Tensor]) -> Verdict:
     """Put together what the ranks found."""
-    must = next((refusal for refusal in PERMITTED if refusal.applies(cell)), None)
+    must = next((refusal for refusal in cell.permitted if refusal.applies(cell)), None)
     refused = [rank for rank in ranks if isinstance(rank, str)]
     outcome, detail, largest = "proven", "", {}
     if refused:

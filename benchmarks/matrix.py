@@ -1,10 +1,11 @@
-"""The matrix: every layout, and every two options of all installed plugins, beside one device.
+"""The matrix: every layout, layouts with experts, and every two options of all installed plugins, beside one device.
 
-Both parts are run in turn, or the one that is named; each has its table in benchmarks/results/, and its summary in
+The parts are run in turn, or the one that is named; each has its table in benchmarks/results/, and its summary in
 README.md. The exit code is 1 if a cell failed, which is a defect.
 
 Usage: python benchmarks/matrix.py [--json]
        python benchmarks/matrix.py layouts [--only 'zero3/*/1F1B/*'] [--pairwise] [--resume] [--json]
+       python benchmarks/matrix.py experts [--only '*ep4*'] [--resume] [--json]
        python benchmarks/matrix.py plugins [--plan] [--known] [--part K/N] [--cells N] [--only TEXT] [--again|--failed]
 """
 
@@ -18,18 +19,19 @@ import sys
 # Read when torch is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import expert_matrix
 import layout_matrix
 import plugin_matrix
 from harness import say
 
-MATRICES = {"layouts": layout_matrix, "plugins": plugin_matrix}
+MATRICES = {"layouts": layout_matrix, "experts": expert_matrix, "plugins": plugin_matrix}
 
 
 def main() -> int:
     """Read the command line, run, print."""
     parser = argparse.ArgumentParser(description="Prove layouts and every two options of plugins beside one device.")
     parsers = {"": parser}
-    chosen = parser.add_subparsers(dest="which", metavar="[layouts | plugins]", help="one alone; it has more options")
+    chosen = parser.add_subparsers(dest="which", metavar="|".join(MATRICES), help="one alone; it has more options")
     for name, matrix in MATRICES.items():
         parsers[name] = chosen.add_parser(name, description=f"Prove {name} beside one device.")
         matrix.add_options(parsers[name])

@@ -79,6 +79,28 @@ class Named(Looped):
         return x_BSD + out_TD.view_as(x_BSD)
 
 
+class Nested(Looped):
+    """Experts of different widths in a list inside of a dict, called by their `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        widths = (
+            nn.Sequential(nn.Linear(DIM, 4 + number), nn.GELU(), nn.Linear(4 + number, DIM)) for number in range(4)
+        )
+        self.parts = nn.ModuleDict({"norm": nn.LayerNorm(DIM), "experts": nn.ModuleList(widths)})
+        del self.experts
+
+    def forward(self, x_BSD):
+        x_TD = self.parts["norm"](x_BSD).flatten(0, 1)
+        weights_TK, chosen_TK = self.gate(x_TD).softmax(-1).topk(2, -1)
+        out_TD = torch.zeros_like(x_TD)
+        for number in chosen_TK.unique().tolist():
+            token, slot = torch.where(chosen_TK == number)
+            expert = self.parts["experts"][number]
+            out_TD = out_TD.index_add(0, token, expert.forward(x_TD[token]) * weights_TK[token, slot, None])
+        return x_BSD + out_TD.view_as(x_BSD)
+
+
 class Stack(nn.Module):
     """Stacked weights with biases, in transformers' contract."""
 
@@ -135,6 +157,7 @@ MIXTURES = {
     "looped starved": lambda: MixtureNet(Looped, starved=True),
     "masked": lambda: MixtureNet(Masked),
     "named": lambda: MixtureNet(Named),
+    "nested": lambda: MixtureNet(Nested),
     "stacked": lambda: MixtureNet(Stacked),
     "stacked starved": lambda: MixtureNet(Stacked, starved=True),
     "stacked of three": lambda: MixtureNet(Stacked, top_k=3),
