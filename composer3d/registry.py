@@ -53,7 +53,8 @@ class PluginInfo:
         extra: The extra of its distribution that brings what it imports when it acts.
         offer: Layouts that it can make.
         provides: Services that commands look for, with the keys of the table that they write for it. The one who
-            provides `nonfinite_modules` writes the modules whose outputs were not finite to `NAME/rank-R.jsonl`.
+            provides `nonfinite_modules` writes the modules whose outputs were not finite to `NAME/rank-R.jsonl`; of
+            `findings` the last line of each rank's is what `doctor` adds, `{"step": n, "finding": text}`.
     """
 
     family: str

@@ -220,3 +220,7 @@ def _step(name, text):
 
 def planned_loop():
     return MixtureNet(Looped)
+
+
+def starved():
+    return MixtureNet(Looped, starved=True)

@@ -70,7 +70,11 @@ def examine(evidence: Evidence) -> Diagnosis:
         kind=told.kind,
         rank=told.rank,
         first=told.first,
-        others=(*told.others, *(f"{file} is not what a run writes: {why}" for file, why in evidence.damaged.items())),
+        others=(
+            *told.others,
+            *evidence.findings,
+            *(f"{file} is not what a run writes: {why}" for file, why in evidence.damaged.items()),
+        ),
         advice=advice_for(told.kind, evidence, rank=told.rank),
     )
 

@@ -112,6 +112,11 @@ class _Row(_File):
     step: int
 
 
+class _Finding(_File):
+    step: int
+    finding: str
+
+
 M = TypeVar("M", bound=_File)
 
 
@@ -149,6 +154,12 @@ class RunFiles:
         """Return what plugins of these names wrote of modules whose outputs were not finite."""
         paths = [path for name in names for path in sorted((self.run / name).glob("rank-*.jsonl"))]
         return tuple(row.model_dump(by_alias=True) for path in paths for row in self._rows(path, _Anomaly))
+
+    def findings(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return what plugins of these names last found on each rank, where that is anything."""
+        paths = [path for name in names for path in sorted((self.run / name).glob("rank-*.jsonl"))]
+        last = [rows[-1] for path in paths if (rows := self._rows(path, _Finding))]
+        return tuple(f"since step {row.step} {row.finding}" for row in last if row.finding)
 
     def read_metrics(self) -> None:
         """Note whether every row of `metrics.jsonl` is one."""

@@ -73,6 +73,7 @@ class Evidence:
         seen: Where ranks are that have not ended, by rank; empty for a run that has ended.
         moved: Whether one of those went on to another step while it was asked.
         anomalies: What was found not to be finite.
+        findings: Sentences of plugins, of what has gone on for long.
         snapshots: Of memory, by file.
         damaged: What is not what a run writes, by file.
         world_size: Ranks there are, or were.
@@ -85,6 +86,7 @@ class Evidence:
     seen: Mapping[int, LastSeen]
     moved: bool
     anomalies: tuple[Mapping[str, Any], ...]
+    findings: tuple[str, ...]
     snapshots: Mapping[Path, Mapping[str, Any]]
     damaged: Mapping[str, str]
     world_size: int
@@ -126,6 +128,9 @@ def read_evidence(run: Path) -> Evidence:
         seen=seen,
         moved=moved,
         anomalies=files.anomalies(name for _, name, _ in nonfinite_finders()),
+        findings=files.findings(
+            name for name, _, info in Catalogue.installed().classes() if "findings" in info.provides
+        ),
         snapshots=files.snapshots(),
         world_size=world_size,
         layout=_layout(described.get("mesh", {}), world_size),

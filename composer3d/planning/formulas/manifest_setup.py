@@ -6,6 +6,7 @@ that those of other packages are searched, examined and proposed like built-in o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -165,11 +166,22 @@ def patch(manifest: Manifest, own: Setup, setup: Setup, offers: Sequence[Offered
         changes.append(f"train.microbatch={setup.microbatch}")
     if manifest.train.global_batch is None and setup.microbatch * setup.data_parallel != setup.global_batch:
         changes.append(f"train.global_batch={setup.global_batch}")
+    experts, before_experts = (_expert_degree(manifest, each) for each in (setup, own))
+    changes += [f"mesh.ep={experts}"] if experts != (stated.get("ep") or 1) else []
     for offered in offers:
-        table = offered.offer.table(_traits_of(setup), degrees_of(setup))
-        before = offered.offer.table(_traits_of(own), degrees_of(own)) if offered.name in there else None
+        table = offered.offer.table(_traits_of(setup), {**degrees_of(setup), "ep": experts})
+        known = {**degrees_of(own), "ep": before_experts}
+        before = offered.offer.table(_traits_of(own), known) if offered.name in there else None
         changes += _table_changes(f"{offered.family}.{offered.name}", table, before, is_there=offered.name in there)
     return tuple(changes)
+
+
+def _expert_degree(manifest: Manifest, setup: Setup) -> int:
+    """Return over how many ranks a layout shards experts: as the manifest, as far as that divides dp_shard x cp.
+
+    What ZeRO divides is the same then: a rank has experts / ep, and of those one of (dp_shard x cp / ep) shards.
+    """
+    return math.gcd(manifest.degrees.get("ep") or 1, setup.dp_shard * setup.cp)
 
 
 def _table_changes(

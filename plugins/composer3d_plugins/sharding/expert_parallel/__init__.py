@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["ExpertParallel"]
 
 AXIS = "ep"
+_STARVED = 50  # steps
 
 
 def _table(wanted: LayoutTraits, degrees: Mapping[str, int]) -> Mapping[str, Any] | None:
@@ -49,11 +51,15 @@ class _Found:
         fqns: What `composer3d_parameter_mesh` is asked of: prefixes of their parameters.
         loads: Rows of each of this rank's experts since the last measurement, by FQN.
         choices: Of this rank's rows since then, those for each expert of all ranks, by FQN.
+        idle: Of each of this rank's experts, the step since which it has had no row, by FQN and number.
+        starved: What was last written of those.
     """
 
     experts: list[Experts] = field(default_factory=list)
     loads: dict[str, list[int]] = field(default_factory=dict)
     choices: dict[str, list[int]] = field(default_factory=dict)
+    idle: dict[tuple[str, int], int] = field(default_factory=dict)
+    starved: str = ""
 
     def holds(self, parameter: str) -> bool:
         """Return whether a parameter is one of experts."""
@@ -66,7 +72,29 @@ class _Found:
             found[fqn] = [one + other for one, other in zip(before, more, strict=True)]
 
 
-@plugin(family="sharding", owns=(AXIS,), offer=LayoutOffer(table=_table))
+def _write_starved(found: _Found, context: RunContext, step: int) -> None:
+    """Write to the run's folder which experts have had no token for many steps, where that has changed."""
+    first = context.coordinates[AXIS]
+    for fqn, rows in found.loads.items():
+        for place, count in enumerate(rows):
+            key = (fqn, first * len(rows) + place)
+            if count:
+                found.idle.pop(key, None)
+            else:
+                found.idle.setdefault(key, step)
+    late = sorted((fqn, number) for (fqn, number), since in found.idle.items() if step - since >= _STARVED)
+    told = ", ".join(f'expert {number} of "{fqn}"' for fqn, number in late)
+    if told == found.starved or context.purpose != "run":
+        return
+    found.starved = told
+    folder = context.output / "expert_parallel"
+    folder.mkdir(parents=True, exist_ok=True)
+    row = {"step": step, "finding": told and f"{told} had no token for {_STARVED} steps or more"}
+    with (folder / f"rank-{context.rank}.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+@plugin(family="sharding", owns=(AXIS,), offer=LayoutOffer(table=_table), provides={"findings": {}})
 class ExpertParallel:
     """Shard the experts of a mixture over the ranks of ep, which is carved out of dp_shard x cp, or of these x tp.
 
@@ -129,15 +157,16 @@ class ExpertParallel:
         return ParameterMesh(mesh=context.expert_mesh(AXIS), shard_dim=0 if is_list else 1)
 
     @hookimpl
-    def composer3d_measure(self, context: RunContext) -> Sequence[Metric]:
+    def composer3d_measure(self, context: RunContext, step: int) -> Sequence[Metric]:
         """Measure how evenly tokens are routed.
 
         The entropy is of a rank's rows over experts, 1 where all have as many and 0 where one has all, as the mean over
-        layers and ranks.
+        layers and ranks. Experts that have had no token for 50 steps are named in the run's folder, for `doctor`.
         """
         found: _Found | None = context.state.get(self)
         if found is None or context.degrees[AXIS] == 1:
             return []
+        _write_starved(found, context, step)
         # On every rank, those of stages without experts among them.
         loads = [rows for rows in found.loads.values() if sum(rows)]
         entropies = [_entropy(rows) for rows in found.choices.values() if sum(rows)]
