@@ -9,6 +9,7 @@ from support.selected_cases import selected
 from composer3d.huggingface.folder import import_transformers
 
 FSDP = "[mesh]\ndp_shard = 2\n[sharding.fsdp2]\n"
+EP = "[mesh]\ndp_shard = 2\nep = 2\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
 DDP = "[mesh]\ndp_replicate = 2\n[sharding.ddp]\n"
 TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n"
 SEQUENCE = TP + "sequence_parallel = true\n"
@@ -49,6 +50,8 @@ CASES = {
     "biogpt-own-mask-tp": ("biogpt", TP, False, 0.57),
     "qwen2-moe-pp": ("qwen2_moe", PP, False, 0.51),
     "mixtral-pp": ("mixtral", PP, False, 0.51),
+    "mixtral-ep": ("mixtral", EP, False, 0.51),
+    "qwen2-moe-ep": ("qwen2_moe", EP, False, 0.51),
 }
 CASES_OF_4 = {
     "llama-pp-tp": ("llama", TENSOR_PIPELINE, False, 0.26),

@@ -32,6 +32,7 @@ run.device = "cpu"
 TP = "[mesh]\ntp = 2\n[sharding.tensor_parallel]\n"
 PP = '[mesh]\npp = 2\n[scheduling.pipeline]\nschedule = "1F1B"\n'
 FSDP = "[sharding.fsdp2]\n"
+EP = "[mesh]\ndp_shard = 2\nep = 2\n[sharding.fsdp2]\n[sharding.expert_parallel]\n"
 
 
 def write_tokenizer(folder):
@@ -99,6 +100,7 @@ def assert_exported_equal(run, folder):
         pytest.param("gpt2", TP, id="gpt2-tp"),
         pytest.param("qwen2", PP, id="qwen2-pp"),
         pytest.param("mixtral", FSDP, id="mixtral-fsdp"),
+        pytest.param("mixtral", EP, id="mixtral-ep"),
     ],
 )
 def test_a_run_becomes_a_folder_that_from_pretrained_loads(family, layout, manifest, tmp_path):
